@@ -1,0 +1,1 @@
+"""Contrastive batches larger than memory: representations first, their gradients next, the encoders' gradients last."""

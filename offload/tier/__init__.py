@@ -1,0 +1,1 @@
+"""Where bytes rest: one small contract, and a module for each kind of place."""

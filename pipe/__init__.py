@@ -1,0 +1,1 @@
+"""How micro-batches run: stages, checkpoint and recompute, streams, and pipelines over a data loader."""

@@ -1,0 +1,158 @@
+"""What a recomputation must see again: generator states, autocast, and nothing that other code drew meanwhile.
+
+A recomputed forward is only the same function if it draws the same random numbers and casts to the same types.
+:class:`Replay` notes both before a forward runs, and re-creates them around the recomputation.
+
+Guarantees
+    * Inside :meth:`Replay.again` the first draw of every noted generator equals the first draw of the noted forward.
+    * After it, every generator continues exactly where it was before, so recomputation costs the user no draw.
+    * A generator that the forward did not draw from is forgotten by :meth:`Replay.seal` and is never touched again:
+      a deterministic forward replays without reading or writing any generator.
+    * Recomputations in several threads do not interleave on the generators that a process shares (torch's CPU
+      generator, Python's and NumPy's): they take turns.
+
+Assumes
+    * Nothing else draws from a shared generator *while* a recomputation that draws from it runs.
+
+``checkpoint``, ``offload`` and ``gradcache`` all use this module; it is the only one that touches generator states.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipe.nested import tensors_in
+
+__all__ = ["Replay", "devices_of"]
+
+# One process has one of each of these generators, whatever the thread; a recomputation that rewinds one of them must
+# not overlap with another that does.
+_shared_generators = threading.RLock()
+
+
+@dataclass(frozen=True)
+class _Generator:
+    """One source of randomness, as a pair of functions on its whole state."""
+
+    name: str
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+    shared: bool
+    same: Callable[[Any, Any], bool]
+
+
+def _same_tensor(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b)
+
+
+def _same_object(a: Any, b: Any) -> bool:
+    return bool(a == b)
+
+
+def _same_numpy(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    # (name, key vector, position, has_gauss, cached_gaussian)
+    return bool(a[2:] == b[2:] and (a[1] == b[1]).all())
+
+
+def _generators(devices: Iterable[torch.device]) -> list[_Generator]:
+    sources = [
+        _Generator("cpu", torch.get_rng_state, torch.set_rng_state, True, _same_tensor),
+        _Generator("python", random.getstate, random.setstate, True, _same_object),
+    ]
+    numpy = sys.modules.get("numpy")  # a forward can only have drawn from NumPy if somebody imported it
+    if numpy is not None:
+        sources.append(_Generator("numpy", numpy.random.get_state, numpy.random.set_state, True, _same_numpy))
+    for device in sorted({d for d in devices if d.type not in ("cpu", "meta")}, key=str):
+        module = torch.get_device_module(device)
+        get, set_ = partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
+        sources.append(_Generator(str(device), get, set_, False, _same_tensor))
+    return sources
+
+
+def devices_of(*values: Any) -> set[torch.device]:
+    """The devices of all tensors in nested ``values``."""
+    return {tensor.device for tensor in tensors_in(values)}
+
+
+@dataclass(frozen=True)
+class _Autocast:
+    """Autocast as one device type sees it."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(device_type: str) -> _Autocast:
+        return _Autocast(
+            device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        )
+
+    def context(self) -> contextlib.AbstractContextManager[Any]:
+        # The weight cache stays off: it is keyed by parameter, outlives one recomputation when it runs inside an
+        # enclosing autocast, and may then hold a cast made under no_grad, whose gradient would be lost.
+        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
+
+
+class Replay:
+    """The surroundings of one forward, to be seen again by its recomputation.
+
+    Usage::
+
+        replay = Replay.capture([device])
+        output = function(input)            # draws random numbers, casts
+        replay.seal()                       # forgets the generators that were not drawn from
+        ...
+        with replay.again():
+            output = function(input)        # the same numbers, the same casts
+
+    Source: GPipe (Huang et al., 2019), section 2.3; torchgpipe saves the CPU's and one device's state only.
+    """
+
+    __slots__ = ("_autocast", "_states")
+
+    def __init__(self, states: list[tuple[_Generator, Any]], autocast: list[_Autocast]) -> None:
+        self._states = states
+        self._autocast = autocast
+
+    @classmethod
+    def capture(cls, devices: Iterable[torch.device]) -> Replay:
+        """Notes the surroundings of a forward that is about to run on ``devices`` (the CPU is always included)."""
+        devices = set(devices)
+        types = sorted({"cpu"} | {d.type for d in devices if d.type != "meta"})
+        states = [(generator, generator.get()) for generator in _generators(devices)]
+        return cls(states, [_Autocast.of(kind) for kind in types])
+
+    def seal(self) -> Replay:
+        """Forgets every generator that has not moved since :meth:`capture`. Returns itself."""
+        self._states = [(g, state) for g, state in self._states if not g.same(state, g.get())]
+        return self
+
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """Names of the generators that a replay rewinds."""
+        return tuple(generator.name for generator, _ in self._states)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, the generators and autocast are as they were at :meth:`capture`; afterwards as they were before."""
+        with contextlib.ExitStack() as stack:
+            if any(generator.shared for generator, _ in self._states):
+                stack.enter_context(_shared_generators)
+            for generator, state in self._states:
+                # Registered before it is rewound, so that an exception half-way restores every generator.
+                stack.callback(generator.set, generator.get())
+                generator.set(state)
+            for autocast in self._autocast:
+                stack.enter_context(autocast.context())
+            yield

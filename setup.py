@@ -1,0 +1,32 @@
+"""Build script: three packages (``pipe``, ``offload``, ``gradcache``) and the ``benchmarks`` that measure them."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+setup(
+    name="gradstream",
+    version="0.1.0",
+    description="Train models and batches larger than memory: streamed shards, micro-batches, gradient caching",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="BSD-3-Clause",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=find_packages(include=["offload*", "pipe*", "gradcache*", "benchmarks*"]),
+    package_data={"offload": ["py.typed"], "pipe": ["py.typed"], "gradcache": ["py.typed"]},
+    install_requires=["torch>=2.6", "psutil"],
+    extras_require={
+        "test": ["pytest>=8", "pytest-benchmark>=4", "hypothesis>=6", "numpy", "fairscale==0.4.13"],
+        "bench": ["tokenizers>=0.20", "matplotlib>=3.8", "tqdm>=4.66", "numpy"],
+        "lint": ["ruff>=0.6", "mypy>=1.11", "types-psutil"],
+    },
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
