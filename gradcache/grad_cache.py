@@ -1,0 +1,380 @@
+"""GradCache: one optimizer step's gradient for a batch of any size, in the memory of one chunk.
+
+A contrastive loss compares every row with every other, so its batch cannot be cut the way gradient accumulation cuts
+it. But the loss needs the *representations* of all rows only, which are small::
+
+    chunks  ->  representations of every row, no graph
+            ->  loss of the whole batch, gradient of each representation (the gradient cache)
+            ->  each chunk once more with a graph; its rows of the cache go through it
+
+Invariant: loss, gradients, buffers and generator states are those of the whole batch in one piece.
+
+Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (2021). Signature and
+subclass hooks are those of the package ``GradCache``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from gradcache import chunks as chunking
+from gradcache import representations, two_pass
+from gradcache.accumulation import Accumulation
+from gradcache.streamed import StreamedModel, StreamedWalk
+from pipe.microbatch import rows_of
+from pipe.nested import map_tensors, tensors_in
+
+__all__ = ["GradCache", "StepResult"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves behind besides gradients."""
+
+    loss: Tensor
+    """The loss, detached."""
+    representations: tuple[Any, ...]
+    """One per tower, all rows, detached."""
+    auxiliary: tuple[Any, ...] = ()
+    """What the loss function returned after the loss, detached."""
+    greatest_difference: float | None = None
+    """Greatest absolute difference between the two passes' representations; None without ``audit``."""
+
+
+@dataclass
+class _Tower:
+    """One model and its share of a step."""
+
+    model: nn.Module
+    chunks: list[Any]
+    chunk_size: int
+    encoded: Any = None
+    states: list[Any] = field(default_factory=list)
+    wants_gradient: bool = True
+
+
+class GradCache:
+    """Computes the gradient of a big batch's loss chunk by chunk; stepping the optimizer is left to the caller.
+
+    Args:
+        models: the encoders ("towers"), one per input of a step; the same module may stand there more than once.
+            A model with ``forward_chunks`` (``offload.OffloadModel``) is walked shard by shard, see ``streamed``.
+        chunk_sizes: rows of a chunk, for all towers or one number each.
+        loss_fn: ``loss_fn(*representations, **loss_kwargs)`` returns the scalar loss, or a tuple that starts with it.
+        split_input_fn: ``split_input_fn(model_input, chunk_size)`` returns the chunks; default :meth:`split_inputs`.
+        get_rep_fn: picks the representations (a tensor, or tensors in a tuple or dict) from a model's output.
+        fp16: autocast to float16; needs a ``scaler``.
+        scaler: a ``torch.amp.GradScaler`` that scales the loss; unscaling and stepping is left to the caller.
+        process_fn: turns a chunk into the model's input, right before the model sees it, in both passes.
+        precision: the type that autocast runs models and loss in, such as ``torch.bfloat16``.
+        broadcast: keys or positions of input members that every chunk sees whole.
+        audit: compare the two passes' representations, see ``StepResult.greatest_difference``.
+
+    Raises:
+        TypeError, ValueError: at construction or at the start of a step, before any gradient is written.
+
+    After an exception every ``.grad`` is what it was before the step (a streamed model says itself what holds), buffers
+    and generators are as the chunks that ran left them, and the object can be used again.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        chunk_sizes: int | Sequence[int],
+        loss_fn: Callable[..., Any],
+        split_input_fn: Callable[[Any, int], Any] | None = None,
+        get_rep_fn: Callable[..., Any] | None = None,
+        fp16: bool = False,
+        scaler: Any = None,
+        process_fn: Callable[[Any], Any] | None = None,
+        *,
+        precision: torch.dtype | None = None,
+        broadcast: Collection[str | int] = (),
+        audit: bool = False,
+    ) -> None:
+        if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
+            raise TypeError(f"expected a list of models, got a {type(models).__name__}; pass models=[model]")
+        if fp16 and scaler is None:
+            raise ValueError("expected a gradient scaler with fp16=True, got scaler=None; pass torch.amp.GradScaler()")
+        if fp16 and precision not in (None, torch.float16):
+            raise ValueError(f"expected one precision, got fp16=True and precision={precision}; drop one of them")
+        if isinstance(broadcast, str):
+            raise TypeError(f"expected a collection of names, got broadcast={broadcast!r}; pass ({broadcast!r},)")
+        self.models = models
+        self.chunk_sizes = [chunk_sizes] * len(models) if isinstance(chunk_sizes, int) else list(chunk_sizes)
+        self.loss_fn = loss_fn
+        self.split_input_fn = split_input_fn
+        self.get_rep_fn = get_rep_fn
+        self.fp16 = fp16
+        self.scaler = scaler
+        self.process_fn = process_fn
+        self.precision = torch.float16 if fp16 else precision
+        self.broadcast = tuple(broadcast)
+        self.audit = audit
+        self.step_result: StepResult | None = None
+        self._inputs = two_pass.InputGradients()
+        self._wants_gradient: list[bool] = []
+        self._auxiliary: tuple[Any, ...] = ()
+        self._difference = 0.0
+        self._check_towers()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs :meth:`cache_step`."""
+        return self.cache_step(*args, **kwargs)
+
+    # -- hooks: a subclass may replace any of these; the signatures are those of the package GradCache ----------------
+
+    def split_inputs(self, model_input: Any, chunk_size: int) -> list[Any]:
+        """Cuts one model input into chunks; see :func:`gradcache.chunks.split_input` for what it takes."""
+        if self.split_input_fn is None:
+            return chunking.split_input(model_input, chunk_size, self.broadcast)
+        chunks = list(self.split_input_fn(model_input, chunk_size))
+        chunking.check_rows_kept(model_input, chunks)
+        return chunks
+
+    def get_input_tensors(self, model_input: Any) -> list[Tensor]:
+        """Tensors of a chunk whose devices' random states are kept, besides those of the model and those in use."""
+        # A UserDict is a mapping that torch's pytree does not open.
+        return tensors_in(dict(model_input) if isinstance(model_input, Mapping) else model_input)
+
+    def model_call(self, model: nn.Module, model_input: Any) -> Any:
+        """Calls the model with a chunk as its arguments."""
+        args, kwargs = chunking.call_arguments(model_input)
+        with self._autocast(model):
+            return model(*args, **kwargs)
+
+    def get_reps(self, model_out: Any) -> Any:
+        """Picks the representations from a model's output."""
+        return model_out if self.get_rep_fn is None else self.get_rep_fn(model_out)
+
+    def compute_loss(self, *reps: Any, **loss_kwargs: Any) -> Any:
+        """Calls the loss function on the representations of all towers."""
+        return self.loss_fn(*reps, **loss_kwargs)
+
+    def forward_no_grad(self, model: nn.Module, model_inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The first pass: representations of all chunks together, and one random state per chunk."""
+        encoder = self._encoder(model)
+        states: list[Any]
+        encoded, states = two_pass.encode(model, model_inputs, encoder, self.get_input_tensors, self.audit)
+        return encoded, states
+
+    def build_cache(self, *reps: Any, **loss_kwargs: Any) -> tuple[list[Any], Tensor]:
+        """The loss, and its gradient with respect to each tower's representations (None where it ignores them)."""
+        wanted = self._wants_gradient if len(self._wants_gradient) == len(reps) else [True] * len(reps)
+        leaves = [
+            representations.as_leaves(rep) if wants else representations.detached(rep)
+            for rep, wants in zip(reps, wanted, strict=True)
+        ]
+        loss = self._loss(leaves, loss_kwargs)
+        if not loss.requires_grad:
+            raise ValueError(
+                "expected a loss that depends on a representation of a trainable tower or on a parameter, got one that "
+                "needs no gradient; do not detach, or call the step under torch.no_grad() to evaluate"
+            )
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        return [representations.gradients(rep) for rep in leaves], loss.detach()
+
+    def forward_backward(
+        self,
+        model: nn.Module,
+        model_inputs: Sequence[Any],
+        cached_gradients: Sequence[Any],
+        random_states: Sequence[Any],
+        no_sync_except_last: bool = False,
+    ) -> None:
+        """The second pass: each chunk again with a graph, and its rows of the gradient cache through it."""
+        encoder = self._encoder(model)
+        difference = two_pass.backward(model_inputs, cached_gradients, random_states, encoder, self._inputs)
+        self._difference = max(self._difference, difference)
+
+    def cache_step(self, *model_inputs: Any, no_sync_except_last: bool = False, **loss_kwargs: Any) -> Tensor:
+        """Adds the gradient of the whole batch's loss to ``.grad``. Under ``no_grad``: computes the loss only.
+
+        Args:
+            *model_inputs: one per model, in the models' order.
+            no_sync_except_last: kept for callers that pass it; gradients are always reduced once per step.
+            **loss_kwargs: passed to the loss function as they are.
+
+        Returns:
+            The loss of the whole batch, detached. :attr:`step_result` holds it with the representations.
+        """
+        towers = self._towers(model_inputs, no_sync_except_last)
+        self._inputs = two_pass.InputGradients()
+        self._difference, self._auxiliary = 0.0, ()
+        with Accumulation(self._own_parameters(towers)) as accumulation:
+            walks = self._encode(towers)
+            encoded = [tower.encoded for tower in towers]
+            if torch.is_grad_enabled():
+                self._wants_gradient = [tower.wants_gradient for tower in towers]
+                cache, loss = self.build_cache(*encoded, **loss_kwargs)
+                self._backward(towers, walks, cache, no_sync_except_last)
+                self._inputs.flow()
+            else:
+                loss = self._loss(encoded, loss_kwargs).detach()
+            accumulation.commit()
+        difference = self._difference if self.audit else None
+        self.step_result = StepResult(loss, tuple(encoded), self._auxiliary, difference)
+        return loss
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def _towers(self, model_inputs: Sequence[Any], no_sync_except_last: bool) -> list[_Tower]:
+        self._check_towers()
+        if len(model_inputs) != len(self.models):
+            raise ValueError(
+                f"expected one input per model, got {len(model_inputs)} inputs for {len(self.models)} models; "
+                f"pass what a single model needs as one list, mapping or (list, mapping)"
+            )
+        if no_sync_except_last and not all(hasattr(model, "no_sync") for model in self.models):
+            raise ValueError(
+                "expected models wrapped in DistributedDataParallel with no_sync_except_last=True, got one that has no "
+                "no_sync(); wrap all models or drop the flag"
+            )
+        sizes = self.chunk_sizes
+        split = [self.split_inputs(x, size) for x, size in zip(model_inputs, sizes, strict=True)]
+        return [_Tower(*parts) for parts in zip(self.models, split, sizes, strict=True)]
+
+    def _encode(self, towers: list[_Tower]) -> list[tuple[StreamedWalk, list[_Tower]]]:
+        """Fills ``encoded`` of every tower. Returns the streamed walks with their towers."""
+        groups: dict[int, list[_Tower]] = {}
+        for tower in towers:
+            if self._is_streamed(tower.model):
+                groups.setdefault(id(tower.model), []).append(tower)
+            else:
+                tower.encoded, tower.states = self.forward_no_grad(tower.model, tower.chunks)
+                tower.wants_gradient = any(getattr(state, "requires_grad", True) for state in tower.states)
+        walks = []
+        for group in groups.values():
+            model = group[0].model
+            chunks = [[self._processed(chunk) for chunk in tower.chunks] for tower in group]
+            trainable = two_pass.is_trainable(model, chunks) or self._representation_may_train()
+            walk = StreamedWalk(cast(StreamedModel, model), chunks, self.get_reps)
+            with self._autocast(model):
+                encoded = walk.encode(self._inputs, keep_tape=trainable and torch.is_grad_enabled())
+            for tower, value in zip(group, encoded, strict=True):
+                tower.encoded, tower.wants_gradient = value, trainable
+            walks.append((walk, group))
+        return walks
+
+    def _backward(
+        self,
+        towers: list[_Tower],
+        walks: list[tuple[StreamedWalk, list[_Tower]]],
+        cache: list[Any],
+        no_sync_except_last: bool,
+    ) -> None:
+        gradient_of = {id(tower): gradient for tower, gradient in zip(towers, cache, strict=True)}
+        for tower in towers:
+            gradient = gradient_of[id(tower)]
+            if self._is_streamed(tower.model) or not representations.has_gradient(gradient):
+                continue
+            per_chunk = representations.split_gradients(gradient, self._rows_per_chunk(tower))
+            self.forward_backward(
+                tower.model, tower.chunks, per_chunk, tower.states, no_sync_except_last=no_sync_except_last
+            )
+        for walk, group in walks:
+            walk.backward([gradient_of[id(tower)] for tower in group])
+
+    def _rows_per_chunk(self, tower: _Tower) -> list[int]:
+        known = [getattr(state, "rows", None) for state in tower.states]
+        if all(isinstance(rows, int) for rows in known):
+            return cast(list[int], known)
+        # A subclass replaced forward_no_grad: one row of representation per row of input, as upstream assumes.
+        rows, total = [rows_of(chunk) for chunk in tower.chunks], representations.rows_in(tower.encoded)
+        if sum(rows) != total:
+            raise ValueError(
+                f"expected one representation per row, got {total} for chunks of {rows} rows; let forward_no_grad "
+                f"return states with an attribute rows"
+            )
+        return rows
+
+    def _loss(self, reps: Sequence[Any], loss_kwargs: dict[str, Any]) -> Tensor:
+        with self._autocast(*reps):
+            result = self.compute_loss(*reps, **loss_kwargs)
+        loss, auxiliary = (result[0], tuple(result[1:])) if isinstance(result, (tuple, list)) else (result, ())
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"expected loss_fn to return a tensor, or a tuple that starts with it, got {type(loss)}")
+        if loss.numel() != 1:
+            raise ValueError(
+                f"expected a scalar loss, got a tensor of shape {tuple(loss.shape)}; reduce it (reduction='mean' or "
+                f"'sum'), and return values per row after the loss in a tuple"
+            )
+        self._auxiliary = map_tensors(torch.Tensor.detach, auxiliary)
+        return loss
+
+    def _check_towers(self) -> None:
+        if not self.models:
+            raise ValueError("expected at least one model, got models=[]")
+        if len(self.chunk_sizes) != len(self.models):
+            if len(set(self.chunk_sizes)) != 1:
+                raise ValueError(
+                    f"expected one chunk size per model, got {len(self.chunk_sizes)} for {len(self.models)} models "
+                    f"(chunk_sizes={self.chunk_sizes}); pass one number, or one for each"
+                )
+            self.chunk_sizes = [self.chunk_sizes[0]] * len(self.models)
+        for size in self.chunk_sizes:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"expected chunks of at least 1 row, got chunk_sizes={self.chunk_sizes}")
+        for model in self.models:
+            if not isinstance(model, nn.Module):
+                raise TypeError(f"expected torch modules, got {type(model).__name__} among models")
+
+    # -- what a model is run in ---------------------------------------------------------------------------------------
+
+    def _encoder(self, model: nn.Module) -> Callable[[Any], Any]:
+        def encode(chunk: Any) -> Any:
+            out = self.model_call(model, self._processed(chunk))
+            with self._autocast(model):
+                return self.get_reps(out)
+
+        return encode
+
+    def _processed(self, chunk: Any) -> Any:
+        return chunk if self.process_fn is None else self.process_fn(chunk)
+
+    def _is_streamed(self, model: nn.Module) -> bool:
+        """Whether the model walks its chunks itself; a subclass that replaced a walking hook keeps it."""
+        walking = ("model_call", "forward_no_grad", "forward_backward")
+        replaced = any(getattr(getattr(self, h), "__func__", None) is not getattr(GradCache, h) for h in walking)
+        return isinstance(model, StreamedModel) and not replaced
+
+    def _representation_may_train(self) -> bool:
+        if isinstance(self.get_rep_fn, nn.Module):
+            return any(parameter.requires_grad for parameter in self.get_rep_fn.parameters())
+        return self.get_rep_fn is not None  # a plain function may close over a trainable head
+
+    def _own_parameters(self, towers: Iterable[_Tower]) -> list[nn.Parameter]:
+        """Parameters whose gradients are put together here; a streamed model keeps its own at home."""
+        modules = [tower.model for tower in towers if not isinstance(tower.model, StreamedModel)]
+        modules += [fn for fn in (self.loss_fn, self.get_rep_fn) if isinstance(fn, nn.Module)]
+        return [parameter for module in modules for parameter in module.parameters()]
+
+    def _autocast(self, *owners: Any) -> contextlib.AbstractContextManager[Any]:
+        if self.precision is None:
+            return contextlib.nullcontext()
+        device = _device_of(*owners)
+        # Inside an autocast of the user's the weight cache would outlive this block, with casts made under no_grad.
+        nested = torch.is_autocast_enabled(device.type)
+        return torch.autocast(device.type, dtype=self.precision, cache_enabled=not nested)
+
+
+def _device_of(*owners: Any) -> torch.device:
+    """The device that modules compute on, or tensors live on."""
+    for owner in owners:
+        if isinstance(owner, nn.Module):
+            stated = getattr(owner, "device", None)
+            if isinstance(stated, (torch.device, str)):
+                return torch.device(stated)
+            first = next(iter(owner.parameters()), None)
+            if first is not None:
+                return first.device
+        else:
+            for tensor in tensors_in(owner):
+                return tensor.device
+    return torch.device("cpu")

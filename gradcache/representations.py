@@ -1,0 +1,117 @@
+"""Representations: what is kept of the first pass, and the gradient that the loss gives each row of it.
+
+A tower may return one tensor, or a tuple or dict of them. The rows of all chunks are put together for the loss; the
+loss's gradient is cut again by the number of rows that each chunk *returned*, never by the chunk size that was asked
+for, so a split function may cut as it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipe.microbatch import gather_nested, rows_of
+from pipe.nested import flatten, map_tensors, tensors_in, unflatten
+
+__all__ = [
+    "as_leaves",
+    "backward",
+    "concatenated",
+    "detached",
+    "gradients",
+    "greatest_difference",
+    "has_gradient",
+    "rows_in",
+    "split_gradients",
+]
+
+
+def detached(representation: Any) -> Any:
+    """The representation without its graph and without storage that is not its own.
+
+    ``hidden[:, 0]`` is a view: kept as it is, it would keep all of ``hidden`` alive for every chunk of the batch.
+    """
+    return map_tensors(_detached, representation)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def rows_in(representation: Any) -> int:
+    """Rows of one chunk's representation.
+
+    Raises:
+        TypeError: if there is no tensor in it.
+        ValueError: if a tensor in it has no rows, or tensors differ in their number of rows.
+    """
+    tensors = tensors_in(representation)
+    if not tensors:
+        raise TypeError(
+            f"expected a model to return representations (a tensor, or tensors in a tuple or dict), got "
+            f"{type(representation).__name__}; pass get_rep_fn to pick them from the model's output"
+        )
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise ValueError(
+            "expected representations of shape (rows, ...), got a 0-dimensional tensor; return one per row"
+        )
+    return rows_of(tensors)
+
+
+def concatenated(chunks: Sequence[Any]) -> Any:
+    """The rows of all chunks in one representation of the same structure."""
+    return gather_nested(list(chunks))
+
+
+def as_leaves(representation: Any) -> Any:
+    """The same values as leaves of a new graph; integer tensors stay as they are."""
+    return map_tensors(_as_leaf, representation)
+
+
+def _as_leaf(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
+
+
+def gradients(representation: Any) -> Any:
+    """The ``.grad`` of every tensor of :func:`as_leaves` in the same structure; None where the loss ignored it."""
+    return map_tensors(lambda tensor: tensor.grad, representation)
+
+
+def has_gradient(gradient: Any) -> bool:
+    """Whether any tensor of a representation has a gradient."""
+    return bool(tensors_in(gradient))
+
+
+def split_gradients(gradient: Any, rows: Sequence[int]) -> list[Any]:
+    """Cuts the gradient of a whole batch into the chunks that have these numbers of ``rows``."""
+    leaves, spec = flatten(gradient)
+    columns = [leaf.split(list(rows)) if isinstance(leaf, Tensor) else (leaf,) * len(rows) for leaf in leaves]
+    return [unflatten([column[i] for column in columns], spec) for i in range(len(rows))]
+
+
+def backward(representation: Any, gradient: Any) -> None:
+    """Pushes ``gradient`` of the same structure through the graph of ``representation``.
+
+    The gradient enters as it is. A surrogate loss (the dot product of the two) would round it once more, and fails
+    where their types differ.
+    """
+    pairs = [
+        (output, grad)
+        for output, grad in zip(flatten(representation)[0], flatten(gradient)[0], strict=True)
+        if isinstance(grad, Tensor) and isinstance(output, Tensor) and output.requires_grad
+    ]
+    if pairs:
+        torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+
+
+def greatest_difference(first: Any, second: Any) -> float:
+    """The greatest absolute difference between two representations of the same structure."""
+    pairs = zip(tensors_in(first), tensors_in(second), strict=True)
+    return max((float((a.detach() - b.detach()).abs().max()) for a, b in pairs if a.numel()), default=0.0)

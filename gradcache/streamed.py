@@ -1,0 +1,79 @@
+"""The streamed walk: all chunks past each shard in one visit, for a model that can walk its shards itself.
+
+GradCache is checkpointing whose outermost boundary is the representation, so its second pass *is* the recomputation of
+a checkpointed backward: nothing runs twice for it, and each shard is loaded twice per step for any number of chunks.
+Towers that are one and the same model send their chunks in one call, so they share the visits.
+
+``gradcache`` knows such a model by the two methods below and by nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from gradcache import representations
+from gradcache.chunks import call_arguments
+from gradcache.two_pass import InputGradients
+
+__all__ = ["StreamedModel", "StreamedWalk", "Tape"]
+
+
+class Tape(Protocol):
+    """What one streamed forward leaves behind for its backward."""
+
+    def backward(self, output_gradients: Sequence[Any]) -> None:
+        """Pushes one gradient per chunk (None: no gradient), in chunk order, through the model; usable once."""
+
+
+@runtime_checkable
+class StreamedModel(Protocol):
+    """A model whose forward and backward visit each shard once, whatever the number of chunks."""
+
+    def forward_chunks(
+        self, chunks: Sequence[Any], output_fn: Callable[[Any], Any] | None = None
+    ) -> tuple[list[Any], Tape]:
+        """Detached outputs in chunk order, and the tape.
+
+        A chunk is a tensor or ``(args, kwargs)``. ``output_fn`` is applied to each chunk's output as part of the last
+        shard's work, so it is recomputed and differentiated with it.
+        """
+
+
+class StreamedWalk:
+    """The towers that are one streamed model, walked together."""
+
+    def __init__(self, model: StreamedModel, towers: Sequence[Sequence[Any]], output_fn: Callable[[Any], Any]) -> None:
+        """``towers``: the chunks of each tower."""
+        self._model = model
+        self._towers = towers
+        self._output_fn = output_fn
+        self._rows: list[list[int]] = []
+        self._tape: Tape | None = None
+
+    def encode(self, inputs: InputGradients, keep_tape: bool) -> list[Any]:
+        """The representations of each tower, all chunks together."""
+        calls = [call_arguments(inputs.cut(chunk)) for chunks in self._towers for chunk in chunks]
+        with torch.set_grad_enabled(keep_tape):
+            outputs, tape = self._model.forward_chunks(calls, output_fn=self._output_fn)
+        self._tape = tape if keep_tape else None
+        remaining = iter(outputs)
+        encoded: list[Any] = []
+        for chunks in self._towers:
+            mine = [representations.detached(next(remaining)) for _ in chunks]
+            self._rows.append([representations.rows_in(output) for output in mine])
+            encoded.append(representations.concatenated(mine))
+        return encoded
+
+    def backward(self, gradients: Sequence[Any]) -> None:
+        """Pushes the gradient of each tower's representations through the model, in one visit of each shard."""
+        tape, self._tape = self._tape, None
+        if tape is None or not any(representations.has_gradient(gradient) for gradient in gradients):
+            return
+        per_chunk: list[Any] = []
+        for gradient, rows in zip(gradients, self._rows, strict=True):
+            for part in representations.split_gradients(gradient, rows):
+                per_chunk.append(part if representations.has_gradient(part) else None)
+        tape.backward(per_chunk)

@@ -1,0 +1,231 @@
+"""The step is the whole batch's step: same loss, gradients, buffers and generator state, for every way to cut it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gradcache import GradCache
+from gradcache.loss import ContrastiveLossWithQueryClosure, SimpleContrastiveLoss
+
+
+def tower(width: int = 8, dropout: float = 0.0, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(width, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 6))
+
+
+def whole_batch(models: list[nn.Module], inputs: list[Tensor], loss_fn: Callable[..., Tensor]) -> Tensor:
+    loss = loss_fn(*(model(x) for model, x in zip(models, inputs, strict=True)))
+    loss.backward()
+    return loss.detach()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    sizes=st.lists(st.integers(1, 10), min_size=2, max_size=2),
+    negatives=st.integers(0, 2),
+    tied=st.booleans(),
+    stream=st.booleans(),
+    reduction=st.sampled_from(["mean", "sum"]),
+)
+def test_step_equals_the_whole_batch(
+    streamed: Any,
+    assert_same_gradients: Any,
+    rows: int,
+    sizes: list[int],
+    negatives: int,
+    tied: bool,
+    stream: bool,
+    reduction: str,
+) -> None:
+    bare = [tower(seed=1)] * 2 if tied else [tower(seed=1), tower(seed=2)]
+    ours: list[nn.Module] = copy.deepcopy(bare)
+    torch.manual_seed(3)
+    x, y = torch.randn(rows, 8), torch.randn(rows * (1 + negatives), 8)
+    loss_fn = SimpleContrastiveLoss(negatives)
+    if stream:
+        wrapped = {id(model): streamed(model) for model in ours}
+        ours_called = [wrapped[id(model)] for model in ours]
+    else:
+        ours_called = ours
+    expected = whole_batch(bare, [x, y], lambda a, b: loss_fn(a, b, reduction=reduction))
+    loss = GradCache(ours_called, sizes, loss_fn)(x, y, reduction=reduction)
+    torch.testing.assert_close(loss, expected)
+    assert not loss.requires_grad
+    assert_same_gradients(bare, ours)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_second_pass_draws_the_first_pass_masks_also_inside_get_rep_fn(streamed: Any, stream: bool) -> None:
+    """The peer replays the model's draws only; a dropout in get_rep_fn then draws another mask."""
+    model = tower(dropout=0.5)
+    called = streamed(model) if stream else model
+    masks: list[Tensor] = []
+
+    def rep(out: Tensor) -> Tensor:
+        dropped = nn.functional.dropout(out, 0.5)
+        masks.append((dropped == 0).detach())
+        return dropped
+
+    GradCache([called], 2, lambda r: r.square().sum(), get_rep_fn=rep)(torch.randn(6, 8))
+    first, second = masks[:3], masks[3:]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(first[0], first[1])
+
+
+def test_generator_goes_on_where_the_whole_batch_in_the_same_chunks_would_leave_it() -> None:
+    model = tower(dropout=0.3)
+    x = torch.randn(6, 8)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for part in x.split(2):
+            model(part)
+    expected = torch.get_rng_state()
+    torch.manual_seed(5)
+    GradCache([model], 2, lambda r: r.square().sum())(x)
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+@pytest.mark.parametrize("chunks", [1, 64])
+def test_each_shard_is_loaded_twice_for_any_number_of_chunks_and_both_tied_towers(streamed: Any, chunks: int) -> None:
+    model = streamed(tower())
+    GradCache([model, model], 64 // chunks, SimpleContrastiveLoss())(torch.randn(64, 8), torch.randn(64, 8))
+    assert model.loads == [2] * 4
+    for j in range(4):
+        for i in range(2 * chunks):
+            assert model.events.count(f"F{j}.{i}") == 1
+            assert model.events.count(f"B{j}.{i}") == 1
+
+
+def test_subclass_that_replaces_model_call_is_obeyed_over_a_streamed_model(streamed: Any) -> None:
+    class Doubled(GradCache):
+        def model_call(self, model: nn.Module, model_input: Any) -> Any:
+            return 2 * super().model_call(model, model_input)
+
+    bare, ours = tower(), tower()
+    x = torch.randn(4, 8)
+    expected = whole_batch([bare], [x], lambda r: (2 * r).square().sum())
+    model = streamed(ours)
+    torch.testing.assert_close(Doubled([model], 2, lambda r: r.square().sum())(x), expected)
+    assert model.loads == [0] * 4
+    torch.testing.assert_close(ours[0].weight.grad, bare[0].weight.grad)
+
+
+def test_subclass_hooks_of_the_peer_take_part_in_a_step(assert_same_gradients: Any) -> None:
+    """A subclass written for the peer: its own walk with its own random states, through the same signatures."""
+    called: list[str] = []
+
+    class Own(GradCache):
+        def forward_no_grad(self, model: nn.Module, model_inputs: Any) -> Any:
+            called.append("forward_no_grad")
+            from gradcache import RandContext
+
+            reps, states = [], []
+            with torch.no_grad():
+                for x in model_inputs:
+                    states.append(RandContext(*self.get_input_tensors(x)))
+                    reps.append(self.get_reps(self.model_call(model, x)))
+            return torch.cat(reps), states
+
+        def build_cache(self, *reps: Tensor, **loss_kwargs: Any) -> Any:
+            called.append("build_cache")
+            return super().build_cache(*reps, **loss_kwargs)
+
+        def forward_backward(
+            self,
+            model: Any,
+            model_inputs: Any,
+            cached_gradients: Any,
+            random_states: Any,
+            no_sync_except_last: Any = False,
+        ) -> None:
+            called.append("forward_backward")
+            for x, state, gradient in zip(model_inputs, random_states, cached_gradients, strict=True):
+                with state:
+                    y = self.model_call(model, x)
+                torch.dot(self.get_reps(y).flatten(), gradient.flatten()).backward()
+
+    bare, ours = tower(), tower()
+    x = torch.randn(5, 8)
+    whole_batch([bare], [x], lambda r: r.square().sum())
+    Own([ours], 2, lambda r: r.square().sum())(x)
+    assert called == ["forward_no_grad", "build_cache", "forward_backward"]
+    assert_same_gradients([bare], [ours])
+
+
+def test_no_grad_call_evaluates_the_loss_and_writes_no_gradient(streamed: Any) -> None:
+    """The peer raises in loss.backward()."""
+    for model in (tower(), streamed(tower())):
+        step = GradCache([model, model], 2, SimpleContrastiveLoss())
+        x, y = torch.randn(4, 8), torch.randn(4, 8)
+        with torch.no_grad():
+            loss = step(x, y)
+        torch.testing.assert_close(loss, SimpleContrastiveLoss()(model(x), model(y)).detach())
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert step.step_result is not None
+        assert step.step_result.representations[0].shape == (4, 6)
+
+
+def test_models_can_be_reassigned_between_steps(assert_same_gradients: Any) -> None:
+    step = GradCache([tower()], 2, lambda *reps: sum(r.square().sum() for r in reps))
+    x = torch.randn(4, 8)
+    step(x)
+    bare, ours = [tower(seed=1), tower(seed=2)], [tower(seed=1), tower(seed=2)]
+    whole_batch(bare, [x, x], step.loss_fn)
+    step.models = ours
+    step(x, x)
+    assert_same_gradients(bare, ours)
+
+
+def test_query_closure_may_stand_for_one_tower(assert_same_gradients: Any) -> None:
+    bare, ours = [tower(seed=1), tower(seed=2)], [tower(seed=1), tower(seed=2)]
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    whole_batch(bare, [x, y], SimpleContrastiveLoss())
+    step = GradCache([ours[1]], 2, ContrastiveLossWithQueryClosure())
+    step(y, query_closure=lambda: ours[0](x))
+    assert_same_gradients(bare, ours)
+
+
+def test_step_result_keeps_representations_and_what_the_loss_returned_besides() -> None:
+    model = tower()
+    x = torch.randn(4, 8)
+    step = GradCache([model], 3, lambda r: (r.sum(), r.mean(), {"rows": r.size(0)}))
+    loss = step(x)
+    result = step.step_result
+    assert result is not None
+    assert result.loss is loss
+    torch.testing.assert_close(result.representations[0], model(x).detach())
+    assert not result.auxiliary[0].requires_grad
+    assert result.auxiliary[1] == {"rows": 4}
+
+
+def test_audit_reports_no_difference_for_a_model_that_repeats_itself_and_some_for_one_that_does_not() -> None:
+    x = torch.randn(4, 8)
+    step = GradCache([tower(dropout=0.5)], 2, lambda r: r.square().sum(), audit=True)
+    step(x)
+    assert step.step_result is not None
+    assert step.step_result.greatest_difference == 0.0
+
+    class Counting(nn.Module):
+        calls = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tower()
+
+        def forward(self, x: Tensor) -> Any:
+            Counting.calls += 1
+            return self.inner(x) + Counting.calls
+
+    step = GradCache([Counting()], 2, lambda r: r.square().sum(), audit=True)
+    step(x)
+    assert step.step_result is not None
+    assert step.step_result.greatest_difference == pytest.approx(2.0, abs=1e-5)
