@@ -1,23 +1,50 @@
 """Micro-batches: a batch cut along dimension 0, and put together again.
 
-Every tensor with a dimension 0 is cut; scalars, 0-dimensional tensors and other objects go to every micro-batch as
-they are. Two tensors that disagree about the number of rows are an error: rows are never dropped in silence.
+Every tensor with a dimension 0 is cut; scalars, 0-dimensional tensors, other objects and what stands in
+:class:`NoChunk` go to every micro-batch as they are. Two tensors that disagree about the number of rows are an error:
+rows are never dropped in silence.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from pipe.nested import flatten, unflatten
+from pipe.nested import flatten, tensors_in, unflatten
 
-__all__ = ["gather_nested", "rows_of", "split_nested"]
+__all__ = ["Batch", "NoChunk", "check", "gather", "gather_nested", "rows_of", "scatter", "split_nested"]
+
+
+class NoChunk:
+    """Marks a tensor that every micro-batch gets whole, such as an attention mask that all rows share::
+
+        pipe((tokens, NoChunk(mask)))
+
+    Source: ``torch.distributed.pipeline.sync.NoChunk``.
+    """
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"expected a tensor to keep whole, got {type(tensor).__name__}; wrap each tensor by itself")
+        self._tensor = tensor
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor."""
+        return self._tensor
 
 
 def _is_split(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+def _whole(leaf: Any) -> Any:
+    return leaf.tensor if isinstance(leaf, NoChunk) else leaf
 
 
 def rows_of(value: Any) -> int:
@@ -30,7 +57,7 @@ def rows_of(value: Any) -> int:
     if len(sizes) > 1:
         raise ValueError(
             f"expected tensors with the same number of rows to cut into micro-batches, got sizes of dimension 0 "
-            f"{sorted(sizes)}; pass tensors of equal dimension 0"
+            f"{sorted(sizes)}; pass tensors of equal dimension 0, or NoChunk(tensor) for one that all rows share"
         )
     return sizes.pop() if sizes else 1
 
@@ -48,8 +75,8 @@ def split_nested(value: Any, chunks: int) -> list[Any]:
     leaves, spec = flatten(value)
     count = min(chunks, max(rows_of(value), 1))
     if count == 1:
-        return [value]
-    columns = [torch.tensor_split(leaf, count) if _is_split(leaf) else (leaf,) * count for leaf in leaves]
+        return [unflatten([_whole(leaf) for leaf in leaves], spec)]
+    columns = [torch.tensor_split(leaf, count) if _is_split(leaf) else (_whole(leaf),) * count for leaf in leaves]
     return [unflatten(list(row), spec) for row in zip(*columns, strict=True)]
 
 
@@ -83,3 +110,110 @@ def gather_nested(values: list[Any]) -> Any:
         else:
             gathered.append(torch.cat(column))
     return unflatten(gathered, spec)
+
+
+class Batch:
+    """A micro-batch: one tensor, or any nested value, behind one interface for both.
+
+    Indices count the tensors in the order of :func:`pipe.nested.flatten`; other leaves stay in their places::
+
+        batch[0] = function(batch[0])
+        batch[:] = function(*batch)
+        output = batch.call(layer)          # layer(tensor), or layer(nested value)
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    @property
+    def atomic(self) -> bool:
+        """Whether the micro-batch is one bare tensor."""
+        return isinstance(self.value, Tensor)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The bare tensor.
+
+        Raises:
+            AttributeError: if the value is nested.
+        """
+        if not isinstance(self.value, Tensor):
+            raise AttributeError("expected a batch of one tensor, got a nested value; use .tensors")
+        return self.value
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors of a nested value.
+
+        Raises:
+            AttributeError: if the value is one bare tensor.
+        """
+        if self.atomic:
+            raise AttributeError("expected a batch of a nested value, got one tensor; use .tensor")
+        return tuple(tensors_in(self.value))
+
+    @property
+    def tensor_or_tensors(self) -> Any:
+        """The value, whatever it is."""
+        return self.value
+
+    def call(self, function: Callable[[Any], Any]) -> Batch:
+        """The batch of ``function(value)``."""
+        return Batch(function(self.value))
+
+    def __repr__(self) -> str:
+        return f"Batch[atomic={self.atomic}]({self.value!r})"
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(tensors_in(self.value))
+
+    def __len__(self) -> int:
+        return len(tensors_in(self.value))
+
+    def __getitem__(self, index: int) -> Tensor:
+        return tensors_in(self.value)[index]
+
+    @overload
+    def __setitem__(self, index: int, value: Tensor) -> None: ...
+
+    @overload
+    def __setitem__(self, index: slice, value: tuple[Tensor, ...] | list[Tensor]) -> None: ...
+
+    def __setitem__(self, index: int | slice, value: Any) -> None:
+        leaves, spec = flatten(self.value)
+        positions = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        if isinstance(index, int):
+            leaves[positions[index]] = value
+        else:
+            if index != slice(None):
+                raise NotImplementedError(f"expected [:] or an integer, got {index}; assign all tensors at once")
+            if len(value) != len(positions):
+                raise IndexError(f"expected {len(positions)} tensors to replace those of the batch, got {len(value)}")
+            for position, tensor in zip(positions, value, strict=True):
+                leaves[position] = tensor
+        self.value = unflatten(leaves, spec)
+
+
+def check(input: Any) -> None:
+    """Checks that a mini-batch has something to cut.
+
+    Raises:
+        TypeError: if there is no tensor in ``input``.
+    """
+    if not any(isinstance(leaf, (Tensor, NoChunk)) for leaf in flatten(input)[0]):
+        raise TypeError(
+            f"expected a tensor or a nested value with tensors, got {type(input).__name__} without any; "
+            f"pass the mini-batch as tensors"
+        )
+
+
+def scatter(input: Any, chunks: int) -> list[Batch]:
+    """Cuts a mini-batch into micro-batches: :func:`split_nested`, each wrapped in a :class:`Batch`."""
+    return [Batch(value) for value in split_nested(input, chunks)]
+
+
+def gather(outputs: list[Batch]) -> Any:
+    """Concatenates micro-batches into a mini-batch: :func:`gather_nested` of their values."""
+    return gather_nested([batch.value for batch in outputs])

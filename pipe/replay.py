@@ -1,7 +1,8 @@
-"""What a recomputation must see again: generator states, autocast, and nothing that other code drew meanwhile.
+"""What a recomputation must see again: generator states, thread settings, and nothing that other code drew meanwhile.
 
-A recomputed forward is only the same function if it draws the same random numbers and casts to the same types.
-:class:`Replay` notes both before a forward runs, and re-creates them around the recomputation.
+A recomputed forward is only the same function if it draws the same random numbers and runs under the same settings
+(autocast, default device, modes, saved-tensor hooks: see :mod:`pipe.ambient`). :class:`Replay` notes both before a
+forward runs, and re-creates them around the recomputation.
 
 Guarantees
     * Inside :meth:`Replay.again` the first draw of every noted generator equals the first draw of the noted forward.
@@ -31,9 +32,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipe.ambient import Ambient
 from pipe.nested import tensors_in
 
-__all__ = ["Replay", "devices_of"]
+__all__ = ["Replay", "autocast_without_cache", "devices_of"]
 
 # One process has one of each of these generators, whatever the thread; a recomputation that rewinds one of them must
 # not overlap with another that does.
@@ -84,24 +86,15 @@ def devices_of(*values: Any) -> set[torch.device]:
     return {tensor.device for tensor in tensors_in(values)}
 
 
-@dataclass(frozen=True)
-class _Autocast:
-    """Autocast as one device type sees it."""
+@contextlib.contextmanager
+def autocast_without_cache(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Autocast as it is, but it keeps no casted weights.
 
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(device_type: str) -> _Autocast:
-        return _Autocast(
-            device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-        )
-
-    def context(self) -> contextlib.AbstractContextManager[Any]:
-        # The weight cache stays off: it is keyed by parameter, outlives one recomputation when it runs inside an
-        # enclosing autocast, and may then hold a cast made under no_grad, whose gradient would be lost.
-        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
+    For a first forward under ``no_grad``: a cast that it left in the cache has no gradient, and a later forward inside
+    the same autocast would take it.
+    """
+    with Ambient.capture(device.type for device in devices).again(cache_casts=False):
+        yield
 
 
 class Replay:
@@ -119,19 +112,18 @@ class Replay:
     Source: GPipe (Huang et al., 2019), section 2.3; torchgpipe saves the CPU's and one device's state only.
     """
 
-    __slots__ = ("_autocast", "_states")
+    __slots__ = ("_ambient", "_states")
 
-    def __init__(self, states: list[tuple[_Generator, Any]], autocast: list[_Autocast]) -> None:
+    def __init__(self, states: list[tuple[_Generator, Any]], ambient: Ambient) -> None:
         self._states = states
-        self._autocast = autocast
+        self._ambient = ambient
 
     @classmethod
     def capture(cls, devices: Iterable[torch.device]) -> Replay:
         """Notes the surroundings of a forward that is about to run on ``devices`` (the CPU is always included)."""
         devices = set(devices)
-        types = sorted({"cpu"} | {d.type for d in devices if d.type != "meta"})
         states = [(generator, generator.get()) for generator in _generators(devices)]
-        return cls(states, [_Autocast.of(kind) for kind in types])
+        return cls(states, Ambient.capture(device.type for device in devices))
 
     def seal(self) -> Replay:
         """Forgets every generator that has not moved since :meth:`capture`. Returns itself."""
@@ -145,7 +137,10 @@ class Replay:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, the generators and autocast are as they were at :meth:`capture`; afterwards as they were before."""
+        """Inside, generators and thread settings are as they were at :meth:`capture`; afterwards as they were before.
+
+        Grad mode is the caller's: a recomputation usually needs a graph where the forward had none.
+        """
         with contextlib.ExitStack() as stack:
             if any(generator.shared for generator, _ in self._states):
                 stack.enter_context(_shared_generators)
@@ -153,6 +148,7 @@ class Replay:
                 # Registered before it is rewound, so that an exception half-way restores every generator.
                 stack.callback(generator.set, generator.get())
                 generator.set(state)
-            for autocast in self._autocast:
-                stack.enter_context(autocast.context())
+            # Casted weights are not kept: the cache is keyed by parameter and outlives one recomputation inside an
+            # enclosing autocast; it may then hold a cast made under no_grad, whose gradient would be lost.
+            stack.enter_context(self._ambient.again(grad_mode=False, cache_casts=False))
             yield

@@ -1,0 +1,132 @@
+"""The settings of a thread that change what a forward does: modes, autocast, saved-tensor hooks, grad mode.
+
+They are thread-local. A forward that runs in a worker thread, or again inside backward, sees torch's defaults instead
+of what the user wrote around the call, and silently computes something else. :class:`Ambient` notes them where the
+user stands and re-creates them where the forward runs.
+
+Invariant: inside :meth:`Ambient.again` every noted setting reads as it did at :meth:`Ambient.capture`; afterwards
+every setting of the thread is what it was. A mode that is active already is not entered twice.
+
+This is the only module that touches torch's mode stacks and default hooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import overrides
+from torch.utils import _python_dispatch as dispatch
+
+__all__ = ["Ambient", "Autocast"]
+
+Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """Autocast as one device type sees it."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(device_type: str) -> Autocast:
+        """Autocast of this thread for ``device_type``."""
+        return Autocast(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+
+    def context(self, cache_enabled: bool) -> contextlib.AbstractContextManager[Any]:
+        """A context in which autocast reads like this."""
+        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=cache_enabled)
+
+
+def _saved_tensor_hooks() -> Hooks | None:
+    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    # The hooks of torch.utils.checkpoint count the tensors of one forward. Packing those of a second one with them
+    # breaks that count; they are the one pair that must end with its context.
+    if hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint":
+        return None
+    return hooks
+
+
+@contextlib.contextmanager
+def _on_stack(mode: Any, push: Callable[[Any], Any], pop: Callable[[], Any]) -> Iterator[None]:
+    # Pushed without mode.__enter__, which may have effects that the user asked for once (counters, printed summaries).
+    push(mode)
+    try:
+        yield
+    finally:
+        pop()
+
+
+@dataclass(frozen=True)
+class Ambient:
+    """The thread-local settings around one call.
+
+    Usage::
+
+        ambient = Ambient.capture({"cpu", "cuda"})      # where the user stands
+        with ambient.again():                           # in another thread, or inside backward
+            output = layer(input)
+    """
+
+    grad: bool
+    inference: bool
+    autocasts: tuple[Autocast, ...]
+    cache_casts: bool
+    hooks: Hooks | None
+    function_modes: tuple[Any, ...]
+    dispatch_modes: tuple[Any, ...]
+
+    @classmethod
+    def capture(cls, device_types: Iterable[str] = ()) -> Ambient:
+        """Notes the settings of this thread; autocast for the CPU and for ``device_types``."""
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocasts=tuple(Autocast.of(kind) for kind in sorted({"cpu", *device_types} - {"meta"})),
+            cache_casts=torch.is_autocast_cache_enabled(),
+            hooks=_saved_tensor_hooks(),
+            # The default device is one of these modes, whether set for good or by a context.
+            function_modes=tuple(overrides._get_current_function_mode_stack()),
+            dispatch_modes=tuple(dispatch._get_current_dispatch_mode_stack()),
+        )
+
+    @contextlib.contextmanager
+    def again(self, *, grad_mode: bool = True, cache_casts: bool | None = None) -> Iterator[None]:
+        """Inside, this thread's settings are the noted ones.
+
+        Args:
+            grad_mode: whether grad mode and inference mode are among them; a recomputation has its own.
+            cache_casts: overrides whether autocast may keep casted weights.
+        """
+        cache = self.cache_casts if cache_casts is None else cache_casts
+        with contextlib.ExitStack() as stack:
+            if grad_mode and self.inference != torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(self.inference))
+            if grad_mode and self.grad != torch.is_grad_enabled():
+                stack.enter_context(torch.set_grad_enabled(self.grad))
+            for autocast in self.autocasts:
+                now = Autocast.of(autocast.device_type)
+                if now != autocast or (autocast.enabled and cache != torch.is_autocast_cache_enabled()):
+                    stack.enter_context(autocast.context(cache))
+            if self.hooks is not None and self.hooks != _saved_tensor_hooks():
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.hooks))
+            self._enter_modes(stack)
+            yield
+
+    def _enter_modes(self, stack: contextlib.ExitStack) -> None:
+        if self.function_modes:
+            active = {id(mode) for mode in overrides._get_current_function_mode_stack()}
+            for mode in self.function_modes:
+                if id(mode) not in active:
+                    stack.enter_context(_on_stack(mode, overrides._push_mode, overrides._pop_mode))
+        if self.dispatch_modes:
+            active = {id(mode) for mode in dispatch._get_current_dispatch_mode_stack()}
+            for mode in self.dispatch_modes:
+                if id(mode) not in active:
+                    stack.enter_context(_on_stack(mode, dispatch._push_mode, dispatch._pop_mode))

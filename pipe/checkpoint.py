@@ -1,0 +1,315 @@
+"""Checkpointing in two halves, so that the recomputation can begin before the gradient has arrived.
+
+``torch.utils.checkpoint`` recomputes when the gradient is there. In a pipeline the gradient is still on its way from
+the next device while this one idles. So the work is cut in two autograd functions, and whatever waits for the gradient
+is put between them::
+
+     input ──┬───────────────────╮
+             │                   │ saved once, by Checkpoint
+        ╭────┴─────╮             │
+        │Checkpoint│ [3] pushes the gradient through the recomputed graph
+        ╰────┬─────╯
+           (Wait)    [2] waits until the gradient has been copied
+        ╭────┴─────╮
+        │Recompute │ [1] runs the function again, while the gradient is being copied
+        ╰────┬─────╯
+          output     (numbers: order in backward)
+
+Invariants
+    * Exactly the outputs that would need a gradient without checkpointing need one: the function runs with grad mode on
+      and every tensor that its graph would save is dropped. The other outputs (integers, constants, None) bypass
+      autograd, so no gradient can be paired with the wrong output.
+    * Any output that the loss reaches starts the recomputation; if none does, nothing is recomputed.
+    * Each input tensor is saved once, through the saved-tensor hooks in force.
+    * The second run sees what the first saw: see :mod:`pipe.replay` and :mod:`pipe.guard`.
+
+After an exception in the recomputation the generators, buffers and settings are restored and the graph is dead.
+
+Source: GPipe (Huang et al., 2019); torchgpipe (Kim et al., 2020), section 3.2.3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from pipe.guard import Guard, Watched
+from pipe.microbatch import Batch
+from pipe.nested import TreeSpec, flatten, unflatten
+from pipe.phase import enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing
+from pipe.phony import get_phony
+from pipe.replay import Replay
+
+__all__ = [
+    "Checkpoint",
+    "Checkpointing",
+    "Recompute",
+    "checkpoint",
+    "enable_checkpointing",
+    "enable_recomputing",
+    "is_checkpointing",
+    "is_recomputing",
+]
+
+
+def checkpoint(function: Callable[[Any], Any], input: Any) -> Any:
+    """``function(input)``, keeping only ``input`` and computing again in backward.
+
+    Args:
+        function: a module or callable of one argument. If it is a module, changes between forward and backward raise.
+        input: a tensor or any nested value.
+
+    Returns:
+        What ``function`` returns: a tensor or any nested value.
+    """
+    checkpointing = Checkpointing(function, Batch(input))
+    output = checkpointing.checkpoint()
+    checkpointing.recompute(output)
+    return output.value
+
+
+class Checkpointing:
+    """Makes the pair of :class:`Checkpoint` and :class:`Recompute` for one call.
+
+    Args:
+        function: called with the value of ``batch``, once now and once in backward.
+        batch: the input.
+        watched: the module that ``function`` runs; by default ``function`` itself, if it is a module.
+        phony: its producer goes back after this call does (see :mod:`pipe.dependency`).
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Any], Any],
+        batch: Batch,
+        *,
+        watched: Watched | None = None,
+        phony: Tensor | None = None,
+    ) -> None:
+        if watched is None and isinstance(function, nn.Module):
+            watched = Watched(function)
+        self.function = function
+        self.batch = batch
+        self._watched = watched
+        self._phony = phony
+        self._cell: _Cell | None = None
+        self._node: Any = None
+
+    def checkpoint(self) -> Batch:
+        """Runs the function and returns its output, applied by :class:`Checkpoint`.
+
+        With grad mode off nothing will be recomputed, and the function is simply called.
+
+        Raises:
+            RuntimeError: if the function changed its input in place.
+        """
+        if not torch.is_grad_enabled():
+            return self.batch.call(self.function)
+        cell, inputs = _Cell.of(self.function, self.batch.value, self._watched)
+        leaves, spec = flatten(cell.compute(inputs))
+        cell.differentiable = [k for k, y in enumerate(leaves) if isinstance(y, Tensor) and y.requires_grad]
+        if cell.differentiable:
+            # Where no input needs a gradient, only the phony brings the node into the graph.
+            phony = get_phony(inputs[0].device if inputs else torch.device("cpu"), requires_grad=True)
+            if self._phony is not None and self._phony.requires_grad:
+                phony = self._phony
+            results = [leaves[k].detach() for k in cell.differentiable]
+            for k in cell.differentiable:
+                leaves[k] = None  # the graph over dropped tensors goes now
+            call = _Call(cell, results)
+            outputs = Checkpoint.apply(phony, call, *inputs)  # type: ignore[no-untyped-call]
+            for k, output in zip(cell.differentiable, outputs, strict=True):
+                leaves[k] = output
+            self._cell, self._node = cell, call.node
+        return Batch(unflatten(leaves, spec))
+
+    def recompute(self, batch: Batch) -> None:
+        """Applies :class:`Recompute` to the output in place; what stands between it and Checkpoint delays only that.
+
+        Without this call, Checkpoint recomputes when its gradient arrives.
+        """
+        cell, node = self._cell, self._node
+        if cell is None:
+            return
+        leaves, spec = flatten(batch.value)
+        marked = [leaves[k] for k in cell.differentiable]
+        outputs = Recompute.apply(cell, node, *marked)  # type: ignore[no-untyped-call]
+        for k, output in zip(cell.differentiable, outputs, strict=True):
+            leaves[k] = output
+        batch.value = unflatten(leaves, spec)
+        self._cell = self._node = None
+
+
+def _dropped(tensor: Tensor) -> None:
+    """Saved-tensor hook of the first forward: its graph is only asked which outputs need a gradient."""
+
+
+def _never(_: None) -> Tensor:
+    raise AssertionError("the graph of a checkpointed forward was used")
+
+
+class _Cell:
+    """What the two halves share: the function, the input's structure, and what its second run must see."""
+
+    __slots__ = ("_guard", "_leaves", "_positions", "_replay", "_spec", "differentiable", "function", "recomputed")
+
+    def __init__(
+        self,
+        function: Callable[[Any], Any],
+        leaves: list[Any],
+        positions: list[tuple[int, int]],
+        spec: TreeSpec,
+        replay: Replay,
+        guard: Guard | None,
+    ) -> None:
+        self.function = function
+        self._leaves = leaves
+        self._positions = positions
+        self._spec = spec
+        self._replay = replay
+        self._guard = guard
+        self.differentiable: list[int] = []
+        self.recomputed: tuple[list[Tensor], list[Tensor]] | None = None
+
+    @classmethod
+    def of(cls, function: Callable[[Any], Any], input: Any, watched: Watched | None) -> tuple[_Cell, list[Tensor]]:
+        """The cell of a call, and its distinct input tensors."""
+        leaves, spec = flatten(input)
+        tensors: dict[int, Tensor] = {}
+        order: dict[int, int] = {}
+        positions: list[tuple[int, int]] = []  # (position among the leaves, index among the distinct tensors)
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                tensors[id(leaf)] = leaf
+                positions.append((position, order.setdefault(id(leaf), len(order))))
+                leaves[position] = None
+        inputs = list(tensors.values())
+        devices = {tensor.device for tensor in inputs} | (watched.devices if watched else set())
+        guard = Guard(watched) if watched else None
+        return cls(function, leaves, positions, spec, Replay.capture(devices), guard), inputs
+
+    def compute(self, inputs: list[Tensor]) -> Any:
+        """The first run."""
+        versions = [tensor._version for tensor in inputs]
+        with enable_checkpointing(), torch.autograd.graph.saved_tensors_hooks(_dropped, _never):
+            output = self._run(_as_leaves(inputs))
+        self._replay.seal()
+        if self._guard is not None:
+            self._guard.seal()
+        for k, (tensor, version) in enumerate(zip(inputs, versions, strict=True)):
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"expected a checkpointed function to leave its input as it is, got input tensor {k} changed in "
+                    f"place (shape={tuple(tensor.shape)}); the recomputation would start from the changed value: use "
+                    f"inplace=False in its first layer"
+                )
+        return output
+
+    def recompute(self, inputs: tuple[Tensor, ...]) -> None:
+        """The second run; leaves its graph in ``recomputed``.
+
+        Raises:
+            RuntimeError: if the output differs in structure or in what needs a gradient, or the module has changed.
+        """
+        leaves = _as_leaves(inputs)
+        with contextlib.ExitStack() as stack:
+            if self._guard is not None:
+                stack.enter_context(self._guard.again())
+            stack.enter_context(self._replay.again())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(enable_checkpointing(False))
+            stack.enter_context(enable_recomputing())
+            outputs = flatten(self._run(leaves))[0]
+        found = [k for k, y in enumerate(outputs) if isinstance(y, Tensor) and y.requires_grad]
+        if found != self.differentiable:
+            raise RuntimeError(
+                f"expected the recomputation to return what the forward returned, with gradients for output leaves "
+                f"{self.differentiable}, got gradients for {found}; make the function deterministic"
+            )
+        self.recomputed = ([outputs[k] for k in found], leaves)
+
+    def _run(self, tensors: list[Tensor]) -> Any:
+        leaves = list(self._leaves)
+        for position, index in self._positions:
+            leaves[position] = tensors[index]
+        return self.function(unflatten(leaves, self._spec))
+
+
+def _as_leaves(tensors: list[Tensor] | tuple[Tensor, ...]) -> list[Tensor]:
+    return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+
+
+class _Call:
+    """Passes the results of the first run into :class:`Checkpoint`, and its node out."""
+
+    __slots__ = ("cell", "node", "results")
+
+    def __init__(self, cell: _Cell, results: list[Tensor]) -> None:
+        self.cell = cell
+        self.results = results
+        self.node: Any = None
+
+
+class Checkpoint(torch.autograd.Function):
+    """Keeps the input; its backward pushes the gradient through the recomputed graph."""
+
+    @staticmethod
+    def forward(ctx: Any, phony: Tensor, call: _Call, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The results that were already computed."""
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        ctx.cell = call.cell
+        call.node = ctx  # Recompute reads the saved input here, so that it is saved once
+        return tuple(call.results)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Accumulates the gradients of parameters, and returns those of the inputs.
+
+        Raises:
+            RuntimeError: under ``torch.autograd.grad`` or ``backward(inputs=...)``, which would fill ``.grad`` unasked.
+        """
+        cell: _Cell = ctx.cell
+        nothing = (None,) * (2 + len(ctx.needs_input_grad[2:]))
+        if all(gradient is None for gradient in gradients):
+            # Only the order of micro-batches led here, no loss.
+            return nothing
+        if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined, unused-ignore]
+            raise RuntimeError(
+                "expected backward() over a checkpointed forward, got torch.autograd.grad() or backward(inputs=...); "
+                "it would write .grad of parameters that were not asked for: compute without checkpointing"
+            )
+        if cell.recomputed is None:
+            cell.recompute(ctx.saved_tensors)
+        assert cell.recomputed is not None
+        outputs, leaves = cell.recomputed
+        cell.recomputed = None
+        pairs = [(y, gradient) for y, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
+        # A nested torch.utils.checkpoint runs its part once more in here.
+        with enable_recomputing():
+            torch.autograd.backward([y for y, _ in pairs], [gradient for _, gradient in pairs])
+        return (None, None, *(leaf.grad for leaf in leaves))
+
+
+class Recompute(torch.autograd.Function):
+    """Passes outputs and gradients through; its backward runs the function again."""
+
+    @staticmethod
+    def forward(ctx: Any, cell: _Cell, node: Any, *outputs: Tensor) -> tuple[Tensor, ...]:
+        """``outputs``."""
+        ctx.set_materialize_grads(False)
+        ctx.cell, ctx.node = cell, node
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients, unchanged and unread: they may still be on their way."""
+        if any(gradient is not None for gradient in gradients):
+            ctx.cell.recompute(ctx.node.saved_tensors)
+        return (None, None, *gradients)

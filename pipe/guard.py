@@ -1,0 +1,116 @@
+"""What a recomputation must find unchanged in a module, and what it must find as it was.
+
+Random numbers are not all that makes a second forward differ from the first. A parameter updated in between makes its
+gradient wrong without a word; a layer switched to ``eval()`` becomes another function; and buffers that the forward
+itself updates (running statistics, the vectors of spectral norm) would be read in their new state and be updated twice.
+
+Invariants
+    * A recomputation meets parameters and modes of the forward, or :class:`RuntimeError` names what changed.
+    * Buffers that the forward wrote hold, during the recomputation, what they held before it; writes go to copies, so
+      the buffers of the module count every forward once.
+
+Assumes that one module does not compute in two threads at the same moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+__all__ = ["Guard", "Watched"]
+
+
+class Watched:
+    """What is to be watched in a module. Walks the module once; serves every forward until the module is rebuilt."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters = list(module.named_parameters())
+        self.modules = list(module.named_modules())
+        self.buffers = [
+            (owner, name) for _, owner in self.modules for name, b in owner._buffers.items() if b is not None
+        ]
+        self.devices = {p.device for _, p in self.parameters} | {b.device for b in module.buffers()}
+
+
+class Guard:
+    """One forward of a watched module, to be repeated.
+
+    Usage::
+
+        guard = Guard(watched)
+        output = module(input)
+        guard.seal()
+        ...
+        with guard.again():
+            output = module(input)
+    """
+
+    __slots__ = ("_buffers", "_modes", "_versions", "_watched")
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+        self._modes = [module.training for _, module in watched.modules]
+        self._versions: list[int] = []
+        # A buffer's value before the forward is gone after it, so all are copied and seal() drops what did not change.
+        self._buffers: list[tuple[nn.Module, str, Tensor, int]] = []
+        for owner, name in watched.buffers:
+            buffer = owner._buffers[name]
+            if buffer is not None:
+                self._buffers.append((owner, name, buffer.detach().clone(), buffer._version))
+
+    def seal(self) -> Guard:
+        """To be called after the forward: forgets the buffers that it left alone. Returns itself."""
+        self._buffers = [entry for entry in self._buffers if _written(*entry)]
+        # Noted after the forward, so that a layer may prepare its parameters in place while it runs.
+        self._versions = [parameter._version for _, parameter in self._watched.parameters]
+        return self
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, buffers are as before the forward, and writes to them are lost.
+
+        Raises:
+            RuntimeError: if a parameter was modified in place, or a module changed its mode, since :meth:`seal`.
+        """
+        self._check()
+        before: list[tuple[dict[str, Any], str, Tensor | None]] = []
+        try:
+            for owner, name, snapshot, _ in self._buffers:
+                before.append((owner._buffers, name, owner._buffers[name]))
+                owner._buffers[name] = snapshot.clone()  # a retained graph may ask for the snapshot again
+            yield
+        finally:
+            for buffers, name, buffer in before:
+                buffers[name] = buffer
+
+    def _check(self) -> None:
+        watched = self._watched
+        changed = [
+            f"parameter {name!r} was modified in place {p._version - version} time(s)"
+            for (name, p), version in zip(watched.parameters, self._versions, strict=True)
+            if p._version != version
+        ]
+        changed += [
+            f"module {name or 'itself'!r} changed from training={mode} to training={module.training}"
+            for (name, module), mode in zip(watched.modules, self._modes, strict=True)
+            if module.training != mode
+        ]
+        if changed:
+            raise RuntimeError(
+                "expected the module of the checkpointed forward to be the same in backward, but "
+                + "; ".join(changed)
+                + "; call backward() before optimizer.step(), train() or eval(), or compute without checkpointing"
+            )
+
+
+def _written(owner: nn.Module, name: str, snapshot: Tensor, version: int) -> bool:
+    buffer = owner._buffers.get(name)
+    if buffer is None or buffer._version != version or buffer.shape != snapshot.shape:
+        return True
+    # Kernels of normalisation layers may write running statistics without counting a version.
+    return isinstance(owner, _NormBase) and not torch.equal(buffer, snapshot)

@@ -1,0 +1,65 @@
+"""Which pass over a layer this is: the first under checkpointing, a recomputation, or neither.
+
+A layer with a side effect (a counter, running statistics) runs twice under checkpointing and must act once, so it asks.
+The answer is a property of the thread, and is true also for runs that nobody of this package started: every forward
+that runs while the autograd engine is inside a backward is a recomputation, a nested ``torch.utils.checkpoint``
+included.
+
+Source: ``is_checkpointing`` and ``is_recomputing`` of torchgpipe, which read False in such a nested recomputation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+
+__all__ = ["enable_checkpointing", "enable_recomputing", "is_checkpointing", "is_recomputing"]
+
+
+class _Phase(threading.local):
+    checkpointing = False
+    recomputing = False
+
+
+_phase = _Phase()
+
+
+@contextlib.contextmanager
+def enable_checkpointing(enabled: bool = True) -> Iterator[None]:
+    """Inside, :func:`is_checkpointing` answers ``enabled`` in this thread."""
+    before = _phase.checkpointing
+    _phase.checkpointing = enabled
+    try:
+        yield
+    finally:
+        _phase.checkpointing = before
+
+
+@contextlib.contextmanager
+def enable_recomputing(enabled: bool = True) -> Iterator[None]:
+    """Inside, :func:`is_recomputing` answers ``enabled`` in this thread (always True inside a backward)."""
+    before = _phase.recomputing
+    _phase.recomputing = enabled
+    try:
+        yield
+    finally:
+        _phase.recomputing = before
+
+
+def is_checkpointing() -> bool:
+    """Whether this forward keeps only its input, and will run once more during backward."""
+    return _phase.checkpointing
+
+
+def is_recomputing() -> bool:
+    """Whether this forward repeats an earlier one to get its activations back. Guard side effects with it::
+
+    def forward(self, input):
+        if not is_recomputing():
+            self.calls += 1
+        return input
+    """
+    return _phase.recomputing or torch._C._current_graph_task_id() != -1

@@ -1,0 +1,33 @@
+"""Phonies: tensors of no elements, which carry nothing but an edge of the autograd graph.
+
+Autograd orders two operations only if a tensor passes between them. A phony is that tensor where there is no value to
+pass: it costs no memory and no arithmetic.
+
+Source: torchgpipe (Kim et al., 2020), section 3.2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = ["get_phony"]
+
+_phonies: dict[tuple[torch.device, bool], Tensor] = {}
+
+
+def get_phony(device: torch.device, *, requires_grad: bool) -> Tensor:
+    """The phony of a device: shape ``(0,)``, made once.
+
+    Inside an autograd function return ``phony.detach()``: the function would otherwise become the producer of the
+    tensor that everybody shares.
+    """
+    key = (device, requires_grad)
+    phony = _phonies.get(key)
+    if phony is None:
+        # It outlives the call, so it must not inherit what the first caller happens to stand in: an inference tensor
+        # can never enter a graph, and a fake one belongs to its mode.
+        with torch.inference_mode(False), torch._C.DisableTorchFunction(), _disable_current_modes():
+            phony = _phonies.setdefault(key, torch.empty(0, device=device, requires_grad=requires_grad))
+    return phony

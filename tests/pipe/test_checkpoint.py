@@ -1,0 +1,534 @@
+"""Checkpoint and Recompute: the same function as without them, in less memory and in the right order."""
+
+import gc
+import random
+import threading
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from pipe.checkpoint import Checkpoint, Checkpointing, Recompute, checkpoint, is_checkpointing, is_recomputing
+from pipe.dependency import fork, join
+from pipe.microbatch import Batch
+
+
+class Log(torch.autograd.Function):
+    """Records its name when the gradient passes."""
+
+    @staticmethod
+    def forward(ctx, log, name, x):
+        ctx.log, ctx.name = log, name
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.log.append(ctx.name)
+        return None, None, gradient
+
+
+def gradients(function, inputs, loss, *, wrap):
+    """Output and gradients of inputs, with generators reset before."""
+    torch.manual_seed(3)
+    random.seed(3)
+    leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    output = checkpoint(function, tuple(leaves)) if wrap else function(tuple(leaves))
+    loss(output).backward()
+    return output, [leaf.grad for leaf in leaves], torch.get_rng_state(), random.getstate()
+
+
+def assert_transparent(function, inputs, loss):
+    bare = gradients(function, inputs, loss, wrap=False)
+    ours = gradients(function, inputs, loss, wrap=True)
+    for a, b in zip(torch.utils._pytree.tree_leaves(bare[0]), torch.utils._pytree.tree_leaves(ours[0]), strict=True):
+        if isinstance(a, Tensor):
+            assert torch.equal(a, b)
+            assert a.requires_grad == b.requires_grad
+            assert a.dtype == b.dtype
+        else:
+            assert a is b or a == b
+    for a, b in zip(bare[1], ours[1], strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+    assert torch.equal(bare[2], ours[2])
+    assert bare[3] == ours[3]
+
+
+# The outputs a layer may return, each made from (x, y): which of them the loss reaches is drawn.
+OUTPUTS = {
+    "float": lambda x, y: (x * y).sum(1),
+    "dropout": lambda x, y: torch.dropout(x * 2, 0.5, True),
+    "python random": lambda x, y: x * random.random(),
+    "constant": lambda x, y: torch.ones(3),
+    "integer": lambda x, y: (x > 0).sum(1),
+    "bool": lambda x, y: y > 0,
+    "complex": lambda x, y: torch.complex(x, y).exp(),
+    "none": lambda x, y: None,
+    "text": lambda x, y: "label",
+    "detached": lambda x, y: x.detach() * 2,
+    "identity": lambda x, y: x,
+    "view": lambda x, y: y.t(),
+    "nested": lambda x, y: {"a": [x.exp(), None], "b": (y.sin(), 3)},
+}
+
+
+def loss_over(output, reached):
+    total = torch.zeros((), dtype=torch.complex64)
+    for k, part in enumerate(output):
+        if k in reached:
+            for leaf in torch.utils._pytree.tree_leaves(part):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    total = total + (leaf * (k + 1)).sum() ** 2
+    return total.abs()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    names=st.lists(st.sampled_from(sorted(OUTPUTS)), min_size=1, max_size=5),
+    reached=st.sets(st.integers(0, 4)),
+    needs=st.sampled_from([(True, True), (True, False), (False, True)]),
+)
+def test_any_mixture_of_outputs_and_any_loss_gives_the_gradients_of_the_bare_function(names, reached, needs):
+    def function(inputs):
+        x, y = inputs
+        return tuple(OUTPUTS[name](x, y) for name in names)
+
+    def loss(output):
+        return loss_over(output, reached) + (anchor * 1.0).sum()
+
+    anchor = torch.ones(1, requires_grad=True)
+    torch.manual_seed(0)
+    x, y = torch.randn(3, 4).requires_grad_(needs[0]), torch.randn(3, 4).requires_grad_(needs[1])
+    assert_transparent(function, (x, y), loss)
+
+
+def test_defect_pipe_1_an_output_without_gradient_before_one_with_does_not_shift_the_gradients():
+    def function(inputs):
+        (x,) = inputs
+        return x.detach() * 5, x * 2, x * 3
+
+    assert_transparent(function, (torch.randn(4, requires_grad=True),), lambda y: (y[1] + 10 * y[2]).sum())
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_defect_pipe_2_a_loss_that_skips_an_output_still_recomputes(skipped):
+    assert_transparent(
+        lambda inputs: (inputs[0] * 2, inputs[0] * 3),
+        (torch.randn(4, requires_grad=True),),
+        lambda y: y[1 - skipped].sum(),
+    )
+
+
+def test_defect_pipe_2_an_integer_first_output_is_no_anchor():
+    assert_transparent(
+        lambda inputs: (inputs[0].argmax(1), inputs[0].exp()),
+        (torch.randn(4, 3, requires_grad=True),),
+        lambda y: y[1][torch.arange(4), y[0]].sum(),
+    )
+
+
+def test_defect_pipe_3_complex_outputs_keep_their_gradient_and_containers_pass():
+    assert_transparent(
+        lambda inputs: {"z": torch.fft.fft(inputs[0]), "none": None, "list": [inputs[0].cos()]},
+        (torch.randn(4, requires_grad=True),),
+        lambda y: y["z"].abs().sum() + y["list"][0].sum(),
+    )
+
+
+def test_only_the_outputs_that_need_a_gradient_need_one():
+    frozen = nn.Linear(3, 3).requires_grad_(False)
+    assert not checkpoint(frozen, torch.randn(2, 3)).requires_grad
+    layer = nn.Linear(3, 3)
+    output = checkpoint(lambda x: (layer(x), frozen(x), x.long()), torch.randn(2, 3))
+    assert [y.requires_grad for y in output] == [True, False, False]
+
+
+def test_parameters_get_gradients_when_no_input_needs_one():
+    layer = nn.Linear(3, 2)
+    x = torch.randint(0, 5, (4, 3))
+    checkpoint(lambda t: layer(t.float()), x).sum().backward()
+    expected = torch.autograd.grad(layer(x.float()).sum(), layer.weight)[0]
+    assert torch.equal(layer.weight.grad, expected)
+
+
+def test_a_tensor_passed_twice_is_one_input_and_collects_both_gradients():
+    assert_transparent(lambda inputs: inputs[0] * inputs[0] + inputs[0], (torch.randn(3, requires_grad=True),), sum_)
+    x = torch.randn(3, requires_grad=True)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        output = checkpoint(lambda pair: pair[0] * pair[1], (x, x))
+    assert len(packed) == 1
+    output.sum().backward()
+    assert torch.equal(x.grad, 2 * x.detach())
+
+
+def sum_(y):
+    return y.sum()
+
+
+def test_without_grad_mode_nothing_is_kept_and_nothing_claims_a_gradient():
+    seen = []
+    layer = nn.Linear(3, 3)
+
+    def function(x):
+        seen.append((is_checkpointing(), is_recomputing(), torch.is_grad_enabled()))
+        return layer(x)
+
+    with torch.no_grad():
+        assert not checkpoint(function, torch.randn(2, 3)).requires_grad
+    with torch.inference_mode():
+        checkpoint(function, torch.randn(2, 3))
+    assert seen == [(False, False, False)] * 2
+
+
+def test_phases_read_true_in_their_own_run_only():
+    seen = []
+
+    def function(x):
+        seen.append((is_checkpointing(), is_recomputing()))
+        return x * 2
+
+    y = checkpoint(function, torch.ones(1, requires_grad=True))
+    assert (is_checkpointing(), is_recomputing()) == (False, False)
+    y.backward()
+    assert seen == [(True, False), (False, True)]
+    assert (is_checkpointing(), is_recomputing()) == (False, False)
+
+
+def test_the_recomputation_precedes_what_stands_between_the_halves():
+    timeline = []
+
+    def function(x):
+        timeline.append("recompute" if is_recomputing() else "forward")
+        return Log.apply(timeline, "inside", x)
+
+    x = torch.ones(1, requires_grad=True)
+    halves = Checkpointing(function, Batch(x))
+    output = halves.checkpoint()
+    output[0] = Log.apply(timeline, "wait for the gradient", output[0])
+    halves.recompute(output)
+    output[0] = Log.apply(timeline, "gradient leaves", output[0])
+    output[0].backward()
+    assert timeline == ["forward", "gradient leaves", "recompute", "wait for the gradient", "inside"]
+
+
+def test_without_the_recompute_half_the_gradient_recomputes():
+    runs = []
+    x = torch.ones(2, requires_grad=True)
+    output = Checkpointing(lambda t: runs.append(is_recomputing()) or t.exp(), Batch(x)).checkpoint()
+    output.tensor.sum().backward()
+    assert runs == [False, True]
+    assert torch.equal(x.grad, x.detach().exp())
+
+
+def test_micro_batches_go_back_in_reverse_through_the_phony():
+    timeline = []
+    layer = nn.Linear(2, 2)
+
+    def run(i, phony):
+        def function(x):
+            if is_recomputing():
+                timeline.append(i)
+            return layer(x)
+
+        halves = Checkpointing(function, Batch(torch.ones(1, 2)), phony=phony)
+        output = halves.checkpoint()
+        halves.recompute(output)
+        return output.tensor
+
+    first, phony = fork(run(0, None))
+    second = run(1, phony)
+    (second.sum() + first.sum() * 2).backward()
+    assert timeline == [1, 0]
+
+
+def test_an_edge_without_a_loss_recomputes_nothing():
+    runs = []
+    a = checkpoint(lambda x: runs.append("a") or x * 2, torch.ones(1, requires_grad=True))
+    a, phony = fork(a)
+    b = join(checkpoint(lambda x: runs.append("b") or x * 3, torch.ones(1, requires_grad=True)), phony)
+    b.sum().backward()
+    assert runs == ["a", "b", "b"]
+
+
+def test_activations_of_the_first_run_are_released_before_it_returns():
+    kept = []
+
+    def function(x):
+        hidden = x.exp()
+        kept.append(weakref.ref(hidden))
+        return hidden.sin()
+
+    x = torch.ones(8, requires_grad=True)
+    output = checkpoint(function, x)
+    assert kept[0]() is None
+    output.sum().backward()
+    gc.collect()
+    assert kept[1]() is None
+
+
+def test_the_graph_is_freed_without_the_garbage_collector():
+    gc.disable()
+    try:
+        halves = Checkpointing(lambda x: x * 2, Batch(torch.ones(2, requires_grad=True) * 1))
+        boundary = weakref.ref(halves.batch.value)
+        output = halves.checkpoint()
+        halves.recompute(output)
+        del halves, output
+        assert boundary() is None
+    finally:
+        gc.enable()
+
+
+def test_retained_graphs_recompute_again_and_freed_graphs_say_so():
+    runs = []
+    x = torch.ones(2, requires_grad=True)
+    y = checkpoint(lambda t: runs.append(1) or torch.dropout(t * t, 0.5, True), x)
+    y.sum().backward(retain_graph=True)
+    first, x.grad = x.grad, None
+    y.sum().backward()
+    assert torch.equal(first, x.grad)
+    assert len(runs) == 3
+    with pytest.raises(RuntimeError, match="second time"):
+        y.sum().backward()
+
+
+def test_autograd_grad_is_refused_because_it_would_fill_parameter_gradients():
+    layer = nn.Linear(2, 2)
+    x = torch.ones(1, 2, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"expected backward\(\) over a checkpointed forward"):
+        torch.autograd.grad(checkpoint(layer, x).sum(), x)
+    assert layer.weight.grad is None
+
+
+class FailsTheSecondTime(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x):
+        y = torch.dropout(self.norm(x), 0.5, True)
+        if is_recomputing():
+            raise ValueError("second run")
+        return y
+
+
+def test_an_exception_in_the_recomputation_reaches_the_caller_and_restores_everything():
+    model = FailsTheSecondTime()
+    y = checkpoint(model, torch.randn(4, 2, requires_grad=True))
+    before, mean = torch.get_rng_state(), model.norm.running_mean.clone()
+    with pytest.raises(ValueError, match="second run"):
+        y.sum().backward()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(model.norm.running_mean, mean)
+    assert not is_recomputing()
+
+
+def test_an_input_changed_in_place_is_an_error_not_another_gradient():
+    with pytest.raises(RuntimeError, match="changed in place"):
+        checkpoint(lambda pair: pair[0].add_(1) * pair[1], (torch.ones(2), torch.ones(2, requires_grad=True)))
+
+
+def test_a_recomputation_that_returns_something_else_is_an_error():
+    y = checkpoint(lambda x: (x.detach() if is_recomputing() else x * 1, x * 2), torch.ones(1, requires_grad=True))
+    with pytest.raises(RuntimeError, match="make the function deterministic"):
+        y[0].sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_defect_pipe_10_a_nested_torch_checkpoint_reads_recomputing_in_every_run_but_the_first(reentrant):
+    runs = []
+
+    def inner(x):
+        runs.append(is_recomputing())
+        return x.exp()
+
+    x = torch.ones(1, requires_grad=True)
+    checkpoint(lambda t: torch_checkpoint(inner, t * 1, use_reentrant=reentrant), x).backward()
+    assert runs == [False, True, True]
+    assert torch.equal(x.grad, x.detach().exp())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_inside_torch_checkpoint_the_gradients_are_the_same(reentrant):
+    layer = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Tanh())
+
+    def outer(x):
+        return checkpoint(layer, x * 2).sin()
+
+    def run(wrap):
+        torch.manual_seed(1)
+        layer.zero_grad()
+        x = torch.ones(2, 3, requires_grad=True)
+        (torch_checkpoint(outer, x, use_reentrant=reentrant) if wrap else layer(x * 2).sin()).sum().backward()
+        return [x.grad, layer[0].weight.grad.clone()]
+
+    for a, b in zip(run(True), run(False), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_nested_checkpoint_inside_ours_gives_the_same_gradients():
+    inner, x = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), torch.randn(2, 3, requires_grad=True)
+    assert_transparent(lambda t: checkpoint(inner, t[0]).exp(), (x,), sum_)
+    assert_transparent(lambda t: checkpoint(lambda u: checkpoint(inner, u).exp(), t[0]), (x,), sum_)
+
+
+class TestSurroundings:
+    def test_defect_pipe_4_autocast_of_the_forward_holds_in_the_recomputation(self):
+        dtypes = []
+        layer = nn.Linear(4, 4)
+
+        def function(x):
+            y = layer(x)
+            dtypes.append(y.dtype)
+            return y.float()
+
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = checkpoint(function, torch.randn(2, 4))
+        y.sum().backward()
+        assert dtypes == [torch.bfloat16, torch.bfloat16]
+
+    def test_defect_pipe_4_default_device_and_function_modes_hold_in_the_recomputation(self):
+        made = []
+
+        def function(x):
+            made.append(torch.empty(1).device.type)
+            return x * 2
+
+        with torch.device("meta"):
+            y = checkpoint(function, torch.ones(1, requires_grad=True, device="cpu"))
+        y.sum().backward(torch.ones((), device="cpu"))
+        assert made == ["meta", "meta"]
+        assert torch.empty(1).device.type == "cpu"
+
+    def test_defect_pipe_4_a_mode_that_is_still_active_is_not_entered_twice(self):
+        calls = []
+
+        class Counting(torch.overrides.TorchFunctionMode):
+            def __torch_function__(self, func, types, args=(), kwargs=None):
+                if func is torch.sin:
+                    calls.append(1)
+                return func(*args, **(kwargs or {}))
+
+        x = torch.ones(1, requires_grad=True)
+        with Counting():
+            checkpoint(torch.sin, x).backward()
+        assert len(calls) == 2
+
+    def test_defect_pipe_4_saved_tensor_hooks_of_the_forward_pack_the_recomputed_activations(self):
+        packed = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(tuple(t.shape)) or t, lambda t: t):
+            y = checkpoint(lambda x: x.exp().sum(0).sin(), torch.ones(3, 2, requires_grad=True))
+        assert packed == [(3, 2)]
+        y.sum().backward()
+        assert packed == [(3, 2), (3, 2), (2,)]
+
+    def test_defect_pipe_6_each_input_is_saved_once(self):
+        packed, unpacked = [], []
+        hooks = (lambda t: packed.append(t.shape) or t, lambda t: unpacked.append(t.shape) or t)
+        x, mask = torch.ones(3, requires_grad=True), torch.ones(4, dtype=torch.bool)
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
+            y = checkpoint(lambda pair: pair[0] + pair[1].sum(), (x, mask))
+        y.sum().backward()
+        assert packed == [x.shape, mask.shape]
+        assert unpacked == [x.shape, mask.shape]
+
+    def test_grad_mode_is_on_in_both_runs(self):
+        modes = []
+        x = torch.ones(1, requires_grad=True)
+        checkpoint(lambda t: modes.append(torch.is_grad_enabled()) or t * 2, x).backward()
+        assert modes == [True, True]
+
+    def test_defect_pipe_5_draws_after_the_step_are_not_repeated(self):
+        torch.manual_seed(0)
+        drop = nn.Dropout(0.5)
+        x = torch.ones(64, requires_grad=True)
+        outputs = [checkpoint(drop, x) for _ in range(4)]
+        after = torch.get_rng_state()
+        threads = [threading.Thread(target=lambda y=y: y.sum().backward()) for y in outputs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert torch.equal(torch.get_rng_state(), after)
+        assert torch.equal(x.grad, sum(y.detach() for y in outputs))
+
+
+class TestModules:
+    def test_buffers_count_each_forward_once(self):
+        norm, bare = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+        x = torch.randn(8, 3, requires_grad=True)
+        checkpoint(norm, x).sum().backward()
+        bare(x)
+        assert norm.num_batches_tracked == 1
+        assert torch.equal(norm.running_mean, bare.running_mean)
+        assert torch.equal(norm.running_var, bare.running_var)
+
+    def test_a_forward_that_reads_the_buffer_it_writes_reads_the_same_value_again(self):
+        torch.manual_seed(0)
+        layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        x = torch.randn(2, 4)
+        outputs = []
+        layer.register_forward_hook(lambda m, i, y: outputs.append(y.detach().clone()))
+        y = checkpoint(layer, x)
+        vectors = {name: b.clone() for name, b in layer.named_buffers()}
+        y.sum().backward()
+        assert torch.equal(outputs[0], outputs[1])
+        assert all(torch.equal(b, vectors[name]) for name, b in layer.named_buffers())
+
+    def test_defect_pipe_7_a_parameter_updated_before_backward_is_named(self):
+        layer = nn.Linear(2, 2)
+        y = checkpoint(layer, torch.ones(1, 2, requires_grad=True))
+        with torch.no_grad():
+            layer.weight.mul_(2)
+        with pytest.raises(RuntimeError, match=r"parameter 'weight' was modified in place 1 time"):
+            y.sum().backward()
+
+    def test_defect_pipe_7_a_mode_changed_before_backward_is_named(self):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+        y = checkpoint(model, torch.ones(1, 2, requires_grad=True))
+        model.eval()
+        with pytest.raises(RuntimeError, match=r"module '1' changed from training=True to training=False"):
+            y.sum().backward()
+        assert model[0].weight.grad is None
+
+    def test_a_mode_changed_there_and_back_is_no_change(self):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+        y = checkpoint(model, torch.ones(1, 2, requires_grad=True))
+        model.eval()
+        model.train()
+        y.sum().backward()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_dropout_masks_of_a_cuda_device_are_drawn_again():
+    x = torch.ones(512, device="cuda", requires_grad=True)
+    before = torch.cuda.get_rng_state()
+    y = checkpoint(nn.Dropout(0.5), x)
+    after = torch.cuda.get_rng_state()
+    assert not torch.equal(before, after)
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())
+    assert torch.equal(torch.cuda.get_rng_state(), after)
+
+
+def test_dropout_masks_of_the_cpu_are_drawn_again():
+    x = torch.ones(512, requires_grad=True)
+    y = checkpoint(nn.Dropout(0.5), x)
+    after = torch.get_rng_state()
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_the_two_halves_are_nodes_of_the_graph():
+    halves = Checkpointing(torch.exp, Batch(torch.ones(1, requires_grad=True)))
+    output = halves.checkpoint()
+    assert isinstance(output.tensor.grad_fn, Checkpoint._backward_cls)
+    halves.recompute(output)
+    assert isinstance(output.tensor.grad_fn, Recompute._backward_cls)
