@@ -18,7 +18,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -50,43 +49,60 @@ class Guard:
             output = module(input)
     """
 
-    __slots__ = ("_buffers", "_modes", "_versions", "_watched")
+    __slots__ = ("_buffers", "_modes", "_originals", "_versions", "_watched")
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
         self._modes = [module.training for _, module in watched.modules]
         self._versions: list[int] = []
         # A buffer's value before the forward is gone after it, so all are copied and seal() drops what did not change.
-        self._buffers: list[tuple[nn.Module, str, Tensor, int]] = []
+        self._buffers: list[tuple[nn.Module, str, Tensor]] = []
+        self._originals: list[tuple[Tensor, int]] = []
         for owner, name in watched.buffers:
             buffer = owner._buffers[name]
             if buffer is not None:
-                self._buffers.append((owner, name, buffer.detach().clone(), buffer._version))
+                self._buffers.append((owner, name, buffer.detach().clone()))
+                self._originals.append((buffer, buffer._version))
 
     def seal(self) -> Guard:
         """To be called after the forward: forgets the buffers that it left alone. Returns itself."""
-        self._buffers = [entry for entry in self._buffers if _written(*entry)]
+        entries = zip(self._buffers, self._originals, strict=True)
+        self._buffers = [entry for entry, original in entries if _written(*entry, *original)]
+        self._originals = []
         # Noted after the forward, so that a layer may prepare its parameters in place while it runs.
         self._versions = [parameter._version for _, parameter in self._watched.parameters]
         return self
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self, *, restore_modes: bool = False) -> Iterator[None]:
         """Inside, buffers are as before the forward, and writes to them are lost.
+
+        Args:
+            restore_modes: run in the modes of the forward, whatever they are now, instead of raising.
 
         Raises:
             RuntimeError: if a parameter was modified in place, or a module changed its mode, since :meth:`seal`.
         """
-        self._check()
+        modes = [module.training for _, module in self._watched.modules]
+        if restore_modes:
+            self._set_modes(self._modes)
         before: list[tuple[dict[str, Any], str, Tensor | None]] = []
         try:
-            for owner, name, snapshot, _ in self._buffers:
+            self._check()
+            for owner, name, snapshot in self._buffers:
                 before.append((owner._buffers, name, owner._buffers[name]))
                 owner._buffers[name] = snapshot.clone()  # a retained graph may ask for the snapshot again
             yield
         finally:
             for buffers, name, buffer in before:
                 buffers[name] = buffer
+            if restore_modes:
+                self._set_modes(modes)
+
+    def _set_modes(self, modes: list[bool]) -> None:
+        for (_, module), training in zip(self._watched.modules, modes, strict=True):
+            if module.training != training:
+                module.training = training
 
     def _check(self) -> None:
         watched = self._watched
@@ -108,9 +124,9 @@ class Guard:
             )
 
 
-def _written(owner: nn.Module, name: str, snapshot: Tensor, version: int) -> bool:
+def _written(owner: nn.Module, name: str, snapshot: Tensor, original: Tensor, version: int) -> bool:
     buffer = owner._buffers.get(name)
-    if buffer is None or buffer._version != version or buffer.shape != snapshot.shape:
+    if buffer is not original or buffer._version != version:
         return True
-    # Kernels of normalisation layers may write running statistics without counting a version.
-    return isinstance(owner, _NormBase) and not torch.equal(buffer, snapshot)
+    # Kernels of normalisation layers may write running statistics without counting a version; while training they do.
+    return isinstance(owner, _NormBase) and owner.training

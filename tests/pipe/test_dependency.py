@@ -1,0 +1,125 @@
+"""Phonies, fork and join give backward an order and change no value."""
+
+import threading
+import weakref
+
+import pytest
+import torch
+
+from pipe import phony as phonies
+from pipe.dependency import Fork, fork, join
+from pipe.phony import get_phony
+
+CPU = torch.device("cpu")
+
+
+class Log(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, log, name, x):
+        ctx.log, ctx.name = log, name
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.log.append(ctx.name)
+        return None, None, gradient
+
+
+def test_a_phony_has_no_elements_and_is_made_once():
+    for requires_grad in (False, True):
+        phony = get_phony(CPU, requires_grad=requires_grad)
+        assert phony.shape == (0,)
+        assert phony.requires_grad is requires_grad
+        assert get_phony(CPU, requires_grad=requires_grad) is phony
+
+
+def test_a_phony_first_made_in_inference_mode_or_on_a_default_device_serves_everybody(monkeypatch):
+    monkeypatch.setattr(phonies, "_phonies", {})
+    with torch.inference_mode(), torch.device("meta"):
+        phony = get_phony(CPU, requires_grad=True)
+    assert not phony.is_inference()
+    assert phony.device.type == "cpu"
+    assert fork(phony)[1].requires_grad
+
+
+def backward_order(*, dependent):
+    """Which of two independent lanes goes back first; the engine by itself prefers the higher node number."""
+    log = []
+    a = torch.rand(1, requires_grad=True)
+    for _ in range(5):
+        a = a * 2
+    a, phony = fork(Log.apply(log, "a", a))
+    box = []
+
+    def other_lane():  # nodes are numbered by thread, and lower numbers go back later
+        b = torch.rand(1, requires_grad=True)
+        box.append(Log.apply(log, "b", join(b, phony) if dependent else b))
+
+    thread = threading.Thread(target=other_lane)
+    thread.start()
+    thread.join()
+    (a + box[0]).backward()
+    return log
+
+
+def test_the_joined_goes_back_before_the_forked():
+    assert backward_order(dependent=True) == ["b", "a"]
+
+
+def test_without_the_dependency_the_order_is_another():
+    assert backward_order(dependent=False) == ["a", "b"]
+
+
+def test_values_and_gradients_pass_unchanged():
+    x, y = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
+    x2, phony = fork(x)
+    y2 = join(y, phony)
+    assert torch.equal(x2, x)
+    assert torch.equal(y2, y)
+    (x2 * 2 + y2 * 3).sum().backward()
+    assert x.grad.tolist() == [2.0] * 3
+    assert y.grad.tolist() == [3.0] * 3
+
+
+def test_the_forked_gets_no_gradient_when_only_the_joined_is_used():
+    x, y = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
+    _, phony = fork(x)
+    join(y, phony).sum().backward()
+    assert x.grad is None
+
+
+def test_without_grad_mode_tensors_pass_as_they_are():
+    x = torch.rand(1, requires_grad=True)
+    with torch.no_grad():
+        x2, phony = fork(x)
+        assert x2 is x
+        assert not phony.requires_grad
+        assert join(x, phony) is x
+
+
+@pytest.mark.parametrize("needs", [False, True])
+def test_the_joined_needs_a_gradient_if_the_forked_does(needs):
+    a, b = torch.rand(1, requires_grad=needs), torch.rand(1)
+    a, phony = fork(a)
+    assert phony.requires_grad is needs
+    assert join(b, phony).requires_grad is needs
+
+
+def test_an_integer_tensor_is_joined_as_it_is():
+    _, phony = fork(torch.rand(1, requires_grad=True))
+    x = torch.arange(3)
+    assert join(x, phony) is x
+
+
+def test_a_phony_does_not_keep_its_fork_alive_longer_than_the_graph():
+    class Leaf(torch.Tensor):
+        pass
+
+    x = torch.rand(1, requires_grad=True) * 1
+    x2, phony = fork(x)
+    y = join(torch.rand(1, requires_grad=True), phony)
+    assert isinstance(x2.grad_fn, Fork._backward_cls)
+    alive = weakref.ref(x)
+    del x, x2, phony
+    assert alive() is None
+    y.backward()

@@ -1,0 +1,140 @@
+"""Cutting a batch and putting it together again loses no row and no structure."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipe.microbatch import Batch, NoChunk, check, gather, gather_nested, rows_of, scatter, split_nested
+from pipe.nested import flatten, tensors_in
+
+
+@given(rows=st.integers(1, 12), chunks=st.integers(1, 15))
+def test_gather_is_the_inverse_of_split(rows, chunks):
+    value = {"x": torch.arange(rows), "y": [torch.arange(2 * rows).view(rows, 2), None, "name"]}
+    parts = split_nested(value, chunks)
+    sizes = [rows_of(part) for part in parts]
+    assert len(parts) == min(rows, chunks)
+    assert sum(sizes) == rows
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+    again = gather_nested(parts)
+    assert flatten(again)[1] == flatten(value)[1]
+    for a, b in zip(flatten(value)[0], flatten(again)[0], strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a is b
+
+
+def test_micro_batches_are_views():
+    x = torch.zeros(4, 2)
+    split_nested(x, 2)[1].fill_(1)
+    assert x.sum() == 4
+
+
+def test_scalars_and_objects_go_to_every_micro_batch():
+    marker = object()
+    parts = split_nested((torch.zeros(4), torch.tensor(3.0), marker), 2)
+    assert [part[1].item() for part in parts] == [3.0, 3.0]
+    assert all(part[2] is marker for part in parts)
+
+
+def test_no_chunk_goes_whole_to_every_micro_batch_and_does_not_count_as_rows():
+    mask = torch.ones(5, 5)
+    for chunks in (1, 2):
+        parts = split_nested((torch.zeros(4), NoChunk(mask)), chunks)
+        assert len(parts) == chunks
+        assert all(part[1] is mask for part in parts)
+
+
+def test_no_chunk_refuses_what_is_not_a_tensor():
+    with pytest.raises(TypeError, match="expected a tensor to keep whole, got list"):
+        NoChunk([torch.zeros(1)])
+
+
+def test_defect_pipe_9_unequal_rows_are_an_error_not_a_truncation():
+    with pytest.raises(ValueError, match=r"sizes of dimension 0 \[6, 8\].*NoChunk"):
+        split_nested((torch.zeros(8), torch.zeros(6)), 2)
+
+
+def test_an_empty_batch_is_one_micro_batch():
+    assert [part.shape for part in split_nested(torch.zeros(0, 3), 4)] == [(0, 3)]
+
+
+def test_no_chunks_is_an_error():
+    with pytest.raises(ValueError, match="chunks=0"):
+        split_nested(torch.zeros(2), 0)
+
+
+def test_outputs_of_another_structure_are_an_error():
+    with pytest.raises(ValueError, match="micro-batch 1 returned another structure"):
+        gather_nested([(torch.zeros(1),), torch.zeros(1)])
+
+
+def test_objects_that_differ_between_micro_batches_are_an_error():
+    with pytest.raises(ValueError, match="output leaf 1 is a str that differs"):
+        gather_nested([(torch.zeros(1), "a"), (torch.zeros(1), "b")])
+
+
+def test_a_scalar_output_of_several_micro_batches_is_an_error():
+    with pytest.raises(ValueError, match="0-dimensional"):
+        gather_nested([torch.zeros(()), torch.zeros(())])
+    assert gather_nested([torch.zeros(())]).dim() == 0
+
+
+class TestBatch:
+    def test_of_one_tensor(self):
+        x = torch.ones(2)
+        batch = Batch(x)
+        assert batch.atomic
+        assert batch.tensor is x
+        assert batch.tensor_or_tensors is x
+        assert list(batch) == [x]
+        assert len(batch) == 1
+        assert batch[0] is x
+        with pytest.raises(AttributeError, match=r"use \.tensor$"):
+            _ = batch.tensors
+        with pytest.raises(IndexError):
+            _ = batch[1]
+        batch[0] = y = torch.zeros(2)
+        assert batch.value is y
+        batch[:] = (x,)
+        assert batch.value is x
+        with pytest.raises(IndexError, match="expected 1 tensors"):
+            batch[:] = (x, y)
+
+    def test_of_nested_values_counts_tensors_and_keeps_the_rest(self):
+        x, y = torch.ones(2), torch.zeros(2)
+        batch = Batch({"a": x, "b": (None, y)})
+        assert not batch.atomic
+        assert batch.tensors == (x, y)
+        assert len(batch) == 2
+        assert batch[1] is y
+        with pytest.raises(AttributeError, match=r"use \.tensors$"):
+            _ = batch.tensor
+        batch[1] = x
+        assert batch.value["b"][0] is None
+        assert batch.value["b"][1] is x
+        batch[:] = (y, y)
+        assert batch.value["a"] is y
+        with pytest.raises(NotImplementedError):
+            batch[0:1] = (x,)
+
+    def test_call_wraps_the_output(self):
+        assert Batch((1, 2)).call(lambda pair: pair[0] + pair[1]).value == 3
+
+    def test_repr_shows_the_value(self):
+        assert repr(Batch(3)) == "Batch[atomic=False](3)"
+
+
+def test_check_wants_something_to_cut():
+    check(torch.zeros(1))
+    check({"a": [torch.zeros(1), 3]})
+    for nothing in (3, [], {"a": "b"}, None):
+        with pytest.raises(TypeError, match="expected a tensor"):
+            check(nothing)
+
+
+def test_scatter_and_gather_speak_batches():
+    x = torch.arange(6)
+    batches = scatter((x, x * 2), 4)
+    assert [len(batch[0]) for batch in batches] == [2, 2, 1, 1]
+    assert all(torch.equal(a, b) for a, b in zip(tensors_in(gather(batches)), (x, x * 2), strict=True))

@@ -1,0 +1,59 @@
+"""Nested values keep their structure whatever is done to their leaves."""
+
+from collections import OrderedDict, namedtuple
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipe.nested import flatten, map_tensors, tensors_in, unflatten
+
+Point = namedtuple("Point", "x y")
+
+leaves = st.one_of(
+    st.none(), st.integers(), st.text(max_size=3), st.builds(lambda n: torch.arange(n), st.integers(0, 3))
+)
+values = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+        st.tuples(inner, inner).map(lambda pair: Point(*pair)),
+        st.tuples(inner, inner).map(lambda pair: OrderedDict(b=pair[0], a=pair[1])),
+    ),
+    max_leaves=8,
+)
+
+
+@given(values)
+def test_flatten_and_unflatten_are_inverse(value):
+    parts, spec = flatten(value)
+    again = unflatten(parts, spec)
+    assert type(again) is type(value)
+    assert flatten(again)[1] == spec
+    assert all(a is b for a, b in zip(flatten(again)[0], parts, strict=True))
+
+
+@given(values)
+def test_tensors_in_are_the_tensor_leaves_in_the_order_of_flatten(value):
+    expected = [leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+    assert all(a is b for a, b in zip(tensors_in(value), expected, strict=True))
+
+
+@given(values)
+def test_map_tensors_leaves_everything_else_as_it_is(value):
+    mapped = map_tensors(lambda t: t + 1, value)
+    assert flatten(mapped)[1] == flatten(value)[1]
+    for before, after in zip(flatten(value)[0], flatten(mapped)[0], strict=True):
+        if isinstance(before, torch.Tensor):
+            assert torch.equal(after, before + 1)
+        else:
+            assert after is before
+
+
+def test_a_bare_tensor_is_one_leaf():
+    x = torch.ones(2)
+    parts, spec = flatten(x)
+    assert parts[0] is x
+    assert unflatten([3], spec) == 3

@@ -1,0 +1,136 @@
+"""A replay repeats the random numbers and settings of one forward, and costs the user no draw."""
+
+import contextlib
+import random
+import threading
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipe.replay import Replay, autocast_without_cache, devices_of
+
+CPU = torch.device("cpu")
+DRAWS = {
+    "cpu": lambda: torch.rand(3).tolist(),
+    "python": lambda: random.random(),
+    "numpy": lambda: np.random.rand(2).tolist(),
+}
+
+
+@given(st.lists(st.sampled_from(sorted(DRAWS)), max_size=6), st.lists(st.sampled_from(sorted(DRAWS)), max_size=3))
+def test_draws_repeat_inside_and_continue_outside(inside, between):
+    replay = Replay.capture([CPU])
+    first = [DRAWS[name]() for name in inside]
+    replay.seal()
+    assert set(replay.drawn) == set(inside)
+    for name in between:
+        DRAWS[name]()
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    for _ in range(2):
+        with replay.again():
+            assert [DRAWS[name]() for name in inside] == first
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert random.getstate() == states[1]
+        assert np.random.get_state()[1].tolist() == states[2]
+
+
+def test_a_forward_that_draws_nothing_touches_no_generator():
+    replay = Replay.capture([CPU]).seal()
+    with replay.again():
+        a = torch.rand(1)
+    assert not torch.equal(a, torch.rand(1))
+
+
+def test_generators_are_restored_after_an_exception():
+    replay = Replay.capture([CPU])
+    torch.rand(1), random.random()
+    replay.seal()
+    before = torch.get_rng_state(), random.getstate()
+    with contextlib.suppress(ValueError), replay.again():
+        torch.rand(5), random.random()
+        raise ValueError
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+def test_replays_nest():
+    outer = Replay.capture([CPU])
+    a = torch.rand(2)
+    inner = Replay.capture([CPU])
+    b = torch.rand(2)
+    outer.seal(), inner.seal()
+    with outer.again():
+        assert torch.equal(torch.rand(2), a)
+        with inner.again():
+            assert torch.equal(torch.rand(2), b)
+        assert torch.equal(torch.rand(2), b)
+
+
+def test_defect_pipe_5_replays_of_several_threads_take_turns_and_rewind_nothing():
+    replays = []
+    for _ in range(8):
+        replay = Replay.capture([CPU])
+        expected = torch.rand(100)
+        replays.append((replay.seal(), expected))
+    after = torch.get_rng_state()
+    wrong = []
+
+    def repeat(replay, expected):
+        for _ in range(20):
+            with replay.again():
+                halves = torch.cat([torch.rand(50), torch.rand(50)])
+            if not torch.equal(halves, expected):
+                wrong.append(1)
+
+    replays = [(r, torch.cat([e[:50], e[50:]])) for r, e in replays]
+    threads = [threading.Thread(target=repeat, args=pair) for pair in replays]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_autocast_reads_as_at_capture_and_keeps_no_cast():
+    weight = torch.ones(2, 2, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        replay = Replay.capture([CPU])
+    assert not torch.is_autocast_enabled("cpu")
+    with replay.again():
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+        assert not torch.is_autocast_cache_enabled()
+        assert (torch.ones(2, 2) @ weight).dtype is torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_replay_of_a_forward_without_autocast_turns_it_off():
+    replay = Replay.capture([CPU])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with replay.again():
+            assert not torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_a_cast_under_no_grad_is_not_left_for_a_forward_that_needs_its_gradient():
+    weight = torch.ones(2, 2, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad(), autocast_without_cache([CPU]):
+            torch.ones(2, 2) @ weight
+        assert torch.is_autocast_cache_enabled()
+        assert (torch.ones(2, 2) @ weight).requires_grad
+
+
+def test_grad_mode_is_left_to_the_caller():
+    with torch.no_grad():
+        replay = Replay.capture([CPU])
+    with torch.enable_grad(), replay.again():
+        assert torch.is_grad_enabled()
+
+
+def test_devices_are_those_of_all_tensors():
+    assert devices_of({"a": [torch.ones(1)], "b": torch.ones(1, device="meta")}, 3) == {CPU, torch.device("meta")}
+    assert Replay.capture([torch.device("meta"), CPU]).seal().drawn == ()
