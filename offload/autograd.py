@@ -1,0 +1,129 @@
+"""The whole walk as one node of the user's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from offload.cell import Cell
+from offload.tape import Tape
+from offload.walk import Walk
+from pipe.microbatch import gather_nested
+from pipe.nested import flatten, tensors_in, unflatten
+from pipe.phony import get_phony
+
+__all__ = ["attach"]
+
+
+class _Node:
+    """One forward, between the nested values of the user and the flat tensors of autograd."""
+
+    def __init__(self, walk: Walk, tape: Tape, outputs: Sequence[Any]) -> None:
+        self.walk = walk
+        self.saved: Tape | None = tape
+        self.held: list[Tape] = []
+        #: For each micro-batch, the rows of each leaf of its output; None for what is no tensor.
+        self.rows = [
+            [leaf.size(0) if isinstance(leaf, Tensor) and leaf.dim() else None for leaf in flatten(o)[0]]
+            for o in outputs
+        ]
+        leaves, self.spec = flatten(gather_nested(list(outputs)))
+        # A leaf that needs a gradient in one micro-batch needs it in the gathered output.
+        n = len(walk.shards)
+        columns = zip(*(tape.requires[Cell(n, i)] for i in range(tape.microbatches)), strict=True)
+        self.differentiable = [k for k, column in enumerate(columns) if any(column)]
+        self.results: list[Tensor] = [leaves[k] for k in self.differentiable]
+        self.leaves = leaves
+
+    # Autograd frees what it saved as soon as backward is done, unless the graph is retained. The tape takes the place of
+    # a saved tensor, so it lives exactly as long. Without this it would live until the user drops the loss, and stand
+    # beside the tape of the next step.
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Saves the tape in place of the one tensor that the node saves."""
+        tape, self.saved = self.saved, None
+        return tensor if tape is None else tape
+
+    def unpack(self, saved: Any) -> Tensor:
+        """Hands the tape to the backward that asked."""
+        if isinstance(saved, Tape):
+            self.held.append(saved)
+            return torch.empty(0)
+        assert isinstance(saved, Tensor)
+        return saved
+
+
+class _Offload(torch.autograd.Function):
+    """Passes results through; its backward is the backward of the walk."""
+
+    @staticmethod
+    def forward(ctx: Any, node: _Node, phony: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.node = node
+        ctx.save_for_backward(phony.detach())
+        results, node.results = node.results, []
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        node: _Node = ctx.node
+        _ = ctx.saved_tensors  # raises torch's own error if the graph was freed
+        tape = node.held.pop()
+        pieces: list[list[Any]] = [[None] * len(row) for row in node.rows]
+        for k, gradient in zip(node.differentiable, gradients, strict=True):
+            if gradient is None:
+                continue
+            sizes = [row[k] for row in node.rows]
+            parts = [gradient] if len(sizes) == 1 else gradient.split([size or 0 for size in sizes])
+            for piece, part in zip(pieces, parts, strict=True):
+                piece[k] = part
+        # False inside torch.autograd.grad and backward(inputs=...), where parameters must not accumulate.
+        accumulate = torch.autograd._is_checkpoint_valid()  # type: ignore[attr-defined, unused-ignore]
+        back = node.walk.backward(tape, pieces, consume=False, accumulate=accumulate)
+        return (None, None, *_joined(back, tape, ctx.needs_input_grad[2:]))
+
+
+def _joined(back: list[list[Any]], tape: Tape, needed: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients of the inputs, from those of the micro-batches that they were cut into."""
+    joined: list[Tensor | None] = []
+    positions = [k for k, leaf in enumerate(tape.inputs[0]) if isinstance(leaf, Tensor)]
+    for k, wanted in zip(positions, needed, strict=True):
+        gradients = [row[k] for row in back]
+        if not wanted or all(gradient is None for gradient in gradients):
+            joined.append(None)
+            continue
+        pieces = [row[k] for row in tape.inputs]
+        parts = [torch.zeros_like(x) if g is None else g.to(x.device) for g, x in zip(gradients, pieces, strict=True)]
+        if len(parts) == 1:
+            joined.append(parts[0])
+        elif pieces[0].dim() == 0:  # it went to every micro-batch as it is
+            joined.append(torch.stack(parts).sum(0))
+        else:
+            joined.append(torch.cat(parts))
+    return joined
+
+
+def attach(walk: Walk, tape: Tape, outputs: Sequence[Any], inputs: Any) -> Any:
+    """The gathered output of a forward, joined to the graph of its inputs.
+
+    Args:
+        walk: that ran it.
+        tape: that it left.
+        outputs: one for each micro-batch, detached.
+        inputs: the user's arguments, nested, as they were before they were cut into micro-batches.
+    """
+    node = _Node(walk, tape, outputs)
+    leaves = list(node.leaves)
+    if node.differentiable:
+        phony = get_phony(walk.device, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(node.pack, node.unpack):
+            results = _Offload.apply(node, phony, *tensors_in(inputs))  # type: ignore[no-untyped-call]
+        for k, result in zip(node.differentiable, results, strict=True):
+            leaves[k] = result
+    node.leaves = []
+    return unflatten(leaves, node.spec)

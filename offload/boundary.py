@@ -1,0 +1,213 @@
+"""Boundaries at rest: the activations between shards, on the compute device as far as a budget allows, else at home.
+
+A step makes one boundary for each (shard, micro-batch) and needs it twice: at once in forward, and again in backward.
+All of them together grow with depth times batch, so beyond a budget the one whose next use is furthest away leaves for
+:class:`~offload.tier.Scratch` space on a lane, and comes back on that lane ahead of use.
+
+Guarantees
+    * What the store holds on the device stays within the budget, apart from the boundary in use, the one on its way in
+      and at most :data:`WRITES_IN_FLIGHT` on their way out.
+    * A boundary is written out once, however often it returns.
+    * A boundary that was changed in place after it was put raises at its next ``get``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.lane import Arrival, Lane
+from offload.statistics import Meter
+from offload.tier import Scratch
+from pipe.nested import TreeSpec, flatten, unflatten
+
+__all__ = ["BoundaryStore"]
+
+WRITES_IN_FLIGHT = 2
+
+
+@dataclass(eq=False)
+class _Entry:
+    spec: TreeSpec
+    leaves: list[Any] | None  # None while only the scratch space has it
+    versions: tuple[int, ...]
+    nbytes: int
+    uses: deque[int]
+    tickets: list[Any] | None = None
+    written: Arrival | None = None
+    arriving: tuple[Arrival, list[Any]] | None = None
+
+    @property
+    def next_use(self) -> float:
+        return self.uses[0] if self.uses else float("inf")
+
+
+def _versions(leaves: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference())
+
+
+class BoundaryStore:
+    """Nested values by key, each with the positions of the step at which it will be used."""
+
+    def __init__(self, scratch: Scratch | None, lane: Lane, budget_bytes: int, meter: Meter) -> None:
+        self._scratch = scratch
+        self._lane = lane
+        self._budget_bytes = budget_bytes
+        self._meter = meter
+        self._entries: dict[Hashable, _Entry] = {}
+        self._on_device: dict[_Entry, None] = {}
+        self._bytes = 0
+        self._leaving: deque[tuple[Arrival, list[Any], int]] = deque()
+
+    def put(self, key: Hashable, value: Any, uses: Sequence[int]) -> None:
+        """Takes a value that will be used at the ascending positions ``uses``."""
+        leaves, spec = flatten(value)
+        tensors = {leaf.untyped_storage().data_ptr(): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        entry = _Entry(spec, leaves, _versions(leaves), nbytes, deque(uses))
+        self._entries[key] = entry
+        self._arrive(entry)
+
+    def get(self, key: Hashable, now: int) -> Any:
+        """The value of ``key``, for the use at position ``now``.
+
+        Raises:
+            RuntimeError: if one of its tensors was changed in place since it was put.
+            OSError: if it could not be written out or read back.
+        """
+        entry = self._entries[key]
+        while entry.uses and entry.uses[0] <= now:
+            entry.uses.popleft()
+        if entry.leaves is None:
+            self.prefetch(key)
+            assert entry.arriving is not None
+            arrival, leaves = entry.arriving
+            with self._meter.wait.span():
+                # Boundary lane -> compute. Without this, a layer reads a boundary that is still on its way.
+                arrival.wait()
+            for leaf in leaves:
+                if isinstance(leaf, Tensor) and leaf.is_cuda:
+                    # It was allocated on the lane's stream. Without this, its memory is reused there while layers read.
+                    leaf.record_stream(torch.cuda.current_stream(leaf.device))
+            entry.leaves, entry.arriving = leaves, None
+            entry.versions = _versions(leaves)
+        elif _versions(entry.leaves) != entry.versions:
+            raise RuntimeError(
+                f"the activation that enters shard {key} was changed in place after the forward that needs it for its "
+                f"backward; clone it before changing it"
+            )
+        return unflatten(list(entry.leaves), entry.spec)
+
+    def prefetch(self, key: Hashable) -> None:
+        """Starts to bring a value back, if it is away. Unknown keys are ignored."""
+        entry = self._entries.get(key)
+        if entry is None or entry.leaves is not None or entry.arriving is not None:
+            return
+        scratch = self._scratch
+        assert scratch is not None
+        leaves: list[Any] = []
+
+        def fetch() -> None:
+            assert entry.tickets is not None
+            leaves.extend(scratch.fetch(leaf.ticket) if isinstance(leaf, _Away) else leaf for leaf in entry.tickets)
+
+        # Without ``after``, a boundary is read while it is still being written.
+        after = [entry.written] if entry.written is not None else []
+        entry.arriving = (self._lane.submit(f"fetch {key}", fetch, after), leaves)
+        self._arrive(entry)
+
+    def drop(self, key: Hashable) -> None:
+        """Forgets a value."""
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return
+        if entry in self._on_device:
+            self._leave(entry)
+        if entry.written is not None:
+            assert self._scratch is not None
+            assert entry.tickets is not None
+            # Without these two, its room is given away while it is still being written or read.
+            entry.written.finish()
+            if entry.arriving is not None:
+                entry.arriving[0].finish()
+            for leaf in entry.tickets:
+                if isinstance(leaf, _Away):
+                    self._scratch.release(leaf.ticket)
+
+    def close(self) -> None:
+        """Forgets everything, after the copies in flight."""
+        for arrival, _, _ in self._leaving:
+            arrival.finish()
+        for entry in self._entries.values():
+            if entry.arriving is not None:
+                entry.arriving[0].finish()
+        self._flush(0)
+        for entry in list(self._on_device):
+            self._leave(entry)
+        self._entries.clear()
+        if self._scratch is not None:
+            self._scratch.close()
+
+    # --- the budget ---------------------------------------------------------------------------------------------
+
+    def _arrive(self, entry: _Entry) -> None:
+        self._on_device[entry] = None
+        self._bytes += entry.nbytes
+        self._meter.hold(entry.nbytes)
+        if self._scratch is None:
+            return
+        while self._bytes > self._budget_bytes:
+            candidates = (e for e in self._on_device if e is not entry and e.leaves is not None and e.nbytes)
+            victim = max(candidates, key=lambda e: e.next_use, default=None)
+            if victim is None or victim.next_use <= entry.next_use:
+                if entry.leaves is None or not entry.uses:
+                    return  # it is being brought in for its use now
+                victim = entry
+            self._spill(victim)
+            if victim is entry:
+                return
+
+    def _spill(self, entry: _Entry) -> None:
+        leaves, scratch = entry.leaves, self._scratch
+        assert leaves is not None
+        assert scratch is not None
+        entry.leaves = None
+        if entry.written is not None:
+            self._leave(entry)
+            return
+        entry.tickets = []
+
+        def store(tickets: list[Any] = entry.tickets) -> None:
+            tickets.extend(_Away(scratch.store(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+
+        entry.written = self._lane.submit("spill", store)
+        self._meter.bytes_spilled += entry.nbytes
+        # The tensors stay until the copy is done. Without this, their memory is reused while it is being read.
+        self._leaving.append((entry.written, leaves, entry.nbytes))
+        self._on_device.pop(entry)
+        self._bytes -= entry.nbytes
+        self._flush(WRITES_IN_FLIGHT)
+
+    def _flush(self, remaining: int) -> None:
+        while len(self._leaving) > remaining:
+            arrival, _, nbytes = self._leaving.popleft()
+            with self._meter.wait.span():
+                arrival.wait()
+            self._meter.release(nbytes)
+
+    def _leave(self, entry: _Entry) -> None:
+        self._on_device.pop(entry)
+        self._bytes -= entry.nbytes
+        self._meter.release(entry.nbytes)
+
+
+@dataclass(frozen=True)
+class _Away:
+    """Stands in for a tensor that rests in scratch space."""
+
+    ticket: object

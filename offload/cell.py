@@ -1,0 +1,144 @@
+"""A cell: one shard applied to one micro-batch, in a way that can be repeated exactly.
+
+The forward of a cell keeps nothing but what entered it; its backward computes it again. Both must be the same function,
+and together they must leave the same traces as a single forward:
+
+===================  =============================================================================================
+what                 how it is kept the same
+===================  =============================================================================================
+generators, casts    :class:`pipe.replay.Replay`
+modes and buffers    :class:`pipe.guard.Guard`: a running mean counts each micro-batch once, and a power iteration
+                     starts again from the same vector
+kernels              the first run has grad mode on too, with every tensor that its graph would save dropped: layers
+                     take the same path twice, and it is known exactly which outputs need a gradient
+input, in place      a cell that was seen to write into its input, or was never seen, runs on a copy of it
+===================  =============================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.shard import Shard
+from pipe.checkpoint import enable_checkpointing, enable_recomputing
+from pipe.guard import Guard, Watched
+from pipe.nested import map_tensors, tensors_in
+from pipe.replay import Replay, autocast_without_cache
+
+__all__ = ["Cell", "CellRunner", "OutputFn", "Record"]
+
+OutputFn = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Which cell: shard ``j``, micro-batch ``i``."""
+
+    j: int
+    i: int
+
+    def __str__(self) -> str:
+        return f"{self.j}.{self.i}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the recomputation of one cell needs besides its boundary."""
+
+    replay: Replay
+    guard: Guard
+    copies_input: bool
+
+
+@dataclass(eq=False)
+class CellRunner:
+    """Runs the cells of one shard. Their input is (args, kwargs) in the first shard, one value in every other."""
+
+    shard: Shard
+    names: list[str]
+    device: torch.device
+    watched: Watched = field(init=False)
+    #: Whether the shard writes into its input, as seen under each combination of ``training`` flags.
+    _writes_input: dict[tuple[bool, ...], bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        group = nn.Module()
+        group._modules.update(zip(self.names, self.shard.layers, strict=True))
+        self.watched = Watched(group)
+
+    def forward(self, boundary: Any, output_fn: OutputFn | None = None) -> Any:
+        """Runs the cell for its output only."""
+        with torch.no_grad():
+            return self._first_run(boundary, output_fn)[0]
+
+    def forward_recorded(self, boundary: Any, output_fn: OutputFn | None = None) -> tuple[Any, Record]:
+        """Runs the cell without keeping activations; its output tells what needs a gradient.
+
+        ``boundary`` holds fresh leaves. The output must be detached, which frees its graph.
+        """
+        replay, guard = Replay.capture([self.device]), Guard(self.watched)
+        with (
+            enable_checkpointing(),
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(_dropped, _never),
+        ):
+            output, copied = self._first_run(boundary, output_fn)
+        return output, Record(replay.seal(), guard.seal(), copied)
+
+    def recompute(self, boundary: Any, record: Record, output_fn: OutputFn | None = None) -> Any:
+        """Runs the cell once more, with a graph from ``boundary`` and the parameters to its output."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(record.guard.again(restore_modes=True))
+            stack.enter_context(record.replay.again())
+            stack.enter_context(enable_checkpointing(False))
+            stack.enter_context(enable_recomputing())
+            stack.enter_context(torch.enable_grad())
+            return self._call(map_tensors(Tensor.clone, boundary) if record.copies_input else boundary, output_fn)
+
+    def forward_with_graph(self, boundary: Any, output_fn: OutputFn | None = None) -> Any:
+        """Runs the cell once and for all, with its graph: what a step without recomputation does."""
+        with torch.enable_grad():
+            return self._first_run(boundary, output_fn)[0]
+
+    def _first_run(self, boundary: Any, output_fn: OutputFn | None) -> tuple[Any, bool]:
+        """Output, and whether the input must be copied to survive it."""
+        modes = tuple(module.training for _, module in self.watched.modules)
+        copies_input = self._writes_input.get(modes, True)
+        value = map_tensors(Tensor.clone, boundary) if copies_input else boundary
+        before = [(t, t._version) for t in tensors_in(value) if not t.is_inference()]
+        # The cache of casted weights would hold all shards' weights at once, and casts whose graph is gone.
+        with autocast_without_cache([self.device]):
+            output = self._call(value, output_fn)
+        writes = any(t._version != version for t, version in before)
+        if writes and not copies_input:
+            self._writes_input[modes] = True
+            raise RuntimeError(
+                f"shard {self.shard.index} wrote into its input in place, which it did not do when it ran first; this "
+                f"forward is spoilt, but the model is as before and will copy that input from now on: run it again"
+            )
+        return output, self._writes_input.setdefault(modes, writes)
+
+    def _call(self, boundary: Any, output_fn: OutputFn | None) -> Any:
+        first, *rest = self.shard.layers
+        if self.shard.index == 0:
+            args, kwargs = boundary
+            value = first(*args, **kwargs)
+        else:
+            value = first(boundary)
+        for layer in rest:
+            value = layer(value)
+        return value if output_fn is None else output_fn(value)
+
+
+def _dropped(tensor: Tensor) -> None:
+    """Saved-tensor hook of a first run: its graph only tells which outputs need a gradient."""
+
+
+def _never(_: None) -> Tensor:
+    raise AssertionError("the graph of a forward that keeps no activations was used")

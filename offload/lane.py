@@ -1,0 +1,217 @@
+"""Lanes: ordered queues of copies that run beside compute, and the waits that keep both in step.
+
+A copy is submitted as a function and runs later, in order, on an I/O thread (:class:`ThreadLane`) or on a CUDA stream
+(:class:`StreamLane`). Each submission returns an :class:`Arrival`; nobody touches what the copy writes before
+``arrival.wait()``, and nobody overwrites what it reads before that.
+
+Guarantees
+    * ``wait()`` returns after the copy, or raises what the copy raised, every time it is called.
+    * A copy starts only after the arrivals it was submitted ``after``, and after everything that compute had been given
+      when it was submitted (on a stream by an event, on a thread because compute is the submitting thread).
+    * ``close()`` lets copies that were submitted finish, and joins the thread.
+
+Assumes
+    * The engine never relies on the order of two copies unless it says so with ``after``. The lane used by tests runs
+      copies only when somebody waits for them, in an order an adversary chooses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Arrival", "Clock", "Lane", "Lanes", "StreamLane", "ThreadLane", "open_lanes"]
+
+
+class Arrival(ABC):
+    """The end of one copy."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Makes compute wait for the copy. Raises what the copy raised."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Makes the host wait for the copy: after it, any code may read what was written. Raises what it raised."""
+
+
+class Lane(ABC):
+    """An ordered queue of copies."""
+
+    @abstractmethod
+    def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
+        """Queues a copy. ``token`` names it in errors and traces."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finishes what was submitted; afterwards the lane takes no more."""
+
+
+# --- the CPU twin: an I/O thread ------------------------------------------------------------------------------------
+
+
+class _Future(Arrival):
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
+
+    finish = wait
+
+
+class ThreadLane(Lane):
+    """Copies on one I/O thread. File reads, writes and large tensor copies release the interpreter lock.
+
+    Between a file and a CUDA device nobody but a thread can wait for the read; there the thread also drives a stream of
+    its own and waits for it, so that an arrival means that the bytes are on the device.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"offload-{name}")
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
+        """Queues a copy on the thread."""
+        stream, device = self._stream, self._device
+        given = None if stream is None else torch.cuda.current_stream(device).record_event()
+
+        def job() -> None:
+            for arrival in after:
+                arrival.wait()
+            # Grad mode belongs to a thread. Without this, in-place writes into what requires a gradient are refused.
+            with torch.no_grad():
+                if stream is None or given is None:
+                    copy()
+                    return
+                with torch.cuda.device(device), torch.cuda.stream(stream):
+                    # Compute -> lane. Without this, a slot is overwritten while kernels given earlier still read it.
+                    stream.wait_event(given)
+                    copy()
+                    stream.synchronize()
+
+        return _Future(self._thread.submit(job))
+
+    def close(self) -> None:
+        """Finishes what was submitted and joins the thread."""
+        self._thread.shutdown(wait=True)
+
+
+# --- CUDA: a side stream --------------------------------------------------------------------------------------------
+
+
+class _Event(Arrival):
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def wait(self) -> None:
+        # Lane -> compute. Without this, kernels read bytes that have not arrived.
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def finish(self) -> None:
+        self._event.synchronize()
+
+
+class StreamLane(Lane):
+    """Copies on a side stream of a CUDA device; the host never waits.
+
+    The tensors that a copy touches are kept by its submitter until it has waited for the arrival, so the caching
+    allocator cannot hand their memory to another stream meanwhile.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
+        """Queues a copy on the stream."""
+        # Compute -> lane. Without this, a slot is overwritten while kernels given earlier still read it, and gradients
+        # leave before they are complete.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.no_grad():
+            for arrival in after:
+                arrival.wait()
+            with torch.profiler.record_function(token):
+                copy()
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return _Event(event, self._device)
+
+    def close(self) -> None:
+        """Waits for the stream."""
+        self._stream.synchronize()
+
+
+# --- what a model needs ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The three queues of a model. They are apart so that a long copy in one never delays another's short one."""
+
+    load: Lane
+    drain: Lane
+    boundary: Lane
+
+    def close(self) -> None:
+        """Closes all three."""
+        for lane in (self.load, self.drain, self.boundary):
+            lane.close()
+
+
+def open_lanes(device: torch.device, *, blocking_io: bool) -> Lanes:
+    """Lanes for a compute device. ``blocking_io``: reading the home blocks the caller (a file), so it needs a thread."""
+    if device.type == "cuda" and not blocking_io:
+        return Lanes(StreamLane(device), StreamLane(device), StreamLane(device))
+    return Lanes(ThreadLane("load", device), ThreadLane("drain", device), ThreadLane("boundary", device))
+
+
+class Clock:
+    """Adds up the time that compute spends in a kind of work: by the wall on the CPU, by events on a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds = 0.0
+        self._spans: list[tuple[Any, Any]] = []
+
+    @contextlib.contextmanager
+    def span(self) -> Iterator[None]:
+        """Counts what happens inside."""
+        if self._device.type != "cuda":
+            start = time.perf_counter()
+            try:
+                yield
+            finally:
+                self._seconds += time.perf_counter() - start
+            return
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        stream = torch.cuda.current_stream(self._device)
+        begin.record(stream)
+        try:
+            yield
+        finally:
+            end.record(stream)
+            self._spans.append((begin, end))
+            if len(self._spans) >= 4096:  # so that a long run does not hoard events
+                self._settle()
+
+    def _settle(self) -> None:
+        for begin, end in self._spans:
+            end.synchronize()
+            self._seconds += begin.elapsed_time(end) / 1e3
+        self._spans.clear()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds so far."""
+        self._settle()
+        return self._seconds

@@ -1,0 +1,239 @@
+"""``OffloadModel``: the face of the engine. It checks arguments, and delegates."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.autograd import attach
+from offload.lane import open_lanes
+from offload.partition import cut_layers, layer_bytes
+from offload.plan import Plan, plan_step
+from offload.shard import make_shards
+from offload.statistics import Meter, Statistics
+from offload.tape import Tape
+from offload.tier import open_tier
+from offload.walk import Walk
+from pipe.microbatch import gather_nested, split_nested
+
+__all__ = ["OffloadModel"]
+
+#: Device bytes for boundaries where the user sets no budget.
+DEFAULT_BOUNDARY_BYTES = 64 << 20
+
+
+class OffloadModel(nn.Module):
+    """A huge ``nn.Sequential`` that trains on a device which cannot hold it.
+
+    The layers are cut into shards. Shards rest in host memory or in files, and stream to the compute device ahead of
+    use, forward and backward. Losses, gradients, buffers and generator states are those of the bare model; parameters,
+    their gradients and ``state_dict()`` keep the bare model's names and may be used by any optimizer between steps.
+
+    Args:
+        model: an ``nn.Sequential``; or a list of modules, each of which is one shard.
+        device: where layers compute; ``"cpu"`` included.
+        offload_device: where shards rest: ``"cpu"`` for host memory, or a directory (an ``os.PathLike``, or a string with
+            a path separator), for files that are removed with the model.
+        num_slices: number of shards, balanced by bytes; from 1 to the number of layers.
+        checkpoint_activation: if True, keep only what enters each shard and recompute the rest in backward; if False,
+            keep all activations of the layers (but never a second copy of their weights).
+        num_microbatches: pieces into which a batch is cut along dimension 0. Each shard is loaded once per pass and all
+            pieces go past it. Any number of rows; the last piece may be smaller.
+        num_slots: shards that the compute device holds at once, at least 2. Slots beyond that are a cache.
+        boundary_bytes: bytes of activations between shards that may stay on the compute device; what is beyond rests
+            at home and returns ahead of use. Only with ``checkpoint_activation=True``.
+
+    Raises:
+        TypeError, ValueError: if an argument cannot be used; the model that was passed is untouched.
+        OSError: if the home has no room.
+
+    After an exception in forward or backward the model is usable, and every parameter holds its last value.
+
+    Inputs are never changed in place, by an in-place first layer either. Parameters live in their homes, so ``.to()``
+    and its relatives raise if they would move or cast anything: convert the model before it is wrapped.
+
+    Source: L2L (Pudipeddi et al., 2020) and fairscale's OffloadModel, whose signature this keeps.
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential | Sequence[nn.Module],
+        device: torch.device | str | int,
+        offload_device: torch.device | str | os.PathLike[str] = "cpu",
+        num_slices: int = 3,
+        checkpoint_activation: bool = False,
+        num_microbatches: int = 1,
+        *,
+        num_slots: int = 2,
+        boundary_bytes: int | None = None,
+    ) -> None:
+        super().__init__()
+        named, cuts = _layers_of(model, num_slices)
+        self.device = _compute_device(device)
+        for name, value, least in (("num_microbatches", num_microbatches, 1), ("num_slots", num_slots, 2)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"expected an integer of at least {least}, got {name}={value!r}")
+        if boundary_bytes is not None and boundary_bytes < 0:
+            raise ValueError(f"expected bytes, zero or more, got boundary_bytes={boundary_bytes}")
+        self._num_microbatches = num_microbatches
+        self._tier = open_tier(offload_device, self.device)
+        self._meter = Meter(self.device)
+        for layer in named.values():
+            for module in layer.modules():
+                for key, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[key] = buffer.to(self.device)
+        shards = make_shards(list(named.items()), cuts, self._tier)
+        lanes = open_lanes(self.device, blocking_io=self._tier.blocking_io)
+        names = list(named)
+        self._walk = Walk(
+            shards,
+            [names[shard.first : shard.first + len(shard.layers)] for shard in shards],
+            device=self.device,
+            tier=self._tier,
+            lanes=lanes,
+            meter=self._meter,
+            slots=min(num_slots, len(shards)),
+            boundary_bytes=DEFAULT_BOUNDARY_BYTES if boundary_bytes is None else boundary_bytes,
+            recompute=checkpoint_activation,
+        )
+        # Children under the bare model's names, and nothing else: so are the keys of state_dict(). Written directly, since
+        # a layer may be called like a method of this class.
+        self._modules.update(named)
+        self._finalizer = weakref.finalize(self, _close, lanes, self._tier)
+
+    # --- running ------------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Calls the first layer with these arguments, each further layer with the result of the one before.
+
+        Tensors may be nested in tuples, lists and dicts; with several micro-batches all of them are cut along
+        dimension 0, and outputs are concatenated again. Tensors on other devices are brought to the compute device.
+        """
+        chunks = split_nested((inputs, kwargs), self._num_microbatches)
+        tape = self._walk.tape(chunks)
+        if not tape.records:
+            return gather_nested(self._walk.forward(tape, chunks))
+        outputs = self._walk.forward(tape, chunks)
+        return attach(self._walk, tape, outputs, (inputs, kwargs))
+
+    def forward_chunks(
+        self, chunks: Sequence[Any], *, output_fn: Callable[[Any], Any] | None = None
+    ) -> tuple[list[Any], Tape]:
+        """Runs many chunks past each shard, and leaves the backward to the caller.
+
+        Args:
+            chunks: each a tensor, or (args, kwargs) for the first layer. Each chunk is one micro-batch.
+            output_fn: applied to each chunk's output, as a part of the last shard: it is replayed with it, and gradients
+                are then those of its result.
+
+        Returns:
+            The outputs, detached, in the order of the chunks; and the tape, whose ``backward(output_gradients)``
+            accumulates the parameters' gradients. Whatever the number of chunks, a pass loads each shard once.
+        """
+        if isinstance(chunks, Tensor) or not isinstance(chunks, Sequence) or not chunks:
+            raise ValueError(
+                f"expected a sequence of at least one chunk, got {type(chunks).__name__}; cut a batch with "
+                f"batch.split(rows), for example"
+            )
+        calls = [_as_call(i, chunk) for i, chunk in enumerate(chunks)]
+        tape = self._walk.tape(calls, output_fn)
+        return self._walk.forward(tape, calls), tape
+
+    # --- looking ------------------------------------------------------------------------------------------------
+
+    def statistics(self) -> Statistics:
+        """What the model has loaded, stored and waited for since it was made."""
+        return self._meter.read()
+
+    def plan(self, training: bool = True) -> Plan:
+        """The plan of a step from empty slots: ``print(model.plan())``."""
+        return plan_step(
+            len(self._walk.shards),
+            slots=self._walk.streamer.slots,
+            microbatches=self._num_microbatches,
+            training=training,
+        )
+
+    def extra_repr(self) -> str:
+        """One line about the shards."""
+        shards = self._walk.shards
+        largest = max(shard.slot_bytes for shard in shards)
+        return (
+            f"{len(shards)} shards of at most {largest:,} bytes at home in {self._tier.name}, compute on {self.device}"
+        )
+
+    # --- staying home -------------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OffloadModel:
+        """Refuses to move or cast parameters away from their homes; lets through what changes nothing."""
+        for dtype in {parameter.dtype for parameter in self.parameters()}:
+            probe = torch.empty(0, dtype=dtype)
+            result = fn(probe)
+            if result.dtype != dtype or result.device != probe.device:
+                raise RuntimeError(
+                    f"an OffloadModel's parameters rest in {self._tier.name} and cannot become {result.dtype} on "
+                    f"{result.device}; convert the layers before you wrap them"
+                )
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, (nn.Module, nn.Parameter)) and "_walk" in self.__dict__:
+            raise TypeError(f"cannot add {name} to an OffloadModel: its layers are fixed when it is made")
+        super().__setattr__(name, value)
+
+
+def _close(lanes: Any, tier: Any) -> None:
+    lanes.close()
+    tier.close()
+
+
+def _layers_of(model: Any, num_slices: int) -> tuple[dict[str, nn.Module], list[int]]:
+    """Names and modules of the layers, and how many of them each shard takes."""
+    if isinstance(model, nn.Sequential):
+        named = dict(model.named_children())
+        for name, layer in model._modules.items():
+            # named_children() names a layer that occurs twice once; the second occurrence is a call of its own.
+            named.setdefault(name, layer)  # type: ignore[arg-type]
+        named = {name: named[name] for name in model._modules}
+        if not named:
+            raise ValueError("expected a model with at least one layer, got an empty nn.Sequential")
+        if not isinstance(num_slices, int) or isinstance(num_slices, bool):
+            raise TypeError(f"expected the number of shards, got num_slices={num_slices!r}")
+        return named, cut_layers(layer_bytes(list(named.values())), num_slices)
+    if isinstance(model, (list, tuple)) and model and all(isinstance(module, nn.Module) for module in model):
+        return {str(k): module for k, module in enumerate(model)}, [1] * len(model)
+    raise TypeError(f"expected an nn.Sequential or a list of modules, got {type(model).__name__} (model)")
+
+
+def _compute_device(device: Any) -> torch.device:
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise TypeError(f"expected a device such as 'cpu', 'cuda:0' or 0, got device={device!r}") from error
+    if chosen.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device={str(chosen)!r}, but this machine has no CUDA device; pass device='cpu'")
+        if chosen.index is None:
+            chosen = torch.device("cuda", torch.cuda.current_device())
+    elif chosen.type != "cpu":
+        raise ValueError(f"expected a CPU or CUDA device to compute on, got device={str(chosen)!r}")
+    return chosen
+
+
+def _as_call(i: int, chunk: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(chunk, Tensor):
+        return (chunk,), {}
+    if (
+        isinstance(chunk, tuple)
+        and len(chunk) == 2
+        and isinstance(chunk[0], (tuple, list))
+        and isinstance(chunk[1], dict)
+    ):
+        return tuple(chunk[0]), chunk[1]
+    raise TypeError(f"expected a tensor or (args, kwargs) as chunk {i}, got {type(chunk).__name__}")

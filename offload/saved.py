@@ -1,0 +1,49 @@
+"""What autograd saves of a shard's weights: a reference, never a copy.
+
+A step without recomputation keeps activations from forward to backward. Layers save their weights along with them, but
+by then the slot holds another shard. While a shard's forward runs, every tensor that autograd saves and that lies in the
+shard's slot is replaced by a note of its place; backward finds the shard in whichever slot it was loaded into again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.shard import Shard
+
+__all__ = ["weights_by_reference"]
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """Part of a shard's slot."""
+
+    shard: Shard
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    storage_offset: int
+
+    def resolve(self) -> Tensor:
+        block = self.shard.slot.view(self.dtype)
+        return block.as_strided(self.size, self.stride, self.storage_offset)
+
+
+def weights_by_reference(shard: Shard) -> contextlib.AbstractContextManager[Any]:
+    """Inside, autograd saves views of ``shard``'s slot by reference. The shard must be bound, then and in backward."""
+    address = shard.slot.untyped_storage().data_ptr()
+
+    def pack(tensor: Tensor) -> Tensor | _Reference:
+        if tensor.layout is not torch.strided or tensor.untyped_storage().data_ptr() != address or not tensor.numel():
+            return tensor
+        return _Reference(shard, tensor.dtype, tuple(tensor.size()), tensor.stride(), tensor.storage_offset())
+
+    def unpack(saved: Tensor | _Reference) -> Tensor:
+        return saved.resolve() if isinstance(saved, _Reference) else saved
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

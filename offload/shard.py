@@ -1,0 +1,242 @@
+"""A shard: consecutive layers whose parameters move together, and the places that hold its bytes.
+
+At home, each parameter's ``.data`` is a view of the home block. For the time of a visit the same ``Parameter`` objects
+point into a device slot instead, so layers, hooks and autograd see ordinary parameters on the compute device.
+
+::
+
+                load()                    bind()
+      HOME ----------------> LOADED ----------------> BOUND
+       ^                      |   ^                     |
+       |       drop()         |   |      unbind()       |
+       +----------------------+   +---------------------+
+
+A parameter that several shards use (a tied one) rests in the first; the others borrow it: their slot gets a copy too,
+and their gradients go to the one home.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from offload.tier import Block, Tier
+
+__all__ = ["Shard", "State", "make_shards"]
+
+#: Every parameter starts at a multiple of this, in homes and in slots: a cache line, and what vector kernels prefer.
+ALIGNMENT_BYTES = 64
+
+
+class State(enum.Enum):
+    """Which memory a shard holds."""
+
+    HOME = "home"  # its home block only
+    LOADED = "loaded"  # home, and a slot that holds a copy or is about to; nobody computes with it
+    BOUND = "bound"  # home and slot; its parameters point into the slot
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Where one parameter lies in a flat block of bytes, and with which layout."""
+
+    name: str
+    parameter: nn.Parameter
+    offset: int
+    nbytes: int
+    stride: tuple[int, ...]
+
+    def view(self, block: Tensor) -> Tensor:
+        """The parameter's values in ``block`` (flat, uint8); no copy."""
+        parameter = self.parameter
+        flat = block[self.offset : self.offset + self.nbytes].view(parameter.dtype)
+        return flat.as_strided(parameter.shape, self.stride, flat.storage_offset())
+
+
+def _layout(parameters: Iterable[tuple[str, nn.Parameter]]) -> tuple[list[Slice], int]:
+    """Packs parameters one behind the other; returns their slices and the size of the block in bytes."""
+    slices, end = [], 0
+    for name, parameter in parameters:
+        # Dense strides (channels_last, say) are kept: kernels choose their algorithm by them.
+        stride = torch.empty_like(parameter, device="meta").stride()
+        nbytes = parameter.numel() * parameter.element_size()
+        slices.append(Slice(name, parameter, end, nbytes, stride))
+        end += max(1, -(-nbytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+    return slices, end
+
+
+@dataclass
+class Loan:
+    """A parameter that rests in another shard: where it lies in the owner's home, and where in this shard's slot."""
+
+    owner: Shard
+    at_home: Slice
+    in_slot: Slice
+
+
+@dataclass(eq=False)
+class Shard:
+    """Layers ``[first, first + len(layers))`` of the model."""
+
+    index: int
+    first: int
+    layers: list[nn.Module]
+    own: list[Slice] = field(default_factory=list)
+    loans: list[Loan] = field(default_factory=list)
+    home: Block | None = None
+    gradients: Block | None = None
+    state: State = State.HOME
+    slot_bytes: int = 0
+    #: ``_version`` of each parameter when the resident copy was made.
+    loaded_versions: tuple[int, ...] = ()
+    _slot: Tensor | None = None
+    _gradients_at_home: list[Tensor | None] = field(default_factory=list)
+    _views: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    @property
+    def slices(self) -> list[Slice]:
+        """The layout in a slot: own parameters first, then the borrowed ones."""
+        return [*self.own, *(loan.in_slot for loan in self.loans)]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters that the layers use, in the order of :attr:`slices`."""
+        return [s.parameter for s in self.slices]
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter takes a gradient."""
+        return any(parameter.requires_grad for parameter in self.parameters)
+
+    @property
+    def home_bytes(self) -> int:
+        """Size of the home block."""
+        return 0 if self.home is None else self.home.nbytes
+
+    def versions(self) -> tuple[int, ...]:
+        """Counts of in-place changes of each parameter: equal counts mean that nobody wrote to it in between."""
+        return tuple(parameter._version for parameter in self.parameters)
+
+    # --- transitions --------------------------------------------------------------------------------------------
+
+    def load(self, slot: Tensor) -> None:
+        """HOME -> LOADED. The caller fills ``slot`` by :meth:`fill`, on a lane."""
+        assert self.state is State.HOME, f"shard {self.index} is {self.state.value}"
+        self._slot = slot
+        self.loaded_versions = self.versions()
+        self.state = State.LOADED
+
+    def fill(self, slot: Tensor) -> None:
+        """Copies the home's bytes into ``slot``. Runs on the load lane and touches no state."""
+        if self.home is not None:
+            self.home.read_into(slot)
+        for loan in self.loans:
+            block = loan.owner.home
+            assert block is not None
+            loan.in_slot.view(slot).copy_(loan.at_home.view(block.tensor), non_blocking=True)
+
+    def bind(self) -> None:
+        """LOADED -> BOUND. The parameters are on the compute device, and have no gradient there yet."""
+        assert self.state is State.LOADED, f"shard {self.index} is {self.state.value}"
+        views = self._views.get(self.slot.data_ptr())
+        if views is None:
+            # Made outside inference mode: a view made inside is refused by autograd for ever.
+            with torch.inference_mode(False):
+                views = [s.view(self.slot) for s in self.slices]
+            self._views[self.slot.data_ptr()] = views
+        self._gradients_at_home = [parameter.grad for parameter in self.parameters]
+        for parameter, view in zip(self.parameters, views, strict=True):
+            # Without this, autograd would add a visit's gradients to ``.grad`` at home while a lane writes there too.
+            parameter.grad = None
+            parameter.data = view
+        self.state = State.BOUND
+
+    def unbind(self) -> list[Tensor | None]:
+        """BOUND -> LOADED. The parameters are home again; returns the gradients that autograd left on the device."""
+        assert self.state is State.BOUND, f"shard {self.index} is {self.state.value}"
+        gradients = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None  # a gradient must be where its parameter is, so it goes first and comes last
+        for position, gradient in enumerate(self._gradients_at_home):
+            owner, s = self.owner_of(position)
+            s.parameter.data = owner.home_view(s)
+            s.parameter.grad = gradient
+        self.state = State.LOADED
+        return gradients
+
+    def drop(self) -> None:
+        """LOADED -> HOME. A slot is never copied back."""
+        assert self.state is State.LOADED, f"shard {self.index} is {self.state.value}"
+        self._slot = None
+        self.state = State.HOME
+
+    # --- views --------------------------------------------------------------------------------------------------
+
+    @property
+    def slot(self) -> Tensor:
+        """The slot that holds the shard."""
+        assert self._slot is not None, f"shard {self.index} is {self.state.value}"
+        return self._slot
+
+    def home_view(self, s: Slice) -> Tensor:
+        """A parameter's values at home."""
+        assert self.home is not None
+        with torch.inference_mode(False):
+            return s.view(self.home.tensor)
+
+    def gradient_home(self, s: Slice, tier: Tier) -> tuple[Block, Tensor]:
+        """Block and view where the gradient of an own parameter rests; made at its first use."""
+        if self.gradients is None:
+            assert self.home is not None
+            self.gradients = tier.allocate(self.home.nbytes, f"shard{self.index}-gradients")
+        with torch.inference_mode(False):
+            return self.gradients, s.view(self.gradients.tensor)
+
+    def owner_of(self, position: int) -> tuple[Shard, Slice]:
+        """The shard where the parameter at ``position`` of :attr:`slices` rests, and its slice there."""
+        if position < len(self.own):
+            return self, self.own[position]
+        loan = self.loans[position - len(self.own)]
+        return loan.owner, loan.at_home
+
+
+def make_shards(layers: Sequence[tuple[str, nn.Module]], cuts: Sequence[int], tier: Tier) -> list[Shard]:
+    """Groups layers into shards and moves their parameters home.
+
+    Args:
+        layers: name and module of each layer.
+        cuts: number of layers of each shard.
+        tier: where the homes are.
+    """
+    shards: list[Shard] = []
+    resting: dict[nn.Parameter, tuple[Shard, Slice]] = {}
+    first = 0
+    for index, count in enumerate(cuts):
+        part = layers[first : first + count]
+        shard = Shard(index, first, [module for _, module in part])
+        named = {p: f"{name}.{path}" for name, module in part for path, p in reversed([*module.named_parameters()])}
+        used = list(dict.fromkeys(p for module in shard.layers for p in module.parameters()))
+        shard.own, shard.slot_bytes = _layout((named[p], p) for p in used if p not in resting)
+        if shard.slot_bytes:
+            shard.home = tier.allocate(shard.slot_bytes, f"shard{index}-weights")
+        for s in shard.own:
+            home = shard.home_view(s)
+            home.copy_(s.parameter.detach())
+            s.parameter.data = home
+            if s.parameter.grad is not None:
+                s.parameter.grad = s.parameter.grad.to(home.device)
+            resting[s.parameter] = (shard, s)
+        borrowed = [p for p in used if resting[p][0] is not shard]
+        slices, nbytes = _layout((named[p], p) for p in borrowed)
+        for s in slices:
+            owner, at_home = resting[s.parameter]
+            moved = Slice(s.name, s.parameter, shard.slot_bytes + s.offset, s.nbytes, s.stride)
+            shard.loans.append(Loan(owner, at_home, moved))
+        shard.slot_bytes += nbytes
+        shards.append(shard)
+        first += count
+    return shards

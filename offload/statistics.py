@@ -1,0 +1,72 @@
+"""What a model has done since it was made, counted where it happens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from offload.lane import Clock
+
+__all__ = ["Meter", "Statistics"]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Counts since construction."""
+
+    #: Shards copied from home into a slot.
+    shard_loads: int
+    #: Bytes of these copies.
+    bytes_loaded: int
+    #: Bytes of gradients sent home.
+    bytes_stored: int
+    #: Bytes of boundaries, and of their gradients, that left the compute device for a while.
+    bytes_spilled: int
+    #: Seconds in which compute stood still for a copy.
+    wait_seconds: float
+    #: Seconds inside layers, forward, recomputed and backward.
+    compute_seconds: float
+    #: Largest number of bytes that the engine held on the compute device at once: slots, boundaries, gradients on their
+    #: way home. What the layers of one cell allocate while they run comes on top.
+    peak_device_bytes: int
+
+
+class Meter:
+    """The counters behind :class:`Statistics`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.shard_loads = 0
+        self.bytes_loaded = 0
+        self.bytes_stored = 0
+        self.bytes_spilled = 0
+        self.wait = Clock(device)
+        self.compute = Clock(device)
+        self._held = 0
+        self._peak = 0
+
+    def hold(self, nbytes: int) -> None:
+        """Counts bytes that are now on the compute device."""
+        self._held += nbytes
+        self._peak = max(self._peak, self._held)
+
+    def release(self, nbytes: int) -> None:
+        """Counts bytes that are no longer there."""
+        self._held -= nbytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are on the compute device now."""
+        return self._held
+
+    def read(self) -> Statistics:
+        """The record as of now."""
+        return Statistics(
+            self.shard_loads,
+            self.bytes_loaded,
+            self.bytes_stored,
+            self.bytes_spilled,
+            self.wait.seconds,
+            self.compute.seconds,
+            self._peak,
+        )

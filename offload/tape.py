@@ -1,0 +1,108 @@
+"""The tape: what one forward leaves behind for its backward. It belongs to that forward, never to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from offload.boundary import BoundaryStore
+from offload.cell import Cell, Record
+from pipe.nested import TreeSpec, flatten
+
+if TYPE_CHECKING:
+    from offload.walk import Walk
+
+__all__ = ["KeptCell", "Tape"]
+
+
+@dataclass
+class KeptCell:
+    """A cell that kept its graph instead of being recomputed: the leaves it starts from, and its flat output."""
+
+    leaves: list[Any]
+    outputs: list[Any]
+
+
+@dataclass(eq=False)
+class Tape:
+    """Boundaries and replays of one forward.
+
+    Made by :meth:`OffloadModel.forward_chunks <offload.OffloadModel.forward_chunks>`; :meth:`backward` may be called
+    once. A tape that is dropped instead frees all it holds.
+    """
+
+    walk: Walk
+    boundaries: BoundaryStore
+    microbatches: int
+    #: Whether the forward noted what a backward needs.
+    records: bool
+    #: The first shard that backward has to reach: shards before it have nothing to train, nor has the input.
+    first: int
+    output_fn: Callable[[Any], Any] | None = None
+    cells: dict[Cell, Record] = field(default_factory=dict)
+    kept: dict[Cell, KeptCell] = field(default_factory=dict)
+    #: For the boundary that enters each cell, and for the outputs: which of its leaves need a gradient.
+    requires: dict[Cell, list[bool]] = field(default_factory=dict)
+    #: Counts of in-place changes of each shard's parameters, as the forward met them.
+    versions: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    inputs: list[list[Any]] = field(default_factory=list)
+    output_specs: list[TreeSpec] = field(default_factory=list)
+    used: bool = False
+
+    def backward(self, output_gradients: Sequence[Any]) -> None:
+        """Pushes gradients of the outputs back: parameters' ``.grad`` accumulates at home, each shard is loaded once.
+
+        Args:
+            output_gradients: one entry for each chunk, in order, of the structure of that chunk's output: tensors of the
+                output's shapes, or None where there is no gradient. A whole entry may be None.
+
+        Raises:
+            RuntimeError: if the tape was used before, its forward ran without gradients, or a parameter changed since.
+            ValueError: if the number, the structure or a shape differs from the outputs.
+
+        Chunks that require a gradient get one: it goes on through whatever computed them.
+        """
+        if self.used:
+            raise RuntimeError("this tape was used before; run forward_chunks again to get another")
+        if not self.records:
+            raise RuntimeError(
+                "this tape has nothing to go back through: forward_chunks ran under no_grad or inference_mode, or no "
+                "parameter and no input requires a gradient"
+            )
+        if len(output_gradients) != self.microbatches:
+            raise ValueError(
+                f"expected one gradient for each of the {self.microbatches} chunks, got {len(output_gradients)}"
+            )
+        flat = [self._flat(i, gradient) for i, gradient in enumerate(output_gradients)]
+        self.used = True
+        try:
+            input_gradients = self.walk.backward(self, flat, consume=True)
+        finally:
+            self.close()
+        roots = [
+            (leaf, gradient)
+            for leaves, gradients in zip(self.inputs, input_gradients, strict=True)
+            for leaf, gradient in zip(leaves, gradients, strict=True)
+            if isinstance(leaf, Tensor) and leaf.requires_grad and gradient is not None
+        ]
+        if roots:
+            torch.autograd.backward([leaf for leaf, _ in roots], [gradient for _, gradient in roots])
+
+    def _flat(self, i: int, gradient: Any) -> list[Any]:
+        spec = self.output_specs[i]
+        if gradient is None:
+            return [None] * spec.num_leaves
+        leaves, given = flatten(gradient)
+        if given != spec and len(leaves) != spec.num_leaves:
+            raise ValueError(f"chunk {i}: expected gradients of the output's structure {spec}, got {given}")
+        return leaves
+
+    def close(self) -> None:
+        """Frees what the tape holds."""
+        self.boundaries.close()
+        self.cells.clear()
+        self.kept.clear()

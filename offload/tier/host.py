@@ -1,0 +1,96 @@
+"""Host memory as a home: exact-size blocks, page-locked where the compute device is an accelerator."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+
+import torch
+from torch import Tensor
+
+from offload.tier.contract import Block, Scratch, Tier
+
+__all__ = ["HostTier"]
+
+
+class HostBlock(Block):
+    """A flat host tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def read_into(self, destination: Tensor) -> None:
+        """Copies to ``destination``; asynchronous on the current stream where both ends allow it."""
+        destination[: self.nbytes].copy_(self.tensor, non_blocking=True)
+
+    def write(self, source: Tensor, offset: int) -> None:
+        """Copies from ``source``; asynchronous on the current stream where both ends allow it."""
+        self.tensor[offset : offset + source.numel()].copy_(source, non_blocking=True)
+
+
+class HostTier(Tier):
+    """Blocks in host memory for a compute device.
+
+    torch's page-locking allocator rounds each request to a power of two, up to 1.9 times the bytes; here ordinary
+    memory of the exact size is registered with the driver instead. Where that fails, copies still work, but they no
+    longer overlap with compute: a warning says so.
+    """
+
+    name = "host"
+    blocking_io = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocate(self, nbytes: int, label: str) -> Block:
+        """A zeroed block."""
+        tensor = torch.zeros(nbytes, dtype=torch.uint8)
+        if self._device.type == "cuda" and nbytes:
+            _page_lock(tensor, label)
+        return HostBlock(tensor)
+
+    def scratch(self) -> Scratch | None:
+        """None on the CPU: boundaries are in host memory already."""
+        return HostScratch(self._device) if self._device.type == "cuda" else None
+
+    def close(self) -> None:
+        """Nothing to do: memory goes with the blocks."""
+
+
+def _page_lock(tensor: Tensor, label: str) -> None:
+    runtime = torch.cuda.cudart()
+    address = tensor.data_ptr()
+    code = int(runtime.cudaHostRegister(address, tensor.numel(), 0))
+    if code != 0:
+        warnings.warn(
+            f"{label}: cannot page-lock {tensor.numel():,} bytes of host memory (CUDA error {code}); copies will not "
+            f"overlap with compute. Raise the limit on locked memory (ulimit -l) or use a directory as home",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
+    weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, address)
+
+
+class HostScratch(Scratch):
+    """Boundaries of a CUDA device, resting in page-locked host memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def store(self, tensor: Tensor) -> object:
+        """Copies to the host on the current stream."""
+        rest = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        rest.copy_(tensor, non_blocking=True)
+        return rest
+
+    def fetch(self, ticket: object) -> Tensor:
+        """Copies to the device on the current stream."""
+        assert isinstance(ticket, Tensor)
+        return ticket.to(self._device, non_blocking=True)
+
+    def release(self, ticket: object) -> None:
+        """The ticket is the memory; it goes with its last reference."""
+
+    def close(self) -> None:
+        """Nothing to do."""

@@ -1,0 +1,298 @@
+"""The walk: runs the cells (shard j, micro-batch i) of a step in the order of its plan.
+
+::
+
+    forward    for shard j:            load shard j once; shard j+1 is already on its way
+                 for micro-batch i:    boundary[j+1][i] = shard_j(boundary[j][i])      no graph; replay noted
+    backward   for shard j, reversed:  load shard j once; shard j-1 is already on its way
+                 for micro-batch i:    recompute cell (j, i) from its boundary, push the gradient through it
+               gradients of shard j go home while shard j-1 computes
+
+Each shard is loaded once per pass whatever the number of micro-batches, and a shard that is still resident when the
+other pass begins is not loaded again.
+
+After an exception in either pass no copy is in flight, every parameter is home, and the model can be used again;
+gradients that were already home stay there, as they do in a backward of plain torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.boundary import BoundaryStore
+from offload.cell import Cell, CellRunner, OutputFn
+from offload.lane import Lanes
+from offload.plan import Action, Kind, Plan, plan_pass
+from offload.saved import weights_by_reference
+from offload.shard import Shard
+from offload.statistics import Meter
+from offload.streamer import Streamer
+from offload.tape import KeptCell, Tape
+from offload.tier import Tier
+from pipe.nested import TreeSpec, flatten, map_tensors, unflatten
+
+__all__ = ["Walk"]
+
+
+class Walk:
+    """Forward and backward over the shards of one model."""
+
+    def __init__(
+        self,
+        shards: list[Shard],
+        layer_names: list[list[str]],
+        *,
+        device: torch.device,
+        tier: Tier,
+        lanes: Lanes,
+        meter: Meter,
+        slots: int,
+        boundary_bytes: int,
+        recompute: bool,
+    ) -> None:
+        self.shards = shards
+        self.streamer = Streamer(shards, slots=slots, device=device, tier=tier, lanes=lanes, meter=meter)
+        self._runners = [CellRunner(shard, names, device) for shard, names in zip(shards, layer_names, strict=True)]
+        self.device = device
+        self._tier = tier
+        self._lanes = lanes
+        self._meter = meter
+        self._boundary_bytes = boundary_bytes
+        self._recompute = recompute
+        self._busy = False
+
+    # --- forward ------------------------------------------------------------------------------------------------
+
+    def tape(self, chunks: Sequence[Any], output_fn: Callable[[Any], Any] | None = None) -> Tape:
+        """An empty tape for a forward over ``chunks``, each an (args, kwargs) pair."""
+        inputs = [flatten(chunk)[0] for chunk in chunks]
+        input_requires_grad = any(isinstance(x, Tensor) and x.requires_grad for leaves in inputs for x in leaves)
+        first = 0 if input_requires_grad else next((s.index for s in self.shards if s.trainable), len(self.shards))
+        # Without recomputation boundaries live in the graphs, on the device.
+        scratch = self._tier.scratch() if self._recompute else None
+        return Tape(
+            walk=self,
+            boundaries=BoundaryStore(scratch, self._lanes.boundary, self._boundary_bytes, self._meter),
+            microbatches=len(chunks),
+            records=torch.is_grad_enabled() and first < len(self.shards),
+            first=first,
+            output_fn=output_fn,
+            inputs=inputs,
+            requires={
+                Cell(0, i): [isinstance(x, Tensor) and x.requires_grad for x in leaves]
+                for i, leaves in enumerate(inputs)
+            },
+        )
+
+    def forward(self, tape: Tape, chunks: Sequence[Any]) -> list[Any]:
+        """Runs all chunks through all shards. Returns one detached output for each chunk."""
+        n, m = len(self.shards), tape.microbatches
+        with self._exclusively():
+            self.streamer.release()
+            plan = plan_pass(
+                range(n),
+                Kind.FORWARD,
+                slots=self.streamer.slots,
+                microbatches=m,
+                later=range(n - 1, tape.first - 1, -1) if tape.records else (),
+            )
+            for i, chunk in enumerate(chunks):
+                inputs = map_tensors(lambda t: t.detach().to(self.device, non_blocking=True), chunk)
+                tape.boundaries.put((0, i), inputs, self._uses(tape, 0, i))
+            outputs: list[Any] = [None] * m
+
+            def visit(j: int, microbatches: Sequence[int]) -> None:
+                records = tape.records and j >= tape.first
+                if records:
+                    tape.versions[j] = self.shards[j].versions()
+                for i in microbatches:
+                    boundary = tape.boundaries.get((j, i), now=j * m + i)
+                    tape.boundaries.prefetch((j, i + 1) if i + 1 < m else (j + 1, 0))
+                    output = self._forward_cell(tape, Cell(j, i), boundary)
+                    if not records or not self._recompute:
+                        tape.boundaries.drop((j, i))
+                    if j + 1 < n:
+                        tape.boundaries.put((j + 1, i), output, self._uses(tape, j + 1, i))
+                    else:
+                        outputs[i] = output
+
+            self._follow(plan, visit)
+            tape.output_specs = [flatten(output)[1] for output in outputs]
+            if not tape.records:
+                self.streamer.release()
+        return outputs
+
+    def _forward_cell(self, tape: Tape, cell: Cell, boundary: Any) -> Any:
+        runner = self._runners[cell.j]
+        output_fn = self._output_fn(tape, cell)
+        with self._meter.compute.span(), torch.profiler.record_function(f"F{cell}"):
+            if not tape.records or cell.j < tape.first:
+                return map_tensors(Tensor.detach, runner.forward(boundary, output_fn))
+            leaves, spec = self._leaves(tape, cell, boundary)
+            value = unflatten(list(leaves), spec)
+            if self._recompute:
+                output, tape.cells[cell] = runner.forward_recorded(value, output_fn)
+            else:
+                with weights_by_reference(self.shards[cell.j]):
+                    output = runner.forward_with_graph(value, output_fn)
+                tape.kept[cell] = KeptCell(leaves, flatten(output)[0])
+            tape.requires[Cell(cell.j + 1, cell.i)] = [
+                isinstance(y, Tensor) and y.requires_grad for y in flatten(output)[0]
+            ]
+            return map_tensors(Tensor.detach, output)
+
+    # --- backward -----------------------------------------------------------------------------------------------
+
+    def backward(
+        self, tape: Tape, output_gradients: Sequence[Sequence[Any]], *, consume: bool, accumulate: bool = True
+    ) -> list[list[Any]]:
+        """Pushes gradients of the outputs (flat, for each chunk) back through all shards.
+
+        Args:
+            tape: of the forward.
+            output_gradients: for each chunk, a tensor or None for each leaf of its output.
+            consume: free each boundary after its use; False where the tape may be used again.
+            accumulate: whether parameters take gradients, or only the inputs do.
+
+        Returns:
+            For each chunk, a gradient or None for each leaf of its input.
+        """
+        n, m = len(self.shards), tape.microbatches
+        last = n * m
+        gradients = BoundaryStore(self._tier.scratch(), self._lanes.boundary, self._boundary_bytes // 2, self._meter)
+        input_gradients: list[list[Any]] = [[None] * len(leaves) for leaves in tape.inputs]
+        with self._exclusively(gradients):
+            resident = self.streamer.resident()
+            self._check_unchanged(tape)
+            order = range(n - 1, tape.first - 1, -1)
+            plan = plan_pass(order, Kind.BACKWARD, slots=self.streamer.slots, microbatches=m, resident=resident)
+            for i, given in enumerate(output_gradients):
+                gradients.put((n, i), list(given), [last + i])
+
+            def visit(j: int, microbatches: Sequence[int]) -> None:
+                for i in microbatches:
+                    now = last + (n - 1 - j) * m + i
+                    given = gradients.get((j + 1, i), now)
+                    boundary = tape.boundaries.get((j, i), now) if self._recompute else None
+                    following = (j, i + 1) if i + 1 < m else (j - 1, 0)
+                    tape.boundaries.prefetch(following)
+                    gradients.prefetch((following[0] + 1, following[1]))
+                    back = self._backward_cell(tape, Cell(j, i), boundary, given, consume, accumulate)
+                    gradients.drop((j + 1, i))
+                    if consume:
+                        tape.boundaries.drop((j, i))
+                    if j > tape.first:
+                        gradients.put((j, i), back, [now + m])
+                    elif j == 0:
+                        input_gradients[i] = back
+
+            self._follow(plan, visit)
+            self.streamer.settle()
+            self.streamer.release()
+        return input_gradients
+
+    def _backward_cell(
+        self, tape: Tape, cell: Cell, boundary: Any, given: list[Any], consume: bool, accumulate: bool
+    ) -> list[Any]:
+        runner = self._runners[cell.j]
+        with self._meter.compute.span(), torch.profiler.record_function(f"B{cell}"):
+            if self._recompute:
+                leaves, spec = self._leaves(tape, cell, boundary)
+                output = runner.recompute(unflatten(list(leaves), spec), tape.cells[cell], self._output_fn(tape, cell))
+                outputs = flatten(output)[0]
+            else:
+                kept = tape.kept[cell]
+                leaves, outputs = kept.leaves, kept.outputs
+                if consume:
+                    del tape.kept[cell]
+            wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+            # A gradient that no output can take (an integer, a constant) is dropped together with its output.
+            pairs = [
+                (y, g.to(y.device))
+                for y, g in zip(outputs, given, strict=True)
+                if isinstance(y, Tensor) and y.requires_grad and g is not None
+            ]
+            if pairs and (accumulate or wanted):
+                torch.autograd.backward(
+                    [y for y, _ in pairs],
+                    [g for _, g in pairs],
+                    inputs=None if accumulate else wanted,
+                    # Without recomputation the graph is the tape's, which autograd frees with the forward it belongs to.
+                    retain_graph=not self._recompute and not consume,
+                )
+            back = [x.grad if isinstance(x, Tensor) else None for x in leaves]
+            for x in wanted:
+                x.grad = None  # a kept leaf must not remember the gradient of an earlier backward
+            return back
+
+    # --- what both need -----------------------------------------------------------------------------------------
+
+    def _follow(self, plan: Plan, visit: Callable[[int, Sequence[int]], None]) -> None:
+        """Does what a plan says. ``visit`` runs the cells of a shard while it is on the compute device."""
+
+        def cell_of(action: Action) -> int | None:
+            return None if action.microbatch is None else action.shard
+
+        move = {Kind.LOAD: self.streamer.load, Kind.EVICT: self.streamer.evict, Kind.DRAIN: self.streamer.drain}
+        for j, actions in itertools.groupby(plan.actions, key=cell_of):
+            if j is None:
+                for action in actions:
+                    move[action.kind](action.shard)
+                continue
+            microbatches = [action.microbatch for action in actions if action.microbatch is not None]
+            with self.streamer.visit(j):
+                visit(j, microbatches)
+
+    @contextlib.contextmanager
+    def _exclusively(self, *stores: BoundaryStore) -> Iterator[None]:
+        """One pass at a time; after a failure no copy is in flight and every parameter is home."""
+        if self._busy:
+            raise RuntimeError(
+                "this OffloadModel is in the middle of a forward or backward; a layer or a hook of it called it again, or "
+                "another thread did"
+            )
+        self._busy = True
+        try:
+            yield
+        except BaseException:
+            self.streamer.abandon()
+            raise
+        finally:
+            self._busy = False
+            for store in stores:
+                store.close()
+
+    def _check_unchanged(self, tape: Tape) -> None:
+        for j, versions in tape.versions.items():
+            if j < tape.first:
+                continue
+            shard = self.shards[j]
+            for s, then, now in zip(shard.slices, versions, shard.versions(), strict=True):
+                if then != now:
+                    raise RuntimeError(
+                        f"parameter {s.name} of shard {j} was changed in place between the forward and its backward, so "
+                        f"the gradient would belong to neither value; step the optimizer after the backward"
+                    )
+
+    def _leaves(self, tape: Tape, cell: Cell, boundary: Any) -> tuple[list[Any], TreeSpec]:
+        """The boundary's tensors as fresh leaves, requiring a gradient where the forward found that they do."""
+        leaves, spec = flatten(boundary)
+        requires = tape.requires.get(cell, [False] * len(leaves))
+        fresh = [
+            x.detach().requires_grad_(r) if isinstance(x, Tensor) else x for x, r in zip(leaves, requires, strict=True)
+        ]
+        return fresh, spec
+
+    def _output_fn(self, tape: Tape, cell: Cell) -> OutputFn | None:
+        return tape.output_fn if cell.j == len(self.shards) - 1 else None
+
+    def _uses(self, tape: Tape, j: int, i: int) -> list[int]:
+        n, m = len(self.shards), tape.microbatches
+        forward = j * m + i
+        return [forward, n * m + (n - 1 - j) * m + i] if tape.records and j >= tape.first else [forward]
