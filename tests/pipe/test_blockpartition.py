@@ -1,0 +1,89 @@
+"""The partition is the best there is, within the limits, and the same every time."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipe.balance.blockpartition import solve
+
+
+def all_partitions(n, partitions):
+    for cuts in itertools.combinations(range(1, n), partitions - 1):
+        edges = [0, *cuts, n]
+        yield [slice(a, b) for a, b in itertools.pairwise(edges)]
+
+
+@st.composite
+def problems(draw):
+    costs = draw(st.lists(st.integers(0, 20), min_size=1, max_size=9))
+    return costs, draw(st.integers(1, len(costs)))
+
+
+@given(problems())
+def test_defect_pipe_12_no_partition_has_a_smaller_maximum_and_none_as_small_is_more_even(problem):
+    costs, partitions = problem
+    blocks = solve(costs, partitions)
+    assert list(itertools.chain(*blocks)) == costs
+    assert len(blocks) == partitions
+    assert all(blocks)
+
+    def quality(parts):
+        sums = [sum(part) for part in parts]
+        return max(sums), sum(s * s for s in sums)
+
+    assert quality(blocks) == min(quality([costs[s] for s in p]) for p in all_partitions(len(costs), partitions))
+    assert blocks == solve(costs, partitions)
+
+
+@given(problems(), st.data())
+def test_limits_hold_and_the_best_partition_within_them_is_found(problem, data):
+    costs, partitions = problem
+    sizes = data.draw(st.lists(st.integers(0, 9), min_size=len(costs), max_size=len(costs)))
+    limits = data.draw(st.lists(st.integers(0, 30), min_size=partitions, max_size=partitions))
+    allowed = [
+        p
+        for p in all_partitions(len(costs), partitions)
+        if all(sum(sizes[s]) <= limit for s, limit in zip(p, limits, strict=True))
+    ]
+    if not allowed:
+        with pytest.raises(ValueError, match="within the limits"):
+            solve(costs, partitions, sizes=sizes, limits=limits)
+        return
+    blocks = solve(costs, partitions, sizes=sizes, limits=limits)
+    best = min(max(sum(costs[s]) for s in p) for p in allowed)
+    assert max(sum(block) for block in blocks) == best
+    assert [len(block) for block in blocks] in [[s.stop - s.start for s in p] for p in allowed]
+
+
+def test_the_worst_case_of_the_heuristic():
+    assert [len(block) for block in solve([1, 1, 1, 1, 1, 6], 2)] == [5, 1]
+
+
+def test_ties_are_cut_early_and_evenly():
+    assert solve([1, 1, 1, 1, 1], 2) == [[1, 1], [1, 1, 1]]
+    assert solve([0, 0, 0], 2) == [[0], [0, 0]]
+    assert solve([5, 1, 1, 1, 1], 3) == [[5], [1, 1], [1, 1]]
+
+
+def test_one_limit_stands_for_all():
+    assert solve([1, 1, 1], 2, sizes=[2, 2, 2], limits=4) in ([[1], [1, 1]], [[1, 1], [1]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "message"),
+    [
+        (([], 1), {}, "from 1 to 0 partitions"),
+        (([1], 2), {}, "at least one element"),
+        (([1], 0), {}, "partitions=0"),
+        (([1, -1], 1), {}, "not negative"),
+        (([1.0, float("nan")], 1), {}, "not negative"),
+        (([1, 2], 1), {"sizes": [1]}, "one size for each of 2"),
+        (([1, 2], 2), {"limits": [1]}, "one limit for each of 2"),
+        (([1, 2], 2), {"limits": 1}, "within the limits"),
+    ],
+)
+def test_what_cannot_be_partitioned_is_named(arguments, keywords, message):
+    with pytest.raises(ValueError, match=message):
+        solve(*arguments, **keywords)
