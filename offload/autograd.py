@@ -27,10 +27,7 @@ class _Node:
         self.saved: Tape | None = tape
         self.held: list[Tape] = []
         #: For each micro-batch, the rows of each leaf of its output; None for what is no tensor.
-        self.rows = [
-            [leaf.size(0) if isinstance(leaf, Tensor) and leaf.dim() else None for leaf in flatten(o)[0]]
-            for o in outputs
-        ]
+        self.rows = [[_rows(leaf) for leaf in flatten(output)[0]] for output in outputs]
         leaves, self.spec = flatten(gather_nested(list(outputs)))
         # A leaf that needs a gradient in one micro-batch needs it in the gathered output.
         n = len(walk.shards)
@@ -39,9 +36,9 @@ class _Node:
         self.results: list[Tensor] = [leaves[k] for k in self.differentiable]
         self.leaves = leaves
 
-    # Autograd frees what it saved as soon as backward is done, unless the graph is retained. The tape takes the place of
-    # a saved tensor, so it lives exactly as long. Without this it would live until the user drops the loss, and stand
-    # beside the tape of the next step.
+    # Autograd frees what it saved as soon as backward is done, unless the graph is retained. The tape takes the place
+    # of a saved tensor, so it lives exactly as long. Without this it would live until the user drops the loss, and
+    # stand beside the tape of the next step.
 
     def pack(self, tensor: Tensor) -> Any:
         """Saves the tape in place of the one tensor that the node saves."""
@@ -55,6 +52,10 @@ class _Node:
             return torch.empty(0)
         assert isinstance(saved, Tensor)
         return saved
+
+
+def _rows(leaf: Any) -> int | None:
+    return leaf.size(0) if isinstance(leaf, Tensor) and leaf.dim() else None
 
 
 class _Offload(torch.autograd.Function):

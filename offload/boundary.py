@@ -139,6 +139,9 @@ class BoundaryStore:
                 if isinstance(leaf, _Away):
                     self._scratch.release(leaf.ticket)
 
+    def __del__(self) -> None:
+        self._meter.release(self._bytes + sum(nbytes for _, _, nbytes in self._leaving))
+
     def close(self) -> None:
         """Forgets everything, after the copies in flight."""
         for arrival, _, _ in self._leaving:

@@ -94,7 +94,7 @@ class CellRunner:
     def recompute(self, boundary: Any, record: Record, output_fn: OutputFn | None = None) -> Any:
         """Runs the cell once more, with a graph from ``boundary`` and the parameters to its output."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(record.guard.again(restore_modes=True))
+            stack.enter_context(record.guard.again(strict=False))
             stack.enter_context(record.replay.again())
             stack.enter_context(enable_checkpointing(False))
             stack.enter_context(enable_recomputing())

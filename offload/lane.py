@@ -169,7 +169,7 @@ class Lanes:
 
 
 def open_lanes(device: torch.device, *, blocking_io: bool) -> Lanes:
-    """Lanes for a compute device. ``blocking_io``: reading the home blocks the caller (a file), so it needs a thread."""
+    """Lanes for a compute device. ``blocking_io``: to read the home blocks the caller (a file) and needs a thread."""
     if device.type == "cuda" and not blocking_io:
         return Lanes(StreamLane(device), StreamLane(device), StreamLane(device))
     return Lanes(ThreadLane("load", device), ThreadLane("drain", device), ThreadLane("boundary", device))

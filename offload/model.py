@@ -37,8 +37,8 @@ class OffloadModel(nn.Module):
     Args:
         model: an ``nn.Sequential``; or a list of modules, each of which is one shard.
         device: where layers compute; ``"cpu"`` included.
-        offload_device: where shards rest: ``"cpu"`` for host memory, or a directory (an ``os.PathLike``, or a string with
-            a path separator), for files that are removed with the model.
+        offload_device: where shards rest: ``"cpu"`` for host memory, or a directory (an ``os.PathLike``, or a string
+            with a path separator), for files that are removed with the model.
         num_slices: number of shards, balanced by bytes; from 1 to the number of layers.
         checkpoint_activation: if True, keep only what enters each shard and recompute the rest in backward; if False,
             keep all activations of the layers (but never a second copy of their weights).
@@ -102,10 +102,11 @@ class OffloadModel(nn.Module):
             boundary_bytes=DEFAULT_BOUNDARY_BYTES if boundary_bytes is None else boundary_bytes,
             recompute=checkpoint_activation,
         )
-        # Children under the bare model's names, and nothing else: so are the keys of state_dict(). Written directly, since
-        # a layer may be called like a method of this class.
+        # Children under the bare model's names, and nothing else: so are the keys of state_dict(). Written directly,
+        # since a layer may be called like a method of this class.
         self._modules.update(named)
-        self._finalizer = weakref.finalize(self, _close, lanes, self._tier)
+        # Tied to the walk, which tapes refer to: a backward still runs after the last name of the model is gone.
+        weakref.finalize(self._walk, _close, lanes, self._tier)
 
     # --- running ------------------------------------------------------------------------------------------------
 
@@ -129,8 +130,8 @@ class OffloadModel(nn.Module):
 
         Args:
             chunks: each a tensor, or (args, kwargs) for the first layer. Each chunk is one micro-batch.
-            output_fn: applied to each chunk's output, as a part of the last shard: it is replayed with it, and gradients
-                are then those of its result.
+            output_fn: applied to each chunk's output, as a part of the last shard: it is replayed with it, and the
+                gradients are then those of its result.
 
         Returns:
             The outputs, detached, in the order of the chunks; and the tape, whose ``backward(output_gradients)``
@@ -151,12 +152,12 @@ class OffloadModel(nn.Module):
         """What the model has loaded, stored and waited for since it was made."""
         return self._meter.read()
 
-    def plan(self, training: bool = True) -> Plan:
-        """The plan of a step from empty slots: ``print(model.plan())``."""
+    def plan(self, batch_rows: int | None = None, *, training: bool = True) -> Plan:
+        """The plan of a step from empty slots: ``print(model.plan())``. A batch of few rows has fewer micro-batches."""
         return plan_step(
             len(self._walk.shards),
             slots=self._walk.streamer.slots,
-            microbatches=self._num_microbatches,
+            microbatches=min(self._num_microbatches, batch_rows or self._num_microbatches),
             training=training,
         )
 
@@ -164,9 +165,7 @@ class OffloadModel(nn.Module):
         """One line about the shards."""
         shards = self._walk.shards
         largest = max(shard.slot_bytes for shard in shards)
-        return (
-            f"{len(shards)} shards of at most {largest:,} bytes at home in {self._tier.name}, compute on {self.device}"
-        )
+        return f"{len(shards)} shards of at most {largest:,} bytes at home in {self._tier.name}, device={self.device}"
 
     # --- staying home -------------------------------------------------------------------------------------------
 
@@ -199,7 +198,7 @@ def _layers_of(model: Any, num_slices: int) -> tuple[dict[str, nn.Module], list[
         named = dict(model.named_children())
         for name, layer in model._modules.items():
             # named_children() names a layer that occurs twice once; the second occurrence is a call of its own.
-            named.setdefault(name, layer)  # type: ignore[arg-type]
+            named.setdefault(name, layer)
         named = {name: named[name] for name in model._modules}
         if not named:
             raise ValueError("expected a model with at least one layer, got an empty nn.Sequential")
@@ -229,11 +228,8 @@ def _compute_device(device: Any) -> torch.device:
 def _as_call(i: int, chunk: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(chunk, Tensor):
         return (chunk,), {}
-    if (
-        isinstance(chunk, tuple)
-        and len(chunk) == 2
-        and isinstance(chunk[0], (tuple, list))
-        and isinstance(chunk[1], dict)
-    ):
-        return tuple(chunk[0]), chunk[1]
+    if isinstance(chunk, tuple) and len(chunk) == 2:
+        args, kwargs = chunk
+        if isinstance(args, (tuple, list)) and isinstance(kwargs, dict):
+            return tuple(args), kwargs
     raise TypeError(f"expected a tensor or (args, kwargs) as chunk {i}, got {type(chunk).__name__}")

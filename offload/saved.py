@@ -1,8 +1,8 @@
 """What autograd saves of a shard's weights: a reference, never a copy.
 
-A step without recomputation keeps activations from forward to backward. Layers save their weights along with them, but
-by then the slot holds another shard. While a shard's forward runs, every tensor that autograd saves and that lies in the
-shard's slot is replaced by a note of its place; backward finds the shard in whichever slot it was loaded into again.
+A step without recomputation keeps activations from forward to backward. Layers save their weights along with them,
+but by then the slot holds another shard. While a shard's forward runs, every tensor that autograd saves and that lies
+in the shard's slot is replaced by a note of its place; backward finds the shard in whichever slot it is by then.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def weights_by_reference(shard: Shard) -> contextlib.AbstractContextManager[Any]
     def pack(tensor: Tensor) -> Tensor | _Reference:
         if tensor.layout is not torch.strided or tensor.untyped_storage().data_ptr() != address or not tensor.numel():
             return tensor
-        return _Reference(shard, tensor.dtype, tuple(tensor.size()), tensor.stride(), tensor.storage_offset())
+        return _Reference(shard, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(saved: Tensor | _Reference) -> Tensor:
         return saved.resolve() if isinstance(saved, _Reference) else saved

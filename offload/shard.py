@@ -121,6 +121,11 @@ class Shard:
         """Counts of in-place changes of each parameter: equal counts mean that nobody wrote to it in between."""
         return tuple(parameter._version for parameter in self.parameters)
 
+    def set_versions(self, versions: tuple[int, ...]) -> None:
+        """Declares that the parameters hold what they held when their counts were ``versions``."""
+        if versions != self.versions():
+            torch._C._autograd._unsafe_set_version_counter(tuple(self.parameters), versions)  # type: ignore[arg-type, unused-ignore]
+
     # --- transitions --------------------------------------------------------------------------------------------
 
     def load(self, slot: Tensor) -> None:

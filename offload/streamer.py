@@ -94,6 +94,21 @@ class Streamer:
         finally:
             self._collected[j] = shard.unbind()
 
+    def keep_changes(self, j: int) -> None:
+        """To be called at the end of a visit: sends home what layers wrote into their own parameters while they ran.
+
+        Weights travel one way, so this is the exception (an embedding with ``max_norm``, a weight that is clipped).
+        """
+        shard = self.shards[j]
+        versions = shard.versions()
+        if versions == shard.loaded_versions:
+            return
+        for position, (before, after) in enumerate(zip(shard.loaded_versions, versions, strict=True)):
+            if before != after:
+                owner, s = shard.owner_of(position)
+                owner.home_view(s).copy_(s.parameter.detach())
+        shard.loaded_versions = versions
+
     # --- gradients ----------------------------------------------------------------------------------------------
 
     def drain(self, j: int) -> None:

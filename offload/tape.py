@@ -50,6 +50,8 @@ class Tape:
     #: Counts of in-place changes of each shard's parameters, as the forward met them.
     versions: dict[int, tuple[int, ...]] = field(default_factory=dict)
     inputs: list[list[Any]] = field(default_factory=list)
+    input_specs: list[TreeSpec] = field(default_factory=list)
+    input_versions: list[list[int]] = field(default_factory=list)
     output_specs: list[TreeSpec] = field(default_factory=list)
     used: bool = False
 
@@ -57,8 +59,8 @@ class Tape:
         """Pushes gradients of the outputs back: parameters' ``.grad`` accumulates at home, each shard is loaded once.
 
         Args:
-            output_gradients: one entry for each chunk, in order, of the structure of that chunk's output: tensors of the
-                output's shapes, or None where there is no gradient. A whole entry may be None.
+            output_gradients: one entry for each chunk, in order, of the structure of that chunk's output: tensors of
+                the output's shapes, or None where there is no gradient. A whole entry may be None.
 
         Raises:
             RuntimeError: if the tape was used before, its forward ran without gradients, or a parameter changed since.

@@ -84,10 +84,9 @@ class Walk:
             first=first,
             output_fn=output_fn,
             inputs=inputs,
-            requires={
-                Cell(0, i): [isinstance(x, Tensor) and x.requires_grad for x in leaves]
-                for i, leaves in enumerate(inputs)
-            },
+            input_versions=[_versions(leaves) for leaves in inputs],
+            input_specs=[flatten(chunk)[1] for chunk in chunks],
+            requires={Cell(0, i): _requires(leaves) for i, leaves in enumerate(inputs)},
         )
 
     def forward(self, tape: Tape, chunks: Sequence[Any]) -> list[Any]:
@@ -102,17 +101,12 @@ class Walk:
                 microbatches=m,
                 later=range(n - 1, tape.first - 1, -1) if tape.records else (),
             )
-            for i, chunk in enumerate(chunks):
-                inputs = map_tensors(lambda t: t.detach().to(self.device, non_blocking=True), chunk)
-                tape.boundaries.put((0, i), inputs, self._uses(tape, 0, i))
             outputs: list[Any] = [None] * m
 
             def visit(j: int, microbatches: Sequence[int]) -> None:
                 records = tape.records and j >= tape.first
-                if records:
-                    tape.versions[j] = self.shards[j].versions()
                 for i in microbatches:
-                    boundary = tape.boundaries.get((j, i), now=j * m + i)
+                    boundary = self._boundary(tape, Cell(j, i), now=j * m + i)
                     tape.boundaries.prefetch((j, i + 1) if i + 1 < m else (j + 1, 0))
                     output = self._forward_cell(tape, Cell(j, i), boundary)
                     if not records or not self._recompute:
@@ -121,6 +115,8 @@ class Walk:
                         tape.boundaries.put((j + 1, i), output, self._uses(tape, j + 1, i))
                     else:
                         outputs[i] = output
+                self.streamer.keep_changes(j)
+                tape.versions[j] = self.shards[j].versions()
 
             self._follow(plan, visit)
             tape.output_specs = [flatten(output)[1] for output in outputs]
@@ -142,9 +138,7 @@ class Walk:
                 with weights_by_reference(self.shards[cell.j]):
                     output = runner.forward_with_graph(value, output_fn)
                 tape.kept[cell] = KeptCell(leaves, flatten(output)[0])
-            tape.requires[Cell(cell.j + 1, cell.i)] = [
-                isinstance(y, Tensor) and y.requires_grad for y in flatten(output)[0]
-            ]
+            tape.requires[Cell(cell.j + 1, cell.i)] = _requires(flatten(output)[0])
             return map_tensors(Tensor.detach, output)
 
     # --- backward -----------------------------------------------------------------------------------------------
@@ -179,7 +173,7 @@ class Walk:
                 for i in microbatches:
                     now = last + (n - 1 - j) * m + i
                     given = gradients.get((j + 1, i), now)
-                    boundary = tape.boundaries.get((j, i), now) if self._recompute else None
+                    boundary = self._boundary(tape, Cell(j, i), now) if self._recompute else None
                     following = (j, i + 1) if i + 1 < m else (j - 1, 0)
                     tape.boundaries.prefetch(following)
                     gradients.prefetch((following[0] + 1, following[1]))
@@ -206,6 +200,7 @@ class Walk:
                 leaves, spec = self._leaves(tape, cell, boundary)
                 output = runner.recompute(unflatten(list(leaves), spec), tape.cells[cell], self._output_fn(tape, cell))
                 outputs = flatten(output)[0]
+                self._check_same(tape, cell, outputs)
             else:
                 kept = tape.kept[cell]
                 leaves, outputs = kept.leaves, kept.outputs
@@ -223,12 +218,14 @@ class Walk:
                     [y for y, _ in pairs],
                     [g for _, g in pairs],
                     inputs=None if accumulate else wanted,
-                    # Without recomputation the graph is the tape's, which autograd frees with the forward it belongs to.
+                    # A kept graph is the tape's, which autograd frees together with the forward it belongs to.
                     retain_graph=not self._recompute and not consume,
                 )
             back = [x.grad if isinstance(x, Tensor) else None for x in leaves]
             for x in wanted:
                 x.grad = None  # a kept leaf must not remember the gradient of an earlier backward
+            # A layer that writes its own weights (an embedding with max_norm) did so in forward; that counts once.
+            self.shards[cell.j].set_versions(tape.versions[cell.j])
             return back
 
     # --- what both need -----------------------------------------------------------------------------------------
@@ -254,8 +251,8 @@ class Walk:
         """One pass at a time; after a failure no copy is in flight and every parameter is home."""
         if self._busy:
             raise RuntimeError(
-                "this OffloadModel is in the middle of a forward or backward; a layer or a hook of it called it again, or "
-                "another thread did"
+                "this OffloadModel is in the middle of a forward or backward; a layer or a hook of it called it again, "
+                "or another thread did"
             )
         self._busy = True
         try:
@@ -276,9 +273,32 @@ class Walk:
             for s, then, now in zip(shard.slices, versions, shard.versions(), strict=True):
                 if then != now:
                     raise RuntimeError(
-                        f"parameter {s.name} of shard {j} was changed in place between the forward and its backward, so "
-                        f"the gradient would belong to neither value; step the optimizer after the backward"
+                        f"parameter {s.name} of shard {j} was changed in place between the forward and its backward, "
+                        f"so the gradient would belong to neither value; step the optimizer after the backward"
                     )
+
+    @staticmethod
+    def _check_same(tape: Tape, cell: Cell, outputs: Sequence[Any]) -> None:
+        expected = tape.requires[Cell(cell.j + 1, cell.i)]
+        if _requires(outputs) != expected:
+            raise RuntimeError(
+                f"recomputing cell {cell} (shard.micro-batch) returned {_requires(outputs)} for which outputs need a "
+                f"gradient, but its forward returned {expected}; make its layers deterministic, or use "
+                f"checkpoint_activation=False"
+            )
+
+    def _boundary(self, tape: Tape, cell: Cell, now: int) -> Any:
+        """What enters a cell. The user's own inputs are not stored once more: they are the first shard's boundaries."""
+        if cell.j > 0:
+            return tape.boundaries.get((cell.j, cell.i), now)
+        leaves = tape.inputs[cell.i]
+        if _versions(leaves) != tape.input_versions[cell.i]:
+            raise RuntimeError(
+                f"an input of the model (micro-batch {cell.i}) was changed in place between the forward and its "
+                f"backward; clone it before changing it"
+            )
+        moved = [x.detach().to(self.device, non_blocking=True) if isinstance(x, Tensor) else x for x in leaves]
+        return unflatten(moved, tape.input_specs[cell.i])
 
     def _leaves(self, tape: Tape, cell: Cell, boundary: Any) -> tuple[list[Any], TreeSpec]:
         """The boundary's tensors as fresh leaves, requiring a gradient where the forward found that they do."""
@@ -296,3 +316,11 @@ class Walk:
         n, m = len(self.shards), tape.microbatches
         forward = j * m + i
         return [forward, n * m + (n - 1 - j) * m + i] if tape.records and j >= tape.first else [forward]
+
+
+def _requires(leaves: Sequence[Any]) -> list[bool]:
+    return [isinstance(x, Tensor) and x.requires_grad for x in leaves]
+
+
+def _versions(leaves: Sequence[Any]) -> list[int]:
+    return [x._version for x in leaves if isinstance(x, Tensor) and not x.is_inference()]

@@ -74,21 +74,23 @@ class Guard:
         return self
 
     @contextlib.contextmanager
-    def again(self, *, restore_modes: bool = False) -> Iterator[None]:
+    def again(self, *, strict: bool = True) -> Iterator[None]:
         """Inside, buffers are as before the forward, and writes to them are lost.
 
         Args:
-            restore_modes: run in the modes of the forward, whatever they are now, instead of raising.
+            strict: if False, run in the modes of the forward, whatever they are now, and leave it to the caller to know
+                what became of the parameters.
 
         Raises:
             RuntimeError: if a parameter was modified in place, or a module changed its mode, since :meth:`seal`.
         """
         modes = [module.training for _, module in self._watched.modules]
-        if restore_modes:
+        if not strict:
             self._set_modes(self._modes)
         before: list[tuple[dict[str, Any], str, Tensor | None]] = []
         try:
-            self._check()
+            if strict:
+                self._check()
             for owner, name, snapshot in self._buffers:
                 before.append((owner._buffers, name, owner._buffers[name]))
                 owner._buffers[name] = snapshot.clone()  # a retained graph may ask for the snapshot again
@@ -96,7 +98,7 @@ class Guard:
         finally:
             for buffers, name, buffer in before:
                 buffers[name] = buffer
-            if restore_modes:
+            if not strict:
                 self._set_modes(modes)
 
     def _set_modes(self, modes: list[bool]) -> None:

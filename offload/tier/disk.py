@@ -90,10 +90,19 @@ class DiskScratch(Scratch):
     """Boundaries in a file without a name, which the system removes whatever happens."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - lives as long as this object
+        self._folder = folder
         self._device = device
+        self._opened: int | None = None
         self._end = 0
         self._free: dict[int, list[int]] = {}
+
+    @property
+    def _fd(self) -> int:
+        if self._opened is None:  # at the first use: most steps keep their boundaries in memory
+            self._opened, path = tempfile.mkstemp(prefix="boundaries-", dir=self._folder)
+            os.unlink(path)
+            self._finalizer = weakref.finalize(self, os.close, self._opened)
+        return self._opened
 
     def store(self, tensor: Tensor) -> object:
         """Writes a tensor; room of the same size that was released is used again."""
@@ -109,7 +118,7 @@ class DiskScratch(Scratch):
         if offset == self._end:
             self._end += nbytes
         if nbytes:
-            _transfer(os.pwritev, self._file.fileno(), data, offset, "boundary file")
+            _transfer(os.pwritev, self._fd, data, offset, "boundary file")
         return _Ticket(offset, nbytes, like)
 
     def fetch(self, ticket: object) -> Tensor:
@@ -117,7 +126,7 @@ class DiskScratch(Scratch):
         assert isinstance(ticket, _Ticket)
         rest = torch.empty_like(ticket.like, device="cpu")
         if ticket.nbytes:
-            _transfer(os.preadv, self._file.fileno(), bytes_of(rest), ticket.offset, "boundary file")
+            _transfer(os.preadv, self._fd, bytes_of(rest), ticket.offset, "boundary file")
         return rest.to(self._device)
 
     def release(self, ticket: object) -> None:
@@ -127,7 +136,8 @@ class DiskScratch(Scratch):
 
     def close(self) -> None:
         """Removes the file."""
-        self._file.close()
+        if self._opened is not None:
+            self._finalizer()
 
 
 class DiskTier(Tier):
