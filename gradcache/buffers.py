@@ -68,7 +68,7 @@ class BufferStates:
 class _Slot:
     """One buffer of one module: the tensor, its version, and its value as last noted."""
 
-    __slots__ = ("module", "name", "tensor", "value", "version")
+    __slots__ = ("module", "name", "tensor", "unversioned", "value", "version")
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module = module
@@ -76,17 +76,29 @@ class _Slot:
         self.tensor: Tensor | None = None
         self.version = -1
         self.value: Tensor | None = None
+        # torch's normalisation kernels write their statistics without counting it as a version.
+        self.unversioned = False
+
+    def _written_only(self) -> bool:
+        module = self.module
+        return isinstance(module, _NormBase) and module.training and bool(module.track_running_stats)
 
     def moved(self) -> bool:
+        if self.unversioned or self._written_only():
+            return True
         current = self.module._buffers.get(self.name)
         return current is not self.tensor or (current is not None and current._version != self.version)
+
+    def differs(self) -> bool:
+        """Whether the value differs from the one noted. Reads it: a synchronisation where it lives on a device."""
+        current = self.module._buffers.get(self.name)
+        return current is not None and self.value is not None and not torch.equal(current, self.value)
 
     def note(self) -> None:
         current = self.module._buffers[self.name]
         assert current is not None
-        written_only = isinstance(self.module, _NormBase) and self.module.training and self.module.track_running_stats
         self.tensor, self.version = current, current._version
-        self.value = None if written_only else current.detach().clone()
+        self.value = None if self._written_only() else current.detach().clone()
 
 
 class BufferTrace:
@@ -99,6 +111,7 @@ class BufferTrace:
             for name, buffer in module._buffers.items()
             if buffer is not None and not buffer.is_meta
         ]
+        self._compared = False
 
     def before_chunk(self) -> None:
         """Notes the buffers that moved since they were last noted."""
@@ -108,5 +121,9 @@ class BufferTrace:
 
     def after_chunk(self) -> BufferStates:
         """The buffers that moved since :meth:`before_chunk`."""
+        if not self._compared:  # once: a kernel that writes without a version does so for every chunk
+            for slot in self._slots:
+                slot.unversioned = not slot.moved() and slot.differs()
+            self._compared = True
         moved = [slot for slot in self._slots if slot.moved()]
         return BufferStates([_Moved(s.module, s.name, s.tensor, s.value) for s in moved if s.tensor is not None])

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from gradcache import chunks as chunking
 from gradcache import representations, two_pass
 from gradcache.accumulation import Accumulation
+from gradcache.distributed import Reduction, unwrapped
 from gradcache.streamed import StreamedModel, StreamedWalk
 from pipe.microbatch import rows_of
 from pipe.nested import map_tensors, tensors_in
@@ -207,7 +209,12 @@ class GradCache:
         towers = self._towers(model_inputs, no_sync_except_last)
         self._inputs = two_pass.InputGradients()
         self._difference, self._auxiliary = 0.0, ()
-        with Accumulation(self._own_parameters(towers)) as accumulation:
+        reduction = Reduction(self.models, self._heads())
+        if torch.is_grad_enabled():
+            reduction.broadcast_buffers()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(reduction.silenced())
+            accumulation = stack.enter_context(Accumulation(self._own_parameters(towers)))
             walks = self._encode(towers)
             encoded = [tower.encoded for tower in towers]
             if torch.is_grad_enabled():
@@ -215,9 +222,9 @@ class GradCache:
                 cache, loss = self.build_cache(*encoded, **loss_kwargs)
                 self._backward(towers, walks, cache, no_sync_except_last)
                 self._inputs.flow()
+                accumulation.commit(partial(reduction.average, accumulation.parameters) if reduction else None)
             else:
                 loss = self._loss(encoded, loss_kwargs).detach()
-            accumulation.commit()
         difference = self._difference if self.audit else None
         self.step_result = StepResult(loss, tuple(encoded), self._auxiliary, difference)
         return loss
@@ -236,9 +243,11 @@ class GradCache:
                 "expected models wrapped in DistributedDataParallel with no_sync_except_last=True, got one that has no "
                 "no_sync(); wrap all models or drop the flag"
             )
+        # A subclass that calls the model in its own way gets it as it was given, wrapper and all.
+        models = self.models if self._replaced("model_call") else map(unwrapped, self.models)
         sizes = self.chunk_sizes
         split = [self.split_inputs(x, size) for x, size in zip(model_inputs, sizes, strict=True)]
-        return [_Tower(*parts) for parts in zip(self.models, split, sizes, strict=True)]
+        return [_Tower(*parts) for parts in zip(models, split, sizes, strict=True)]
 
     def _encode(self, towers: list[_Tower]) -> list[tuple[StreamedWalk, list[_Tower]]]:
         """Fills ``encoded`` of every tower. Returns the streamed walks with their towers."""
@@ -340,9 +349,11 @@ class GradCache:
 
     def _is_streamed(self, model: nn.Module) -> bool:
         """Whether the model walks its chunks itself; a subclass that replaced a walking hook keeps it."""
-        walking = ("model_call", "forward_no_grad", "forward_backward")
-        replaced = any(getattr(getattr(self, h), "__func__", None) is not getattr(GradCache, h) for h in walking)
+        replaced = self._replaced("model_call", "forward_no_grad", "forward_backward")
         return isinstance(model, StreamedModel) and not replaced
+
+    def _replaced(self, *hooks: str) -> bool:
+        return any(getattr(getattr(self, hook), "__func__", None) is not getattr(GradCache, hook) for hook in hooks)
 
     def _representation_may_train(self) -> bool:
         if isinstance(self.get_rep_fn, nn.Module):
@@ -352,8 +363,11 @@ class GradCache:
     def _own_parameters(self, towers: Iterable[_Tower]) -> list[nn.Parameter]:
         """Parameters whose gradients are put together here; a streamed model keeps its own at home."""
         modules = [tower.model for tower in towers if not isinstance(tower.model, StreamedModel)]
-        modules += [fn for fn in (self.loss_fn, self.get_rep_fn) if isinstance(fn, nn.Module)]
-        return [parameter for module in modules for parameter in module.parameters()]
+        return [parameter for module in [*modules, *self._heads()] for parameter in module.parameters()]
+
+    def _heads(self) -> list[nn.Module]:
+        """Modules with parameters besides the towers: what picks the representations, and the loss."""
+        return [fn for fn in (self.loss_fn, self.get_rep_fn) if isinstance(fn, nn.Module)]
 
     def _autocast(self, *owners: Any) -> contextlib.AbstractContextManager[Any]:
         if self.precision is None:

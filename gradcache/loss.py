@@ -1,14 +1,38 @@
-"""Contrastive losses over representations of all rows: query i belongs to the target that stands for it."""
+"""Contrastive losses over representations of all rows, in one piece or by tiles, in one process or many.
+
+``x`` holds queries, (queries, width); ``y`` holds targets, (targets, width). With ``tile_rows`` the scores of that many
+queries exist at a time (see ``tiles``); the value and the gradients stay the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["ContrastiveLossWithQueryClosure", "SimpleContrastiveLoss"]
+from gradcache.gather import gather_rows, rows_per_rank
+from gradcache.tiles import tiled
+
+__all__ = [
+    "ContrastiveLossWithQueryClosure",
+    "DistributedContrastiveLoss",
+    "LabelContrastiveLoss",
+    "SigmoidContrastiveLoss",
+    "SimpleContrastiveLoss",
+]
+
+
+def _by_tiles(loss_fn: Callable[..., Tensor], tile_rows: int | None, **options: Any) -> Callable[..., Tensor]:
+    return loss_fn if tile_rows is None else tiled(loss_fn, tile_rows=tile_rows, **options)
+
+
+def _cross_entropy(x: Tensor, y: Tensor, target: Tensor, scale: float, reduction: str) -> Tensor:
+    scores = x @ y.T
+    return F.cross_entropy(scores if scale == 1.0 else scores * scale, target, reduction=reduction)
 
 
 class SimpleContrastiveLoss:
@@ -16,20 +40,50 @@ class SimpleContrastiveLoss:
 
     Args:
         n_hard_negatives: targets that follow each query's own one; ``y`` has ``1 + n_hard_negatives`` rows per query.
+        tile_rows: queries whose scores exist at a time; None: all.
+        temperature: scores are divided by it.
+        symmetric: mean of this loss and the one with queries and targets in exchanged roles.
     """
 
-    def __init__(self, n_hard_negatives: int = 0) -> None:
+    def __init__(
+        self,
+        n_hard_negatives: int = 0,
+        *,
+        tile_rows: int | None = None,
+        temperature: float = 1.0,
+        symmetric: bool = False,
+    ) -> None:
         if n_hard_negatives < 0:
             raise ValueError(f"expected n_hard_negatives >= 0, got {n_hard_negatives}")
+        if temperature <= 0:
+            raise ValueError(f"expected a positive temperature, got {temperature}")
+        if symmetric and n_hard_negatives:
+            raise ValueError("expected one target per query for a symmetric loss, got n_hard_negatives > 0; drop one")
         self.target_per_qry = n_hard_negatives + 1
+        self.tile_rows = tile_rows
+        self.scale = 1.0 / temperature
+        self.symmetric = symmetric
 
     def __call__(self, x: Tensor, y: Tensor, target: Tensor | None = None, reduction: str = "mean") -> Tensor:
-        """``x``: (queries, width), ``y``: (targets, width), ``target``: (queries,) indices into ``y``.
+        """The loss; ``target``: (queries,) indices into ``y``, by default each query's own.
 
         Raises:
             ValueError: if no ``target`` is given and ``y`` does not have ``1 + n_hard_negatives`` rows per query.
         """
-        return F.cross_entropy(x @ y.T, self._target(x, y, target), reduction=reduction)
+        if not self.symmetric:
+            return self._one_way(x, y, self._target(x, y, target), reduction)
+        if target is not None:
+            raise ValueError("expected no target for a symmetric loss: row i of x belongs to row i of y")
+        own = self._target(x, y, None)
+        return 0.5 * (self._one_way(x, y, own, reduction) + self._one_way(y, x, own, reduction))
+
+    def _one_way(self, x: Tensor, y: Tensor, target: Tensor, reduction: str) -> Tensor:
+        if self.tile_rows is None or reduction == "none":
+            return _cross_entropy(x, y, target, self.scale, reduction)
+        # Summed, not averaged, per tile: rows that cross_entropy ignores (target -100) do not count in its mean.
+        by_tiles = tiled(_cross_entropy, tile_rows=self.tile_rows, cut=(2,), reduction="sum")
+        total = by_tiles(x, y, target, self.scale, "sum")
+        return total / (target >= 0).sum() if reduction == "mean" else total
 
     def _target(self, x: Tensor, y: Tensor, target: Tensor | None) -> Tensor:
         if target is not None:
@@ -68,3 +122,109 @@ class ContrastiveLossWithQueryClosure(SimpleContrastiveLoss):
             f"expected 2 representations, or 1 and a query_closure, got {len(reps)} and "
             f"query_closure={'None' if query_closure is None else 'a function'}"
         )
+
+
+class LabelContrastiveLoss:
+    """Several positives: every target with the query's label is one (supervised contrastive loss).
+
+    The mean over queries of the mean over their positives of the cross entropy; a query without a positive counts 0.
+
+    Source: Khosla et al., "Supervised Contrastive Learning" (2020), equation 2.
+    """
+
+    def __init__(self, *, tile_rows: int | None = None, temperature: float = 1.0) -> None:
+        self.tile_rows = tile_rows
+        self._scale = 1.0 / temperature
+
+    def __call__(self, x: Tensor, y: Tensor, *, x_labels: Tensor, y_labels: Tensor) -> Tensor:
+        """``x_labels``: (queries,), ``y_labels``: (targets,), compared for equality."""
+        loss = _by_tiles(self._tile, self.tile_rows, cut=("x_labels",))
+        return loss(x, y, x_labels=x_labels, y_labels=y_labels)
+
+    def _tile(self, x: Tensor, y: Tensor, x_labels: Tensor, y_labels: Tensor) -> Tensor:
+        log_probability = F.log_softmax(x @ y.T * self._scale, dim=1)
+        positive = x_labels[:, None] == y_labels[None, :]
+        per_query = log_probability.masked_fill(~positive, 0).sum(1) / positive.sum(1).clamp(min=1)
+        return -per_query.mean()
+
+
+class SigmoidContrastiveLoss(nn.Module):
+    """Each pair of a query and a target is a yes-or-no question; scale and bias are learned.
+
+    Source: Zhai et al., "Sigmoid Loss for Language Image Pre-Training" (2023), algorithm 1.
+    """
+
+    def __init__(self, *, tile_rows: int | None = None, temperature: float = 0.1, bias: float = -10.0) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor(1.0 / temperature).log())
+        self.bias = nn.Parameter(torch.tensor(bias))
+        self.tile_rows = tile_rows
+
+    def forward(self, x: Tensor, y: Tensor, target: Tensor | None = None) -> Tensor:
+        """``target``: (queries,) indices of each query's target, by default its own row number."""
+        if target is None:
+            target = torch.arange(x.size(0), device=x.device)
+        return _by_tiles(self._tile, self.tile_rows, cut=("target",))(x, y, target=target)
+
+    def _tile(self, x: Tensor, y: Tensor, target: Tensor) -> Tensor:
+        scores = x @ y.T * self.log_scale.exp() + self.bias
+        own = scores.gather(1, target[:, None])
+        # softplus(score) over all pairs counts the query's own pair as a no; the second term turns it into a yes.
+        return (F.softplus(scores).sum() - own.sum()) / max(x.size(0), 1)
+
+
+class DistributedContrastiveLoss(SimpleContrastiveLoss):
+    """The loss of all processes' rows together; each process computes its own queries' rows of it.
+
+    Targets are gathered once. The value is the big batch's on every process. The gradient is scaled so that *averaging*
+    parameter gradients over processes, as DistributedDataParallel and :class:`gradcache.GradCache` do, gives the big
+    batch's gradient; a loss in which each process keeps its own part of a full matrix gives 1/world of it.
+
+    Processes may have different numbers of rows.
+    """
+
+    def __init__(
+        self,
+        n_hard_negatives: int = 0,
+        *,
+        tile_rows: int | None = None,
+        temperature: float = 1.0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise ValueError("expected an initialised process group; call torch.distributed.init_process_group() first")
+        super().__init__(n_hard_negatives, tile_rows=tile_rows, temperature=temperature)
+        self.group = group
+
+    def __call__(self, x: Tensor, y: Tensor, target: Tensor | None = None, reduction: str = "mean") -> Tensor:
+        """The big batch's loss, from this process's queries and targets.
+
+        Args:
+            x: this process's queries.
+            y: this process's targets.
+            target: indices into this process's ``y``; or, with one entry for every query of all processes, into the
+                targets of all processes in rank order.
+            reduction: ``"mean"``, ``"sum"``, or ``"none"`` for this process's queries one by one, not scaled.
+        """
+        local = target is None or target.size(0) == x.size(0)
+        if target is None:
+            target = self._target(x, y, None)
+        rank, world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        counted = int((target >= 0).sum())
+        sizes = rows_per_rank(x.size(0), y.size(0), counted, device=x.device, group=self.group)
+        if local:
+            target = torch.where(target >= 0, target + sum(rows for _, rows, _ in sizes[:rank]), target)
+        else:
+            start = sum(rows for rows, _, _ in sizes[:rank])
+            target = target[start : start + x.size(0)]
+        gathered = gather_rows(y, [rows for _, rows, _ in sizes], self.group)
+        if reduction == "none":
+            return self._one_way(x, gathered, target, "none")
+        mine = self._one_way(x, gathered, target, "sum")
+        total = sum(n for _, _, n in sizes) if local else counted
+        scale = world / max(total, 1) if reduction == "mean" else float(world)
+        loss = mine * scale
+        value = loss.detach().clone()
+        dist.all_reduce(value, group=self.group)
+        # The difference is exactly zero; it carries this process's gradient under the big batch's value.
+        return value / world + (loss - loss.detach())

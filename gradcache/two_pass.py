@@ -12,8 +12,7 @@ Invariant: pass 2 computes what pass 1 computed. It sees the same random numbers
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,27 +23,9 @@ from gradcache.buffers import BufferStates, BufferTrace
 from gradcache.context_managers import RandContext
 from pipe.nested import map_tensors, tensors_in
 
-__all__ = ["ChunkState", "InputGradients", "backward", "encode", "is_trainable"]
+__all__ = ["ChunkState", "FirstPass", "InputGradients", "backward", "encode", "is_trainable"]
 
 Encoder = Callable[[Any], Any]
-
-
-class ChunkState(RandContext):
-    """What one chunk's first pass leaves behind for its second. Entered as a context it replays the random states."""
-
-    def __init__(self, *tensors: Any) -> None:
-        super().__init__(*tensors)
-        self.buffers = BufferStates([])
-        self.rows = 0
-        self.requires_grad = True
-        self.copy_input = False
-        self.first: Any = None
-
-    @contextlib.contextmanager
-    def around_backward(self) -> Iterator[None]:
-        """The chunk's buffers; they stay until its backward is done, which may read them."""
-        with self.buffers.again():
-            yield
 
 
 class InputGradients:
@@ -77,14 +58,78 @@ class InputGradients:
             torch.autograd.backward([tensor for tensor, _ in links], [grad for _, grad in links])
 
 
+class ChunkState(RandContext):
+    """What one chunk's first pass leaves behind for its second. Entered as a context it replays the random states."""
+
+    def __init__(self, *tensors: Any) -> None:
+        super().__init__(*tensors)
+        self.rows = 0
+        self.requires_grad = True
+        self.buffers = BufferStates([])
+        self.copy_input = False
+        self.first: Any = None
+
+    def second_pass(self, chunk: Any, encoder: Encoder, gradient: Any) -> float:
+        """The chunk again with a graph, and ``gradient`` through it.
+
+        Returns:
+            The greatest difference from the first pass's representations, where they were kept (else 0).
+        """
+        # The buffers stay as they were until backward is done, which may read them.
+        with self.buffers.again(), torch.enable_grad():
+            with self:
+                output = encoder(_copied(chunk) if self.copy_input else chunk)
+            difference = 0.0 if self.first is None else representations.greatest_difference(self.first, output)
+            self.first = None
+            representations.backward(output, gradient)
+        return difference
+
+
+class FirstPass:
+    """Runs the chunks of one model without a graph and notes what each second pass needs.
+
+    A model that writes over its input is met on a copy: the first chunk always runs on one, and if it was written to,
+    so does every other chunk, in both passes. The user's input stays as it is.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = list(model.parameters())
+        self._trace = BufferTrace(model)
+        self._chunks_run = 0
+        self._copy_input = False
+
+    def run(
+        self, chunk: Any, encoder: Encoder, tensors: Any = None, with_graph: bool = False
+    ) -> tuple[Any, ChunkState]:
+        """One chunk's representation, detached, and its state. ``with_graph``: tell whether it wants a gradient."""
+        state = ChunkState(chunk if tensors is None else tensors, self._parameters)
+        self._trace.before_chunk()
+        given = _copied(chunk) if self._copy_input or self._chunks_run == 0 else chunk
+        versions = _versions(given)
+        with torch.set_grad_enabled(with_graph):
+            output = encoder(given)
+        if with_graph:
+            state.requires_grad = any(tensor.requires_grad for tensor in tensors_in(output))
+        if _versions(given) != versions:
+            if self._chunks_run > 0 and not self._copy_input:
+                raise ValueError(
+                    f"expected a model that treats all chunks alike, but chunk {self._chunks_run} was changed in place "
+                    f"and earlier ones were not; pass a process_fn that clones what the model writes over"
+                )
+            self._copy_input = True
+        self._chunks_run += 1
+        state.seal()
+        state.buffers = self._trace.after_chunk()
+        state.copy_input = self._copy_input
+        output = representations.detached(output)
+        state.rows = representations.rows_in(output)
+        return output, state
+
+
 def is_trainable(model: nn.Module, chunks: Sequence[Any]) -> bool:
     """Whether the model's parameters or its input want a gradient."""
     wanted = any(parameter.requires_grad for parameter in model.parameters())
     return wanted or any(tensor.requires_grad for tensor in tensors_in(list(chunks)))
-
-
-def _copied(chunk: Any) -> Any:
-    return map_tensors(torch.clone, chunk)
 
 
 def encode(
@@ -96,38 +141,15 @@ def encode(
     ``get_rep_fn`` brings trainable parameters of its own; if not, ``requires_grad`` is False in all states.
     """
     frozen = torch.is_grad_enabled() and not is_trainable(model, chunks)
-    requires_grad = not frozen
-    copy_input = False
-    trace = BufferTrace(model)
-    parameters = list(model.parameters())
+    first_pass = FirstPass(model)
     outputs: list[Any] = []
     states: list[ChunkState] = []
     for i, chunk in enumerate(chunks):
-        state = ChunkState(tensors_of(chunk), parameters)
-        trace.before_chunk()
-        # The first chunk runs on a copy: should the model write over it, the original is still there to learn from.
-        given = _copied(chunk) if copy_input or i == 0 else chunk
-        versions = [tensor._version for tensor in tensors_in(given)]
-        with torch.set_grad_enabled(frozen and i == 0):
-            output = encoder(given)
-        if frozen and i == 0:
-            requires_grad = any(tensor.requires_grad for tensor in tensors_in(output))
-        written = versions != [tensor._version for tensor in tensors_in(given)]
-        copy_input = copy_input or (written and i == 0)
-        if written and not copy_input:
-            raise ValueError(
-                f"expected a model that treats all chunks alike, but chunk {i} was changed in place and chunk 0 was "
-                f"not; pass a process_fn that clones what the model writes over"
-            )
-        state.seal()
-        state.buffers = trace.after_chunk()
-        state.copy_input = copy_input
-        outputs.append(representations.detached(output))
-        state.rows = representations.rows_in(outputs[-1])
-        state.first = outputs[-1] if audit else None
+        output, state = first_pass.run(chunk, encoder, tensors_of(chunk), with_graph=frozen and i == 0)
+        state.first = output if audit else None
+        state.requires_grad = states[0].requires_grad if states else state.requires_grad
+        outputs.append(output)
         states.append(state)
-    for state in states:
-        state.requires_grad = requires_grad
     return representations.concatenated(outputs), states
 
 
@@ -138,25 +160,25 @@ def backward(
     encoder: Encoder,
     inputs: InputGradients,
 ) -> float:
-    """The second pass: each chunk again with a graph, and its rows' gradient through it.
-
-    Returns:
-        The greatest difference between the two passes' representations, where the states kept the first (else 0).
-    """
+    """The second pass over all chunks. Returns the greatest difference between the passes, see ``ChunkState``."""
     difference = 0.0
     for chunk, gradient, state in zip(chunks, gradients, states, strict=True):
         if not representations.has_gradient(gradient):
             continue
-        # States of a user's own forward_no_grad know random states only.
-        known = state if isinstance(state, ChunkState) else None
-        with known.around_backward() if known is not None else contextlib.nullcontext(), torch.enable_grad():
-            given = inputs.cut(chunk)
-            if known is not None and known.copy_input:
-                given = _copied(given)
+        chunk = inputs.cut(chunk)
+        if isinstance(state, ChunkState):
+            difference = max(difference, state.second_pass(chunk, encoder, gradient))
+            continue
+        with torch.enable_grad():  # a state of a user's own forward_no_grad knows random states only
             with state:
-                output = encoder(given)
-            if known is not None and known.first is not None:
-                difference = max(difference, representations.greatest_difference(known.first, output))
-                known.first = None
+                output = encoder(chunk)
             representations.backward(output, gradient)
     return difference
+
+
+def _copied(chunk: Any) -> Any:
+    return map_tensors(torch.clone, chunk)
+
+
+def _versions(chunk: Any) -> list[int]:
+    return [tensor._version for tensor in tensors_in(chunk)]

@@ -1,0 +1,164 @@
+"""GradCache as decorators, for training loops that call their models themselves, on batches that arrive in pieces.
+
+::
+
+    @cached
+    def encode(model, batch):                       # any function that calls models and returns representations
+        return model(**batch).pooler_output
+
+    @cat_input_tensor
+    def loss_fn(x, y): ...
+
+    x, again_x = encode(model, batch)               # first pass: a leaf, and the closure of its second pass
+    ...
+    loss_fn(xs, ys).backward()                      # lists of leaves; fills leaf.grad
+    for leaf, again in zip(xs, agains_x):
+        again(leaf)                                 # second pass: fills the gradients of what encode used
+
+Parameters narrower than 32 bits add up exactly if the closures run inside :class:`gradcache.Accumulation`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+
+from gradcache import representations
+from gradcache.gather import gather_own
+from gradcache.two_pass import ChunkState, FirstPass
+from pipe.nested import flatten, unflatten
+
+__all__ = ["cached", "cat_input_tensor", "gather_input_tensor"]
+
+Result = TypeVar("Result")
+
+
+def cached(func: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    """Turns a function that calls models into the first pass of itself and a closure for the second.
+
+    Args:
+        func: returns a tensor, a tuple or list of tensors, or a dict of tensors.
+
+    Returns:
+        A function that returns the representations as leaves (one tensor, several, or one dict) and, last, a closure.
+        Call the closure with the leaves, as they were returned, after the loss's backward: it runs ``func`` again with
+        the same random numbers on every device, the same autocast and the same buffers, and pushes the leaves'
+        gradients through it. Leaves without a gradient cost nothing. Buffers of the modules that ``func`` can see
+        (arguments, closure, ``self``, globals it names) are counted once.
+    """
+
+    @wraps(func)
+    def first_pass(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        modules = nn.ModuleList(_modules_in_reach(func, args, kwargs))
+        first = FirstPass(modules)
+        # The arguments are a chunk like any other: copied should func write over them.
+        output, state = first.run((args, kwargs), lambda chunk: func(*chunk[0], **chunk[1]))
+        leaves = representations.as_leaves(output)
+
+        @wraps(func)
+        def second_pass(*cached_representations: Any) -> None:
+            given = cached_representations[0] if len(cached_representations) == 1 else cached_representations
+            _second_pass(func, args, kwargs, state, _matching_gradient(output, given))
+
+        return (*leaves, second_pass) if isinstance(leaves, (tuple, list)) else (leaves, second_pass)
+
+    return first_pass
+
+
+def _second_pass(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], state: ChunkState, gradient: Any
+) -> None:
+    if not representations.has_gradient(gradient):
+        return
+    state.second_pass((args, kwargs), lambda chunk: func(*chunk[0], **chunk[1]), gradient)
+
+
+def _matching_gradient(output: Any, given: Any) -> Any:
+    """The gradients of the leaves that came back, in the structure of the function's output."""
+    mine, theirs = flatten(output)[0], flatten(given)[0]
+    shapes = [[tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves] for leaves in (mine, theirs)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"expected the representations that the first pass returned, of shapes {shapes[0]}, got {shapes[1]}; "
+            f"call each closure with its own"
+        )
+    structure = flatten(output)[1]
+    return unflatten([t.grad if isinstance(t, Tensor) else None for t in theirs], structure)
+
+
+def _modules_in_reach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[nn.Module]:
+    """Each module among the arguments of a function, its closure, its ``self`` and the globals that it names."""
+    reach: list[Any] = [*flatten((args, kwargs))[0], func]
+    inner = inspect.unwrap(func)
+    if isinstance(inner, partial):
+        reach += [*inner.args, *inner.keywords.values()]
+        inner = inner.func
+    reach.append(getattr(inner, "__self__", None))
+    inner = getattr(inner, "__func__", inner)
+    for cell in getattr(inner, "__closure__", None) or ():
+        try:
+            reach.append(cell.cell_contents)
+        except ValueError:  # a name that is not bound yet
+            continue
+    code = getattr(inner, "__code__", None)
+    if code is not None:
+        names = getattr(inner, "__globals__", {})
+        reach += [names[name] for name in code.co_names if name in names]
+    seen: set[int] = set()
+    for value in reach:
+        if isinstance(value, nn.Module) and id(value) not in seen:
+            seen.add(id(value))
+            yield value
+
+
+def cat_input_tensor(func: Callable[..., Result]) -> Callable[..., Result]:
+    """Concatenates every argument that is a list of tensors along dimension 0, positional or keyword.
+
+    For a loss over the representations of several cached calls: their leaves are collected in lists.
+    """
+
+    @wraps(func)
+    def joined(*args: Any, **kwargs: Any) -> Result:
+        return func(*map(_cat, args), **{name: _cat(value) for name, value in kwargs.items()})
+
+    return joined
+
+
+def _cat(value: Any) -> Any:
+    is_tensors = isinstance(value, list) and bool(value) and all(isinstance(item, Tensor) for item in value)
+    return torch.cat(value) if is_tensors else value
+
+
+@overload
+def gather_input_tensor(func: Callable[..., Result], axis: int = 0) -> Callable[..., Result]: ...
+
+
+@overload
+def gather_input_tensor(
+    func: None = None, axis: int = 0
+) -> Callable[[Callable[..., Result]], Callable[..., Result]]: ...
+
+
+def gather_input_tensor(func: Any = None, axis: int = 0) -> Any:
+    """Gathers every tensor argument from all processes along ``axis``, positional or keyword.
+
+    Use as ``@gather_input_tensor`` or ``@gather_input_tensor(axis=1)``. Gradients flow to this process's part only, so
+    a loss over the gathered tensors is the whole loss in every process; where DistributedDataParallel averages
+    gradients afterwards, multiply it by the world size. Processes may pass different sizes along ``axis``.
+    """
+    if func is None:
+        return partial(gather_input_tensor, axis=axis)
+
+    def gathered(value: Any) -> Any:
+        return gather_own(value, axis) if isinstance(value, Tensor) else value
+
+    @wraps(func)
+    def on_all(*args: Any, **kwargs: Any) -> Any:
+        return func(*map(gathered, args), **{name: gathered(value) for name, value in kwargs.items()})
+
+    return on_all

@@ -1,0 +1,70 @@
+"""Rows of all processes in one tensor; processes may hold different numbers of rows.
+
+The processes first agree on how many rows each has; shorter ones are padded to travel, and the padding is dropped on
+arrival. A last batch that does not divide evenly is then a batch like any other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["gather_own", "gather_rows", "rows_per_rank"]
+
+
+def rows_per_rank(*rows: int, device: torch.device, group: dist.ProcessGroup | None = None) -> list[tuple[int, ...]]:
+    """What every process passed for ``rows``, in rank order; one collective for all of them."""
+    mine = torch.tensor(rows, dtype=torch.int64, device=device)
+    world = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(world, mine, group=group)
+    return [tuple(int(n) for n in row.tolist()) for row in world]
+
+
+def _gathered(tensor: Tensor, rows: list[int], group: dist.ProcessGroup | None) -> list[Tensor]:
+    longest = max(rows)
+    padded = tensor.contiguous()
+    if tensor.size(0) < longest:
+        padded = torch.cat([padded, padded.new_zeros(longest - tensor.size(0), *tensor.shape[1:])])
+    world = [torch.empty_like(padded) for _ in rows]
+    dist.all_gather(world, padded, group=group)
+    return [part[:n] for part, n in zip(world, rows, strict=True)]
+
+
+def gather_own(tensor: Tensor, axis: int = 0, group: dist.ProcessGroup | None = None) -> Tensor:
+    """All processes' tensors along ``axis``; gradients flow to this process's part only, with no communication."""
+    moved = tensor.movedim(axis, 0) if tensor.dim() else tensor.reshape(1)
+    rows = [n for (n,) in rows_per_rank(moved.size(0), device=moved.device, group=group)]
+    parts = _gathered(moved.detach(), rows, group)
+    parts[dist.get_rank(group)] = moved
+    joined = torch.cat(parts)
+    return joined.movedim(0, axis) if tensor.dim() else joined
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, rows: list[int], group: dist.ProcessGroup | None) -> Tensor:
+        ctx.rows, ctx.group = rows, group
+        return torch.cat(_gathered(tensor, rows, group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        # Every process has a part of every row's gradient: the sum of all parts is the gradient.
+        summed = gradient.contiguous().clone()
+        dist.all_reduce(summed, group=ctx.group)
+        rank = dist.get_rank(ctx.group)
+        start = sum(ctx.rows[:rank])
+        return summed[start : start + ctx.rows[rank]].clone(), None, None
+
+
+def gather_rows(tensor: Tensor, rows: list[int], group: dist.ProcessGroup | None = None) -> Tensor:
+    """All processes' rows; the gradient of a row is the sum of what all processes' losses give it.
+
+    Args:
+        tensor: (rows of this process, ...).
+        rows: rows of every process, from :func:`rows_per_rank`.
+    """
+    gathered: Tensor = _GatherRows.apply(tensor, rows, group)  # type: ignore[no-untyped-call]
+    return gathered

@@ -1,0 +1,184 @@
+"""Loss by tiles: a loss over all pairs of rows that never holds all pairs.
+
+The scores of 65,536 queries against as many targets take 17 GB, and autograd would keep them twice. But the loss is a
+sum over queries. So it is computed for a few queries at a time against all targets, and each tile's gradient is taken
+at once, while its scores are still there: gradients are as small as the representations, scores live for one tile.
+
+Guarantees
+    * Memory is O(tile_rows x targets) for the scores, forward and backward, plus one gradient per argument.
+    * Every score is computed once; backward only multiplies by the gradient of the loss.
+    * Gradients reach all tensor arguments and whatever trainable leaves the function uses besides (a temperature).
+
+Limits: not differentiable twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pipe.nested import flatten, map_tensors, unflatten
+
+__all__ = ["tiled"]
+
+
+def tiled(
+    loss_fn: Callable[..., Tensor], *, tile_rows: int, cut: Collection[str | int] = (), reduction: str = "mean"
+) -> Callable[..., Tensor]:
+    """The same loss, computed for ``tile_rows`` rows of its first argument at a time.
+
+    Args:
+        loss_fn: ``loss_fn(x, *others, **kwargs)``; its value is the mean (or the sum) over the rows of ``x`` of terms
+            that depend on that row, and on all of the other arguments.
+        tile_rows: rows of ``x`` in a tile.
+        cut: further arguments that have one row per row of ``x``, such as ``"target"``, by name or by position.
+        reduction: how ``loss_fn`` puts its rows together, ``"mean"`` or ``"sum"``.
+
+    Raises:
+        ValueError: if an argument that is cut has another number of rows than ``x``, or a tile's loss is no scalar.
+    """
+    if tile_rows < 1:
+        raise ValueError(f"expected tiles of at least 1 row, got tile_rows={tile_rows}")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(
+            f"expected reduction 'mean' or 'sum', got {reduction!r}; weigh rows inside loss_fn and sum them"
+        )
+
+    @wraps(loss_fn, updated=())
+    def by_tiles(x: Tensor, *others: Any, **kwargs: Any) -> Tensor:
+        given: dict[str | int, Any] = {0: x}
+        given.update(enumerate(others, start=1))
+        given.update(kwargs)
+        rows = x.size(0)
+        arguments: list[_Argument] = []
+
+        def argument(tensor: Tensor, is_cut: bool = False) -> _Argument:
+            arguments.append(_Argument(tensor, is_cut))
+            return arguments[-1]
+
+        for name, value in given.items():
+            if isinstance(value, Tensor) and (name == 0 or name in cut):
+                if value.dim() == 0 or value.size(0) != rows:
+                    raise ValueError(
+                        f"expected {rows} rows in argument {name!r}, one for each row of the first, got shape "
+                        f"{tuple(value.shape)}; pass equal rows, or take it out of cut=..."
+                    )
+                given[name] = argument(value, is_cut=True)
+            else:
+                given[name] = map_tensors(argument, value)
+        total: Tensor | None = None
+        captured: dict[int, _Argument] = {}
+        for start in range(0, max(rows, 1), tile_rows):
+            stop = min(start + tile_rows, rows)
+            loss = _call(loss_fn, given, start, stop)
+            if loss.numel() != 1:
+                raise ValueError(f"expected a scalar loss of a tile, got shape {tuple(loss.shape)}; reduce it")
+            if reduction == "mean":
+                loss = loss * ((stop - start) / max(rows, 1))
+            total = loss.detach() if total is None else total + loss.detach()
+            if loss.requires_grad:
+                _add_gradients(loss, arguments, captured, start, stop)
+        assert total is not None
+        return _with_known_gradients(total, [*arguments, *captured.values()])
+
+    return by_tiles
+
+
+class _Argument:
+    """A tensor that the loss reads, the part of it that the current tile sees, and its gradient so far."""
+
+    def __init__(self, tensor: Tensor, is_cut: bool = False) -> None:
+        self.tensor = tensor
+        self.is_cut = is_cut
+        self.part = tensor
+        self.gradient: Tensor | None = None
+
+    def cut_to(self, start: int, stop: int) -> Tensor:
+        """A leaf with the rows of a tile (all rows, if the argument is not cut)."""
+        part = self.tensor.detach()
+        part = part[start:stop] if self.is_cut else part
+        self.part = part.requires_grad_(torch.is_grad_enabled() and self.tensor.requires_grad)
+        return self.part
+
+    def add(self, gradient: Tensor | None, start: int, stop: int) -> None:
+        """Notes the gradient of a tile. Sums over tiles are kept in at least 32 bits."""
+        if gradient is None:
+            return
+        if self.is_cut:
+            if self.gradient is None:
+                self.gradient = torch.zeros_like(self.tensor)
+            self.gradient[start:stop] = gradient
+        elif self.gradient is None:
+            narrow = gradient.dtype in (torch.bfloat16, torch.float16)
+            self.gradient = gradient.float() if narrow else gradient
+        else:
+            self.gradient += gradient
+
+
+def _call(loss_fn: Callable[..., Tensor], given: Mapping[str | int, Any], start: int, stop: int) -> Tensor:
+    def part(value: Any) -> Any:
+        leaves, spec = flatten(value)
+        return unflatten([x.cut_to(start, stop) if isinstance(x, _Argument) else x for x in leaves], spec)
+
+    positional = [part(value) for name, value in given.items() if isinstance(name, int)]
+    return loss_fn(*positional, **{name: part(value) for name, value in given.items() if isinstance(name, str)})
+
+
+def _add_gradients(
+    loss: Tensor, arguments: list[_Argument], captured: dict[int, _Argument], start: int, stop: int
+) -> None:
+    wanted = [argument for argument in arguments if argument.part.requires_grad]
+    known = {id(argument.part) for argument in wanted}
+    others = [leaf for leaf in _leaves_of(loss) if id(leaf) not in known]
+    for leaf in others:
+        captured.setdefault(id(leaf), _Argument(leaf))
+    wanted += [captured[id(leaf)] for leaf in others]
+    # What the function captured may have a graph of its own, which the next tile needs again.
+    gradients = torch.autograd.grad(
+        loss, [argument.part for argument in wanted], retain_graph=bool(others), allow_unused=True
+    )
+    for argument, gradient in zip(wanted, gradients, strict=True):
+        argument.add(gradient, start, stop)
+
+
+def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """Each trainable leaf that a graph reaches."""
+    seen: set[Any] = set()
+    queue: list[Any] = [loss.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        queue += [following for following, _ in node.next_functions]
+
+
+def _with_known_gradients(value: Tensor, arguments: list[_Argument]) -> Tensor:
+    known = [argument for argument in arguments if argument.gradient is not None]
+    if not known:
+        return value
+    gradients = [k.gradient.to(k.tensor.dtype) for k in known if k.gradient is not None]
+    result: Tensor = _KnownGradients.apply(value, gradients, *(argument.tensor for argument in known))  # type: ignore[no-untyped-call]
+    return result
+
+
+class _KnownGradients(torch.autograd.Function):
+    """A value whose gradients with respect to ``inputs`` were taken while it was computed."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(known * gradient.to(known.dtype) for known in ctx.gradients)

@@ -1,0 +1,639 @@
+"""Each defect found in a peer is a test here: it fails if the defect comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from gradcache import GradCache
+from gradcache.context_managers import devices_in_use
+from gradcache.functional import cached, cat_input_tensor
+from gradcache.loss import SimpleContrastiveLoss
+
+
+def tower(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 6))
+
+
+def energy(*reps: Tensor) -> Tensor:
+    return torch.stack([rep.square().sum() for rep in reps]).sum()
+
+
+class Named(nn.Module):
+    """Adds its members; ``table`` has rows of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tower()
+
+    def forward(self, a: Tensor, b: Tensor | None = None, table: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        total = a if b is None else a + b
+        return self.inner(total if table is None else total + table.sum(0)) * scale
+
+
+# -- 1: rows lost in splitting -------------------------------------------------------------------------------------
+
+
+def test_unequal_rows_between_members_are_refused_not_truncated() -> None:
+    step = GradCache([Named()], 2, energy)
+    with pytest.raises(ValueError, match="no row is dropped"):
+        step({"a": torch.randn(10, 8), "b": torch.randn(4, 8)})
+    assert all(parameter.grad is None for parameter in step.models[0].parameters())
+
+
+@pytest.mark.parametrize("form", ["dict", "list", "pair", "broadcast", "tensor", "nested"])
+def test_every_form_of_input_reaches_the_model_with_all_its_rows(form: str, assert_same_gradients: Any) -> None:
+    bare, ours = Named(), Named()
+    a, b, table = torch.randn(7, 8), torch.randn(7, 8), torch.randn(3, 8)
+    given, loss = {
+        "dict": ({"a": a, "b": b, "scale": 2.0}, lambda m: m(a, b, scale=2.0)),
+        "list": ([a, b], lambda m: m(a, b)),
+        "pair": (([a], {"b": b, "table": None}), lambda m: m(a, b)),
+        "broadcast": ({"a": a, "table": table}, lambda m: m(a, table=table)),
+        "tensor": (a, lambda m: m(a)),
+        "nested": ((a, b), lambda m: m(a, b)),
+    }[form]
+    energy(loss(bare)).backward()
+    GradCache([ours], 3, energy, broadcast=("table",))(given)
+    assert_same_gradients([bare], [ours])
+
+
+def test_extra_inputs_models_and_chunk_sizes_are_refused() -> None:
+    x = torch.randn(4, 8)
+    with pytest.raises(ValueError, match="one input per model"):
+        GradCache([tower()], 2, energy)(x, x)
+    with pytest.raises(ValueError, match="one input per model"):
+        GradCache([tower(), tower()], 2, energy)(x)
+    with pytest.raises(ValueError, match="one chunk size per model"):
+        GradCache([tower(), tower()], [2, 3, 4], energy)
+    with pytest.raises(TypeError, match=r"models=\[model\]"):
+        GradCache(tower(), 2, energy)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least 1 row"):
+        GradCache([tower()], 0, energy)
+
+
+def test_member_that_can_not_be_cut_is_refused_until_it_is_declared() -> None:
+    class Texts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tower()
+
+        def forward(self, a: Tensor, names: list[str]) -> Tensor:
+            assert names == ["p", "q"]
+            return self.inner(a)
+
+    given = {"a": torch.randn(4, 8), "names": ["p", "q"]}
+    with pytest.raises(TypeError, match="broadcast"):
+        GradCache([Texts()], 2, energy)(given)
+    GradCache([Texts()], 2, energy, broadcast=("names",))(given)
+
+
+def test_split_function_that_loses_rows_is_refused() -> None:
+    step = GradCache([tower()], 2, energy, split_input_fn=lambda x, size: [x[:2], x[2:4]])
+    with pytest.raises(ValueError, match="expected split_input_fn to return all 10 rows, got 4"):
+        step(torch.randn(10, 8))
+
+
+# -- 2: the cache is cut as the input was --------------------------------------------------------------------------
+
+
+def test_cache_follows_a_split_function_that_does_not_follow_the_chunk_size(
+    assert_same_gradients: Any, streamed: Any
+) -> None:
+    x = torch.randn(10, 8)
+    bare, ours, shards = tower(), tower(), tower()
+    weight = torch.randn(10, 6)
+    (bare(x) * weight).sum().backward()
+    for model in (ours, streamed(shards)):
+        GradCache([model], 4, lambda r: (r * weight).sum(), split_input_fn=lambda x, size: list(x.split([1, 6, 3])))(x)
+    assert_same_gradients([bare], [ours])
+    assert_same_gradients([bare], [shards])
+
+
+# -- 3: generators -------------------------------------------------------------------------------------------------
+
+
+class Fickle(nn.Module):
+    """Draws from three generators, in the model and (through ``rep``) behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tower()
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        draw = random.random() + float(np.random.rand()) + float(torch.rand(()))
+        self.seen.append(draw)
+        return self.inner(x) * draw
+
+
+def test_python_and_numpy_generators_are_replayed_and_go_on_after_the_step() -> None:
+    model = Fickle()
+    step = GradCache([model], 2, energy, audit=True)
+    step(torch.randn(6, 8))
+    assert model.seen[:3] == model.seen[3:]
+    assert len(set(model.seen)) == 3
+    after = random.random() + float(np.random.rand()) + float(torch.rand(()))
+    assert after not in model.seen
+    assert step.step_result is not None
+    assert step.step_result.greatest_difference == 0.0
+
+
+def test_cached_replays_python_and_numpy_generators() -> None:
+    model = Fickle()
+    leaf, again = cached(lambda m, batch: m(batch))(model, torch.randn(2, 8))
+    energy(leaf).backward()
+    random.random(), np.random.rand(), torch.rand(())
+    again(leaf)
+    assert model.seen[0] == model.seen[1]
+
+
+def test_generators_of_devices_that_no_input_lives_on_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapper that moves CPU inputs to an accelerator draws there. An accelerator is faked down to its generator."""
+
+    class Accelerator:
+        """Counts its draws; its state is the counter."""
+
+        drawn = 0
+
+        @staticmethod
+        def is_initialized() -> bool:
+            return True
+
+        @classmethod
+        def get_rng_state(cls, device: Any) -> Tensor:
+            return torch.tensor([cls.drawn])
+
+        @classmethod
+        def set_rng_state(cls, state: Tensor, device: Any) -> None:
+            cls.drawn = int(state)
+
+        @classmethod
+        def draw(cls) -> int:
+            cls.drawn += 1
+            return cls.drawn
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Accelerator)
+    seen: list[int] = []
+
+    class OnDevice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tower()
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(Accelerator.draw())
+            return self.inner(x)
+
+    assert torch.device("cuda", 0) in devices_in_use(torch.zeros(1))
+    model = OnDevice()
+    # Autocast of a device that is not there can not be entered; it is not what this test is about.
+    monkeypatch.setattr("pipe.ambient.Autocast.context", lambda self, cache_enabled: contextlib.nullcontext())
+    leaf, again = cached(lambda m, batch: m(batch))(model, torch.randn(2, 8))
+    GradCache([model], 2, energy)(torch.randn(4, 8))
+    energy(leaf).backward()
+    again(leaf)
+    assert seen == [1, 2, 3, 2, 3, 1]
+    assert Accelerator.drawn == 3
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device for its generator")
+def test_dropout_on_the_device_is_replayed_although_the_inputs_are_on_the_host() -> None:
+    model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5)).cuda()
+    step = GradCache([model], 2, energy, process_fn=lambda chunk: chunk.cuda(), audit=True)
+    step(torch.randn(6, 8))
+    assert step.step_result is not None
+    assert step.step_result.greatest_difference == 0.0
+
+
+# -- 4: buffers and inputs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_batch_norm_is_counted_once(momentum: float | None) -> None:
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6, momentum=momentum), nn.Linear(6, 6))
+
+    bare, ours = model(), model()
+    x = torch.randn(9, 8)
+    energy(torch.cat([bare(part) for part in x.split(3)])).backward()
+    step = GradCache([ours, ours], 3, lambda a, b: energy(a), audit=True)
+    with torch.no_grad():
+        expected = copy.deepcopy(bare)
+        for part in x.split(3):
+            expected(part)
+    step(x, x)
+    for name, buffer in expected.named_buffers():
+        torch.testing.assert_close(dict(ours.named_buffers())[name], buffer)
+    for name, parameter in bare.named_parameters():
+        torch.testing.assert_close(dict(ours.named_parameters())[name].grad, parameter.grad)
+    assert step.step_result is not None
+    assert step.step_result.greatest_difference == 0.0
+
+
+def test_statistics_of_a_layer_that_calls_batch_norm_by_function_are_counted_once() -> None:
+    """torch's kernel writes them without a new version of the tensor."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tower()
+            self.register_buffer("mean", torch.zeros(6))
+            self.register_buffer("var", torch.ones(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.batch_norm(self.inner(x), self.mean, self.var, training=True)
+
+    once, ours = Own(), Own()
+    x = torch.randn(9, 8)
+    for part in x.split(3):
+        once(part)
+    GradCache([ours], 3, lambda r: (r * r.detach().exp()).sum())(x)
+    torch.testing.assert_close(ours.mean, once.mean)
+    torch.testing.assert_close(ours.var, once.var)
+
+
+def test_spectral_norm_sees_the_vectors_of_the_first_pass_and_moves_once_per_chunk() -> None:
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 6)), nn.Linear(6, 6))
+
+    bare, ours = model(), model()
+    x = torch.randn(9, 8)
+    energy(torch.cat([bare(part) for part in x.split(3)])).backward()
+    step = GradCache([ours], 3, energy, audit=True)
+    step(x)
+    assert step.step_result is not None
+    assert step.step_result.greatest_difference == 0.0
+    for (_, mine), (_, theirs) in zip(ours.named_buffers(), bare.named_buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    for mine, theirs in zip(ours.parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_buffer_that_is_replaced_by_another_tensor_is_restored_too() -> None:
+    class Moving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tower()
+            self.register_buffer("mean", torch.ones(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.inner(x) * self.mean
+            self.mean = 0.5 * self.mean + 0.5 * out.detach().mean(0)
+            return out
+
+    model = Moving()
+    reference = copy.deepcopy(model)
+    x = torch.randn(6, 8)
+    expected = torch.cat([reference(part) for part in x.split(2)])
+    step = GradCache([model], 2, energy, audit=True)
+    step(x)
+    assert step.step_result is not None
+    assert step.step_result.greatest_difference == 0.0
+    torch.testing.assert_close(step.step_result.representations[0], expected.detach())
+    torch.testing.assert_close(model.mean, reference.mean)
+
+
+def test_model_that_writes_over_its_input_meets_the_same_input_twice(assert_same_gradients: Any) -> None:
+    class Greedy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tower()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x.mul_(2.0))
+
+    bare, ours = Greedy(), Greedy()
+    x = torch.randn(6, 8)
+    kept = x.clone()
+    energy(bare(x.clone())).backward()
+    step = GradCache([ours], 2, energy, audit=True)
+    step(x)
+    assert step.step_result is not None
+    assert step.step_result.greatest_difference == 0.0
+    assert_same_gradients([bare], [ours])
+    assert torch.equal(x, kept)
+
+
+# -- 5: accumulation in narrow types -------------------------------------------------------------------------------
+
+
+def test_a_thousand_chunks_of_bfloat16_gradients_add_up_within_one_percent() -> None:
+    """Added in bfloat16 the error of this sum is several per cent."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 8, bias=False).bfloat16()
+    x = torch.randn(1024, 16).abs().bfloat16()
+    weight = torch.rand(1024, 8).bfloat16()
+    GradCache([model], 1, lambda r: (r * weight).float().sum())(x)
+    exact = weight.double().T @ x.double()
+    assert model.weight.grad is not None
+    assert model.weight.grad.dtype == torch.bfloat16
+    error = (model.weight.grad.double() - exact).norm() / exact.norm()
+    assert error < 0.01
+
+
+# -- 7: validation before gradients --------------------------------------------------------------------------------
+
+
+def test_loss_that_ignores_a_tower_leaves_that_tower_alone_and_runs_it_once() -> None:
+    ignored = Fickle()
+    model = tower()
+    GradCache([model, ignored], 2, lambda a, b: a.square().sum())(torch.randn(4, 8), torch.randn(4, 8))
+    assert all(parameter.grad is None for parameter in ignored.parameters())
+    assert len(ignored.seen) == 2
+    assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_frozen_tower_is_encoded_once(streamed: Any, stream: bool) -> None:
+    calls: list[int] = []
+    layers = tower().requires_grad_(False)
+    layers[0].register_forward_hook(lambda *_: calls.append(1))
+    frozen = streamed(layers) if stream else layers
+    model = tower(1)
+    GradCache([model, frozen], 2, SimpleContrastiveLoss())(torch.randn(6, 8), torch.randn(6, 8))
+    assert len(calls) == 3
+    assert model[0].weight.grad is not None
+
+
+def test_trainable_head_behind_a_frozen_tower_is_trained() -> None:
+    frozen, head, model = tower().requires_grad_(False), nn.Linear(6, 6), tower(1)
+    x, y = torch.randn(6, 8), torch.randn(6, 8)
+    bare = copy.deepcopy(head)
+    SimpleContrastiveLoss()(model(x), bare(frozen(y))).backward()
+    called = {id(model): lambda r: r, id(frozen): head}
+    model.zero_grad()
+
+    class Heads(GradCache):
+        def model_call(self, model: nn.Module, model_input: Any) -> Any:
+            return called[id(model)](super().model_call(model, model_input))
+
+    Heads([model, frozen], 2, SimpleContrastiveLoss())(x, y)
+    torch.testing.assert_close(head.weight.grad, bare.weight.grad)
+
+
+def test_unreduced_loss_is_refused_before_any_gradient_is_written() -> None:
+    models = [tower(), tower(1)]
+    before = torch.ones_like(models[0][0].weight)
+    models[0][0].weight.grad = before
+    step = GradCache(models, 2, SimpleContrastiveLoss())
+    with pytest.raises(ValueError, match="expected a scalar loss"):
+        step(torch.randn(4, 8), torch.randn(4, 8), reduction="none")
+    assert models[0][0].weight.grad is before
+    assert torch.equal(before, torch.ones_like(before))
+
+
+def test_exception_in_the_second_pass_leaves_the_gradients_of_before_the_step() -> None:
+    class Fragile(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tower()
+            self.broken = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.is_grad_enabled() and self.broken and bool(x[0, 0] > 3):
+                raise RuntimeError("broken")
+            return self.inner(x)
+
+    model, other = Fragile(), tower(1)
+    x = torch.zeros(6, 8)
+    x[4:] = 4.0
+    step = GradCache([other, model], 2, energy)
+    step(torch.randn(6, 8), torch.zeros(6, 8))
+    before = {name: parameter.grad for name, parameter in other.named_parameters()}
+    values = {name: gradient.clone() for name, gradient in before.items() if gradient is not None}
+    with pytest.raises(RuntimeError, match="broken"):
+        step(torch.randn(6, 8), x)
+    for name, parameter in other.named_parameters():
+        assert parameter.grad is before[name]
+        assert torch.equal(values[name], parameter.grad)
+    model.broken = False
+    step(torch.randn(6, 8), x)
+
+
+def test_tuple_and_dict_representations_reach_the_loss_as_they_are(assert_same_gradients: Any, streamed: Any) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tower()
+
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            out = self.inner(x)
+            return {"near": (out, out * 2), "ids": torch.arange(x.size(0)), "unused": out + 1}
+
+    def loss(reps: dict[str, Any]) -> Tensor:
+        near, far = reps["near"]
+        return (near * far.detach()).sum() + far.sum() + reps["ids"].sum() * 0
+
+    x = torch.randn(5, 8)
+    bare, ours, shards = Two(), Two(), Two()
+    loss(bare(x)).backward()
+    for model in (ours, streamed(nn.Sequential(shards))):
+        GradCache([model], 2, loss)(x)
+    assert_same_gradients([bare], [ours])
+    assert_same_gradients([bare], [shards])
+
+
+# -- 8: process_fn -------------------------------------------------------------------------------------------------
+
+
+def test_process_fn_sees_whole_chunks_right_before_the_model_does() -> None:
+    events: list[str] = []
+    model = tower()
+    model.register_forward_pre_hook(lambda *_: events.append("model"))
+
+    def process(chunk: dict[str, Tensor]) -> Tensor:
+        events.append("process")
+        assert set(chunk) == {"a", "b"}
+        return chunk["a"] + chunk["b"] + torch.rand(())
+
+    step = GradCache([model], 2, energy, process_fn=process, audit=True)
+    step({"a": torch.randn(4, 8), "b": torch.randn(4, 8)})
+    assert events == ["process", "model"] * 4
+    assert step.step_result is not None
+    assert step.step_result.greatest_difference == 0.0
+
+
+# -- 9: views ------------------------------------------------------------------------------------------------------
+
+
+def test_representation_that_is_a_view_does_not_keep_the_hidden_states_alive() -> None:
+    """``hidden[:, 0]`` of 128 positions pins 128 times its size."""
+    stored: list[int] = []
+
+    class Watching(GradCache):
+        def compute_loss(self, *reps: Tensor, **loss_kwargs: Any) -> Any:
+            stored.extend(rep.untyped_storage().nbytes() for rep in reps)
+            return super().compute_loss(*reps, **loss_kwargs)
+
+    x = torch.randn(4, 128, 8)
+    for chunk_size in (4, 2):
+        Watching([tower()], chunk_size, energy, get_rep_fn=lambda hidden: hidden[:, 0])(x)
+    assert stored == [4 * 6 * 4] * 2
+
+
+# -- 10: precision and checkpointing -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_autocast_in_bfloat16_equals_the_whole_batch_under_autocast(outer: bool, assert_same_gradients: Any) -> None:
+    bare, ours = tower(), tower()
+    x, y = torch.randn(6, 8), torch.randn(6, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        SimpleContrastiveLoss()(bare(x), bare(y)).backward()
+    if outer:
+        # The weight cache of an enclosing autocast must not keep casts that the first pass made under no_grad.
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            GradCache([ours, ours], 6, SimpleContrastiveLoss())(x, y)
+    else:
+        GradCache([ours, ours], 6, SimpleContrastiveLoss(), precision=torch.bfloat16)(x, y)
+    assert_same_gradients([bare], [ours], tolerance=2e-2)
+
+
+def test_weights_stay_trainable_inside_an_autocast_that_a_step_ran_in() -> None:
+    model = tower()
+    x = torch.randn(4, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        GradCache([model], 2, energy, precision=torch.bfloat16)(x)
+        model.zero_grad()
+        energy(model(x)).backward()
+    assert model[0].weight.grad is not None
+
+
+def test_fp16_needs_a_scaler_and_scales_the_gradients(assert_same_gradients: Any) -> None:
+    with pytest.raises(ValueError, match="scaler"):
+        GradCache([tower()], 2, energy, fp16=True)
+    bare, ours = tower(), tower()
+    x = torch.randn(4, 8)
+    with torch.autocast("cpu", dtype=torch.float16):
+        expected = energy(bare(x))
+    expected.backward()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.0)
+    loss = GradCache([ours], 2, energy, fp16=True, scaler=scaler)(x)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-2, atol=1e-2)
+    scaler.unscale_(optimizer)
+    assert_same_gradients([bare], [ours], tolerance=5e-2)
+
+
+def test_no_warning_is_given_in_a_step() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaler = torch.amp.GradScaler("cpu")
+        GradCache([tower()], 2, energy, fp16=True, scaler=scaler)(torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_towers_that_checkpoint_inside_take_part(reentrant: bool, assert_same_gradients: Any) -> None:
+    class Saving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner = nn.Linear(8, 8), tower()
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.inner, self.first(x), use_reentrant=reentrant)
+
+    torch.manual_seed(0)
+    bare = Saving()
+    ours = copy.deepcopy(bare)
+    x = torch.randn(6, 8)
+    energy(bare(x)).backward()
+    GradCache([ours], 2, energy)(x)
+    assert_same_gradients([bare], [ours])
+
+
+def test_gradient_of_another_type_than_the_output_needs_no_surrogate(assert_same_gradients: Any) -> None:
+    """The peer's dot product of a bfloat16 output and a float32 gradient raises."""
+    bare, ours = tower(), tower()
+    x = torch.randn(4, 8)
+    energy(bare(x)).backward()
+
+    class Mixed(GradCache):
+        def build_cache(self, *reps: Tensor, **loss_kwargs: Any) -> Any:
+            cache, loss = super().build_cache(*reps, **loss_kwargs)
+            return [gradient.double() for gradient in cache], loss
+
+    Mixed([ours], 2, energy)(x)
+    assert_same_gradients([bare], [ours])
+
+
+# -- 11: what is trained besides -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 6])
+def test_learnable_temperature_gets_the_gradient_of_the_whole_batch_once(chunk_size: int) -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return SimpleContrastiveLoss()(x * self.scale, y)
+
+    model, bare, ours = tower(), Loss(), Loss()
+    x, y = torch.randn(6, 8), torch.randn(6, 8)
+    bare(model(x), model(y)).backward()
+    GradCache([model, model], chunk_size, ours)(x, y)
+    torch.testing.assert_close(ours.scale.grad, bare.scale.grad)
+
+
+def test_gradients_flow_on_to_what_computed_the_input(assert_same_gradients: Any, streamed: Any) -> None:
+    """Not in the peer: its chunks' backwards run through the shared graph a second time and fail."""
+    before = [nn.Linear(8, 8) for _ in range(3)]
+    for module in before[1:]:
+        module.load_state_dict(before[0].state_dict())
+    x, y = torch.randn(6, 8), torch.randn(6, 8)
+    bare, ours = tower(), tower()
+    energy(bare(before[0](torch.cat([x, y])).tanh())).backward()
+    hidden = before[1](torch.cat([x, y])).tanh()
+    GradCache([ours, ours], 2, energy)(hidden[:6], hidden[6:])
+    assert_same_gradients([bare, before[0]], [ours, before[1]])
+
+
+# -- 12: decorators ------------------------------------------------------------------------------------------------
+
+
+def test_cat_input_tensor_takes_keyword_arguments() -> None:
+    @cat_input_tensor
+    def shapes(*args: Any, **kwargs: Any) -> Any:
+        return [a.shape if isinstance(a, Tensor) else a for a in (*args, *kwargs.values())]
+
+    parts = [torch.zeros(2, 3), torch.zeros(1, 3)]
+    assert shapes(parts, 5, y=parts, z=[1, 2], w=[]) == [(3, 3), 5, (3, 3), [1, 2], []]
+
+
+def test_model_outputs_of_a_library_are_picked_by_get_rep_fn(assert_same_gradients: Any) -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tower()
+
+        def forward(self, x: Tensor) -> Any:
+            return SimpleNamespace(pooler_output=self.inner(x))
+
+    bare, ours = Encoder(), Encoder()
+    x = torch.randn(4, 8)
+    energy(bare(x).pooler_output).backward()
+    with pytest.raises(TypeError, match="get_rep_fn"):
+        GradCache([ours], 2, energy)(x)
+    GradCache([ours], 2, energy, get_rep_fn=lambda out: F.relu(out.pooler_output) - F.relu(-out.pooler_output))(x)
+    assert_same_gradients([bare], [ours])
