@@ -1,0 +1,359 @@
+"""A training loop that loads and copies the next batches while one computes, and loses none of them.
+
+:class:`TrainPipelineBase` carries out a :class:`~pipe.train.schedule.Schedule`: it hands each stage of each batch to
+its lane, waits where the schedule says, and speaks to the caller in the words of a plain loop: one batch, one output;
+``StopIteration`` after the last one; the loader's exception in the loader's place.
+
+Invariant: each batch that was read from a loader is trained on exactly once, in order, and the parameters after it are
+those of a plain loop.
+
+After an exception of the model, the optimizer or a stage: the batch that it struck is not run again, the open window
+is abandoned (see :mod:`pipe.train.window`), batches in flight are kept, and the next call goes on with the next batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipe.train.batch import move, pageable_bytes, record_stream
+from pipe.train.flight import Flight, SkippedStage
+from pipe.train.lane import Lanes
+from pipe.train.schedule import Action, Schedule, Stage
+from pipe.train.source import Agreement, Kind, Read, Source
+from pipe.train.window import Window
+
+__all__ = ["Statistics", "TrainPipelineBase"]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Counted since construction.
+
+    Attributes:
+        batches: batches that were run.
+        steps: optimizer steps.
+        wait_seconds: for each stage, how long the caller's thread stood still until it had done its work.
+        pageable_bytes: host bytes whose copy could not overlap with compute because their memory was not pinned.
+        undistributed: for each module whose input distribution could not begin ahead of its forward, why.
+    """
+
+    batches: int
+    steps: int
+    wait_seconds: Mapping[str, float]
+    pageable_bytes: int
+    undistributed: Mapping[str, str]
+
+
+class TrainPipelineBase:
+    """Copies the next batches to the device while one computes.
+
+    Usage::
+
+        pipeline = TrainPipelineBase(model, optimizer, device)      # model(batch) returns (losses, output)
+        batches = iter(loader)
+        while True:
+            try:
+                output = pipeline.progress(batches)
+            except StopIteration:
+                break
+
+    Args:
+        model: called with one batch, returns ``(losses, output)``. Losses may have any shape; their sum is minimised.
+        optimizer: zeroed and stepped by the pipeline.
+        device: where batches go. The model is there already.
+        grad_accum: batches per optimizer step; the step sees their mean. None: every batch.
+        amp_dtype: autocast to this type, or None.
+        grad_scaling: scale the loss where ``amp_dtype`` is fp16 (never otherwise: bf16 has the range of fp32).
+        ahead: by stage name, how many batches it runs ahead, where that is to differ from :attr:`default_ahead`.
+            0 everywhere is a plain loop.
+        lanes: where the stages run; by default the loader and the copies run in threads. ``Lanes.serial()`` reads the
+            loader in the caller's thread.
+        process_group: ranks of this group (CPU backend, used for nothing else) agree that all of them have another
+            batch. None: made when the model is replicated or sharded over the whole world.
+        uneven: what ranks do when one loader ends early, ``"raise"`` or ``"stop"``; see
+            :class:`~pipe.train.source.Agreement`.
+
+    A loader must give each batch memory of its own: several batches are in flight. It is read in another thread, so
+    it must not share a random generator with the model if the order of draws matters (or pass ``Lanes.serial()``).
+
+    The model in ``eval`` mode, or under ``no_grad``, only runs forward. Use one pipeline for training and one for
+    evaluation: batches in flight belong to the mode in which they were asked for.
+
+    Source: torchrec's ``TrainPipelineBase`` (Meta, 2022).
+    """
+
+    default_ahead: Mapping[str, int] = {"load": 2, "copy": 2}
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device | str,
+        *,
+        grad_accum: int | None = None,
+        amp_dtype: torch.dtype | None = None,
+        grad_scaling: bool = True,
+        ahead: Mapping[str, int] | None = None,
+        lanes: Lanes | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        uneven: str = "raise",
+    ) -> None:
+        self._model = model
+        self._device = torch.device(device)
+        if self._device.type == "cuda" and self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._amp_dtype = amp_dtype
+        scaled = amp_dtype is torch.float16 and grad_scaling
+        scaler = torch.amp.GradScaler(self._device.type) if scaled else None
+        self._window = Window(model, optimizer, grad_accum, scaler)
+        self._lanes = lanes or Lanes.for_device(self._device)
+        unknown = sorted(set(ahead or ()) - set(self.default_ahead))
+        if unknown:
+            raise ValueError(f"expected stages of {sorted(self.default_ahead)} in ahead, got {unknown} (ahead={ahead})")
+        self._ahead = {**self.default_ahead, **(ahead or {})}
+        self._schedule = Schedule(self.stages())
+        self._agreement = Agreement.for_model(model, process_group, uneven)
+        self._flights: dict[int, Flight] = {}
+        self._position = 0  # index of the flight that computes next
+        self._source: Source | None = None
+        self._restored: Source | None = None  # of a loaded state; waits for the first iterator
+        self._training = True  # the mode that the flights of the present source were asked for in
+        self._batches = 0
+        self._pageable_bytes = 0
+        self._wait_seconds = {stage.name: 0.0 for stage in self._schedule.stages}
+        self._undistributed: dict[str, str] = {}
+
+    # ---------------------------------------------------------------------------------------------- stages
+
+    def stages(self) -> list[Stage]:
+        """The pipeline as data. A subclass adds its own."""
+        lanes, ahead = self._lanes, self._ahead
+        return [
+            Stage("load", lanes.load, self._load, ahead["load"]),
+            Stage("copy", lanes.copy, self._copy, ahead["copy"], after=("load",)),
+            Stage("forward", lanes.compute, self._forward, after=("copy",)),
+            Stage("backward", lanes.compute, self._backward, after=("forward",)),
+        ]
+
+    def _load(self, flight: Flight) -> None:
+        flight.read = flight.source.read()
+
+    def _copy(self, flight: Flight) -> None:
+        assert flight.read is not None
+        pageable = pageable_bytes(flight.read.batch, self._device)
+        if pageable and not self._pageable_bytes:
+            warnings.warn(
+                f"batch {flight.index} holds {pageable} bytes of pageable memory: copying them to {self._device} "
+                f"cannot overlap with compute; pin them (DataLoader(pin_memory=True))",
+                stacklevel=2,
+            )
+        self._pageable_bytes += pageable
+        # The host side of the copy stays referenced by flight.read until the batch has been run.
+        flight.batch = move(flight.read.batch, self._device)
+
+    def _forward(self, flight: Flight) -> None:
+        self._use(flight.batch)
+        flight.computing = True
+        micro = None
+        if self._trains():
+            last = self._window.must_know_the_end and self._is_last(flight.index)
+            micro = flight.micro = self._window.open(last=last)
+        silence = contextlib.nullcontext() if micro is None else self._window.synchronization(micro)
+        with silence, self._autocast():
+            returned = self._call_model(flight)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise TypeError(
+                f"expected the model to return a tuple (losses, output), got {type(returned).__name__}"
+                f"{f' of {len(returned)}' if isinstance(returned, tuple) else ''}"
+            )
+        flight.losses, flight.output = returned
+        flight.computing = False
+
+    def _call_model(self, flight: Flight) -> Any:
+        return self._model(flight.batch)
+
+    def _backward(self, flight: Flight) -> None:
+        flight.computing = True
+        if flight.micro is not None:
+            self._window.backward(flight.micro, flight.losses)
+        flight.computing = False
+
+    def _use(self, value: Any) -> None:
+        """Says that the current stream uses memory that the copy stream allocated."""
+        if self._device.type == "cuda" and self._lanes.copy.stream is not None:
+            record_stream(value, torch.cuda.current_stream(self._device))
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self._amp_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, dtype=self._amp_dtype)
+
+    def _trains(self) -> bool:
+        return self._model.training and torch.is_grad_enabled()
+
+    # ------------------------------------------------------------------------------------------ the runtime
+
+    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
+        """Runs the next batch and returns the model's output for it.
+
+        Args:
+            dataloader_iter: an iterator over batches; up to ``ahead`` batches are read from it in advance. With
+                another one than before, the batches in flight run first.
+
+        Raises:
+            StopIteration: after the last batch of this iterator has run.
+            ValueError: if batches in flight were asked for in another mode (``train`` or ``eval``).
+            Exception: what the loader raised, after the batches that it gave before; what the model raised.
+        """
+        if self._restored is not None:
+            self._source, self._restored = self._restored, None
+            self._source.iterator = dataloader_iter
+            self._training = self._model.training
+        elif self._source is None or self._source.iterator is not dataloader_iter:
+            self._refuse_other_mode()
+            self._source = Source(dataloader_iter, self._agreement)
+            self._training = self._model.training
+        while True:
+            flight = self._tick()
+            if flight.read is not None and flight.read.kind is Kind.BATCH:
+                self._batches += 1
+                return flight.output
+            if flight.read is not None and flight.read.kind is Kind.END and flight.source is self._source:
+                self._source = None
+                raise StopIteration
+
+    def _refuse_other_mode(self) -> None:
+        if self._model.training is not self._training and any(
+            flight.holds_batch() for flight in self._flights.values()
+        ):
+            raise ValueError(
+                f"expected the model in {'train' if self._training else 'eval'} mode for the batches in flight, got "
+                f"model.training={self._model.training} with another iterator; run the first iterator to its end, or "
+                f"use a second pipeline"
+            )
+
+    def _tick(self) -> Flight:
+        """One tick of the schedule; returns the flight that has now been through all stages."""
+        i = self._position
+        try:
+            for action in self._schedule.tick(i):
+                self._run(action)
+        except BaseException:
+            # An interrupt of this thread: failures of stages wait in their tickets. Whatever it struck is done again
+            # by the next call, save a forward or backward, which cannot be taken back.
+            if i in self._flights and self._flights[i].computing:
+                self._land(i)
+                self._window.abandon()
+            raise
+        flight = self._land(i)
+        try:
+            tickets = [flight.tickets[stage.name] for stage in self._schedule.stages]
+            # Last stage first: a wait that is missing among the stages must not be made up for here.
+            if not all(ticket.succeeded() for ticket in reversed(tickets)):
+                for ticket in tickets:
+                    with contextlib.suppress(SkippedStage):
+                        ticket.wait()
+        except BaseException as error:
+            if flight.computing:
+                self._window.abandon()
+            if flight.read is None and flight.source is self._source:
+                self._source = None  # the caller knows of the loader's failure now, and may go on reading
+            if isinstance(error, StopIteration):
+                # Without this, a StopIteration inside the model would pass for the end of the loader.
+                raise RuntimeError(f"a stage of batch {i} raised StopIteration") from error
+            raise
+        return flight
+
+    def _land(self, i: int) -> Flight:
+        self._position = i + 1
+        return self._flights.pop(i)
+
+    def _run(self, action: Action) -> None:
+        """Hands one stage of one batch to its lane."""
+        stage, k = action
+        if k < self._position:
+            return  # an interrupt struck this batch
+        if k not in self._flights:
+            assert self._source is not None
+            self._flights[k] = Flight(k, self._source)
+        flight = self._flights[k]
+        if stage.name not in flight.tickets:  # a restored batch has been loaded already
+            flight.tickets[stage.name] = stage.lane.submit(partial(self._work, stage, flight, threading.get_ident()))
+
+    def _work(self, stage: Stage, flight: Flight, caller: int) -> None:
+        for name in stage.after:
+            start = time.perf_counter()
+            # Without this, the stage would read what stage `name` has yet to write: on the host, or on its stream.
+            succeeded = flight.tickets[name].succeeded()
+            if threading.get_ident() == caller:
+                self._wait_seconds[name] += time.perf_counter() - start
+            if not succeeded:
+                raise SkippedStage
+        if flight.read is None or flight.read.kind is Kind.BATCH:
+            stage.work(flight)
+
+    def _is_last(self, i: int) -> bool:
+        """Whether the loader ends after batch ``i``. Waits for its next read, which is under way long since."""
+        for action in self._schedule.reach("load", i + 1):
+            self._run(action)
+        following = self._flights[i + 1]
+        following.tickets["load"].succeeded()
+        return following.read is not None and following.read.kind is Kind.END
+
+    # ----------------------------------------------------------------------------------- what users look at
+
+    def statistics(self) -> Statistics:
+        """Counts since construction, among them whether and why overlap is missing."""
+        return Statistics(
+            batches=self._batches,
+            steps=self._window.steps,
+            wait_seconds=dict(self._wait_seconds),
+            pageable_bytes=self._pageable_bytes,
+            undistributed=dict(self._undistributed),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a new pipeline needs to go on: the open window, the scaler, and the batches in flight.
+
+        Model, optimizer and loader have states of their own. The loader's position is the one *behind* the batches in
+        flight: they are kept here as the loader gave them. Waits for reads that are under way.
+        """
+        flights = [self._flights[k] for k in sorted(self._flights)]
+        for flight in flights:
+            flight.tickets["load"].succeeded()
+        reads = [flight.read for flight in flights if flight.read is not None]
+        return {
+            "window": self._window.state_dict(),
+            "batches": self._batches,
+            "in_flight": [read.batch for read in reads if read.kind is Kind.BATCH],
+            "ended": any(read.kind is Kind.END for read in reads),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where :meth:`state_dict` was taken: the next iterator is read behind the batches in flight.
+
+        Raises:
+            ValueError: if this pipeline has batches in flight itself, or other settings; nothing is changed then.
+        """
+        if any(flight.holds_batch() for flight in self._flights.values()):
+            raise ValueError("expected a pipeline without batches in flight to load a state into; make a new one")
+        self._window.load_state_dict(state["window"])
+        self._batches = state["batches"]
+        # Adopted by the first iterator, whose batches come behind these; if the loader had ended, none do.
+        self._restored = Source(iter(()), self._agreement, stopped=state["ended"])
+        self._position = max([self._position - 1, *self._flights]) + 1
+        self._flights.clear()
+        reads = [Read(Kind.BATCH, batch) for batch in state["in_flight"]] + [Read(Kind.END)] * state["ended"]
+        for k, read in enumerate(reads, self._position):
+            self._flights[k] = Flight.loaded(k, self._restored, read)

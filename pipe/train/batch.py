@@ -1,0 +1,149 @@
+"""Batches of any kind: to a device, and what can be reached inside them.
+
+A loader yields what its author liked: a tensor, nested dicts, lists and tuples, named tuples, dataclasses, or an
+object with a ``.to`` method. Nothing here looks at meaning; a container keeps its type, and what is no tensor stays.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+__all__ = ["Step", "follow", "move", "pageable_bytes", "record_stream", "walk"]
+
+
+def _takes_non_blocking(to: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(to).parameters.values()
+    except (TypeError, ValueError):  # written in C without a signature
+        return False
+    return any(p.name == "non_blocking" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """The batch with every tensor on ``device``, copied without blocking the host where the memory is pinned.
+
+    A container none of whose items moved is returned as it is. A batch with nothing to move passes unchanged.
+    """
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    to = getattr(batch, "to", None)
+    if callable(to) and not isinstance(batch, type):
+        return to(device, non_blocking=True) if _takes_non_blocking(to) else to(device)
+    if isinstance(batch, Mapping):
+        items = {key: move(value, device) for key, value in batch.items()}
+        if all(items[key] is value for key, value in batch.items()):
+            return batch
+        if not isinstance(batch, MutableMapping):
+            return items
+        moved: Any = copy.copy(batch)  # keeps the type, a default factory, the order
+        moved.update(items)
+        return moved
+    if isinstance(batch, (list, tuple)):
+        values = [move(value, device) for value in batch]
+        if all(new is old for new, old in zip(values, batch, strict=True)):
+            return batch
+        if hasattr(batch, "_make"):
+            return batch._make(values)
+        return type(batch)(values)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if hasattr(batch, f.name)}
+        new_fields = {name: move(value, device) for name, value in fields.items()}
+        if all(new_fields[name] is value for name, value in fields.items()):
+            return batch
+        # Not dataclasses.replace: it calls __init__ again, which refuses init=False fields and may compute anew.
+        moved = copy.copy(batch)
+        for name, value in new_fields.items():
+            object.__setattr__(moved, name, value)
+        return moved
+    leaves, spec = pytree.tree_flatten(batch)
+    if spec.is_leaf():
+        return batch
+    return pytree.tree_unflatten([move(leaf, device) for leaf in leaves], spec)
+
+
+class Step(NamedTuple):
+    """One step of a path into a batch: ``.key`` of an object, or ``[key]`` of a container."""
+
+    attribute: bool
+    key: Any
+
+    def __str__(self) -> str:
+        return f".{self.key}" if self.attribute else f"[{self.key!r}]"
+
+
+_OPAQUE = (str, bytes, int, float, complex, bool, type(None), type, torch.device, torch.dtype, torch.nn.Module)
+_DEEPEST = 8  # containers inside containers; beyond it a batch is no batch but a graph of objects
+
+
+def _children(value: Any) -> Iterator[tuple[Step, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield Step(False, key), item
+    elif isinstance(value, (list, tuple)):
+        for k, item in enumerate(value):
+            yield Step(False, k), item
+    elif not isinstance(value, (Tensor, *_OPAQUE)) and not callable(value):
+        names = dict.fromkeys(getattr(value, "__dict__", ()))
+        for kind in type(value).__mro__:
+            slots = kind.__dict__.get("__slots__", ())
+            names.update(dict.fromkeys((slots,) if isinstance(slots, str) else slots))
+        for name in names:
+            item = getattr(value, name, None)
+            if item is not None:
+                yield Step(True, name), item
+
+
+def walk(batch: Any) -> Iterator[tuple[tuple[Step, ...], Any]]:
+    """Every object that the batch reaches, with its path, outermost first; each object once."""
+    seen: set[int] = set()  # ids are safe here: everything seen is kept alive by the batch while this runs
+    level: list[tuple[tuple[Step, ...], Any]] = [((), batch)]
+    for _ in range(_DEEPEST):
+        below: list[tuple[tuple[Step, ...], Any]] = []
+        for path, value in level:
+            if id(value) not in seen:
+                seen.add(id(value))
+                yield path, value
+                below.extend(((*path, step), child) for step, child in _children(value))
+        level = below
+
+
+def follow(batch: Any, path: tuple[Step, ...]) -> Any:
+    """The object at ``path``.
+
+    Raises:
+        LookupError or AttributeError: if this batch has no such path.
+    """
+    for step in path:
+        batch = getattr(batch, step.key) if step.attribute else batch[step.key]
+    return batch
+
+
+def pageable_bytes(batch: Any, device: torch.device) -> int:
+    """Bytes of host tensors whose copy to ``device`` cannot be asynchronous because their memory is not pinned."""
+    if device.type == "cpu":
+        return 0
+    tensors = (value for _, value in walk(batch) if isinstance(value, Tensor))
+    return sum(t.numel() * t.element_size() for t in tensors if t.device.type == "cpu" and not t.is_pinned())
+
+
+def record_stream(batch: Any, stream: torch.cuda.Stream | None) -> None:
+    """Tells the allocator that ``stream`` uses the batch's memory, until the work it has now been given is done.
+
+    Without this, memory allocated on a copy stream could be given to the next copy while kernels still read it.
+    """
+    if stream is None:
+        return
+    for _, value in walk(batch):
+        if isinstance(value, Tensor):
+            if value.is_cuda:
+                value.record_stream(stream)
+        elif callable(getattr(value, "record_stream", None)):
+            value.record_stream(stream)

@@ -1,0 +1,227 @@
+"""Input distribution of sparse features ahead of the forward that needs it.
+
+A module takes part that speaks the protocol of :class:`Distributes` (the one of torchrec's sharded modules): its
+forward is ``compute_and_output_dist(context, input_dist(context, ...).wait().wait())``. The first half needs only the
+batch, so it can run while an earlier batch computes. For this one must know which part of the batch the module will
+be called with. That is *observed*: the first forward shows which objects of the batch each module received. It is a
+prediction, and each call checks it by identity: a module that is called with anything else runs its own forward.
+
+Guarantees
+    * What a module computes never depends on the prediction; only when its distribution began does.
+    * A started distribution is used once. A recomputation in backward runs the module's own forward.
+    * The model is rewritten only while its forward runs. Between calls it is the user's, with nothing left in it.
+    * Modules are known by their place in the model, never by an ``id``.
+
+Assumes
+    * ``input_dist`` reads no parameter that the optimizer updates (or keeps its own result up to date).
+    * In several processes: all ranks run the same model code, so predictions hold or fail on all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from pipe.train.batch import Step, follow, record_stream, walk
+from pipe.train.lane import Lane
+
+__all__ = ["Distributes", "Distribution", "Request"]
+
+
+@runtime_checkable
+class Distributes(Protocol):
+    """What a module must offer to take part.
+
+    ``input_dist`` returns an awaitable whose ``wait()`` starts the second half and returns another awaitable, whose
+    ``wait()`` returns the distributed input. Both are called on the distribute lane.
+    """
+
+    def create_context(self) -> Any:
+        """A fresh context for one forward."""
+
+    def input_dist(self, ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        """Starts to bring the input to where it is needed."""
+
+    def compute_and_output_dist(self, ctx: Any, dist_input: Any) -> Any:
+        """The rest of the forward."""
+
+
+@dataclass(frozen=True)
+class _FromBatch:
+    path: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """How a module was called: its arguments, objects of the batch replaced by their paths."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass
+class Request:
+    """A started distribution."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    context: Any
+    awaitable: Any
+    second: bool = field(default=False)  # whether the first wait is over
+
+    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the module is called with the very objects that were distributed."""
+        return _same(self.args, args) and _same(self.kwargs, kwargs)
+
+
+_CONSTANTS = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    return isinstance(a, _CONSTANTS) and bool(a == b)
+
+
+class _Unknown(Exception):
+    """An argument that the batch does not contain."""
+
+
+def _template(value: Any, paths: dict[int, tuple[Step, ...]]) -> Any:
+    if id(value) in paths and not isinstance(value, _CONSTANTS):
+        return _FromBatch(paths[id(value)])
+    if type(value) in (list, tuple):
+        return type(value)(_template(item, paths) for item in value)
+    if type(value) is dict:
+        return {key: _template(item, paths) for key, item in value.items()}
+    if isinstance(value, _CONSTANTS):
+        return value
+    raise _Unknown(f"it was called with a {type(value).__name__} that is no part of the batch")
+
+
+def _fill(template: Any, batch: Any) -> Any:
+    if isinstance(template, _FromBatch):
+        return follow(batch, template.path)
+    if type(template) in (list, tuple):
+        return type(template)(_fill(item, batch) for item in template)
+    if type(template) is dict:
+        return {key: _fill(item, batch) for key, item in template.items()}
+    return template
+
+
+class Distribution:
+    """Starts the distributions of a batch, and serves them to the forward.
+
+    Attributes:
+        undistributed: for each module that does not run ahead, why.
+    """
+
+    def __init__(self, model: nn.Module, lane: Lane) -> None:
+        self._lane = lane
+        self._modules: dict[str, Any] = dict(_outermost(model))
+        self._calls: list[_Call] | None = None  # None until a forward has been observed
+        self.undistributed: dict[str, str] = {}
+
+    @property
+    def observed(self) -> bool:
+        """Whether a forward has shown how the modules are called."""
+        return self._calls is not None
+
+    def start(self, batch: Any) -> list[Request]:
+        """Starts what can be started for a batch, in the order in which the forward will ask for it."""
+        requests = []
+        for call in self._calls or ():
+            try:
+                args, kwargs = _fill(call.args, batch), _fill(call.kwargs, batch)
+            except (LookupError, AttributeError, TypeError):
+                self.undistributed[call.name] = "a batch does not have the part that the first batch had"
+                continue
+            record_stream((args, kwargs), self._lane.stream)
+            module = self._modules[call.name]
+            context = module.create_context()
+            requests.append(Request(call.name, args, kwargs, context, module.input_dist(context, *args, **kwargs)))
+        return requests
+
+    def exchange(self, requests: list[Request]) -> None:
+        """The first wait of each request: after it, all that was to be sent is under way."""
+        for request in requests:
+            if not request.second:
+                request.awaitable, request.second = request.awaitable.wait(), True
+
+    @contextlib.contextmanager
+    def serving(self, requests: list[Request] | None, batch: Any) -> Iterator[None]:
+        """While inside, participating modules use ``requests``; the first time, it is observed what they are given."""
+        waiting = list(requests or ())
+        seen: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        with contextlib.ExitStack() as stack:
+            for name, module in self._modules.items():
+                stack.enter_context(self._served(name, module, waiting, seen))
+            yield
+        if not self.observed:
+            self._calls = self._learn(seen, batch)
+
+    @contextlib.contextmanager
+    def _served(self, name: str, module: Any, waiting: list[Request], seen: list[Any]) -> Iterator[None]:
+        plain = module.forward
+        replaced = vars(module).get("forward")  # somebody else's replacement; usually forward is the class's
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            request = next((r for r in waiting if r.name == name and r.fits(args, kwargs)), None)
+            if request is None:
+                if self.observed:
+                    self.undistributed.setdefault(name, "it was called with other objects than in the first forward")
+                seen.append((name, args, kwargs))
+                return plain(*args, **kwargs)
+            waiting.remove(request)
+            return module.compute_and_output_dist(request.context, self._finish(request))
+
+        module.forward = forward
+        try:
+            yield
+        finally:
+            if replaced is None:
+                del module.forward
+            else:
+                module.forward = replaced
+
+    def _finish(self, request: Request) -> Any:
+        # Without this wait, the lookup would read indices (or rows) that have not arrived.
+        dist_input = self._lane.submit(request.awaitable.wait).wait()
+        if self._lane.stream is not None:
+            stream = torch.cuda.current_stream(self._lane.stream.device)
+            record_stream(dist_input, stream)
+            record_stream(request.context, stream)
+        return dist_input
+
+    def _learn(self, seen: list[tuple[str, tuple[Any, ...], dict[str, Any]]], batch: Any) -> list[_Call]:
+        paths = {id(value): path for path, value in walk(batch)}  # ids of objects that the batch keeps alive
+        calls = []
+        for name, args, kwargs in seen:
+            try:
+                calls.append(_Call(name, _template(args, paths), _template(kwargs, paths)))
+            except _Unknown as reason:
+                self.undistributed[name] = str(reason)
+        for name in self._modules.keys() - {name for name, _, _ in seen}:
+            self.undistributed[name] = "the first forward did not call it"
+        return calls
+
+
+def _outermost(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(module, Distributes):
+        yield name, module
+        return
+    for key, child in module.named_children():
+        yield from _outermost(child, f"{name}.{key}" if name else key)

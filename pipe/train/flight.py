@@ -1,0 +1,47 @@
+"""One batch on its way through the stages of a train pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipe.train.lane import Ticket
+from pipe.train.source import Kind, Read, Source
+from pipe.train.window import MicroStep
+
+__all__ = ["Flight", "SkippedStage"]
+
+
+class SkippedStage(Exception):
+    """A stage was not run because one that it needs failed."""
+
+
+class Flight:
+    """One batch on its way through the stages. Each stage fills in what it is responsible for."""
+
+    __slots__ = ("batch", "computing", "index", "losses", "micro", "output", "read", "requests", "source", "tickets")
+
+    def __init__(self, index: int, source: Source) -> None:
+        self.index = index
+        self.source = source
+        self.tickets: dict[str, Ticket[None]] = {}
+        self.read: Read | None = None  # by load
+        self.batch: Any = None  # by copy: the batch on the device
+        self.requests: Any = None  # by distribute
+        self.micro: MicroStep | None = None  # by forward, as are losses and output
+        self.losses: Any = None
+        self.output: Any = None
+        self.computing = False  # inside a forward or backward, which cannot be run again once it has begun
+
+    @classmethod
+    def loaded(cls, index: int, source: Source, read: Read) -> Flight:
+        """A flight whose batch was read before, in a run that left it in its state."""
+        flight = cls(index, source)
+        flight.read = read
+        flight.tickets["load"] = Ticket()
+        flight.tickets["load"].run(lambda: None)
+        return flight
+
+    def holds_batch(self) -> bool:
+        """Whether the loader had a batch for this flight. Waits for the read."""
+        self.tickets["load"].succeeded()
+        return self.read is not None and self.read.kind is Kind.BATCH

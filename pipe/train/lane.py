@@ -1,0 +1,201 @@
+"""Lanes: ordered queues of work that run beside the compute.
+
+A stage of a train pipeline is handed to a lane and leaves a :class:`Ticket`. Whoever needs the result waits for the
+ticket, in front of the first use and nowhere else. This is the only module of ``pipe.train`` that touches
+``torch.cuda``: a lane with a stream issues its work on it and records an event, a lane without one is a plain queue.
+On the CPU an I/O thread is the twin of the copy stream, so the same pipeline overlaps on any machine.
+
+Guarantees
+    * The jobs of one lane run in the order of submission, never two at a time.
+    * :meth:`Ticket.wait` returns after its job has run on the host, and orders the caller's current stream behind the
+      job's work on its own stream. The host never waits for a device.
+    * An exception of a job, ``BaseException`` included, is raised by :meth:`Ticket.wait`, every time it is called.
+    * A :class:`ThreadLane` owns a thread only while it has work: nothing to close, nothing alive when it rests.
+
+Assumes
+    * A job on a lane never waits for a ticket of a later job of the same lane.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+__all__ = ["InlineLane", "Lane", "Lanes", "ThreadLane", "Ticket"]
+
+T = TypeVar("T")
+
+
+def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
+    """Makes ``stream`` current, and with it the pipeline's device, whichever one the caller is on."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+class Ticket(Generic[T]):
+    """The promise of one job."""
+
+    __slots__ = ("_done", "_error", "_event", "_stream", "_value")
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._value: T
+        self._error: BaseException | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._event: torch.cuda.Event | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the job has run on the host (its work on a stream may still be under way)."""
+        return self._done.is_set()
+
+    def run(self, job: Callable[[], T], stream: torch.cuda.Stream | None = None) -> None:
+        """Runs the job on ``stream`` and keeps what it returns or raises. Called once, by the lane."""
+        try:
+            with _on(stream):
+                self._value = job()
+                if stream is not None:
+                    # Producer: this lane. Consumer: the stream that is current where wait() is called.
+                    self._stream, self._event = stream, stream.record_event()
+        except BaseException as error:
+            self._error = error
+        self._done.set()
+
+    def succeeded(self) -> bool:
+        """Waits as :meth:`wait` does, but says whether the job returned instead of raising what it raised."""
+        # Without this, the value of a job that another thread still works on would be read.
+        self._done.wait()
+        if self._event is not None and self._stream is not None:
+            # Without this, kernels of the current stream would read memory that the lane's stream has yet to write.
+            torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+        return self._error is None
+
+    def wait(self) -> T:
+        """What the job returned, safe to use on the current stream; raises what the job raised."""
+        if not self.succeeded():
+            assert self._error is not None
+            raise self._error
+        return self._value
+
+
+class Lane(ABC):
+    """An ordered queue of jobs; ``stream`` is the one that they issue their device work on, if there is one."""
+
+    stream: torch.cuda.Stream | None = None
+
+    @abstractmethod
+    def submit(self, job: Callable[[], T]) -> Ticket[T]:
+        """Queues a job."""
+
+
+class InlineLane(Lane):
+    """Runs each job at once in the caller's thread; asynchronous only as far as ``stream`` is.
+
+    The right lane for collectives: every rank issues them in one thread, hence in one order.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        self.stream = stream
+
+    def submit(self, job: Callable[[], T]) -> Ticket[T]:
+        """Runs the job now. An interrupt of the caller's thread (not an ``Exception``) is raised at once."""
+        ticket: Ticket[T] = Ticket()
+        ticket.run(job, self.stream)
+        if ticket._error is not None and not isinstance(ticket._error, Exception):
+            raise ticket._error
+        return ticket
+
+
+class ThreadLane(Lane):
+    """Runs the jobs in a thread of its own, which exists only while there are jobs."""
+
+    def __init__(self, name: str, stream: torch.cuda.Stream | None = None) -> None:
+        self.stream = stream
+        self._name = name
+        self._lock = threading.Lock()
+        self._jobs: deque[tuple[Callable[[], Any], Ticket[Any]]] = deque()
+        self._thread: threading.Thread | None = None
+        _lanes.add(self)
+
+    def submit(self, job: Callable[[], T]) -> Ticket[T]:
+        """Queues the job, and starts the thread if it rests."""
+        ticket: Ticket[T] = Ticket()
+        with self._lock:
+            self._jobs.append((job, ticket))
+            if self._thread is None:
+                # A daemon, because a loader may block for ever: interpreter exit must not wait for it.
+                self._thread = threading.Thread(target=self._drain, name=self._name, daemon=True)
+                self._thread.start()
+        return ticket
+
+    def _drain(self) -> None:
+        while True:
+            with self._lock:
+                if not self._jobs:
+                    self._thread = None
+                    return
+                job, ticket = self._jobs.popleft()
+            ticket.run(job, self.stream)
+            del job, ticket  # the job holds its batch; without this, a lane at rest in Python's frame would keep it
+
+    def _abandon(self) -> threading.Thread | None:
+        with self._lock:
+            self._jobs.clear()
+            return self._thread
+
+
+_lanes: weakref.WeakSet[ThreadLane] = weakref.WeakSet()
+_EXIT_SECONDS = 5.0
+
+
+@atexit.register
+def _leave() -> None:
+    """At interpreter exit: drops queued jobs and gives running ones a moment, so that none dies inside a kernel."""
+    for thread in [lane._abandon() for lane in list(_lanes)]:
+        if thread is not None:
+            thread.join(_EXIT_SECONDS)
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The lanes of a train pipeline.
+
+    Attributes:
+        load: calls ``next()`` on the loader.
+        copy: brings batches to the device.
+        distribute: input distribution of sparse features (collectives).
+        compute: forward, backward and optimizer step.
+    """
+
+    load: Lane
+    copy: Lane
+    distribute: Lane
+    compute: Lane
+
+    @classmethod
+    def for_device(cls, device: torch.device) -> Lanes:
+        """The default: loader and copies in threads, collectives and compute in the caller's thread.
+
+        On CUDA the copy and distribute lanes have streams of ``device`` (whichever device is current).
+        """
+        cuda = device.type == "cuda"
+        return cls(
+            load=ThreadLane("train-load"),
+            copy=ThreadLane("train-copy", torch.cuda.Stream(device) if cuda else None),
+            distribute=InlineLane(torch.cuda.Stream(device) if cuda else None),
+            compute=InlineLane(),
+        )
+
+    @classmethod
+    def serial(cls) -> Lanes:
+        """Everything in the caller's thread, in order: the baseline to compare with, and for loaders bound to it."""
+        lane = InlineLane()
+        return cls(load=lane, copy=lane, distribute=lane, compute=lane)

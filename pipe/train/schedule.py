@@ -1,0 +1,109 @@
+"""Which stage runs on which batch, and when: a train pipeline as plain data.
+
+A pipeline is a list of :class:`Stage`. Each says how many batches it runs *ahead* of the batch that computes, and
+*after* which stages of the same batch it may start. One call of ``progress`` is one tick; tick ``i`` brings every
+stage, in the order of the list, to batch ``i + ahead``. That one rule is the whole schedule::
+
+    load  ahead 2    tick 0   load.0 load.1 load.2  copy.0 copy.1 copy.2  forward.0 backward.0     fill
+    copy  ahead 2    tick 1   load.3 copy.3  forward.1 backward.1                                  steady state
+    forward          tick 2   load.4 copy.4  forward.2 backward.2
+    backward         tick 3   ...            where the loader has ended, load and copy find        drain
+                                             nothing, and the batches in flight compute
+
+A stage that a batch needs but that is listed later (the exchange of sparse lengths runs between forward and backward
+of the batch before) is brought forward on demand while the pipeline fills.
+
+Invariant: every stage runs once for every batch, in the order of the batches, and after the stages it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from pipe.train.lane import Lane
+
+__all__ = ["Action", "Schedule", "Stage", "plan"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a train pipeline.
+
+    Attributes:
+        name: what it is called in plans, statistics and errors.
+        lane: the queue that it runs on.
+        work: what it does to one batch in flight; not called for a place in flight that holds no batch.
+        ahead: how many batches it runs ahead of the one that computes.
+        after: names of the stages of the same batch that it waits for.
+    """
+
+    name: str
+    lane: Lane = field(repr=False)
+    work: Callable[[Any], None] = field(repr=False)
+    ahead: int = 0
+    after: tuple[str, ...] = ()
+
+
+class Action(NamedTuple):
+    """Run ``stage`` on batch ``batch``."""
+
+    stage: Stage
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage.name}.{self.batch}"
+
+
+class Schedule:
+    """Walks the stages tick by tick. It knows nothing of batches, loaders and devices.
+
+    An action counts as done when the next one is asked for. If carrying it out raises, it is yielded again later.
+
+    Raises:
+        ValueError: if names repeat, a stage waits for an unknown one or for itself in a circle, or ``ahead`` is
+            negative.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.stages = tuple(stages)
+        self._named = {stage.name: stage for stage in stages}
+        self._next = dict.fromkeys(self._named, 0)
+        if len(self._named) != len(stages):
+            raise ValueError(f"expected stages of different names, got {[stage.name for stage in stages]}")
+        for stage in stages:
+            unknown = [name for name in stage.after if name not in self._named]
+            if unknown:
+                raise ValueError(f"stage {stage.name!r} waits for unknown stages {unknown}; stages: {[*self._named]}")
+            if stage.ahead < 0:
+                raise ValueError(f"expected ahead >= 0, got {stage.ahead} for stage {stage.name!r}")
+            self._refuse_circles(stage.name, ())
+
+    def _refuse_circles(self, name: str, path: tuple[str, ...]) -> None:
+        if name in path:
+            raise ValueError(f"stages wait for each other in a circle: {' <- '.join((*path, name))}")
+        for needed in self._named[name].after:
+            self._refuse_circles(needed, (*path, name))
+
+    def tick(self, i: int) -> Iterator[Action]:
+        """All that is to be done while batch ``i`` computes."""
+        for stage in self.stages:
+            yield from self.reach(stage.name, i + stage.ahead)
+
+    def reach(self, name: str, batch: int) -> Iterator[Action]:
+        """What is missing until stage ``name`` has run on ``batch``, with the stages that this needs."""
+        stage = self._named[name]
+        while self._next[name] <= batch:
+            k = self._next[name]
+            for needed in stage.after:
+                yield from self.reach(needed, k)
+            yield Action(stage, k)
+            self._next[name] = k + 1
+
+
+def plan(stages: Sequence[Stage], batches: int) -> str:
+    """The schedule of ``batches`` batches as text, one line for each call of ``progress``."""
+    schedule = Schedule(stages)
+    ticks = ([action for action in schedule.tick(i) if action.batch < batches] for i in range(batches))
+    return "\n".join(" ".join(map(str, tick)) for tick in ticks)

@@ -1,0 +1,236 @@
+"""Gradient accumulation as a window: micro-steps that together are one optimizer step.
+
+A window is opened by the first batch that needs it and closed by its last: the ``size``-th, or the loader's last one
+if that comes earlier. The optimizer then steps with the *mean* over the batches that the window really holds.
+
+Guarantees
+    * Gradients are zeroed when a window opens, so nothing from before leaks in, and only then, so nothing is lost
+      while the pipeline waits for the loader.
+    * A partial window is scaled by its true size, and its all-reduce happens as in a full one.
+    * Replicas communicate once per window: all but its last backward run in the models' ``no_sync``.
+
+After an exception in a forward or backward the open window is abandoned: the parameters hold the last complete step,
+the next batch opens a new window, and no half-accumulated gradient is stepped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pipe.nested import tensors_in
+
+__all__ = ["MicroStep", "Window"]
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """One batch's place in its window.
+
+    Attributes:
+        number: 1 for the first batch of the window.
+        closes: whether the optimizer steps after it.
+    """
+
+    number: int
+    closes: bool
+
+
+class Window:
+    """Accumulates, scales and steps.
+
+    Args:
+        size: batches per optimizer step; None means 1.
+        scaler: scales losses and steps the optimizer (fp16 only), or None.
+
+    Raises:
+        TypeError: if ``size`` is no integer.
+        ValueError: if ``size`` is not positive, or an optimizer updates inside backward where it would update with
+            part of a window's gradient or with a scaled one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        size: int | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
+            raise TypeError(
+                f"expected grad_accum to be None or an int, got {type(size).__name__} (grad_accum={size!r})"
+            )
+        if size is not None and size < 1:
+            raise ValueError(f"expected grad_accum >= 1 batches per optimizer step, got grad_accum={size}")
+        self.size = size or 1
+        self.scaler = scaler
+        self.steps = 0
+        self.position = 0
+        self._model = model
+        self._optimizer = optimizer
+        if self.size > 1:
+            _refuse_updates_in_backward(model, f"accumulates {self.size} batches (grad_accum={self.size})")
+        if scaler is not None:
+            _refuse_updates_in_backward(model, "scales its loss for fp16 (enable_grad_scaling=True)")
+
+    @property
+    def must_know_the_end(self) -> bool:
+        """Whether the next batch closes the window only if it is the loader's last."""
+        return self.position + 1 < self.size
+
+    def open(self, *, last: bool) -> MicroStep:
+        """The place of the next batch; zeroes the gradients if it is the first of its window.
+
+        Args:
+            last: whether it is the last batch of its loader.
+        """
+        if self.position == 0:
+            self._optimizer.zero_grad(set_to_none=True)
+        return MicroStep(self.position + 1, last or not self.must_know_the_end)
+
+    @contextlib.contextmanager
+    def synchronization(self, micro: MicroStep) -> Iterator[None]:
+        """Surrounds the forward, and the backward, of one batch: replicas keep silent unless it closes the window."""
+        with contextlib.ExitStack() as stack:
+            if not micro.closes:
+                for module in _replicated(self._model):
+                    if callable(getattr(module, "no_sync", None)):
+                        stack.enter_context(module.no_sync())
+                    else:
+                        module.set_requires_gradient_sync(False)
+                        stack.callback(module.set_requires_gradient_sync, True)
+            yield
+
+    def backward(self, micro: MicroStep, losses: Any) -> None:
+        """Accumulates the gradient of one batch's losses (the sum of all their elements), and steps at the end."""
+        weight = 1.0 / self.size
+        if micro.closes and micro.number < self.size:
+            # The earlier batches were weighed as parts of a full window. Put right before the last backward, so that
+            # what this backward hands on (an all-reduce) is already the mean over the true size.
+            weight = 1.0 / micro.number
+            for parameter in self._parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.size / micro.number)
+        loss = _total(losses)
+        if weight != 1.0:
+            loss = loss * weight
+        with self.synchronization(micro):
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        self.position = micro.number
+        if micro.closes:
+            self._step()
+
+    def _step(self) -> None:
+        if self.scaler is None:
+            self._optimizer.step()
+        else:
+            self.scaler.step(self._optimizer)
+            self.scaler.update()
+        self.position = 0
+        self.steps += 1
+
+    def abandon(self) -> None:
+        """Forgets the open window; the next batch opens a new one with zeroed gradients."""
+        self.position = 0
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position, gradients accumulated so far (in the order of the optimizer's parameters), steps and scaler."""
+        grads = [p.grad for p in self._parameters()] if self.position else []
+        return {
+            "position": self.position,
+            "size": self.size,
+            "steps": self.steps,
+            "gradients": [None if grad is None else grad.detach().clone() for grad in grads],
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues a window where :meth:`state_dict` left it.
+
+        Raises:
+            ValueError: if the state belongs to a window of another size, other parameters, or other scaling; nothing
+                is changed then.
+        """
+        parameters = self._parameters()
+        wrong = []
+        if state["size"] != self.size:
+            wrong.append(f"grad_accum {self.size}, got {state['size']}")
+        if state["position"] and len(state["gradients"]) != len(parameters):
+            wrong.append(f"gradients of {len(parameters)} parameters, got {len(state['gradients'])}")
+        if (state["scaler"] is None) != (self.scaler is None):
+            wrong.append(f"{'no ' if self.scaler is None else ''}gradient scaling, got the opposite")
+        if wrong:
+            raise ValueError(f"expected the state of a pipeline with {'; and '.join(wrong)}")
+        if state["position"]:
+            for parameter, grad in zip(parameters, state["gradients"], strict=True):
+                parameter.grad = None if grad is None else grad.to(parameter.device, copy=True)
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        self.position, self.steps = state["position"], state["steps"]
+
+
+def _total(losses: Any) -> Tensor:
+    """The sum over everything the model calls a loss: tensors of any shape, alone or nested."""
+    tensors = tensors_in(losses)
+    if not tensors:
+        raise TypeError(
+            f"expected the model to return (losses, output) with tensors as losses, got losses of type "
+            f"{type(losses).__name__}"
+        )
+    total = tensors[0].sum()
+    for tensor in tensors[1:]:
+        total = total + tensor.sum()
+    return total
+
+
+def _replicated(model: nn.Module) -> list[Any]:
+    """The modules that all-reduce in backward: every DDP module, and the outermost of other kinds (FSDP).
+
+    A sharded embedding collection of torchrec keeps DDP modules in a plain list, where ``modules()`` does not look.
+    """
+    found: dict[int, nn.Module] = {}  # by id, while the list below keeps each module alive
+
+    def visit(module: nn.Module, inside: bool) -> None:
+        ddp = isinstance(module, DistributedDataParallel)
+        silent = ddp or any(callable(getattr(module, f, None)) for f in ("no_sync", "set_requires_gradient_sync"))
+        if ddp or (silent and not inside):
+            found.setdefault(id(module), module)
+        for child in module.children():
+            visit(child, inside or (silent and not ddp))
+        for value in vars(module).values():
+            if isinstance(value, (list, tuple)):
+                for item in value:
+                    if isinstance(item, nn.Module):
+                        visit(item, inside or (silent and not ddp))
+
+    visit(model, False)
+    return list(found.values())
+
+
+def _refuse_updates_in_backward(model: nn.Module, because: str) -> None:
+    reasons = []
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_in_backward_optimizers", None):
+            reasons.append(f"parameter {name!r} (apply_optimizer_in_backward)")
+        elif getattr(parameter, "_post_accumulate_grad_hooks", None):
+            reasons.append(f"parameter {name!r} (register_post_accumulate_grad_hook)")
+    for name, module in model.named_modules():
+        fused = getattr(module, "fused_optimizer", None)
+        if fused is not None and len(getattr(fused, "params", ())):
+            reasons.append(f"module {name!r} (fused optimizer)")
+    if reasons:
+        raise ValueError(
+            f"expected no optimizer that updates inside backward, because this pipeline {because} and such an "
+            f"optimizer would update after every batch, got: {', '.join(reasons[:8])}"
+            f"{f' and {len(reasons) - 8} more' if len(reasons) > 8 else ''}; step them after backward (for torchrec: "
+            f"the dense compute kernel), or train without it"
+        )

@@ -1,0 +1,259 @@
+"""What the tests of the train pipelines share: batches of all kinds, a model, a plain loop, and a lane that is late."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipe.train import Lane, Ticket
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+@dataclass
+class Record:
+    x: Tensor
+    y: Tensor
+    rows: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.rows += len(self.x)
+
+
+@dataclass(frozen=True)
+class FrozenRecord:
+    x: Tensor
+    y: Tensor
+
+
+class WithTo:
+    """What torch calls pipelineable: an object with a ``.to`` that takes ``non_blocking``."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> WithTo:
+        return WithTo(self.x.to(device, non_blocking=non_blocking), self.y.to(device, non_blocking=non_blocking))
+
+
+class WithPlainTo(WithTo):
+    def to(self, device: torch.device) -> WithPlainTo:  # type: ignore[override]
+        return WithPlainTo(self.x.to(device), self.y.to(device))
+
+
+KINDS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Tensor, Tensor]]]] = {
+    "tensor": (lambda x, y: torch.cat([x, y], 1), lambda b: (b[:, :-1], b[:, -1:])),
+    "dict": (lambda x, y: {"x": x, "y": y}, lambda b: (b["x"], b["y"])),
+    "nested_dict": (
+        lambda x, y: {"in": OrderedDict(x=x), "out": {"y": [y, "name"]}},
+        lambda b: (b["in"]["x"], b["out"]["y"][0]),
+    ),
+    "list": (lambda x, y: [x, y], lambda b: (b[0], b[1])),
+    "tuple": (lambda x, y: (x, (y, None, 3)), lambda b: (b[0], b[1][0])),
+    "named_tuple": (Pair, lambda b: (b.x, b.y)),
+    "dataclass": (Record, lambda b: (b.x, b.y)),
+    "frozen_dataclass": (FrozenRecord, lambda b: (b.x, b.y)),
+    "with_to": (WithTo, lambda b: (b.x, b.y)),
+    "with_plain_to": (WithPlainTo, lambda b: (b.x, b.y)),
+}
+
+
+class Net(nn.Module):
+    """Draws random numbers and counts in buffers, so that a batch run twice, late or never is seen."""
+
+    def __init__(self, unpack: Callable[[Any], tuple[Tensor, Tensor]] = KINDS["dict"][1]) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Tanh(), nn.Linear(5, 1))
+        self.unpack = unpack
+
+    def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
+        x, y = self.unpack(batch)
+        output = self.body(x)
+        return (output - y) ** 2, output.detach()
+
+
+class FakeAwaitable:
+    """The promise of a distribution: what is to come is worked out when it is waited for."""
+
+    def __init__(self, come: Callable[[], Any]) -> None:
+        self.come = come
+
+    def wait(self) -> Any:
+        return self.come()
+
+
+class FakeSparse(nn.Module):
+    """Speaks the protocol of sharded modules. Its log tells when each half of its forward ran, and on what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.log: list[tuple[str, int]] = []
+
+    def create_context(self) -> dict[str, Any]:
+        return {}
+
+    def input_dist(self, ctx: dict[str, Any], features: Tensor, flip: bool = False) -> FakeAwaitable:
+        self.log.append(("input_dist", id(features)))
+        ctx["flip"] = flip
+        return FakeAwaitable(lambda: self._exchange(features))
+
+    def _exchange(self, features: Tensor) -> FakeAwaitable:
+        self.log.append(("exchange", id(features)))
+        return FakeAwaitable(lambda: (features, features * 2))
+
+    def compute_and_output_dist(self, ctx: dict[str, Any], dist_input: tuple[Tensor, Tensor]) -> Tensor:
+        features, twice = dist_input[0], dist_input[1]
+        self.log.append(("compute", id(features)))
+        return (twice.flip(1) if ctx["flip"] else twice) * self.scale
+
+    def forward(self, features: Tensor, flip: bool = False) -> Any:
+        self.log.append(("forward", id(features)))
+        ctx = self.create_context()
+        return self.compute_and_output_dist(ctx, self.input_dist(ctx, features, flip).wait().wait())
+
+
+class SparseNet(nn.Module):
+    """A model with a module that distributes its input, inside other modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"sparse": FakeSparse()})
+        self.net = Net(lambda batch: batch)
+
+    def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return self.net((self.inner["sparse"](batch["x"], flip=True), batch["y"]))  # type: ignore[no-any-return]
+
+
+class LateLane(Lane):
+    """Holds every job back until somebody waits for its ticket: the twin of a stream that is as slow as it may be.
+
+    A consumer that forgets to wait finds nothing done, every time. Jobs run in order when the last of them is waited
+    for, as on a stream.
+    """
+
+    def __init__(self) -> None:
+        self.held: list[tuple[Callable[[], Any], LateTicket]] = []
+
+    def submit(self, job: Callable[[], Any]) -> Ticket[Any]:
+        ticket = LateTicket(self)
+        self.held.append((job, ticket))
+        return ticket
+
+    def run_until(self, last: LateTicket) -> None:
+        while not last.done:
+            job, ticket = self.held.pop(0)
+            ticket.run(job)
+
+
+class LateTicket(Ticket[Any]):
+    def __init__(self, lane: LateLane) -> None:
+        super().__init__()
+        self.lane = lane
+
+    def succeeded(self) -> bool:
+        self.lane.run_until(self)
+        return super().succeeded()
+
+
+class Lab:
+    """One experiment: the same model, batches and optimizer, once in a plain loop and once in a pipeline."""
+
+    Net = Net
+    LateLane = LateLane
+    FakeSparse = FakeSparse
+    kinds = tuple(KINDS)
+
+    def __init__(self) -> None:
+        self._plain: dict[Any, Any] = {}
+
+    def model(self, kind: str = "dict", seed: int = 0) -> Net:
+        torch.manual_seed(seed)
+        return Net(KINDS[kind][1])
+
+    def sparse_model(self, seed: int = 0) -> SparseNet:
+        torch.manual_seed(seed)
+        return SparseNet()
+
+    def batches(self, count: int, kind: str = "dict", seed: int = 1) -> list[Any]:
+        generator = torch.Generator().manual_seed(seed)
+        pack = KINDS[kind][0]
+        return [
+            pack(torch.randn(4, 3, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(count)
+        ]
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        # Linear in the gradient: Adam would blow up the rounding of a gradient that is zero (a bias before BatchNorm).
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def plain_loop(
+        self,
+        model: nn.Module,
+        epochs: list[list[Any]],
+        grad_accum: int | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> list[Any]:
+        """The meaning of it all: for each window, the mean over its batches."""
+        optimizer = optimizer or self.optimizer(model)
+        size, outputs = grad_accum or 1, []
+        for batches in epochs:
+            for start in range(0, len(batches), size):
+                window = batches[start : start + size]
+                optimizer.zero_grad()
+                for batch in window:
+                    losses, output = model(batch)
+                    (losses.sum() / len(window)).backward()
+                    outputs.append(output)
+                optimizer.step()
+        return outputs
+
+    def run(self, pipeline: Any, batches: Iterator[Any]) -> list[Any]:
+        outputs = []
+        while True:
+            try:
+                outputs.append(pipeline.progress(batches))
+            except StopIteration:
+                return outputs
+
+    def assert_same(self, model: nn.Module, reference: nn.Module) -> None:
+        expected = reference.state_dict()
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+    def plain(self, counts: tuple[int, ...], grad_accum: int | None) -> tuple[nn.Module, list[Any], Tensor]:
+        """What a plain loop makes of epochs of so many batches: model, outputs, generator state. Worked out once."""
+        if (counts, grad_accum) not in self._plain:
+            reference = self.model()
+            torch.manual_seed(2)
+            epochs = [self.batches(count, seed=k) for k, count in enumerate(counts)]
+            outputs = self.plain_loop(reference, epochs, grad_accum)
+            self._plain[counts, grad_accum] = reference, outputs, torch.get_rng_state()
+        return self._plain[counts, grad_accum]
+
+    def compare(
+        self, make: Callable[..., Any], counts: tuple[int, ...], grad_accum: int | None, kind: str = "dict"
+    ) -> Any:
+        """Trains in a pipeline, an epoch for each of ``counts``; asserts that a plain loop does the same."""
+        reference, expected, generator_state = self.plain(counts, grad_accum)
+        model = self.model(kind)
+        epochs = [self.batches(count, kind, seed=k) for k, count in enumerate(counts)]
+        torch.manual_seed(2)
+        pipeline = make(model, self.optimizer(model), "cpu", grad_accum=grad_accum)
+        outputs = [output for batches in epochs for output in self.run(pipeline, iter(batches))]
+        assert len(outputs) == len(expected)
+        if outputs:
+            torch.testing.assert_close(torch.cat(outputs), torch.cat(expected), atol=1e-6, rtol=1e-6)
+        self.assert_same(model, reference)
+        assert torch.equal(torch.get_rng_state(), generator_state)
+        return pipeline
+
+
+@pytest.fixture(scope="session")
+def lab() -> Lab:
+    return Lab()

@@ -1,0 +1,105 @@
+"""Lanes keep order, forward exceptions, and own a thread only while they have work."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+
+from pipe.train import InlineLane, Lanes, ThreadLane
+
+
+@pytest.mark.parametrize("make", [InlineLane, lambda: ThreadLane("test")], ids=["inline", "thread"])
+class TestEveryLane:
+    def test_jobs_run_in_order_and_never_two_at_a_time(self, make):
+        lane, log, inside = make(), [], threading.Lock()
+
+        def job(k):
+            assert inside.acquire(blocking=False)
+            log.append(k)
+            inside.release()
+            return k
+
+        tickets = [lane.submit(lambda k=k: job(k)) for k in range(50)]
+        assert [ticket.wait() for ticket in tickets] == list(range(50))
+        assert log == list(range(50))
+
+    def test_an_exception_is_raised_by_every_wait_and_harms_no_other_job(self, make):
+        lane = make()
+
+        def fail():
+            raise OSError("disk")
+
+        failed, good = lane.submit(fail), lane.submit(lambda: 1)
+        for _ in range(2):
+            with pytest.raises(OSError, match="disk"):
+                failed.wait()
+        assert not failed.succeeded()
+        assert good.wait() == 1
+
+
+def test_a_thread_forwards_base_exceptions():
+    ticket = ThreadLane("test").submit(lambda: sys.exit(3))
+    with pytest.raises(SystemExit):
+        ticket.wait()
+
+
+def test_an_interrupt_in_the_callers_thread_is_raised_at_once():
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        InlineLane().submit(interrupt)
+
+
+def test_a_lane_at_rest_has_no_thread_and_keeps_nothing_alive():
+    class Batch:
+        pass
+
+    lane, batch = ThreadLane("resting lane"), Batch()
+    alive = weakref.ref(batch)
+    ticket = lane.submit(lambda batch=batch: None)
+    thread = lane._thread
+    ticket.wait()
+    if thread is not None:
+        thread.join()
+    assert lane._thread is None
+    del batch, ticket
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_lane_whose_job_never_ends_does_not_hang_interpreter_exit():
+    program = (
+        "import threading, pipe.train.lane as lane\n"
+        "lane._EXIT_SECONDS = 0.01\n"
+        "LANE = lane.ThreadLane('stuck')\n"  # a module global, on purpose
+        "LANE.submit(threading.Event().wait)\n"
+        "LANE.submit(print)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_on_the_cpu_the_loader_and_the_copies_have_threads_and_nothing_has_a_stream():
+    lanes = Lanes.for_device(torch.device("cpu"))
+    assert isinstance(lanes.load, ThreadLane)
+    assert isinstance(lanes.copy, ThreadLane)
+    assert isinstance(lanes.distribute, InlineLane)
+    assert all(lane.stream is None for lane in (lanes.load, lanes.copy, lanes.distribute, lanes.compute))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_streams_belong_to_the_devices_of_the_pipeline():
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    lanes = Lanes.for_device(device)
+    assert lanes.copy.stream.device == device
+    assert lanes.distribute.stream.device == device
+    ticket = lanes.copy.submit(lambda: torch.ones(1 << 20).pin_memory().to(device, non_blocking=True))
+    assert float(ticket.wait().sum()) == 1 << 20

@@ -1,0 +1,76 @@
+"""The schedule is data: what runs when, without a batch, a loader or a device."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipe.train import InlineLane, Schedule, Stage, TrainPipelineSparseDist, plan
+
+
+def stage(name, ahead=0, after=()):
+    return Stage(name, InlineLane(), lambda flight: None, ahead, after)
+
+
+def test_fill_steady_state_and_drain_of_the_sparse_pipeline(lab):
+    model = lab.model()
+    stages = TrainPipelineSparseDist(model, lab.optimizer(model), "cpu").stages()
+    assert plan(stages, 5).splitlines() == [
+        "load.0 load.1 load.2 copy.0 copy.1 copy.2 distribute.0 distribute.1 "
+        "exchange.0 forward.0 exchange.1 backward.0",
+        "load.3 copy.3 distribute.2 forward.1 exchange.2 backward.1",
+        "load.4 copy.4 distribute.3 forward.2 exchange.3 backward.2",
+        "distribute.4 forward.3 exchange.4 backward.3",
+        "forward.4 backward.4",
+    ]
+
+
+def test_depth_zero_everywhere_is_a_plain_loop(lab):
+    model = lab.model()
+    ahead = {"load": 0, "copy": 0, "distribute": 0}
+    stages = TrainPipelineSparseDist(model, lab.optimizer(model), "cpu", ahead=ahead).stages()
+    line = "load.{0} copy.{0} distribute.{0} exchange.{0} forward.{0} backward.{0}"
+    assert plan(stages, 3).splitlines() == [line.format(i) for i in range(3)]
+
+
+@given(st.data())
+def test_every_stage_runs_once_per_batch_in_order_and_after_what_it_needs(data):
+    count = data.draw(st.integers(1, 5))
+    names = [f"s{k}" for k in range(count)]
+    stages = []
+    for k, name in enumerate(names):
+        after = tuple(data.draw(st.sets(st.sampled_from(names[:k])))) if k else ()
+        stages.append(stage(name, data.draw(st.integers(0, 4)), after))
+    stages = data.draw(st.permutations(stages))
+    schedule = Schedule(stages)
+    done = []
+    for i in range(6):
+        done += [(action.stage.name, action.batch) for action in schedule.tick(i)]
+        assert all((name, i) in done for name in names)
+    assert len(done) == len(set(done))
+    for k, (name, batch) in enumerate(done):
+        assert batch == 0 or (name, batch - 1) in done[:k]
+        assert all((needed, batch) in done[:k] for needed in next(s for s in stages if s.name == name).after)
+
+
+def test_an_action_that_raised_is_yielded_again():
+    schedule = Schedule([stage("a"), stage("b", after=("a",))])
+    tick = schedule.tick(0)
+    assert [str(next(tick)), str(next(tick))] == ["a.0", "b.0"]
+    tick.close()  # what happens to a generator whose loop is left by an exception
+    assert [str(action) for action in schedule.tick(0)] == ["b.0"]
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([stage("a"), stage("a")], "different names"),
+        ([stage("a", after=("b",))], "unknown stages"),
+        ([stage("a", ahead=-1)], "ahead >= 0"),
+        ([stage("a", after=("b",)), stage("b", after=("a",))], "circle"),
+    ],
+)
+def test_stages_that_cannot_run_are_refused(stages, message):
+    with pytest.raises(ValueError, match=message):
+        Schedule(stages)

@@ -1,0 +1,158 @@
+"""A train pipeline is a plain loop: same outputs, parameters, buffers and generator state, whatever is combined."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from pipe.train import Lanes, TrainPipelineBase, TrainPipelineSparseDist
+
+KINDS = [
+    "tensor",
+    "dict",
+    "nested_dict",
+    "list",
+    "tuple",
+    "named_tuple",
+    "dataclass",
+    "frozen_dataclass",
+    "with_to",
+    "with_plain_to",
+]
+
+
+def test_all_kinds_of_batches_are_covered(lab):
+    assert tuple(KINDS) == lab.kinds
+
+
+@pytest.mark.parametrize("grad_accum", [None, 1, 2, 3, 4, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_final_weights_equal_a_plain_loop_for_1_to_20_batches(lab, kind, grad_accum):
+    for count in range(1, 21):
+        make = TrainPipelineBase if count % 2 else TrainPipelineSparseDist
+        pipeline = lab.compare(make, (count,), grad_accum, kind)
+        assert pipeline.statistics().batches == count
+        assert pipeline.statistics().steps == -(-count // (grad_accum or 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 7), min_size=1, max_size=3),
+    grad_accum=st.sampled_from([None, 1, 2, 3, 4, 5]),
+    sparse=st.booleans(),
+    load=st.integers(0, 5),
+    copy=st.integers(0, 5),
+    distribute=st.integers(0, 3),
+    serial=st.booleans(),
+)
+def test_any_depth_any_lanes_and_any_number_of_epochs_change_nothing(
+    lab, counts, grad_accum, sparse, load, copy, distribute, serial
+):
+    ahead = {"load": load, "copy": copy}
+    make = partial(TrainPipelineBase, ahead=ahead, lanes=Lanes.serial() if serial else None)
+    if sparse:
+        ahead = {**ahead, "distribute": distribute}
+        make = partial(TrainPipelineSparseDist, ahead=ahead, lanes=Lanes.serial() if serial else None)
+    lab.compare(make, tuple(counts), grad_accum)
+
+
+def test_a_pipeline_without_look_ahead_never_reads_beyond_the_batch_it_runs(lab):
+    read = []
+
+    def loader():
+        for k, batch in enumerate(lab.batches(4)):
+            read.append(k)
+            yield batch
+
+    model = lab.model()
+    pipeline = TrainPipelineBase(model, lab.optimizer(model), "cpu", ahead={"load": 0, "copy": 0})
+    batches = loader()
+    for k in range(4):
+        pipeline.progress(batches)
+        assert read == list(range(k + 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("grad_accum", [None, 3])
+def test_autocast_and_gradient_scaling_equal_a_plain_loop_with_them(lab, dtype, grad_accum):
+    reference, model = lab.model(), lab.model()
+    batches = lab.batches(7)
+    optimizer = lab.optimizer(reference)
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+    torch.manual_seed(2)
+    size = grad_accum or 1
+    for start in range(0, len(batches), size):
+        window = batches[start : start + size]
+        optimizer.zero_grad()
+        for batch in window:
+            with torch.autocast("cpu", dtype=dtype):
+                losses, _ = reference(batch)
+            scaler.scale(losses.sum() / len(window)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.manual_seed(2)
+    pipeline = TrainPipelineSparseDist(
+        model, lab.optimizer(model), "cpu", enable_amp=True, grad_accum=grad_accum, amp_dtype=dtype
+    )
+    lab.run(pipeline, iter(batches))
+    lab.assert_same(model, reference)
+
+
+def test_a_model_in_eval_mode_only_runs_forward(lab):
+    model = lab.model().eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    pipeline = TrainPipelineBase(model, lab.optimizer(model), "cpu")
+    outputs = lab.run(pipeline, iter(lab.batches(5)))
+    torch.testing.assert_close(outputs, [model(batch)[1] for batch in lab.batches(5)])
+    torch.testing.assert_close(model.state_dict(), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_evaluation_by_a_second_pipeline_does_not_touch_an_open_window(lab):
+    reference, model = lab.model(), lab.model()
+    torch.manual_seed(2)
+    lab.plain_loop(reference, [lab.batches(6)], 3)
+    torch.manual_seed(2)
+    training = TrainPipelineBase(model, lab.optimizer(model), "cpu", grad_accum=3)
+    evaluation = TrainPipelineBase(model, lab.optimizer(model), "cpu")
+    batches = iter(lab.batches(6))
+    for _ in range(6):
+        training.progress(batches)
+        model.eval()
+        lab.run(evaluation, iter(lab.batches(2, seed=9)))
+        model.train()
+    lab.assert_same(model, reference)
+
+
+@pytest.mark.parametrize(
+    "shape_losses",
+    [
+        lambda losses: losses,
+        lambda losses: losses.sum(),
+        lambda losses: losses.reshape(2, 2, 1),
+        lambda losses: (losses[:2], {"rest": losses[2:]}),
+    ],
+    ids=["vector", "scalar", "three_dimensions", "nested"],
+)
+def test_losses_may_have_any_shape(lab, shape_losses):
+    class Shaped(nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def forward(self, batch):
+            losses, output = self.net(batch)
+            return shape_losses(losses), output
+
+    reference, model = lab.model(), lab.model()
+    torch.manual_seed(2)
+    lab.plain_loop(reference, [lab.batches(5)], 2)
+    torch.manual_seed(2)
+    pipeline = TrainPipelineBase(Shaped(model), lab.optimizer(model), "cpu", grad_accum=2)
+    lab.run(pipeline, iter(lab.batches(5)))
+    lab.assert_same(model, reference)

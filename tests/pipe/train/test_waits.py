@@ -1,0 +1,81 @@
+"""Each wait earns its place: with lanes that are late, taking any one of them out of the stages is seen at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pipe.train import TrainPipelineBase, TrainPipelineSparseDist
+
+WAITS = [
+    (TrainPipelineBase, "copy", "load"),
+    (TrainPipelineBase, "forward", "copy"),
+    (TrainPipelineBase, "backward", "forward"),
+    (TrainPipelineSparseDist, "copy", "load"),
+    (TrainPipelineSparseDist, "distribute", "copy"),
+    (TrainPipelineSparseDist, "exchange", "distribute"),
+    (TrainPipelineSparseDist, "forward", "exchange"),
+    (TrainPipelineSparseDist, "backward", "forward"),
+]
+
+
+def late(lab, kind, stage_name=None, needed=None):
+    """The pipeline with a late lane for each stage, and one wait taken out of its stages."""
+
+    class Late(kind):
+        def stages(self):
+            stages = [replace(stage, lane=lab.LateLane()) for stage in super().stages()]
+            return [
+                replace(stage, after=tuple(name for name in stage.after if name != needed))
+                if stage.name == stage_name
+                else stage
+                for stage in stages
+            ]
+
+    return Late
+
+
+def train(lab, kind):
+    reference, model = lab.sparse_model(), lab.sparse_model()
+    torch.manual_seed(2)
+    expected = lab.plain_loop(reference, [lab.batches(6)], 4)
+    torch.manual_seed(2)
+    pipeline = kind(model, lab.optimizer(model), "cpu", grad_accum=4)
+    outputs = lab.run(pipeline, iter(lab.batches(6)))
+    assert len(outputs) == len(expected)
+    lab.assert_same(model, reference)
+    if kind.default_ahead.get("distribute"):
+        # A module whose distribution did not begin ahead runs its own forward: right, but without overlap.
+        assert pipeline.statistics().undistributed == {}
+        assert [event for event, _ in model.inner["sparse"].log].count("forward") == 1
+
+
+@pytest.mark.parametrize("kind", [TrainPipelineBase, TrainPipelineSparseDist])
+def test_a_pipeline_whose_lanes_are_as_late_as_they_may_be_is_still_a_plain_loop(lab, kind):
+    train(lab, late(lab, kind))
+
+
+@pytest.mark.parametrize(("kind", "stage_name", "needed"), WAITS)
+def test_without_this_wait_a_late_lane_is_noticed(lab, kind, stage_name, needed):
+    with pytest.raises((AssertionError, AttributeError, TypeError, KeyError)):
+        train(lab, late(lab, kind, stage_name, needed))
+
+
+def test_these_are_all_the_waits_there_are(lab):
+    model = lab.model()
+    for kind in (TrainPipelineBase, TrainPipelineSparseDist):
+        stages = kind(model, lab.optimizer(model), "cpu").stages()
+        waits = {(stage.name, needed) for stage in stages for needed in stage.after}
+        # Forward waits for copy too, and for exchange, which waits for it: either of the two is enough on the host.
+        waits -= {("forward", "copy")} if kind is TrainPipelineSparseDist else set()
+        assert waits == {(stage, needed) for k, stage, needed in WAITS if k is kind}
+
+
+def test_the_wait_inside_the_forward_earns_its_place(lab):
+    model = lab.sparse_model()
+    pipeline = TrainPipelineSparseDist(model, lab.optimizer(model), "cpu")
+    pipeline._distribution._finish = lambda request: request.awaitable
+    with pytest.raises(TypeError, match="FakeAwaitable"):
+        lab.run(pipeline, iter(lab.batches(4)))
