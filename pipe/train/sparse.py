@@ -80,7 +80,8 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             load,
             copy,
             Stage("distribute", lane, self._distribute, ahead, after=("copy",)),
-            Stage("forward", forward.lane, forward.work, after=("copy", "exchange")),
+            # Not after copy as well: distribute has waited for it, and the order of streams is transitive.
+            Stage("forward", forward.lane, forward.work, after=("exchange",)),
             Stage("exchange", lane, self._exchange, ahead, after=("distribute",)),
             backward,
         ]

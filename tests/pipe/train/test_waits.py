@@ -68,8 +68,6 @@ def test_these_are_all_the_waits_there_are(lab):
     for kind in (TrainPipelineBase, TrainPipelineSparseDist):
         stages = kind(model, lab.optimizer(model), "cpu").stages()
         waits = {(stage.name, needed) for stage in stages for needed in stage.after}
-        # Forward waits for copy too, and for exchange, which waits for it: either of the two is enough on the host.
-        waits -= {("forward", "copy")} if kind is TrainPipelineSparseDist else set()
         assert waits == {(stage, needed) for k, stage, needed in WAITS if k is kind}
 
 
