@@ -18,6 +18,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -33,6 +34,8 @@ class Watched:
         self.buffers = [
             (owner, name) for _, owner in self.modules for name, b in owner._buffers.items() if b is not None
         ]
+        # Buffers that a forward writes without counting a version, by (id of owner, name); None until one was seen.
+        self.unversioned: set[tuple[int, str]] | None = None
         self.devices = {p.device for _, p in self.parameters} | {b.device for b in module.buffers()}
 
 
@@ -66,8 +69,21 @@ class Guard:
 
     def seal(self) -> Guard:
         """To be called after the forward: forgets the buffers that it left alone. Returns itself."""
-        entries = zip(self._buffers, self._originals, strict=True)
-        self._buffers = [entry for entry, original in entries if _written(*entry, *original)]
+        entries = list(zip(self._buffers, self._originals, strict=True))
+        unversioned = self._watched.unversioned
+        if unversioned is None:
+            # Reading values waits for the device, so it is done once: what a kernel writes, it writes every time.
+            unversioned = {
+                (id(owner), name)
+                for (owner, name, snapshot), original in entries
+                if not _written(owner, name, snapshot, *original) and not torch.equal(snapshot, original[0])
+            }
+            self._watched.unversioned = unversioned
+        self._buffers = [
+            entry
+            for entry, original in entries
+            if (id(entry[0]), entry[1]) in unversioned or _written(*entry, *original)
+        ]
         self._originals = []
         # Noted after the forward, so that a layer may prepare its parameters in place while it runs.
         self._versions = [parameter._version for _, parameter in self._watched.parameters]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipe.nested import flatten, tensors_in, unflatten
 
-__all__ = ["Batch", "NoChunk", "check", "gather", "gather_nested", "rows_of", "scatter", "split_nested"]
+__all__ = ["Batch", "NoChunk", "check", "gather", "gather_nested", "map_batch", "rows_of", "scatter", "split_nested"]
 
 
 class NoChunk:
@@ -45,6 +45,17 @@ def _is_split(leaf: Any) -> bool:
 
 def _whole(leaf: Any) -> Any:
     return leaf.tensor if isinstance(leaf, NoChunk) else leaf
+
+
+def map_batch(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The mini-batch with ``function`` applied to every tensor, those in :class:`NoChunk` included."""
+    leaves, spec = flatten(value)
+    for k, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            leaves[k] = function(leaf)
+        elif isinstance(leaf, NoChunk):
+            leaves[k] = NoChunk(function(leaf.tensor))
+    return unflatten(leaves, spec)
 
 
 def rows_of(value: Any) -> int:

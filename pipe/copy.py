@@ -1,0 +1,90 @@
+"""Copies between stages on streams of their own, and the waits that keep them in order, in both directions.
+
+A copy on the compute stream would stop the computation of the next micro-batch. So :class:`Copy` runs on copy streams,
+and :class:`Wait` stands on both sides of it; each knows its own reverse::
+
+    forward:   compute ── Wait ──▶ copy stream ── Copy ──▶ copy stream ── Wait ──▶ compute
+    backward:  compute ◀── Wait ── copy stream ◀── Copy ── copy stream ◀── Wait ── compute
+
+Invariants
+    * A tensor that needs no gradient needs none afterwards; an absent gradient stays absent.
+    * No memory is reused while a stream that did not allocate it may still read it.
+
+Source: torchgpipe (Kim et al., 2020), section 3.2.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipe.stream import AbstractStream, current_stream, get_device, record_stream, use_stream, wait_stream
+
+__all__ = ["Copy", "Wait"]
+
+
+def _moved(tensors: Any, source: AbstractStream, target: AbstractStream) -> list[Any]:
+    """The tensors on the device of ``target``, copied on the two streams."""
+    device = get_device(target)
+    reader = current_stream(device)
+    moved: list[Any] = []
+    # Copies between two CUDA devices run on the current stream of the source and order that of the target after it.
+    with use_stream(source), use_stream(target):
+        for tensor in tensors:
+            if tensor is None:
+                moved.append(None)
+                continue
+            copied = (
+                tensor.detach() if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
+            )
+            # The tensor was allocated for the compute stream; without this, its memory may be reused during the copy.
+            record_stream(tensor, source)
+            # The copy was allocated for the copy stream, and is read on the compute stream.
+            record_stream(copied, reader)
+            moved.append(copied)
+    return moved
+
+
+class Copy(torch.autograd.Function):
+    """Copies tensors to the device of the next stream."""
+
+    @staticmethod
+    def forward(ctx: Any, prev_stream: AbstractStream, next_stream: AbstractStream, *input: Tensor) -> tuple[Any, ...]:
+        """The tensors on the next device."""
+        ctx.set_materialize_grads(False)
+        ctx.prev_stream, ctx.next_stream = prev_stream, next_stream
+        output = _moved(input, prev_stream, next_stream)
+        ctx.mark_non_differentiable(*_without_gradient(ctx, output))
+        return tuple(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_output: Tensor | None) -> tuple[Any, ...]:
+        """The gradients on the previous device; last output first, as they were produced."""
+        gradients = _moved(reversed(grad_output), ctx.next_stream, ctx.prev_stream)
+        return (None, None, *reversed(gradients))
+
+
+class Wait(torch.autograd.Function):
+    """Lets the next stream wait for the previous one in forward, and the previous for the next in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, prev_stream: AbstractStream, next_stream: AbstractStream, *input: Tensor) -> tuple[Any, ...]:
+        """The same tensors."""
+        ctx.set_materialize_grads(False)
+        ctx.prev_stream, ctx.next_stream = prev_stream, next_stream
+        wait_stream(next_stream, prev_stream)
+        output = [tensor.detach() for tensor in input]
+        ctx.mark_non_differentiable(*_without_gradient(ctx, output))
+        return tuple(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_output: Tensor | None) -> tuple[Any, ...]:
+        """The same gradients."""
+        wait_stream(ctx.prev_stream, ctx.next_stream)
+        return (None, None, *grad_output)
+
+
+def _without_gradient(ctx: Any, output: list[Tensor]) -> list[Tensor]:
+    return [tensor for tensor, needed in zip(output, ctx.needs_input_grad[2:], strict=True) if not needed]

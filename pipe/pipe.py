@@ -1,0 +1,334 @@
+"""Pipe: an ``nn.Sequential`` cut into stages, through which micro-batches go.
+
+This module checks arguments and delegates: the work is in :mod:`pipe.pipeline` and :mod:`pipe.step`.
+
+Invariant: outputs, gradients, buffers and generator states are those of the bare module on the same micro-batches, and
+names in ``state_dict()`` are those of the bare module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from pipe import microbatch
+from pipe.balance.blockpartition import solve
+from pipe.batchnorm import DeferredBatchNorm
+from pipe.pipeline import Pipeline
+from pipe.schedule import Action, Schedule, fill_drain, one_forward_one_backward
+from pipe.skip.layout import inspect_skip_layout
+from pipe.skip.skippable import verify_skippables
+from pipe.stage import Stage
+from pipe.step import Step, reduction_of, restored_gradients, split_target
+from pipe.stream import AbstractStream, new_stream, normalize_device
+
+__all__ = ["BalanceError", "Pipe"]
+
+Device = torch.device | int | str
+
+CHECKPOINT_MODES = ("always", "except_last", "never")
+SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"1f1b": one_forward_one_backward, "fill_drain": fill_drain}
+
+
+class BalanceError(ValueError):
+    """A balance that does not fit the module."""
+
+
+class Pipe(nn.Module):
+    """Wraps an ``nn.Sequential`` so that its layers lie on several devices and micro-batches go past them::
+
+        model = Pipe(nn.Sequential(a, b, c, d), balance=[2, 2], devices=[0, 1], chunks=8)
+        output = model(input)
+        loss_fn(output, target).backward()
+
+    Args:
+        module: the layers. They are moved to their devices and shared with the Pipe.
+        balance: number of layers of each stage. By default as even in bytes of parameters as can be, over ``devices``.
+        devices: device of each stage, repeated ones allowed. By default all CUDA devices; without any, the CPU.
+        chunks: number of micro-batches of a mini-batch.
+        checkpoint: which micro-batches keep only their boundaries: ``"always"``, ``"except_last"`` or ``"never"``. The
+            last goes back first, so recomputing it saves nothing.
+        deferred_batch_norm: whether BatchNorm counts mini-batches: see :mod:`pipe.batchnorm`.
+
+    Raises:
+        TypeError: if ``module`` is not a plain ``nn.Sequential``, or skip connections do not match.
+        ValueError: if another argument does not fit (:class:`BalanceError` for the balance).
+        IndexError: if there are fewer devices than stages.
+
+    Source: GPipe (Huang et al., 2019), and the interface of torchgpipe.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        devices: Iterable[Device] | None = None,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
+            raise TypeError(
+                f"expected nn.Sequential with its own forward to cut into stages, got {type(module).__name__}; "
+                f"pass nn.Sequential(...)"
+            )
+        if isinstance(chunks, bool) or int(chunks) < 1:
+            raise ValueError(f"number of chunks must be a positive integer, got chunks={chunks}")
+        if checkpoint not in CHECKPOINT_MODES:
+            raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', got {checkpoint!r}")
+        verify_skippables(module)
+        if deferred_batch_norm:
+            module = DeferredBatchNorm.convert_deferred_batch_norm(module, int(chunks))
+
+        places = _devices(devices, balance)
+        self.balance = _balance(module, balance, len(places), automatic_devices=devices is None)
+        self.devices: list[torch.device] = places[: len(self.balance)]
+        self.chunks = int(chunks)
+        self.checkpoint = checkpoint
+        # The children of the module become those of the Pipe, so that names stay.
+        self._modules = dict(module._modules)
+        self.training = module.training
+        self._stages = _stages(module, self.balance, self.devices)
+        self._copy_streams: list[list[AbstractStream]] = []
+        self._recorders: list[list[Action]] = []
+
+    @property
+    def partitions(self) -> list[nn.Sequential]:
+        """The layers of each stage."""
+        return [stage.layers for stage in self._stages]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        layer = list(self._modules.values())[index]
+        assert layer is not None
+        return layer
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter([self[k] for k in range(len(self))])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Streams belong to the process.
+        return {**self.__dict__, "_copy_streams": [], "_recorders": []}
+
+    def train(self, mode: bool = True) -> Pipe:
+        """Sets the mode of all layers."""
+        super().train(mode)
+        for stage in self._stages:
+            stage.layers.training = mode
+        return self
+
+    def cuda(self, device: Any = None) -> NoReturn:
+        """Refused: the Pipe places its layers."""
+        raise _denied("cuda()")
+
+    def cpu(self) -> NoReturn:
+        """Refused: the Pipe places its layers."""
+        raise _denied("cpu()")
+
+    def to(self, *args: Any, **kwargs: Any) -> Pipe:
+        """Changes the type of parameters and buffers, as ``nn.Module.to`` does.
+
+        Raises:
+            TypeError: if a device is given, or a tensor that has one.
+        """
+        device, _, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None:
+            raise _denied(f"to({device})")
+        return super().to(*args, **kwargs)
+
+    def forward(self, input: Any) -> Any:
+        """Runs the mini-batch, micro-batch by micro-batch.
+
+        Args:
+            input: a tensor or nested value; tensors are cut along dimension 0, which must be the same for all, except
+                in :class:`~pipe.microbatch.NoChunk`. It is moved to the first device.
+
+        Returns:
+            The output of the whole mini-batch, on the last device.
+
+        Raises:
+            TypeError: if there is no tensor in ``input``.
+            ValueError: if tensors differ in dimension 0, or outputs cannot be concatenated.
+        """
+        microbatch.check(input)
+        if not self._stages:
+            return input
+        batches = [microbatch.Batch(value) for value in self._micro_batches(input)]
+        record = self._record if self._recorders else None
+        Pipeline(
+            batches,
+            self._stages,
+            self._ensure_copy_streams(),
+            checkpoint_stop=self._checkpoint_stop(len(batches)),
+            record=record,
+        ).run()
+        return microbatch.gather(batches)
+
+    def train_step(
+        self,
+        input: Any,
+        target: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+        *,
+        schedule: str | Schedule = "1f1b",
+        reduction: str | None = None,
+    ) -> Tensor:
+        """Forward and backward of a mini-batch in the order of a schedule; gradients are added to ``.grad``.
+
+        Args:
+            input: as for :meth:`forward`.
+            target: nested value of as many rows; it is moved to the last device.
+            loss_fn: ``loss_fn(output, target)`` of a micro-batch, a tensor of one element.
+            schedule: ``"1f1b"``, ``"fill_drain"``, or a :class:`~pipe.schedule.Schedule` for as many micro-batches.
+            reduction: whether the loss is the ``"mean"`` or the ``"sum"`` over rows; by default ``loss_fn.reduction``
+                if there is one, else the mean. With the mean, micro-batches weigh by their rows.
+
+        Returns:
+            The loss of the mini-batch, detached, on the last device.
+
+        Raises:
+            TypeError: if there is no tensor in ``input``.
+            ValueError: if rows, schedule, or loss do not fit. Gradients are then those of before.
+        """
+        microbatch.check(input)
+        if not self._stages:
+            raise ValueError("expected a Pipe with layers to train, got an empty one")
+        mean = reduction_of(loss_fn, reduction) == "mean"
+        inputs = self._micro_batches(input)
+        count = len(inputs)
+        targets = split_target(target, inputs, self.devices[-1])
+        plan = self._schedule(schedule, count)
+        rows = [microbatch.rows_of(value) for value in inputs]
+        total = max(sum(rows), 1)
+        with restored_gradients(self):
+            return Step(
+                self._stages,
+                plan,
+                inputs,
+                targets,
+                loss_fn,
+                [row / total if mean else 1.0 for row in rows],
+                checkpoint_stop=self._checkpoint_stop(count),
+                record=self._record,
+            ).run()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[list[Action]]:
+        """Yields a list to which every action is added when it begins, in forward, backward and :meth:`train_step`."""
+        trace: list[Action] = []
+        self._recorders.append(trace)
+        try:
+            yield trace
+        finally:
+            self._recorders = [other for other in self._recorders if other is not trace]
+
+    def _record(self, action: Action) -> None:
+        for trace in self._recorders:
+            trace.append(action)
+
+    def _micro_batches(self, input: Any) -> list[Any]:
+        first = self.devices[0]
+        moved = microbatch.map_batch(lambda t: t.to(first, non_blocking=first.type != "cpu"), input)
+        values = microbatch.split_nested(moved, self.chunks)
+        if self.training:
+            for module in self.modules():
+                if isinstance(module, DeferredBatchNorm):
+                    module.begin(len(values))
+        return values
+
+    def _checkpoint_stop(self, count: int) -> int:
+        if not self.training:
+            return 0
+        # Counted over the micro-batches that there are, which may be fewer than chunks.
+        return {"always": count, "except_last": count - 1, "never": 0}[self.checkpoint]
+
+    def _schedule(self, schedule: str | Schedule, count: int) -> Schedule:
+        stages = len(self._stages)
+        if isinstance(schedule, Schedule):
+            schedule.validate()
+            if (schedule.stages, schedule.micro_batches) != (stages, count):
+                raise ValueError(
+                    f"expected a schedule of {stages} stages and {count} micro-batches, got one of "
+                    f"{schedule.stages} and {schedule.micro_batches}"
+                )
+            return schedule
+        if schedule not in SCHEDULES:
+            raise ValueError(f"expected a schedule among {sorted(SCHEDULES)}, got {schedule!r}")
+        return SCHEDULES[schedule](count, stages)
+
+    def _ensure_copy_streams(self) -> list[list[AbstractStream]]:
+        # Kept from call to call: the allocator holds memory for each stream.
+        if not self._copy_streams:
+            self._copy_streams = [[new_stream(device) for _ in range(self.chunks)] for device in self.devices]
+        return self._copy_streams
+
+
+def _denied(call: str) -> TypeError:
+    return TypeError(
+        f"denied to move parameters and buffers by {call}, because Pipe should manage device placement; "
+        f"pass devices=[...] to Pipe"
+    )
+
+
+def _devices(devices: Iterable[Device] | None, balance: Iterable[int] | None) -> list[torch.device]:
+    if devices is not None:
+        return [normalize_device(device) for device in devices]
+    if torch.cuda.is_available():
+        return [torch.device("cuda", k) for k in range(torch.cuda.device_count())]
+    return [torch.device("cpu")] * (1 if balance is None else len(list(balance)))
+
+
+def _balance(
+    module: nn.Sequential, balance: Iterable[int] | None, devices: int, *, automatic_devices: bool
+) -> list[int]:
+    if balance is None:
+        if not len(module):
+            return []
+        costs = [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in module]
+        return [len(block) for block in solve(costs, max(1, min(devices, len(module))))]
+    given = list(balance)
+    if len(module) != sum(given):
+        raise BalanceError(
+            f"module and sum of balance have different length (module: {len(module)}, sum of balance: {sum(given)}); "
+            f"use pipe.balance to find one"
+        )
+    if any(layers <= 0 for layers in given):
+        raise BalanceError(f"all balance numbers must be positive integer (balance: {given}); use pipe.balance")
+    if len(given) > devices:
+        source = "found" if automatic_devices else "given"
+        raise IndexError(
+            f"too few devices to hold given partitions (devices {source}: {devices}, partitions: {len(given)}); "
+            f"repeat a device to put several stages on it"
+        )
+    return given
+
+
+def _stages(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]) -> list[Stage]:
+    layers = list(module._modules.items())
+    partitions: list[nn.Sequential] = []
+    place: dict[int, tuple[torch.device, str]] = {}
+    begin = 0
+    for size, device in zip(balance, devices, strict=True):
+        partition = nn.Sequential()
+        partition._modules = dict(layers[begin : begin + size])
+        partition.training = module.training
+        for name, tensor in [*partition.named_parameters(), *partition.named_buffers()]:
+            other, other_name = place.setdefault(id(tensor), (device, name))
+            if other != device:
+                raise ValueError(
+                    f"module with duplicate parameters on distinct devices is not supported, got {other_name!r} on "
+                    f"{other} and {name!r} on {device}; put both layers on one device"
+                )
+        partitions.append(partition)
+        begin += size
+    for partition, device in zip(partitions, devices, strict=True):
+        partition.to(device)
+    layout = inspect_skip_layout(partitions)
+    return [Stage(p, d, j, layout) for j, (p, d) in enumerate(zip(partitions, devices, strict=True))]

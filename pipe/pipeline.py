@@ -1,0 +1,203 @@
+"""The pipeline: micro-batches go through the stages clock by clock, and autograd brings them back in reverse.
+
+For a checkpointed cell (i, j) whose input comes from another device and whose output goes to one, the graph is::
+
+              │ from (i, j-1)
+          ╭───┴────╮
+          │  Copy  │   on the copy streams                                           fence
+          ╰───┬────╯
+     ─ ─ ─ ─ ─│─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─
+          ╭───┴────╮
+          │  Wait  │   the compute stream waits for the copy                         compute
+          ╰───┬────╯
+        ╭─────┴────╮
+     ╭──│Checkpoint│ the layers run; nothing but their input is kept
+     │  ╰─────┬────╯
+     │    ╭───┴────╮
+     │    │  Wait  │   the copy stream waits for the output; back, the compute stream waits for the gradient
+     │    ╰───┬────╯
+     │  ╭─────┴────╮
+     │  │Recompute │   back, it runs while the gradient is being copied
+     │  ╰─────┬────╯
+     │        │ to (i, j+1)
+     ╰─▶ Fork of (i-1, j): this micro-batch goes back before the previous one
+
+Invariants
+    * On each stage, micro-batch i goes back before micro-batch i-1 begins, so one cell's activations are alive there.
+    * A skip tensor is copied once, straight to the device of the stage that pops it.
+    * Between stages on one device there are no copies and no waits.
+
+After an exception nothing is kept: the micro-batches and their graph are dropped, the layers are as they were except
+for buffers that finished cells wrote.
+
+Source: torchgpipe (Kim et al., 2020), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipe.checkpoint import Checkpointing
+from pipe.copy import Copy, Wait
+from pipe.dependency import fork, join
+from pipe.guard import Watched
+from pipe.microbatch import Batch
+from pipe.schedule import Action, clock_cycles
+from pipe.skip.namespace import Key
+from pipe.stage import Stage
+from pipe.stream import AbstractStream, current_stream, use_device
+from pipe.worker import Task, task_runner
+
+__all__ = ["Pipeline", "clock_cycles", "copy", "depend", "wait"]
+
+
+def copy(batch: Batch, prev_stream: AbstractStream, next_stream: AbstractStream) -> None:
+    """Copies the tensors of a batch to the device of ``next_stream``, in place of the old ones."""
+    batch[:] = Copy.apply(prev_stream, next_stream, *batch)  # type: ignore[no-untyped-call]
+
+
+def wait(batch: Batch, prev_stream: AbstractStream, next_stream: AbstractStream) -> None:
+    """Lets ``next_stream`` wait for ``prev_stream`` before it reads the batch, and the reverse in backward."""
+    batch[:] = Wait.apply(prev_stream, next_stream, *batch)  # type: ignore[no-untyped-call]
+
+
+def _anchor(batch: Batch) -> int | None:
+    """The first tensor that needs a gradient: a Fork or Join at any other would not be in the graph."""
+    return next((k for k, tensor in enumerate(batch) if tensor.requires_grad), None)
+
+
+def _fork(batch: Batch) -> Tensor | None:
+    """A phony that depends on the batch, if any of its tensors needs a gradient."""
+    k = _anchor(batch)
+    if k is None:
+        return None
+    batch[k], phony = fork(batch[k])
+    return phony
+
+
+def _join(batch: Batch, phony: Tensor | None) -> None:
+    k = _anchor(batch)
+    if k is not None and phony is not None:
+        batch[k] = join(batch[k], phony)
+
+
+def depend(fork_from: Batch, join_to: Batch) -> None:
+    """Lets ``join_to`` go back before ``fork_from``, if both need a gradient."""
+    if _anchor(join_to) is not None:
+        _join(join_to, _fork(fork_from))
+
+
+class Pipeline:
+    """One forward of all micro-batches over all stages.
+
+    Args:
+        batches: the micro-batches; :meth:`run` replaces their values by the outputs.
+        stages: the stages, in order.
+        copy_streams: for each stage, a stream for each micro-batch.
+        checkpoint_stop: the micro-batches before this one are checkpointed.
+        record: called with each action when it begins, those of backward included.
+    """
+
+    def __init__(
+        self,
+        batches: list[Batch],
+        stages: Sequence[Stage],
+        copy_streams: Sequence[Sequence[AbstractStream]],
+        *,
+        checkpoint_stop: int = 0,
+        record: Callable[[Action], None] | None = None,
+    ) -> None:
+        self.batches = batches
+        self.stages = stages
+        self.copy_streams = copy_streams
+        self.checkpoint_stop = checkpoint_stop if torch.is_grad_enabled() else 0
+        self.record = record
+        self._streams = [current_stream(stage.device) for stage in stages]
+        self._skips: list[dict[Key, Batch]] = [{} for _ in batches]
+        self._watched: dict[int, Watched] = {}
+
+    def run(self) -> None:
+        """Runs all cells."""
+        with task_runner([stage.device for stage in self.stages]) as run:
+            for cells in clock_cycles(len(self.batches), len(self.stages)):
+                phonies = self._fence(cells)
+                tasks = [(j, self._task(i, j, phony)) for (i, j), phony in zip(cells, phonies, strict=True)]
+                outputs = run(tasks)
+                for (i, j), (_, task), output in zip(cells, tasks, outputs, strict=True):
+                    self._finish(i, j, task, output)
+                # Without this, the tasks keep inputs alive while the next clock runs.
+                del tasks, outputs
+
+    def _fence(self, cells: list[tuple[int, int]]) -> list[Tensor | None]:
+        """Orders and moves what the cells of a clock need, before any of them computes."""
+        phonies: list[Tensor | None] = []
+        for i, j in cells:
+            # batches[i - 1] still is the output of stage j here: it moves on later in this very loop.
+            phonies.append(_fork(self.batches[i - 1]) if i > 0 else None)
+            stage, target = self.stages[j], self.copy_streams[j][i]
+            if j > 0 and self.stages[j - 1].device != stage.device:
+                copy(self.batches[i], self.copy_streams[j - 1][i], target)
+            for route in stage.arriving:
+                if self.stages[route.stashed_at].device != stage.device:
+                    copy(self._skips[i][route.key], self.copy_streams[route.stashed_at][i], target)
+        return phonies
+
+    def _task(self, i: int, j: int, phony: Tensor | None) -> Task:
+        stage, compute_stream = self.stages[j], self._streams[j]
+        if j > 0 and self.stages[j - 1].device != stage.device:
+            # Without this, the layers read the boundary before its copy has arrived.
+            wait(self.batches[i], self.copy_streams[j][i], compute_stream)
+        popped = []
+        for route in stage.arriving:
+            skip = self._skips[i].pop(route.key)
+            if self.stages[route.stashed_at].device != stage.device:
+                wait(skip, self.copy_streams[j][i], compute_stream)
+            popped.append(skip.value)
+        batch = Batch((self.batches[i].value, popped))
+        function = partial(_recorded, stage, self.record, Action("F", j, i)) if self.record else stage
+        if i < self.checkpoint_stop:
+            if j not in self._watched:
+                self._watched[j] = stage.watched()
+            halves = Checkpointing(function, batch, watched=self._watched[j], phony=phony)
+            return Task(compute_stream, compute=halves.checkpoint, finalize=halves.recompute)
+        _join(batch, phony)
+        return Task(compute_stream, compute=partial(batch.call, function), finalize=None)
+
+    def _finish(self, i: int, j: int, task: Task, output: Batch) -> None:
+        """Takes a cell's output: marks what leaves the device, then puts the second half of its checkpoint on top."""
+        stage, leaving = self.stages[j], self.copy_streams[j][i]
+        value, stashed = output.value
+        main, skips = Batch(value), [Batch(tensor) for tensor in stashed]
+        # Without these waits, the copy reads what is not computed; and in backward, the layers read a gradient that has
+        # not arrived.
+        if j < len(self.stages) - 1 and self.stages[j + 1].device != stage.device:
+            wait(main, self._streams[j], leaving)
+        for route, skip in zip(stage.leaving, skips, strict=True):
+            if self.stages[route.popped_at].device != stage.device:
+                wait(skip, self._streams[j], leaving)
+        output.value = (main.value, [skip.value for skip in skips])
+        with use_device(stage.device):
+            task.finalize(output)
+        if self.record is not None:
+            _record_backward(output, self.record, Action("B", j, i))
+        value, stashed = output.value
+        self.batches[i] = Batch(value)
+        self._skips[i].update((route.key, Batch(skip)) for route, skip in zip(stage.leaving, stashed, strict=True))
+
+
+def _recorded(stage: Stage, record: Callable[[Action], None], action: Action, input: Any) -> Any:
+    if torch._C._current_graph_task_id() == -1:
+        record(action)
+    return stage(input)
+
+
+def _record_backward(output: Batch, record: Callable[[Action], None], action: Action) -> None:
+    k = _anchor(output)
+    node = None if k is None else output[k].grad_fn
+    if node is not None:
+        node.register_prehook(lambda gradients: record(action))

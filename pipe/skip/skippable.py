@@ -1,0 +1,225 @@
+"""Skippable layers: they hand a tensor to a later layer, past those between, inside a pipeline or without one.
+
+A layer declares the names that it stashes or pops, and its ``forward`` is a generator that yields the commands::
+
+    @skippable(stash=["residual"])
+    class Begin(nn.Module):
+        def forward(self, input):
+            yield stash("residual", input)
+            return self.layer(input)
+
+    @skippable(pop=["residual"])
+    class End(nn.Module):
+        def forward(self, input):
+            residual = yield pop("residual")
+            return self.layer(input) + residual
+
+Invariant: every name that is declared is used exactly once in each forward, or the forward raises.
+
+Source: torchgpipe, "Long Skip Connections".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor, nn
+
+from pipe.skip.namespace import Key, Namespace
+from pipe.skip.tracker import current_skip_tracker
+
+__all__ = ["Skippable", "pop", "skippable", "stash", "verify_skippables"]
+
+
+class stash:  # a command, spelled as in torchgpipe  # noqa: N801, RUF100
+    """The command to hand on a tensor: ``yield stash("name", tensor)``. None is handed on as None."""
+
+    __slots__ = ("name", "tensor")
+
+    def __init__(self, name: str, tensor: Tensor | None) -> None:
+        self.name = name
+        self.tensor = tensor
+
+
+class pop:  # noqa: N801, RUF100
+    """The command to take a tensor: ``tensor = yield pop("name")``."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+Self = TypeVar("Self", bound="Skippable")
+
+
+class Skippable(nn.Module):
+    """A layer made skippable by :func:`skippable`; the decorated layer is ``.module``."""
+
+    module_cls: ClassVar[type[nn.Module]]
+    stashable_names: ClassVar[tuple[str, ...]]
+    poppable_names: ClassVar[tuple[str, ...]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.module = self.module_cls(*args, **kwargs)
+        self.namespaces: dict[str, Namespace] = {}
+
+    def __repr__(self) -> str:
+        return f"@skippable({self.module})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The decorated class is not importable by its name: the decorator put this class there. So pickle gets the
+        # state of the inner layer, and finds its class here.
+        state = dict(self.__dict__)
+        state["_modules"] = {name: module for name, module in self._modules.items() if name != "module"}
+        return _restore, (type(self), state, self.module.__reduce_ex__(2)[2])
+
+    def stashable(self) -> Iterable[Key]:
+        """The keys that are stashed here."""
+        return [(self.namespaces.get(name), name) for name in self.stashable_names]
+
+    def poppable(self) -> Iterable[Key]:
+        """The keys that are popped here."""
+        return [(self.namespaces.get(name), name) for name in self.poppable_names]
+
+    def isolate(self: Self, ns: Namespace, *, only: Iterable[str] | None = None) -> Self:
+        """Puts names of this layer into a namespace, so that another pair of layers can use the same names.
+
+        Args:
+            ns: the namespace.
+            only: the names to put there; by default all.
+
+        Returns:
+            The layer itself.
+
+        Raises:
+            ValueError: if ``only`` has a name that this layer did not declare.
+        """
+        declared = {*self.stashable_names, *self.poppable_names}
+        names = declared if only is None else set(only)
+        if names - declared:
+            raise ValueError(f"expected names among {sorted(declared)} to isolate, got only={sorted(names)}")
+        self.namespaces.update(dict.fromkeys(names, ns))
+        return self
+
+    def forward(self, input: Any) -> Any:
+        """Runs the layer and its commands.
+
+        Raises:
+            RuntimeError: if a command was not declared, a declared name was not used, or nothing was stashed to pop.
+        """
+        tracker = current_skip_tracker()
+        popped: dict[str, Any] = {}
+        for key in self.poppable():
+            try:
+                popped[key[1]] = tracker.load(key)
+            except KeyError:
+                raise RuntimeError(f"'{key[1]}' has not been stashed") from None
+        stashed: dict[str, Any] = {}
+        output = self._run(self.module(input), stashed, popped)
+        missing = [f"'{name}'" for name in self.stashable_names if name not in stashed]
+        if missing:
+            raise RuntimeError(f"{', '.join(missing)} must be stashed but have not")
+        if popped:
+            raise RuntimeError(f"{', '.join(repr(name) for name in popped)} must be popped but have not")
+        for key in self.stashable():
+            tracker.save(key, stashed[key[1]])
+        return output
+
+    def _run(self, output: Any, stashed: dict[str, Any], popped: dict[str, Any]) -> Any:
+        if not isinstance(output, Generator):
+            return output  # a layer without commands in this forward
+        answer: Any = None
+        while True:
+            try:
+                command = output.send(answer)
+            except StopIteration as end:
+                return end.value
+            answer = None
+            if isinstance(command, stash):
+                if command.name not in self.stashable_names:
+                    raise RuntimeError(f"'{command.name}' has not been declared as stashable")
+                stashed[command.name] = command.tensor
+            elif isinstance(command, pop):
+                if command.name not in self.poppable_names:
+                    raise RuntimeError(f"'{command.name}' has not been declared as poppable")
+                if command.name not in popped:
+                    raise RuntimeError(f"'{command.name}' has been popped already")
+                answer = popped.pop(command.name)
+            else:
+                raise TypeError(f"expected stash(...) or pop(...) to be yielded, got {type(command).__name__}")
+
+
+def _restore(cls: type[Skippable], state: dict[str, Any], inner_state: Any) -> Skippable:
+    inner = cls.module_cls.__new__(cls.module_cls)
+    inner.__setstate__(inner_state)
+    layer = cls.__new__(cls)
+    layer.__setstate__(state)  # type: ignore[no-untyped-call]
+    layer._modules = {"module": inner, **layer._modules}
+    return layer
+
+
+def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[nn.Module]], type[Skippable]]:
+    """Class decorator that declares the skip tensors of a layer.
+
+    Args:
+        stash: names that every forward stashes.
+        pop: names that every forward pops.
+    """
+
+    def decorate(module_cls: type[nn.Module]) -> type[Skippable]:
+        attributes = {
+            "module_cls": module_cls,
+            "stashable_names": tuple(dict.fromkeys(stash_names)),
+            "poppable_names": tuple(dict.fromkeys(pop_names)),
+            # Where the decorated name is found, for pickle.
+            "__module__": module_cls.__module__,
+            "__qualname__": module_cls.__qualname__,
+            "__doc__": module_cls.__doc__,
+        }
+        return type(module_cls.__name__, (Skippable,), attributes)
+
+    stash_names, pop_names = tuple(stash), tuple(pop)
+    return decorate
+
+
+def verify_skippables(module: nn.Sequential) -> None:
+    """Checks that every skip tensor is stashed once and popped once, later.
+
+    Raises:
+        TypeError: naming every violation.
+    """
+    stashed: set[Key] = set()
+    popped: set[Key] = set()
+    wrong: list[str] = []
+    for layer_name, layer in module.named_modules():
+        if not isinstance(layer, Skippable):
+            continue
+        both = {*layer.stashable_names} & {*layer.poppable_names}
+        wrong += [f"'{layer_name}' declared '{name}' both as stashable and as poppable" for name in sorted(both)]
+        for key in layer.poppable():
+            name = key[1]
+            if name in both:
+                continue
+            if key in popped:
+                wrong.append(f"'{layer_name}' redeclared '{name}' as poppable but not isolated by namespace")
+            elif key not in stashed:
+                wrong.append(f"'{layer_name}' declared '{name}' as poppable but it was not stashed")
+            else:
+                popped.add(key)
+        for key in layer.stashable():
+            name = key[1]
+            if name in both:
+                continue
+            if key in stashed:
+                wrong.append(f"'{layer_name}' redeclared '{name}' as stashable but not isolated by namespace")
+            else:
+                stashed.add(key)
+    wrong += [
+        f"no module declared '{name}' as poppable but stashed" for name in sorted(name for _, name in stashed - popped)
+    ]
+    if wrong:
+        lines = "\n".join(f"* {line}" for line in wrong)
+        raise TypeError(f"one or more pairs of stash and pop do not match:\n\n{lines}")

@@ -1,0 +1,72 @@
+"""A stage: consecutive layers that stay on one device, as a function of what enters and what leaves.
+
+Besides the value that flows from stage to stage, skip tensors of earlier stages enter, and skip tensors for later ones
+leave. Made explicit as arguments and results, they are ordinary tensors to autograd, to checkpointing and to copies.
+
+Invariant: a stage does not write into its input, which belongs to the stage before or to the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipe.guard import Watched
+from pipe.nested import map_tensors
+from pipe.skip.layout import SkipLayout
+from pipe.skip.namespace import Key
+from pipe.skip.tracker import SkipTracker, use_skip_tracker
+
+__all__ = ["Stage", "writes_input"]
+
+
+def writes_input(layer: nn.Module) -> bool:
+    """Whether the first thing that a layer does is an in-place operation, such as ``nn.ReLU(inplace=True)``."""
+    while isinstance(layer, nn.Sequential) and len(layer):
+        layer = layer[0]
+    return bool(getattr(layer, "inplace", False))
+
+
+class Stage:
+    """Layers on a device.
+
+    Args:
+        layers: the layers.
+        device: where they are.
+        index: which stage this is.
+        layout: the skip connections between stages.
+    """
+
+    def __init__(self, layers: nn.Sequential, device: torch.device, index: int, layout: SkipLayout) -> None:
+        self.layers = layers
+        self.device = device
+        self.index = index
+        self.arriving = layout.arriving(index)
+        self.leaving = layout.leaving(index)
+        self._entering: tuple[Key, ...] = tuple(route.key for route in self.arriving)
+        self._copies_input = bool(len(layers)) and writes_input(layers)
+
+    def watched(self) -> Watched:
+        """What a checkpoint watches in the layers."""
+        return Watched(self.layers)
+
+    def __call__(self, input: tuple[Any, Sequence[Any]]) -> tuple[Any, list[Any]]:
+        """Runs the layers.
+
+        Args:
+            input: the value, and the skip tensors of ``arriving`` in that order.
+
+        Returns:
+            The value, and the skip tensors of ``leaving`` in that order.
+        """
+        value, popped = input
+        if self._copies_input:
+            # An in-place operation on a micro-batch would write into the other micro-batches' storage, and on a saved
+            # boundary it would change what the recomputation starts from.
+            value = map_tensors(Tensor.clone, value)
+        with use_skip_tracker(SkipTracker(zip(self._entering, popped, strict=True))) as tracker:
+            value = self.layers(value)
+            return value, [tracker.load(route.key) for route in self.leaving]

@@ -1,0 +1,123 @@
+"""Streams and devices, for CUDA and for the CPU alike.
+
+Code that orders copies and kernels names a stream for each device. The CPU has no streams: everything there happens at
+once and in order, so its stream is a placeholder and waiting for it is nothing. With these functions one code serves
+both, and this is the only module of the pipeline that touches ``torch.cuda``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "AbstractStream",
+    "CPUStream",
+    "CPUStreamType",
+    "as_cuda",
+    "current_stream",
+    "default_stream",
+    "get_device",
+    "is_cuda",
+    "new_stream",
+    "normalize_device",
+    "record_stream",
+    "use_device",
+    "use_stream",
+    "wait_stream",
+]
+
+
+class CPUStreamType:
+    """The type of :data:`CPUStream`."""
+
+    def __repr__(self) -> str:
+        return "CPUStream"
+
+
+CPUStream = CPUStreamType()
+"""Stands where a device that is not CUDA would have a stream."""
+
+AbstractStream = torch.cuda.Stream | CPUStreamType
+
+
+def normalize_device(device: torch.device | int | str) -> torch.device:
+    """The device with the index that torch would use: ``cuda`` is the current one, and all CPUs are one."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cpu":
+        return torch.device("cpu")
+    return device
+
+
+def is_cuda(stream: AbstractStream) -> TypeGuard[torch.cuda.Stream]:
+    """Whether it is a CUDA stream."""
+    return not isinstance(stream, CPUStreamType)
+
+
+def as_cuda(stream: AbstractStream) -> torch.cuda.Stream:
+    """The CUDA stream that it is known to be."""
+    assert is_cuda(stream)
+    return stream
+
+
+def new_stream(device: torch.device) -> AbstractStream:
+    """A new stream of ``device``."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else CPUStream
+
+
+def current_stream(device: torch.device) -> AbstractStream:
+    """The stream that work for ``device`` enters now."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else CPUStream
+
+
+def default_stream(device: torch.device) -> AbstractStream:
+    """The default stream of ``device``."""
+    return torch.cuda.default_stream(device) if device.type == "cuda" else CPUStream
+
+
+def get_device(stream: AbstractStream) -> torch.device:
+    """The device of a stream."""
+    return stream.device if is_cuda(stream) else torch.device("cpu")
+
+
+@contextlib.contextmanager
+def use_device(device: torch.device) -> Iterator[None]:
+    """Inside, ``device`` is the current CUDA device, if it is one."""
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def use_stream(stream: AbstractStream) -> Iterator[None]:
+    """Inside, work for the stream's device enters ``stream``."""
+    if not is_cuda(stream):
+        yield
+        return
+    with torch.cuda.stream(stream):
+        yield
+
+
+def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
+    """Makes ``source`` wait for the work that ``target`` holds now. The host waits only where ``source`` is the CPU."""
+    if not is_cuda(target):
+        return
+    if is_cuda(source):
+        source.wait_stream(target)
+    else:
+        # The CPU reads memory as soon as it is told to; without this, it reads what the copy has not yet written.
+        target.synchronize()
+
+
+def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
+    """Tells the allocator that ``stream`` uses the tensor, so that its memory is not given away before."""
+    if not is_cuda(stream) or not tensor.is_cuda:
+        return
+    # The allocator counts storages: a view may start in the middle of one, and only its beginning is known there.
+    storage = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+    storage.record_stream(stream)

@@ -1,0 +1,141 @@
+"""Worker threads: one for each device, so that devices are fed at the same time.
+
+Issuing the kernels of one stage takes the host as long as computing them may take the device; one thread would feed
+the devices one after another.
+
+Guarantees
+    * Tasks of one device run one at a time, in the order in which they were put.
+    * A task sees the settings of the thread that called :func:`spawn_workers` (:mod:`pipe.ambient`), its context
+      variables and its phase.
+    * Whatever a task raises, ``SystemExit`` and ``KeyboardInterrupt`` included, arrives in the out queue.
+    * When the context ends, by an exception or not, all threads have ended.
+
+Assumes
+    * Every task returns at some time: a thread cannot be interrupted from outside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+import torch
+
+from pipe.ambient import Ambient
+from pipe.microbatch import Batch
+from pipe.phase import enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing
+from pipe.stream import AbstractStream, normalize_device, use_device, use_stream
+
+__all__ = ["InQueue", "OutQueue", "Task", "needs_threads", "spawn_workers", "task_runner", "worker"]
+
+
+class Task:
+    """One micro-batch on one stage.
+
+    Args:
+        stream: the stream of the stage's device that both parts use.
+        compute: the part for the worker thread.
+        finalize: the part for the calling thread, with what ``compute`` returned.
+    """
+
+    def __init__(
+        self, stream: AbstractStream, *, compute: Callable[[], Batch], finalize: Callable[[Batch], None] | None
+    ) -> None:
+        self.stream = stream
+        self._compute = compute
+        self._finalize = finalize
+
+    def compute(self) -> Batch:
+        """Runs the first part."""
+        with use_stream(self.stream):
+            return self._compute()
+
+    def finalize(self, batch: Batch) -> None:
+        """Runs the second part."""
+        if self._finalize is not None:
+            with use_stream(self.stream):
+                self._finalize(batch)
+
+
+InQueue = SimpleQueue[Task | None]
+OutQueue = SimpleQueue[tuple[bool, Any]]
+"""``(True, (task, batch))`` of a task that returned, ``(False, exception)`` of one that did not."""
+
+
+def worker(in_queue: InQueue, out_queue: OutQueue, device: torch.device) -> None:
+    """Runs the tasks of one device until it gets None."""
+    with use_device(device):
+        while (task := in_queue.get()) is not None:
+            try:
+                batch = task.compute()
+            except BaseException as error:
+                out_queue.put((False, error))
+            else:
+                out_queue.put((True, (task, batch)))
+                del batch
+            # Without this, the thread keeps the last micro-batch alive while it waits for the next.
+            del task
+
+
+@contextlib.contextmanager
+def spawn_workers(devices: Sequence[torch.device]) -> Iterator[tuple[list[InQueue], list[OutQueue]]]:
+    """Threads for ``devices``, repeated devices sharing one; yields an in queue and an out queue for each entry."""
+    ambient = Ambient.capture(device.type for device in devices)
+    checkpointing, recomputing = is_checkpointing(), is_recomputing()
+    threads: list[Thread] = []
+    queues: dict[torch.device, tuple[InQueue, OutQueue]] = {}
+
+    def carried(in_queue: InQueue, out_queue: OutQueue, device: torch.device) -> None:
+        with ambient.again(), enable_checkpointing(checkpointing), enable_recomputing(recomputing):
+            worker(in_queue, out_queue, device)
+
+    names = [normalize_device(device) for device in devices]
+    try:
+        for device in dict.fromkeys(names):
+            queues[device] = (SimpleQueue(), SimpleQueue())
+            context = contextvars.copy_context()
+            thread = Thread(target=context.run, args=(carried, *queues[device], device), daemon=True)
+            thread.start()
+            threads.append(thread)
+        yield [queues[device][0] for device in names], [queues[device][1] for device in names]
+    finally:
+        for in_queue, _ in queues.values():
+            in_queue.put(None)
+        for thread in threads:
+            thread.join()
+
+
+def needs_threads(devices: Sequence[torch.device]) -> bool:
+    """Whether there is anything to do at the same time: tasks of one device run one after another anyway."""
+    return len({normalize_device(device) for device in devices}) > 1
+
+
+@contextlib.contextmanager
+def task_runner(devices: Sequence[torch.device]) -> Iterator[Callable[[Sequence[tuple[int, Task]]], list[Batch]]]:
+    """Yields a function that runs the tasks of one clock, given with their positions in ``devices``.
+
+    Tasks of different devices run in threads, at the same time; those of a single device run in the calling thread. The
+    function returns what the tasks returned, in their order, or raises what the first failing one raised after all have
+    ended.
+    """
+    if not needs_threads(devices):
+        with use_device(devices[0]):
+            yield lambda tasks: [task.compute() for _, task in tasks]
+        return
+
+    with spawn_workers(devices) as (in_queues, out_queues):
+
+        def run(tasks: Sequence[tuple[int, Task]]) -> list[Batch]:
+            for j, task in tasks:
+                in_queues[j].put(task)
+            results = [out_queues[j].get() for j, _ in tasks]
+            for ok, payload in results:
+                if not ok:
+                    raise payload
+            return [payload[1] for _, payload in results]
+
+        yield run
