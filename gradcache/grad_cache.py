@@ -262,10 +262,11 @@ class GradCache:
         for group in groups.values():
             model = group[0].model
             chunks = [[self._processed(chunk) for chunk in tower.chunks] for tower in group]
-            trainable = two_pass.is_trainable(model, chunks) or self._representation_may_train()
-            walk = StreamedWalk(cast(StreamedModel, model), chunks, self.get_reps)
+            trainable = two_pass.is_trainable(model, chunks)
+            cut = [[self._inputs.cut(chunk) for chunk in tower_chunks] for tower_chunks in chunks]
+            walk = StreamedWalk(cast(StreamedModel, model), cut, self.get_reps)
             with self._autocast(model):
-                encoded = walk.encode(self._inputs, keep_tape=trainable and torch.is_grad_enabled())
+                encoded = walk.encode(trainable)
             for tower, value in zip(group, encoded, strict=True):
                 tower.encoded, tower.wants_gradient = value, trainable
             walks.append((walk, group))
@@ -354,11 +355,6 @@ class GradCache:
 
     def _replaced(self, *hooks: str) -> bool:
         return any(getattr(getattr(self, hook), "__func__", None) is not getattr(GradCache, hook) for hook in hooks)
-
-    def _representation_may_train(self) -> bool:
-        if isinstance(self.get_rep_fn, nn.Module):
-            return any(parameter.requires_grad for parameter in self.get_rep_fn.parameters())
-        return self.get_rep_fn is not None  # a plain function may close over a trainable head
 
     def _own_parameters(self, towers: Iterable[_Tower]) -> list[nn.Parameter]:
         """Parameters whose gradients are put together here; a streamed model keeps its own at home."""

@@ -16,7 +16,7 @@ import torch
 
 from gradcache import representations
 from gradcache.chunks import call_arguments
-from gradcache.two_pass import InputGradients
+from pipe.nested import tensors_in
 
 __all__ = ["StreamedModel", "StreamedWalk", "Tape"]
 
@@ -43,29 +43,51 @@ class StreamedModel(Protocol):
 
 
 class StreamedWalk:
-    """The towers that are one streamed model, walked together."""
+    """The towers that are one streamed model, walked together.
+
+    ``process_fn`` has run for all chunks before: the model keeps its inputs until its backward anyway.
+    """
 
     def __init__(self, model: StreamedModel, towers: Sequence[Sequence[Any]], output_fn: Callable[[Any], Any]) -> None:
         """``towers``: the chunks of each tower."""
         self._model = model
-        self._towers = towers
+        self._calls = [call_arguments(chunk) for chunks in towers for chunk in chunks]
+        self._sizes = [len(chunks) for chunks in towers]
         self._output_fn = output_fn
+        self._wants_gradient = torch.is_grad_enabled()
         self._rows: list[list[int]] = []
         self._tape: Tape | None = None
 
-    def encode(self, inputs: InputGradients, keep_tape: bool) -> list[Any]:
-        """The representations of each tower, all chunks together."""
-        calls = [call_arguments(inputs.cut(chunk)) for chunks in self._towers for chunk in chunks]
-        with torch.set_grad_enabled(keep_tape):
-            outputs, tape = self._model.forward_chunks(calls, output_fn=self._output_fn)
-        self._tape = tape if keep_tape else None
+    def encode(self, trainable: bool) -> list[Any]:
+        """The representations of each tower, all chunks together.
+
+        Raises:
+            ValueError: if the model has nothing to train, but ``output_fn`` has.
+        """
+        keeps_tape = trainable and torch.is_grad_enabled()
+        output_fn = self._output_fn if keeps_tape else self._without_parameters
+        with torch.set_grad_enabled(keeps_tape):
+            outputs, tape = self._model.forward_chunks(self._calls, output_fn=output_fn)
+        self._calls = []
+        self._tape = tape if keeps_tape else None
         remaining = iter(outputs)
         encoded: list[Any] = []
-        for chunks in self._towers:
-            mine = [representations.detached(next(remaining)) for _ in chunks]
+        for size in self._sizes:
+            mine = [representations.detached(next(remaining)) for _ in range(size)]
             self._rows.append([representations.rows_in(output) for output in mine])
             encoded.append(representations.concatenated(mine))
         return encoded
+
+    def _without_parameters(self, output: Any) -> Any:
+        """``output_fn`` of a pass that has no second one: says so, should it have something to train."""
+        with torch.enable_grad():
+            representation = self._output_fn(output)
+        if any(tensor.requires_grad for tensor in tensors_in(representation)) and self._wants_gradient:
+            raise ValueError(
+                "expected get_rep_fn without trainable parameters over a streamed model that is frozen; make the "
+                "trainable part a layer of the model, or pass it as the loss's"
+            )
+        return representation
 
     def backward(self, gradients: Sequence[Any]) -> None:
         """Pushes the gradient of each tower's representations through the model, in one visit of each shard."""

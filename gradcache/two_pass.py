@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from gradcache import representations
-from gradcache.buffers import BufferStates, BufferTrace
 from gradcache.context_managers import RandContext
+from pipe.guard import Guard, Watched
 from pipe.nested import map_tensors, tensors_in
 
 __all__ = ["ChunkState", "FirstPass", "InputGradients", "backward", "encode", "is_trainable"]
@@ -65,7 +65,7 @@ class ChunkState(RandContext):
         super().__init__(*tensors)
         self.rows = 0
         self.requires_grad = True
-        self.buffers = BufferStates([])
+        self.guard: Guard | None = None
         self.copy_input = False
         self.first: Any = None
 
@@ -75,8 +75,10 @@ class ChunkState(RandContext):
         Returns:
             The greatest difference from the first pass's representations, where they were kept (else 0).
         """
-        # The buffers stay as they were until backward is done, which may read them.
-        with self.buffers.again(), torch.enable_grad():
+        # Buffers stay as they were until backward is done, which may read them. Not strict: a layer that prepares its
+        # own weights in place (an embedding with max_norm) does so for every chunk.
+        assert self.guard is not None
+        with self.guard.again(strict=False), torch.enable_grad():
             with self:
                 output = encoder(_copied(chunk) if self.copy_input else chunk)
             difference = 0.0 if self.first is None else representations.greatest_difference(self.first, output)
@@ -94,7 +96,7 @@ class FirstPass:
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())
-        self._trace = BufferTrace(model)
+        self._watched = Watched(model)
         self._chunks_run = 0
         self._copy_input = False
 
@@ -103,7 +105,7 @@ class FirstPass:
     ) -> tuple[Any, ChunkState]:
         """One chunk's representation, detached, and its state. ``with_graph``: tell whether it wants a gradient."""
         state = ChunkState(chunk if tensors is None else tensors, self._parameters)
-        self._trace.before_chunk()
+        guard = Guard(self._watched)
         given = _copied(chunk) if self._copy_input or self._chunks_run == 0 else chunk
         versions = _versions(given)
         with torch.set_grad_enabled(with_graph):
@@ -119,7 +121,7 @@ class FirstPass:
             self._copy_input = True
         self._chunks_run += 1
         state.seal()
-        state.buffers = self._trace.after_chunk()
+        state.guard = guard.seal()
         state.copy_input = self._copy_input
         output = representations.detached(output)
         state.rows = representations.rows_in(output)

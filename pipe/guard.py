@@ -76,7 +76,9 @@ class Guard:
             unversioned = {
                 (id(owner), name)
                 for (owner, name, snapshot), original in entries
-                if not _written(owner, name, snapshot, *original) and not torch.equal(snapshot, original[0])
+                if not snapshot.is_meta
+                and not _written(owner, name, snapshot, *original)
+                and not torch.equal(snapshot, original[0])
             }
             self._watched.unversioned = unversioned
         self._buffers = [

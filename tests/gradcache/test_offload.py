@@ -1,0 +1,145 @@
+"""GradCache over the engine itself: same gradients as the whole batch, and the traffic that the design promises."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gradcache import GradCache
+from gradcache.loss import SimpleContrastiveLoss
+from gradcache.streamed import StreamedModel
+from offload import OffloadModel
+
+
+def tower(seed: int = 0, depth: int = 4, dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(dropout)) for _ in range(depth)]
+    return nn.Sequential(*blocks)
+
+
+def offloaded(layers: nn.Sequential, home: str = "cpu", **options: Any) -> OffloadModel:
+    options = {"num_slices": 4, "checkpoint_activation": True, **options}
+    return OffloadModel(layers, "cpu", home, **options)
+
+
+def test_the_engine_is_a_streamed_model() -> None:
+    assert isinstance(offloaded(tower()), StreamedModel)
+    assert not isinstance(tower(), StreamedModel)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    sizes=st.lists(st.integers(1, 10), min_size=2, max_size=2),
+    kind=st.sampled_from(["tied", "both", "one"]),
+    slices=st.integers(1, 4),
+    recompute=st.booleans(),
+)
+def test_step_over_offloaded_towers_equals_the_whole_batch(
+    assert_same_gradients: Any, rows: int, sizes: list[int], kind: str, slices: int, recompute: bool
+) -> None:
+    bare = [tower(1)] * 2 if kind == "tied" else [tower(1), tower(2)]
+    ours = copy.deepcopy(bare)
+    wrapped = {id(m): offloaded(m, num_slices=slices, checkpoint_activation=recompute) for m in ours}
+    called: list[nn.Module] = [wrapped[id(model)] for model in ours]
+    if kind == "one":
+        called[1] = ours[1] = copy.deepcopy(bare[1])
+    x, y = torch.randn(rows, 8), torch.randn(rows, 8)
+    expected = SimpleContrastiveLoss()(bare[0](x), bare[1](y))
+    expected.backward()
+    loss = GradCache(called, sizes, SimpleContrastiveLoss())(x, y)
+    torch.testing.assert_close(loss, expected.detach())
+    assert_same_gradients(bare, called)
+
+
+@pytest.mark.parametrize("chunks", [1, 64])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_each_shard_is_loaded_at_most_twice_and_each_layer_runs_twice_per_chunk(
+    chunks: int, on_disk: bool, tmp_path: Path
+) -> None:
+    calls: list[int] = []
+    layers = tower()
+    for layer in layers:
+        layer.register_forward_hook(lambda *_: calls.append(1))
+    model = offloaded(layers, f"{tmp_path}/" if on_disk else "cpu")
+    x, y = torch.randn(64, 8), torch.randn(64, 8)
+    GradCache([model, model], 64 // chunks, SimpleContrastiveLoss())(x, y)
+    assert model.statistics().shard_loads <= 2 * 4
+    assert len(calls) == 2 * 4 * 2 * chunks
+
+
+def test_bytes_loaded_are_the_same_for_1_and_for_64_chunks() -> None:
+    loaded = []
+    for chunk_size in (64, 1):
+        model = offloaded(tower())
+        GradCache([model, model], chunk_size, SimpleContrastiveLoss())(torch.randn(64, 8), torch.randn(64, 8))
+        loaded.append(model.statistics().bytes_loaded)
+    assert loaded[0] == loaded[1]
+
+
+def test_dropout_in_layers_and_in_get_rep_fn_draws_the_same_masks_in_both_passes(assert_same_gradients: Any) -> None:
+    """With one chunk the engine draws in the order of the bare model, so even the bare model's masks are met."""
+    bare = tower(dropout=0.5)
+    ours = offloaded(copy.deepcopy(bare))
+    x = torch.randn(6, 8)
+
+    def rep(out: Tensor) -> Tensor:
+        return nn.functional.dropout(out, 0.3)
+
+    torch.manual_seed(1)
+    rep(bare(x)).square().sum().backward()
+    expected = torch.get_rng_state()
+    torch.manual_seed(1)
+    GradCache([ours], 6, lambda r: r.square().sum(), get_rep_fn=rep)(x)
+    assert torch.equal(torch.get_rng_state(), expected)
+    assert_same_gradients([bare], [ours])
+
+
+def test_frozen_offloaded_tower_is_loaded_once_and_a_trainable_head_behind_it_is_refused() -> None:
+    frozen = offloaded(tower().requires_grad_(False))
+    step = GradCache([tower(1), frozen], 2, SimpleContrastiveLoss())
+    step(torch.randn(4, 8), torch.randn(4, 8))
+    assert frozen.statistics().shard_loads == 4
+    with pytest.raises(ValueError, match="a layer of the model"):
+        GradCache([frozen], 2, lambda r: r.sum(), get_rep_fn=nn.Linear(8, 2))(torch.randn(4, 8))
+    with torch.no_grad():
+        GradCache([frozen], 2, lambda r: r.sum(), get_rep_fn=nn.Linear(8, 2))(torch.randn(4, 8))
+
+
+def test_gradients_flow_through_an_offloaded_tower_to_what_computed_its_input(assert_same_gradients: Any) -> None:
+    before = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    before[1].load_state_dict(before[0].state_dict())
+    bare = tower()
+    ours = offloaded(copy.deepcopy(bare))
+    x = torch.randn(6, 8)
+    bare(before[0](x).tanh()).square().sum().backward()
+    GradCache([ours], 2, lambda r: r.square().sum())(before[1](x).tanh())
+    assert_same_gradients([bare, before[0]], [ours, before[1]])
+
+
+def test_evaluation_under_no_grad_loads_each_shard_once_and_writes_no_gradient() -> None:
+    model = offloaded(tower())
+    with torch.no_grad():
+        GradCache([model, model], 2, SimpleContrastiveLoss())(torch.randn(6, 8), torch.randn(6, 8))
+    assert model.statistics().shard_loads == 4
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_hooks_of_a_subclass_win_over_the_streamed_walk(assert_same_gradients: Any) -> None:
+    class Doubled(GradCache):
+        def model_call(self, model: nn.Module, model_input: Any) -> Any:
+            return 2 * super().model_call(model, model_input)
+
+    bare = tower()
+    ours = offloaded(copy.deepcopy(bare))
+    x = torch.randn(4, 8)
+    (2 * bare(x)).square().sum().backward()
+    Doubled([ours], 2, lambda r: r.square().sum())(x)
+    assert_same_gradients([bare], [ours])
