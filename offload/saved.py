@@ -28,10 +28,14 @@ class _Reference:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     storage_offset: int
+    conjugate: bool
+    negative: bool
 
     def resolve(self) -> Tensor:
-        block = self.shard.slot.view(self.dtype)
-        return block.as_strided(self.size, self.stride, self.storage_offset)
+        view = self.shard.slot.view(self.dtype).as_strided(self.size, self.stride, self.storage_offset)
+        if self.conjugate:
+            view = view.conj()
+        return torch._neg_view(view) if self.negative else view
 
 
 def weights_by_reference(shard: Shard) -> contextlib.AbstractContextManager[Any]:
@@ -41,7 +45,15 @@ def weights_by_reference(shard: Shard) -> contextlib.AbstractContextManager[Any]
     def pack(tensor: Tensor) -> Tensor | _Reference:
         if tensor.layout is not torch.strided or tensor.untyped_storage().data_ptr() != address or not tensor.numel():
             return tensor
-        return _Reference(shard, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
+        return _Reference(
+            shard,
+            tensor.dtype,
+            tuple(tensor.size()),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
 
     def unpack(saved: Tensor | _Reference) -> Tensor:
         return saved.resolve() if isinstance(saved, _Reference) else saved

@@ -60,9 +60,11 @@ class Streamer:
     def load(self, j: int) -> None:
         """Starts to copy shard ``j`` into a free slot."""
         if self._free is None:
-            self._free = [
-                torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device) for _ in range(self.slots)
-            ]
+            # Without this, slots made by a first call inside inference mode could never be filled outside it.
+            with torch.inference_mode(False):
+                self._free = [
+                    torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device) for _ in range(self.slots)
+                ]
             self._meter.hold(self.slots * self._slot_bytes)
         shard = self.shards[j]
         slot = self._free.pop()

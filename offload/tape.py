@@ -11,6 +11,7 @@ from torch import Tensor
 
 from offload.boundary import BoundaryStore
 from offload.cell import Cell, Record
+from offload.source import Source
 from pipe.nested import TreeSpec, flatten
 
 if TYPE_CHECKING:
@@ -21,9 +22,9 @@ __all__ = ["KeptCell", "Tape"]
 
 @dataclass
 class KeptCell:
-    """A cell that kept its graph instead of being recomputed: the leaves it starts from, and its flat output."""
+    """A cell that kept its graph instead of being recomputed: where the graph begins, and its flat output."""
 
-    leaves: list[Any]
+    source: Source
     outputs: list[Any]
 
 

@@ -31,11 +31,12 @@ from offload.lane import Lanes
 from offload.plan import Action, Kind, Plan, plan_pass
 from offload.saved import weights_by_reference
 from offload.shard import Shard
+from offload.source import Source
 from offload.statistics import Meter
 from offload.streamer import Streamer
 from offload.tape import KeptCell, Tape
 from offload.tier import Tier
-from pipe.nested import TreeSpec, flatten, map_tensors, unflatten
+from pipe.nested import flatten, map_tensors, unflatten
 
 __all__ = ["Walk"]
 
@@ -130,14 +131,13 @@ class Walk:
         with self._meter.compute.span(), torch.profiler.record_function(f"F{cell}"):
             if not tape.records or cell.j < tape.first:
                 return map_tensors(Tensor.detach, runner.forward(boundary, output_fn))
-            leaves, spec = self._leaves(tape, cell, boundary)
-            value = unflatten(list(leaves), spec)
+            source, value = self._source(tape, cell, boundary)
             if self._recompute:
                 output, tape.cells[cell] = runner.forward_recorded(value, output_fn)
             else:
                 with weights_by_reference(self.shards[cell.j]):
                     output = runner.forward_with_graph(value, output_fn)
-                tape.kept[cell] = KeptCell(leaves, flatten(output)[0])
+                tape.kept[cell] = KeptCell(source, flatten(output)[0])
             tape.requires[Cell(cell.j + 1, cell.i)] = _requires(flatten(output)[0])
             return map_tensors(Tensor.detach, output)
 
@@ -197,33 +197,30 @@ class Walk:
         runner = self._runners[cell.j]
         with self._meter.compute.span(), torch.profiler.record_function(f"B{cell}"):
             if self._recompute:
-                leaves, spec = self._leaves(tape, cell, boundary)
-                output = runner.recompute(unflatten(list(leaves), spec), tape.cells[cell], self._output_fn(tape, cell))
-                outputs = flatten(output)[0]
+                source, value = self._source(tape, cell, boundary)
+                outputs = flatten(runner.recompute(value, tape.cells[cell], self._output_fn(tape, cell)))[0]
                 self._check_same(tape, cell, outputs)
             else:
                 kept = tape.kept[cell]
-                leaves, outputs = kept.leaves, kept.outputs
+                source, outputs = kept.source, kept.outputs
                 if consume:
                     del tape.kept[cell]
-            wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
             # A gradient that no output can take (an integer, a constant) is dropped together with its output.
             pairs = [
                 (y, g.to(y.device))
                 for y, g in zip(outputs, given, strict=True)
                 if isinstance(y, Tensor) and y.requires_grad and g is not None
             ]
-            if pairs and (accumulate or wanted):
-                torch.autograd.backward(
-                    [y for y, _ in pairs],
-                    [g for _, g in pairs],
-                    inputs=None if accumulate else wanted,
-                    # A kept graph is the tape's, which autograd frees together with the forward it belongs to.
-                    retain_graph=not self._recompute and not consume,
-                )
-            back = [x.grad if isinstance(x, Tensor) else None for x in leaves]
-            for x in wanted:
-                x.grad = None  # a kept leaf must not remember the gradient of an earlier backward
+            roots, gradients = [y for y, _ in pairs], [g for _, g in pairs]
+            # A kept graph is the tape's, which autograd frees together with the forward it belongs to.
+            retain = not self._recompute and not consume
+            back: list[Tensor | None] = [None] * len(source.leaves)
+            if roots and accumulate:
+                torch.autograd.backward(roots, gradients, retain_graph=retain)
+                back = source.take()
+            elif roots and source.wanted:
+                found = torch.autograd.grad(roots, source.wanted, gradients, retain_graph=retain, allow_unused=True)
+                back = source.take(found)
             # A layer that writes its own weights (an embedding with max_norm) did so in forward; that counts once.
             self.shards[cell.j].set_versions(tape.versions[cell.j])
             return back
@@ -300,14 +297,12 @@ class Walk:
         moved = [x.detach().to(self.device, non_blocking=True) if isinstance(x, Tensor) else x for x in leaves]
         return unflatten(moved, tape.input_specs[cell.i])
 
-    def _leaves(self, tape: Tape, cell: Cell, boundary: Any) -> tuple[list[Any], TreeSpec]:
-        """The boundary's tensors as fresh leaves, requiring a gradient where the forward found that they do."""
+    @staticmethod
+    def _source(tape: Tape, cell: Cell, boundary: Any) -> tuple[Source, Any]:
+        """The beginning of a cell's graph, and the boundary as that graph sees it."""
         leaves, spec = flatten(boundary)
-        requires = tape.requires.get(cell, [False] * len(leaves))
-        fresh = [
-            x.detach().requires_grad_(r) if isinstance(x, Tensor) else x for x, r in zip(leaves, requires, strict=True)
-        ]
-        return fresh, spec
+        source = Source(leaves, tape.requires.get(cell, [False] * len(leaves)))
+        return source, unflatten(list(source.leaves), spec)
 
     def _output_fn(self, tape: Tape, cell: Cell) -> OutputFn | None:
         return tape.output_fn if cell.j == len(self.shards) - 1 else None

@@ -89,8 +89,8 @@ class _Ticket(NamedTuple):
 class DiskScratch(Scratch):
     """Boundaries in a file without a name, which the system removes whatever happens."""
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
-        self._folder = folder
+    def __init__(self, tier: DiskTier, device: torch.device) -> None:
+        self._tier = tier  # whose folder must live until the file is open
         self._device = device
         self._opened: int | None = None
         self._end = 0
@@ -99,7 +99,7 @@ class DiskScratch(Scratch):
     @property
     def _fd(self) -> int:
         if self._opened is None:  # at the first use: most steps keep their boundaries in memory
-            self._opened, path = tempfile.mkstemp(prefix="boundaries-", dir=self._folder)
+            self._opened, path = tempfile.mkstemp(prefix="boundaries-", dir=self._tier.folder)
             os.unlink(path)
             self._finalizer = weakref.finalize(self, os.close, self._opened)
         return self._opened
@@ -150,25 +150,25 @@ class DiskTier(Tier):
         try:
             root.mkdir(parents=True, exist_ok=True)
             _sweep(root)
-            self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+            self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
         except OSError as error:
             raise OSError(
                 error.errno, f"offload_device must be a directory that can be written to: {error.strerror}", str(root)
             ) from error
         self.name = f"disk ({root})"
         self._device = device
-        self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._numbers = itertools.count()
-        self._finalizer = weakref.finalize(self, _remove, self._folder, self._lock)
+        self._finalizer = weakref.finalize(self, _remove, self.folder, self._lock)
 
     def allocate(self, nbytes: int, label: str) -> Block:
         """A new file of ``nbytes``."""
-        return DiskBlock(self._folder / f"{next(self._numbers):04d}-{label}", nbytes, self._device)
+        return DiskBlock(self.folder / f"{next(self._numbers):04d}-{label}", nbytes, self._device)
 
     def scratch(self) -> Scratch | None:
         """A file without a name."""
-        return DiskScratch(self._folder, self._device)
+        return DiskScratch(self, self._device)
 
     def close(self) -> None:
         """Removes the files' names; their room is free once nobody maps them."""

@@ -1,0 +1,142 @@
+"""No copy is read, or overwritten, before its wait: with late lanes a forgotten wait gives NaN, every time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from offload import OffloadModel
+from offload.lane import Arrival
+from tests.offload.late import LateLane
+from tests.offload.zoo import WIDTH, build, reference
+
+Late = Callable[..., list[LateLane]]
+
+
+def train(model: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], steps: int = 3) -> list[torch.Tensor]:
+    """Losses, and the final parameters."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(step))
+        loss = run(x).pow(2).mean()
+        loss.backward()
+        losses.append(loss.detach())
+        if step != 1:  # so that gradients accumulate at home once
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*losses, *(p.detach().clone() for p in model.parameters())]
+
+
+def both(
+    home: str, *, tied: bool = True, microbatches: int = 2, recompute: bool = True, slots: int = 2, slices: int = 4
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What the bare model and an offloaded one train to."""
+    bare = build(["linear", "dropout", "linear", "nested", "linear"], tied=tied)
+    model = OffloadModel(
+        copy.deepcopy(bare),
+        "cpu",
+        home,
+        num_slices=slices,
+        checkpoint_activation=recompute,
+        num_microbatches=microbatches,
+        num_slots=slots,
+        boundary_bytes=100,
+    )
+    cuts = [len(shard.layers) for shard in model._walk.shards]
+    return train(bare, lambda x: reference(bare, cuts, x, microbatches)), train(model, model)
+
+
+def equal(pair: tuple[list[torch.Tensor], list[torch.Tensor]]) -> bool:
+    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*pair, strict=True))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 10_000),
+    recompute=st.booleans(),
+    microbatches=st.integers(1, 3),
+    slots=st.integers(2, 5),
+    slices=st.integers(2, 8),
+)
+def test_training_is_exact_in_whatever_order_copies_finish(
+    late: Late, tmp_path: Path, seed: int, recompute: bool, microbatches: int, slots: int, slices: int
+) -> None:
+    late(seed)
+    assert equal(both(f"{tmp_path}/", microbatches=microbatches, recompute=recompute, slots=slots, slices=slices))
+
+
+def test_copies_overtake_each_other_at_all(late: Late, tmp_path: Path) -> None:
+    lanes = late(3)
+    assert equal(both(f"{tmp_path}/"))
+    tokens = [token for lane in lanes for token in lane.log]
+    assert {token[0] for token in tokens} == {"L", "D", "s", "f"}  # loads, drains, spills, fetches
+    assert lanes[0].log != sorted(lanes[0].log)
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "why"),
+    [
+        ("L", "layers read a slot that is not filled"),
+        ("D", "an optimizer reads gradients that have not arrived"),
+        ("fetch", "a boundary is read before it has come back"),
+    ],
+)
+def test_each_wait_is_needed(late: Late, tmp_path: Path, forgotten: str, why: str) -> None:
+    late(1, forgets=forgotten)
+    try:
+        same = equal(both(f"{tmp_path}/"))
+    except (RuntimeError, ValueError, IndexError):
+        return  # nothing was there to read at all
+    assert not same, f"expected a difference, since {why}"
+
+
+def test_a_fetch_needs_to_come_after_its_spill(late: Late, tmp_path: Path) -> None:
+    def train_with_every_adversary() -> None:
+        for seed in range(5):
+            late(seed, forgets_after=True)
+            both(f"{tmp_path}/", tied=False)
+
+    with pytest.raises(ValueError, match="0 but the spec refers to"):  # nothing was stored that could be fetched
+        train_with_every_adversary()
+
+
+def test_drains_into_a_tied_home_need_their_order(late: Late, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first drain overwrites what rests in the home, the second adds; overtaking would lose the second."""
+    submit = LateLane.submit
+
+    def without_order(self: LateLane, token: str, copy: Callable[[], None], after: tuple[Arrival, ...] = ()) -> Arrival:
+        return submit(self, token, copy, () if token.startswith("D") else after)
+
+    def any_differs() -> bool:
+        results = []
+        for seed in range(8):
+            late(seed)
+            results.append(equal(both(f"{tmp_path}/", slices=2)))
+        return not all(results)
+
+    assert not any_differs()
+    monkeypatch.setattr(LateLane, "submit", without_order)
+    assert any_differs()
+
+
+def test_an_eviction_waits_for_its_load(late: Late, tmp_path: Path) -> None:
+    """A forward that fails leaves a load behind that nobody used; it must not arrive in the slot after the next one."""
+    late(0)
+    model = OffloadModel(build(["linear"] * 4), "cpu", f"{tmp_path}/", num_slices=6, checkpoint_activation=True)
+    layers = list(model.children())
+    x = torch.randn(3, WIDTH)
+    expected = model(x).detach()
+    handle = layers[0].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(x)
+    handle.remove()
+    assert torch.equal(model(x), expected)

@@ -1,0 +1,131 @@
+"""The plan is data: it prints, parses, is proved and simulated without a tensor in sight."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.plan import Costs, Kind, Plan, PlanError, plan_pass, plan_step, simulate, validate
+
+
+def test_the_plan_of_three_shards_in_two_slots_reads_like_the_design() -> None:
+    plan = plan_step(3, slots=2, microbatches=2)
+    assert str(plan) == ("L0 L1 F0.0 F0.1 E0 L2 F1.0 F1.1 F2.0 F2.1 B2.0 B2.1 D2 E2 L0 B1.0 B1.1 D1 B0.0 B0.1 D0")
+
+
+@given(shards=st.integers(1, 12), slots=st.integers(1, 8), microbatches=st.integers(1, 4), training=st.booleans())
+def test_every_plan_is_valid_prints_and_parses(shards: int, slots: int, microbatches: int, training: bool) -> None:
+    plan = plan_step(shards, slots=slots, microbatches=microbatches, training=training)
+    validate(plan)
+    assert Plan.parse(str(plan), slots) == plan
+
+
+@given(shards=st.integers(1, 30), slots=st.integers(2, 12), microbatches=st.integers(1, 3))
+def test_spare_slots_are_a_cache(shards: int, slots: int, microbatches: int) -> None:
+    loads = plan_step(shards, slots=slots, microbatches=microbatches).loads
+    assert len(loads) <= max(shards, 2 * shards - (slots - 1))
+    assert max(loads.count(j) for j in range(shards)) <= 2
+    if slots >= shards:
+        assert len(loads) == shards
+
+
+def optimal_loads(uses: list[int], slots: int) -> int:
+    """Fewest loads by brute force over all evictions."""
+    states = {frozenset(): 0}
+    for shard in uses:
+        following: dict[frozenset[int], int] = {}
+        for there, loads in states.items():
+            if shard in there:
+                options = [(there, loads)]
+            elif len(there) < slots:
+                options = [(there | {shard}, loads + 1)]
+            else:
+                options = [(there - {victim} | {shard}, loads + 1) for victim in there]
+            for state, cost in options:
+                following[state] = min(cost, following.get(state, cost))
+        states = following
+    return min(states.values())
+
+
+@given(shards=st.integers(1, 6), slots=st.integers(1, 6))
+def test_no_plan_loads_less(shards: int, slots: int) -> None:
+    uses = [*range(shards), *range(shards - 1, -1, -1)]
+    assert len(plan_step(shards, slots=slots).loads) == optimal_loads(uses, slots)
+
+
+def test_loads_run_one_visit_ahead_with_two_slots() -> None:
+    plan = plan_step(5, slots=2)
+    started: set[int] = set()
+    for action in plan.actions:
+        if action.kind is Kind.LOAD:
+            started.add(action.shard)
+        elif action.kind is Kind.FORWARD and action.shard < 4:
+            assert action.shard + 1 in started
+        elif action.kind is Kind.EVICT:
+            started.discard(action.shard)
+        elif action.kind is Kind.BACKWARD and action.shard > 0:
+            assert action.shard - 1 in started
+
+
+def test_a_pass_starts_from_what_is_resident() -> None:
+    plan = plan_pass([2, 1, 0], Kind.BACKWARD, slots=2, microbatches=1, resident={1, 2})
+    assert plan.loads == (0,)
+    assert plan.resident_after == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "slots", "reason"),
+    [
+        ("F0.0", 2, "not resident"),
+        ("L0 L1 L2", 2, "all 2 slots are taken"),
+        ("L0 L0", 2, "while it is resident"),
+        ("L0 E0 E0", 2, "not resident"),
+        ("L0 F0.0 F0.0", 2, "runs twice"),
+        ("L0 B0.0", 2, "never drained"),
+        ("L0 B0.0 D0 D0", 2, "no gradients to drain"),
+    ],
+)
+def test_a_plan_that_cannot_run_is_refused_with_an_arrow(text: str, slots: int, reason: str) -> None:
+    with pytest.raises(PlanError, match=reason) as caught:
+        validate(Plan.parse(text, slots))
+    assert "-->" in str(caught.value)
+
+
+def test_a_word_that_is_no_token_is_named() -> None:
+    with pytest.raises(ValueError, match=r"'L1\.2'"):
+        Plan.parse("L0 L1.2", 2)
+
+
+def costs(shards: int, load: float, cell: float, drain: float) -> Costs:
+    return Costs([load] * shards, [cell] * shards, [2 * cell] * shards, [drain] * shards, 100)
+
+
+def test_compute_bound_steps_hide_all_loads_but_the_first() -> None:
+    forecast = simulate(plan_step(6, slots=2, microbatches=2), costs(6, load=1.0, cell=1.0, drain=1.0))
+    assert forecast.compute_seconds == 6 * 2 * 3
+    assert forecast.wait_seconds == 1.0
+    assert forecast.seconds == 1.0 + 36.0 + 1.0  # the first load and the last drain stick out
+    assert forecast.slot_bytes == 200
+
+
+def test_io_bound_steps_take_as_long_as_their_loads() -> None:
+    plan = plan_step(6, slots=2)
+    forecast = simulate(plan, costs(6, load=10.0, cell=0.1, drain=1.0))
+    assert forecast.seconds >= 10.0 * len(plan.loads)
+    assert forecast.seconds <= 10.0 * (len(plan.loads) + 1) + 6 * 0.3 + 1
+
+
+def test_plan_imports_no_torch() -> None:
+    code = (
+        "import importlib.util, sys\n"
+        "spec = importlib.util.spec_from_file_location('plan', 'offload/plan.py')\n"
+        "module = importlib.util.module_from_spec(spec); sys.modules['plan'] = module\n"
+        "spec.loader.exec_module(module)\n"
+        "print(module.plan_step(2, slots=2), 'torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.split()[-1] == "False"
