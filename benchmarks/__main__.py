@@ -1,0 +1,56 @@
+"""``python -m benchmarks`` lists the questions; ``python -m benchmarks QUESTION`` answers one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.frame.extra import MissingExtraError
+from benchmarks.questions import QUESTIONS
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 if what must hold held, 1 if it did not, 2 if nothing could be run as asked."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    width = max(len(question.name) for question in QUESTIONS)
+    listing = "\n".join(f"  {question.name:<{width}}  {question.summary}" for question in QUESTIONS)
+    if not words:
+        print(f"usage: python -m benchmarks QUESTION [--json FILE] [--plot FILE.png] [options]\n\n{listing}")
+        print("\npython -m benchmarks QUESTION --help shows the options of one.")
+        return 0
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        epilog=f"questions:\n{listing}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subparsers = parser.add_subparsers(dest="question", required=True, metavar="QUESTION")
+    # Only the question asked is imported: each one needs torch, and some need the extra ``bench``.
+    asked = [question for question in QUESTIONS if question.name == words[0]]
+    try:
+        script = asked[0].load() if asked else None
+        for question in QUESTIONS:
+            sub = subparsers.add_parser(
+                question.name,
+                help=question.summary,
+                description=question.summary,
+                formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            )
+            if question in asked and script is not None:
+                sub.add_argument("--json", type=Path, metavar="FILE", help="a line of JSON for each rung")
+                sub.add_argument("--plot", type=Path, metavar="FILE.png", help="where the picture goes")
+                script.add_arguments(sub)
+        arguments = parser.parse_args(words)
+        assert script is not None
+        return script.run(arguments)
+    except (MissingExtraError, ValueError) as error:
+        print(f"python -m benchmarks: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""The other end of :mod:`benchmarks.frame.rungs`: runs one rung and writes what happens as JSON lines.
+
+``python -m benchmarks.frame.child`` reads one JSON object, ``{"target": "package.module:function", "arguments": {}}``,
+from its standard input, and calls ``function(report, **arguments)``. Every line of its standard output is an event.
+Whatever else the rung prints goes to standard error, so that a stray ``print`` cannot break the protocol.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from typing import Any
+
+from benchmarks.frame.memory import resident_bytes
+
+__all__ = ["Report", "main"]
+
+
+class Report:
+    """What a rung tells its parent while it runs."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._lines = os.fdopen(descriptor, "w", encoding="utf-8", buffering=1)
+
+    def event(self, event: str, **values: Any) -> None:
+        """One line; ``values`` are JSON."""
+        self._lines.write(json.dumps({"event": event, **values}) + "\n")
+
+    def total(self, steps: int) -> None:
+        """How many calls of :meth:`step` will follow, for the progress bar."""
+        self.event("total", steps=steps)
+
+    def step(self, **values: Any) -> None:
+        """One step is done, and this is what it gave."""
+        self.event("step", values=values)
+
+    def phase(self, name: str) -> None:
+        """From here on the parent counts the peak under ``name``; what came before must be freed by now."""
+        self.event("phase", name=name)
+
+    def memory(self, moment: str) -> int:
+        """Notes what the process holds now under the name ``moment``; gives it back in bytes."""
+        held = resident_bytes(os.getpid())
+        self.event("memory", moment=moment, bytes=held)
+        return held
+
+
+def main() -> None:
+    """Runs the rung that standard input names."""
+    order = json.load(sys.stdin)
+    report = Report(os.dup(1))
+    os.dup2(2, 1)
+    module, _, function = order["target"].partition(":")
+    result = getattr(importlib.import_module(module), function)(report, **order["arguments"])
+    report.event("result", values=result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What a figure was measured on: without this header a table cannot be compared with anything, or made again."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import sys
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from benchmarks.frame.memory import memory_kind
+
+__all__ = ["Environment", "filesystem_of", "here"]
+
+PACKAGES = ("gradstream", "numpy", "tokenizers")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One machine, one moment, one command."""
+
+    date: str
+    command: str
+    cpu: str
+    cores: int
+    threads: int
+    memory_bytes: int
+    accelerator: str
+    system: str
+    python: str
+    torch: str
+    packages: dict[str, str]
+    load: float | None
+    memory_kind: str
+
+    def as_json(self) -> dict[str, Any]:
+        """A JSON object: the first line of the file that ``--json`` names."""
+        return {"environment": asdict(self)}
+
+    def lines(self) -> list[str]:
+        """The header for a person to read."""
+        versions = ", ".join(f"{name} {version}" for name, version in self.packages.items())
+        busy = "" if self.load is None else f", load {self.load:.1f} before"
+        return [
+            f"date     {self.date}",
+            f"command  {self.command}",
+            f"machine  {self.cpu}, {self.cores} cores, {self.threads} torch threads, "
+            f"{self.memory_bytes / 2**30:.0f} GiB, {self.accelerator}{busy}",
+            f"software {self.system}, Python {self.python}, torch {self.torch}, {versions}",
+            f"memory   peak of {self.memory_kind} bytes of each rung's process",
+        ]
+
+
+def here() -> Environment:
+    """The environment of this process."""
+    return Environment(
+        date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        command=_command(),
+        cpu=_cpu(),
+        cores=_cores(),
+        threads=torch.get_num_threads(),
+        memory_bytes=psutil.virtual_memory().total,
+        accelerator=torch.cuda.get_device_name() if torch.cuda.is_available() else "no accelerator",
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        python=platform.python_version(),
+        torch=torch.__version__,
+        packages={name: _version(name) for name in PACKAGES},
+        load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        memory_kind=memory_kind(),
+    )
+
+
+def filesystem_of(path: Path) -> str:
+    """The kind of file system that holds ``path`` (``ext4``, ``tmpfs``); ``unknown`` where it cannot be told."""
+    best, kind = -1, "unknown"
+    resolved = path.resolve()
+    for partition in psutil.disk_partitions(all=True):
+        mount = Path(partition.mountpoint)
+        if resolved.is_relative_to(mount) and len(mount.parts) > best:
+            best, kind = len(mount.parts), partition.fstype or "unknown"
+    return kind
+
+
+def _command() -> str:
+    """The command line as a user types it; a module run with ``-m`` shows itself as a path."""
+    program = Path(sys.argv[0])
+    words = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
+    return shlex.join(words + sys.argv[1:])
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cores() -> int:
+    """Cores that this process may use, which is less than the machine has in a container."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as information:
+            for line in information:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,30 @@
+"""Optional packages: what the benchmarks need and the three packages do not.
+
+A user who installed the packages alone must read which command is missing, not a traceback from the middle of a run.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+__all__ = ["MissingExtraError", "require"]
+
+
+class MissingExtraError(ImportError):
+    """A package of the extra ``bench`` is not installed."""
+
+
+def require(name: str) -> ModuleType:
+    """The module ``name``, which the extra ``bench`` installs.
+
+    Raises:
+        MissingExtraError: if it cannot be imported; the message holds the command that installs it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"expected the package {name.partition('.')[0]!r} for this benchmark, got {error}; "
+            f"run: python -m pip install 'gradstream[bench]'  (in a clone: python -m pip install -e '.[bench]')"
+        ) from error

@@ -1,0 +1,1 @@
+"""The question ``offload-step``: the price of streaming a model from disk."""

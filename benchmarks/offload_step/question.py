@@ -1,0 +1,166 @@
+"""What does streaming a model from disk cost in time, and does its peak grow with the number of shards?
+
+One rung takes steps of the resident and of the streamed model in turn, and gives the ratio of their times and the share
+of the streamed step that was spent waiting. The other rungs stream models of 4, 8 and 16 shards: once the same layers
+cut finer, once deeper models out of the same shards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.frame.cache import cache_directory
+from benchmarks.frame.environment import Environment, filesystem_of, here
+from benchmarks.frame.extra import require
+from benchmarks.frame.plot import COLOURS, level_line, new_figure, save
+from benchmarks.frame.report import write_json_lines
+from benchmarks.frame.rungs import Outcome, Rung, run_rungs
+from benchmarks.frame.table import markdown_table, mebibytes
+from benchmarks.offload_step.steps import FLOOR, Shape
+
+__all__ = ["add_arguments", "run"]
+
+SHARDS = (4, 8, 16)
+MAXIMUM_RATIO = 1.10
+MAXIMUM_WAIT_SHARE = 0.05
+MAXIMUM_GROWTH = 1.05  # of the peak above torch, from the shallowest to the deepest model
+MEASURE = "benchmarks.offload_step.steps"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Sizes, the number of pairs, and where homes are."""
+    parser.add_argument("--dim", type=int, default=512, metavar="N", help="channels, a multiple of 64")
+    parser.add_argument("--rows", type=int, default=32, metavar="N", help="rows of the batch")
+    parser.add_argument("--positions", type=int, default=64, metavar="N", help="tokens of a row")
+    parser.add_argument("--pairs", type=int, default=9, metavar="N", help="interleaved pairs of steps")
+    parser.add_argument("--boundary-bytes", type=int, default=16 << 20, metavar="N", help="activations kept in memory")
+    parser.add_argument("--home", type=Path, default=cache_directory(), help="a directory on disk for the shards")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the rungs and prints the tables; 0 if the three bounds at the head of this module hold."""
+    if arguments.dim < 64 or arguments.dim % 64:
+        raise ValueError(f"expected a multiple of 64 channels, got dim={arguments.dim}")
+    for name in ("rows", "positions", "pairs"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"expected at least 1, got {name}={getattr(arguments, name)}")
+    for package in ("tqdm", *(("matplotlib",) if arguments.plot else ())):
+        require(package)
+    environment = here()
+    print("\n".join(environment.lines()))
+    arguments.home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="offload-step-", dir=arguments.home) as home:
+        print(f"homes    {home} ({filesystem_of(Path(home))})", flush=True)
+        outcomes = run_rungs(_rungs(arguments, home))
+    timed, finer, deeper = outcomes[0], outcomes[1 : 1 + len(SHARDS)], outcomes[1 + len(SHARDS) :]
+    print(f"\n{_time_table(timed)}\n\n{_peak_table([*finer, *deeper])}\n")
+    if arguments.json:
+        print(f"rungs in {write_json_lines(arguments.json, environment, outcomes)}")
+    if arguments.plot and not any(outcome.failure for outcome in outcomes):
+        print(f"picture in {_draw(arguments.plot, timed, finer, deeper, environment)}")
+    broken = _broken(timed, finer, deeper)
+    print("\n".join(broken) if broken else "all bounds hold", file=sys.stderr if broken else sys.stdout)
+    return 1 if broken else 0
+
+
+def _rungs(arguments: argparse.Namespace, home: str) -> list[Rung]:
+    def shape(shards: int, blocks: int) -> dict[str, int]:
+        sizes = {name: getattr(arguments, name) for name in ("dim", "rows", "positions", "boundary_bytes")}
+        return asdict(Shape(shards=shards, blocks=blocks, **sizes))
+
+    timed = {"shape": shape(8, 1), "home": home, "pairs": arguments.pairs, "warmup": 2}
+    rungs = [Rung("time, 8 shards", f"{MEASURE}:time_pairs", timed)]
+    for name, blocks in (("16 layers", [max(SHARDS) // shards for shards in SHARDS]), ("1 layer each", [1] * 3)):
+        for shards, count in zip(SHARDS, blocks, strict=True):
+            settings = {"shape": shape(shards, count), "home": home, "steps": 2}
+            rungs.append(Rung(f"{name}, {shards} shards", f"{MEASURE}:peak", settings))
+    return rungs
+
+
+def _ratio(timed: Outcome) -> float:
+    return statistics.median(step["ratio"] for step in timed.steps)
+
+
+def _wait_share(timed: Outcome) -> float:
+    return sum(step["waited"] for step in timed.steps) / sum(step["streamed"] for step in timed.steps)
+
+
+def _above_torch(outcome: Outcome) -> int:
+    return outcome.peaks["steps"] - outcome.moments[FLOOR]
+
+
+def _time_table(timed: Outcome) -> str:
+    if timed.result is None:
+        return f"{timed.rung.name}: {timed.failure}"
+    ratios = sorted(step["ratio"] for step in timed.steps)
+    row = [
+        timed.rung.name,
+        f"{timed.result['parameters'] / 1e6:.0f} M",
+        f"{timed.result['tokens']:,}",
+        *(f"{statistics.median(step[way] for step in timed.steps):.2f} s" for way in ("resident", "streamed")),
+        f"{_ratio(timed):.3f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+        f"{_wait_share(timed):.1%}",
+    ]
+    header = ["rung", "parameters", "tokens", "resident", "streamed", "median ratio of pairs", "waiting"]
+    return markdown_table(header, [row])
+
+
+def _peak_table(outcomes: Sequence[Outcome]) -> str:
+    header = ["rung", "parameters and gradients", "peak above torch", "whole peak", "s/step"]
+    rows = []
+    for outcome in outcomes:
+        if outcome.result is None:
+            rows.append([outcome.rung.name, f"failed: {outcome.failure}", "", "", ""])
+            continue
+        rows.append(
+            [
+                outcome.rung.name,
+                mebibytes(8 * outcome.result["parameters"]),
+                mebibytes(_above_torch(outcome)),
+                mebibytes(outcome.peaks["steps"]),
+                f"{statistics.median(step['seconds'] for step in outcome.steps):.2f}",
+            ]
+        )
+    return markdown_table(header, rows)
+
+
+def _broken(timed: Outcome, finer: Sequence[Outcome], deeper: Sequence[Outcome]) -> list[str]:
+    """What must hold and does not, one line each."""
+    broken = [f"{outcome.rung.name}: {outcome.failure}" for outcome in (timed, *finer, *deeper) if outcome.failure]
+    if broken:
+        return broken
+    if not _ratio(timed) <= MAXIMUM_RATIO:
+        broken.append(f"streamed / resident must be at most {MAXIMUM_RATIO:.2f}, is {_ratio(timed):.3f}")
+    if not _wait_share(timed) < MAXIMUM_WAIT_SHARE:
+        broken.append(f"waiting must be below {MAXIMUM_WAIT_SHARE:.0%} of the step, is {_wait_share(timed):.1%}")
+    for outcomes in (finer, deeper):
+        first, last = _above_torch(outcomes[0]), _above_torch(outcomes[-1])
+        if last > MAXIMUM_GROWTH * first:
+            names = f"{outcomes[0].rung.name} to {outcomes[-1].rung.name}"
+            broken.append(f"the peak must not grow, but from {names} it does: {mebibytes(first)} to {mebibytes(last)}")
+    return broken
+
+
+def _draw(
+    path: Path, timed: Outcome, finer: Sequence[Outcome], deeper: Sequence[Outcome], environment: Environment
+) -> Path:
+    figure, axes = new_figure(2, f"Streaming from disk: {_ratio(timed):.2f}x the time of the resident model")
+    for k, way in enumerate(("resident", "streamed")):
+        axes[0].plot([step[way] for step in timed.steps], marker="o", markersize=3, color=COLOURS[k], label=way)
+    axes[0].set_title("seconds a step, pair by pair", fontsize=10)
+    axes[0].set_ylim(bottom=0)
+    axes[0].legend(fontsize=8, frameon=False)
+    for k, (outcomes, name) in enumerate(((finer, "the same 16 layers"), (deeper, "deeper: one layer a shard"))):
+        peaks = [outcome.peaks["steps"] / 2**20 for outcome in outcomes]
+        axes[1].plot(SHARDS, peaks, marker="o", color=COLOURS[k + 2], label=name)
+    axes[1].set_title("peak memory, MiB, over shards", fontsize=10)
+    axes[1].set_xticks(SHARDS)
+    axes[1].set_ylim(bottom=0)
+    level_line(axes[1], finer[0].moments[FLOOR] / 2**20, "interpreter and torch alone")
+    return save(figure, path, environment)

@@ -1,0 +1,110 @@
+"""The rungs side by side: a table for the terminal and the README, a picture, and the difference of their losses."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.frame.environment import Environment
+from benchmarks.frame.plot import COLOURS, bars, level_line, new_figure, save
+from benchmarks.frame.rungs import Outcome
+from benchmarks.frame.table import markdown_table, mebibytes, ratio
+from benchmarks.retrieval.settings import Settings
+from benchmarks.retrieval.training import BEFORE, FLOOR, RECALL_AT
+
+__all__ = ["TOLERANCE", "draw", "greatest_difference", "table"]
+
+TOLERANCE = 1e-4
+
+
+def greatest_difference(outcomes: Sequence[Outcome]) -> float | None:
+    """Greatest absolute difference between the losses of any two rungs at any step; None with fewer than two rungs.
+
+    Not a number wherever a loss is not a number: that is no agreement.
+    """
+    losses = [[step["loss"] for step in outcome.steps] for outcome in outcomes if outcome.result is not None]
+    if len(losses) < 2:
+        return None
+    pairs = itertools.combinations(losses, 2)
+    differences = [abs(a - b) for first, second in pairs for a, b in zip(first, second, strict=True)]
+    return float("nan") if any(value != value for value in differences) else max(differences)
+
+
+def table(outcomes: Sequence[Outcome], settings: Settings) -> str:
+    """One row for each rung; ratios are against the first rung that ran."""
+    finished = [outcome for outcome in outcomes if outcome.result is not None]
+    header = [
+        "rung",
+        "peak memory",
+        "ratio",
+        "less torch",
+        "before step 1",
+        "s/step",
+        "ratio",
+        "first loss",
+        "last loss",
+    ]
+    header.append(f"recall@{RECALL_AT}")
+    rows = []
+    for outcome in outcomes:
+        if outcome.result is None:
+            rows.append([outcome.rung.name, f"failed: {outcome.failure}", *[""] * (len(header) - 2)])
+            continue
+        reference, result = finished[0], outcome.result
+        rows.append(
+            [
+                outcome.rung.name,
+                mebibytes(outcome.peak_bytes),
+                ratio(outcome.peak_bytes, reference.peak_bytes),
+                mebibytes(outcome.peak_bytes - outcome.moments[FLOOR]),
+                mebibytes(outcome.moments[BEFORE]),
+                f"{_seconds(outcome):.2f}",
+                ratio(_seconds(outcome), _seconds(reference)),
+                f"{outcome.steps[0]['loss']:.4f}",
+                f"{outcome.steps[-1]['loss']:.4f}",
+                f"{result['recall_before']:.1%} -> {result['recall_after']:.1%}",
+            ]
+        )
+    notes = [markdown_table(header, rows)]
+    for outcome in finished[:1]:
+        assert outcome.result is not None
+        held_out = outcome.result["held_out"]
+        notes.append(
+            f"\n{outcome.result['parameters'] / 1e6:.1f} M parameters, {settings.tokens_per_step:,} tokens a step, "
+            f"chunks of {settings.chunk} rows, {settings.slices} shards. The interpreter and torch alone hold "
+            f"{mebibytes(outcome.moments[FLOOR])}. Recall before and after {settings.steps} steps; chance finds "
+            f"{RECALL_AT / held_out:.1%} of {held_out} held-out pairs."
+        )
+    return "\n".join(notes)
+
+
+def draw(path: Path, outcomes: Sequence[Outcome], settings: Settings, environment: Environment) -> Path:
+    """Memory, time, losses over the steps, and recall, in one PNG."""
+    finished = [outcome for outcome in outcomes if outcome.result is not None]
+    names = [outcome.rung.name for outcome in finished]
+    results = [outcome.result or {} for outcome in finished]
+    difference = greatest_difference(outcomes)
+    title = f"One contrastive batch of {settings.batch} pairs, {len(finished)} ways"
+    figure, axes = new_figure(4, title if difference is None else f"{title}: losses differ by at most {difference:.0e}")
+    bars(axes[0], names, [outcome.peak_bytes / 2**20 for outcome in finished], "peak memory, MiB")
+    floor = statistics.median(outcome.moments[FLOOR] for outcome in finished) / 2**20
+    level_line(axes[0], floor, "interpreter and torch alone")
+    bars(axes[1], names, [_seconds(outcome) for outcome in finished], "seconds a step, median", "{:.2f}")
+    for k, outcome in enumerate(finished):
+        losses = [step["loss"] for step in outcome.steps]
+        # Lines that lie on each other must all be seen: the first ones are wide, the last one is thin.
+        width = 1.5 + 2.5 * (len(finished) - 1 - k)
+        axes[2].plot(range(1, len(losses) + 1), losses, color=COLOURS[k % len(COLOURS)], linewidth=width)
+    axes[2].set_title("loss at each step", fontsize=10)
+    axes[2].set_xlabel("step", fontsize=8)
+    after = [100 * result["recall_after"] for result in results]
+    bars(axes[3], names, after, f"held-out recall@{RECALL_AT}, %", "{:.1f}")
+    level_line(axes[3], 100 * results[0]["recall_before"], "before training", ":")
+    level_line(axes[3], 100 * RECALL_AT / results[0]["held_out"], "chance")
+    return save(figure, path, environment)
+
+
+def _seconds(outcome: Outcome) -> float:
+    return statistics.median(step["seconds"] for step in outcome.steps)

@@ -1,0 +1,165 @@
+"""The rungs: one training loop, and the three ways to come by a step's gradient.
+
+Encoder, data, dropout masks, loss, optimizer and schedule are the same; only what stands in :data:`WAYS` differs. So
+the losses may differ by rounding and by nothing else, at every step.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.frame.child import Report
+from benchmarks.retrieval.batches import Batches
+from benchmarks.retrieval.encoder import build_encoder
+from benchmarks.retrieval.settings import Settings
+
+__all__ = ["BEFORE", "FLOOR", "RECALL_AT", "WAYS", "contrastive_loss", "recall", "train"]
+
+RECALL_AT = 10
+FLOOR = "interpreter and torch"
+BEFORE = "before the first step"
+EVALUATION_ROWS = 32  # few: an evaluation must not set the peak that is reported for training
+
+Step = Callable[[Tensor, Tensor], Tensor]
+"""Descriptions and sources to the loss, with the gradients accumulated in ``.grad``."""
+
+
+def contrastive_loss(descriptions: Tensor, sources: Tensor, temperature: float) -> Tensor:
+    """Cross entropy of finding each source by its description and each description by its source.
+
+    Both of shape (rows, channels) and length 1; every other row of the batch is a wrong answer.
+    """
+    scores = descriptions @ sources.T / temperature
+    answers = torch.arange(len(scores), device=scores.device)
+    return (functional.cross_entropy(scores, answers) + functional.cross_entropy(scores.T, answers)) / 2
+
+
+def whole_batch(encoder: nn.Sequential, settings: Settings, home: Path) -> tuple[nn.Module, Step]:
+    """What anyone writes first: both sides in one piece, everything in memory."""
+
+    def step(descriptions: Tensor, sources: Tensor) -> Tensor:
+        loss = contrastive_loss(encoder(descriptions), encoder(sources), settings.temperature)
+        loss.backward()
+        return loss.detach()
+
+    return encoder, step
+
+
+def cached(encoder: nn.Sequential, settings: Settings, home: Path) -> tuple[nn.Module, Step]:
+    """GradCache: activations of one chunk at a time; the model in memory."""
+    return encoder, _cache_over(encoder, settings)
+
+
+def cached_and_offloaded(encoder: nn.Sequential, settings: Settings, home: Path) -> tuple[nn.Module, Step]:
+    """GradCache over an OffloadModel: the parameters and their gradients in files as well."""
+    from offload import OffloadModel
+
+    model = OffloadModel(
+        encoder,
+        "cpu",
+        offload_device=home,
+        num_slices=settings.slices,
+        checkpoint_activation=True,
+        boundary_bytes=settings.boundary_bytes,
+    )
+    return model, _cache_over(model, settings)
+
+
+WAYS = {"whole": whole_batch, "gradcache": cached, "gradcache-offload": cached_and_offloaded}
+
+
+def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """The optimizer of every rung: parameters are home between calls, so any one will do, over an OffloadModel too."""
+    # fused: one pass over parameter, gradient and both moments, and no temporary copy of any of them.
+    return torch.optim.AdamW(
+        model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
+    )
+
+
+def train(report: Report, way: str, settings: dict[str, Any], tokens: str, home: str) -> dict[str, Any]:
+    """One rung, from the first import to the last evaluation.
+
+    Args:
+        way: a key of :data:`WAYS`.
+        settings: the fields of :class:`Settings`.
+        tokens: the file that ``write_tokens`` wrote.
+        home: an existing directory on disk for shards.
+    """
+    importlib.import_module("torch._dynamo")  # every torch optimizer imports it: it is part of what torch alone costs
+
+    report.memory(FLOOR)
+    chosen = Settings(**settings)
+    batches = Batches(Path(tokens), chosen)
+    positions = max(chosen.description_tokens, chosen.source_tokens)
+    encoder = build_encoder(
+        chosen.vocabulary, positions, dim=chosen.dim, depth=chosen.depth, dropout=chosen.dropout, seed=chosen.seed
+    )
+    model, step = WAYS[way](encoder, chosen, Path(home))
+    optimizer = make_optimizer(model, chosen)
+    report.total(chosen.steps)
+    before = recall(model, *batches.held_out())
+    report.memory(BEFORE)
+    report.phase("training")
+    seconds = []
+    for k in range(chosen.steps):
+        descriptions, sources = batches.training(k)
+        for group in optimizer.param_groups:
+            group["lr"] = chosen.learning_rate_at(k)
+        started = time.perf_counter()
+        optimizer.zero_grad()
+        loss = step(descriptions, sources).item()
+        optimizer.step()
+        seconds.append(time.perf_counter() - started)
+        report.step(loss=loss, seconds=seconds[-1])
+    report.phase("evaluation")
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "recall_before": before,
+        "recall_after": recall(model, *batches.held_out()),
+        "held_out": len(batches.held_out()[0]),
+        "statistics": _statistics(model),
+    }
+
+
+@torch.no_grad()
+def recall(model: nn.Module, descriptions: Tensor, sources: Tensor, at: int = RECALL_AT) -> float:
+    """Share of descriptions whose own source is among the ``at`` nearest of all; chance is ``at / rows``.
+
+    A source that is as near as the right one counts against it, and so does a score that is not a number.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        sides = [torch.cat([model(part) for part in side.split(EVALUATION_ROWS)]) for side in (descriptions, sources)]
+    finally:
+        model.train(was_training)
+    scores = sides[0] @ sides[1].T
+    further = (scores < scores.diagonal()[:, None]).sum(dim=1)
+    return (further >= len(scores) - at).double().mean().item()
+
+
+def _cache_over(model: nn.Module, settings: Settings) -> Step:
+    from gradcache import GradCache
+
+    cache = GradCache(
+        [model, model],
+        chunk_sizes=settings.chunk,
+        loss_fn=lambda descriptions, sources: contrastive_loss(descriptions, sources, settings.temperature),
+    )
+    return lambda descriptions, sources: cache(descriptions, sources)
+
+
+def _statistics(model: nn.Module) -> dict[str, Any] | None:
+    from dataclasses import asdict
+
+    from offload import OffloadModel
+
+    return asdict(model.statistics()) if isinstance(model, OffloadModel) else None
