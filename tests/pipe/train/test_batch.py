@@ -1,0 +1,100 @@
+"""Batches keep their kind when they move, and everything inside them is found."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipe.train.batch import follow, move, walk
+
+META = torch.device("meta")  # moving there is a real move on every machine
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    name: str
+
+
+@dataclass
+class Slotted:
+    __slots__ = ("late", "x")
+    x: Tensor
+    late: Any
+
+
+@dataclass
+class Computed:
+    x: Tensor
+    total: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.total = self.x.numel()
+
+
+def ones() -> Tensor:
+    return torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        ones(),
+        {"a": ones(), "b": [ones(), (ones(), "text")]},
+        OrderedDict(a=ones()),
+        Pair(ones(), {"x": ones()}),
+        Frozen(ones(), "n"),
+        Slotted(ones(), [ones()]),
+        Computed(ones()),
+        [Frozen(ones(), "n"), None, 3],
+        torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)]),
+        torch.Size([2, 3]),
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_a_moved_batch_has_its_type_and_all_its_tensors_moved(batch):
+    moved = move(batch, META)
+    assert type(moved) is type(batch)
+    for (path, old), (new_path, new) in zip(walk(batch), walk(moved), strict=False):
+        assert path == new_path
+        assert type(new) is type(old)
+        if isinstance(new, Tensor):
+            assert new.device == META or type(batch).__name__ == "PackedSequence"
+            assert old.device.type == "cpu"
+
+
+def test_default_factories_and_read_only_mappings_survive():
+    moved = move(defaultdict(list, a=ones()), META)
+    assert moved["missing"] == []
+    assert move(MappingProxyType({"a": ones()}), META)["a"].device == META
+
+
+def test_what_has_nothing_to_move_is_returned_as_it_is():
+    for batch in ({"a": 1}, [ones()], (ones(), {"k": ones()}), "text", None, object(), Frozen(ones(), "n")):
+        assert move(batch, torch.device("cpu")) is batch
+
+
+def test_a_class_is_not_a_batch_with_a_to_method():
+    assert move([Tensor], META) == [Tensor]
+
+
+def test_every_object_of_a_batch_is_found_once_and_its_path_leads_to_it():
+    class Features:
+        def __init__(self) -> None:
+            self.values = ones()
+            self.me = self
+
+    shared = ones()
+    batch = {"f": Features(), "list": [shared, Frozen(shared, "n")], 3: Slotted(ones(), None)}
+    found = list(walk(batch))
+    assert sum(value is shared for _, value in found) == 1
+    assert all(follow(batch, path) is value for path, value in found)
+    names = {"".join(map(str, path)) for path, value in found if isinstance(value, Tensor)}
+    assert names == {"['f'].values", "['list'][0]", "[3].x"}

@@ -1,0 +1,361 @@
+"""What is wrong in the train pipelines we come from (torchrec 0.3.2, its accumulating variants), one test each."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from pipe.train import TrainPipelineBase, TrainPipelineSparseDist
+from pipe.train.batch import pageable_bytes
+
+BOTH = pytest.mark.parametrize("make", [TrainPipelineBase, TrainPipelineSparseDist])
+
+
+class Counting(nn.Module):
+    """Its gradient names the batches that it is made of: batch k adds 10**k."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.ran = []
+
+    def forward(self, batch):
+        self.ran.append(int(batch))
+        return self.weight * 10.0 ** int(batch), batch
+
+
+class Recording(torch.optim.SGD):
+    """Notes the gradient of each step."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), lr=1.0)
+        self.seen = []
+
+    def step(self, closure=None):
+        self.seen.append(next(p.grad.item() for group in self.param_groups for p in group["params"]))
+        return super().step(closure)
+
+
+def numbers(count):
+    return [torch.tensor(k) for k in range(count)]
+
+
+# 1 ------------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("grad_accum", [1, 2, 3, 4, 5])
+def test_every_step_holds_the_gradients_of_all_the_batches_of_its_window(lab, make, grad_accum):
+    model = Counting()
+    optimizer = Recording(model)
+    lab.run(make(model, optimizer, "cpu", grad_accum=grad_accum), iter(numbers(11)))
+    windows = [range(11)[k : k + grad_accum] for k in range(0, 11, grad_accum)]
+    expected = [sum(10.0**k for k in window) / len(window) for window in windows]
+    assert optimizer.seen == pytest.approx(expected, rel=1e-12)
+
+
+@BOTH
+@pytest.mark.parametrize("grad_accum", [None, 3])
+def test_gradients_from_before_the_first_window_do_not_leak_in(lab, make, grad_accum):
+    model = Counting()
+    model.weight.grad = torch.tensor(0.5, dtype=torch.float64)
+    optimizer = Recording(model)
+    lab.run(make(model, optimizer, "cpu", grad_accum=grad_accum), iter(numbers(1)))
+    assert optimizer.seen == [1.0]
+
+
+# 2 ------------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_batches_in_flight_are_run_before_the_loader_ends_and_not_in_the_next_epoch(lab, make):
+    model = Counting()
+    pipeline = make(model, Recording(model), "cpu")
+    for count in (5, 1, 2, 0, 3):
+        model.ran.clear()
+        assert [int(output) for output in lab.run(pipeline, iter(numbers(count)))] == list(range(count))
+        assert model.ran == list(range(count))
+
+
+@BOTH
+def test_batches_in_flight_of_an_iterator_that_was_left_early_run_before_those_of_the_next(make):
+    model = Counting()
+    pipeline = make(model, Recording(model), "cpu")
+    first = iter(numbers(9))
+    pipeline.progress(first)
+    second = iter(numbers(2))
+    with contextlib.suppress(StopIteration):
+        while True:
+            pipeline.progress(second)
+    assert model.ran == [0, 1, 2, 0, 1]
+    assert int(next(first)) == 3
+
+
+@BOTH
+def test_the_loaders_exception_comes_after_the_batches_before_it_and_the_loader_may_go_on(lab, make):
+    class Loader:
+        """Fails at its third batch, and can go on."""
+
+        def __init__(self):
+            self.calls = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.calls += 1
+            if self.calls == 3:
+                raise OSError("unreadable file")
+            if self.calls == 6:
+                raise StopIteration
+            return torch.tensor(self.calls)
+
+    model, loader = Counting(), Loader()
+    pipeline = make(model, Recording(model), "cpu")
+    assert [int(pipeline.progress(loader)) for _ in range(2)] == [1, 2]
+    with pytest.raises(OSError, match="unreadable file"):
+        pipeline.progress(loader)
+    assert loader.calls == 3, "the loader was touched again before anybody knew that it had failed"
+    assert [int(output) for output in lab.run(pipeline, loader)] == [4, 5]
+    assert model.ran == [1, 2, 4, 5]
+
+
+# 3 ------------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_a_partial_last_window_is_stepped_in_its_epoch_with_the_mean_over_its_true_size(lab, make):
+    model = Counting()
+    optimizer = Recording(model)
+    pipeline = make(model, optimizer, "cpu", grad_accum=4)
+    lab.run(pipeline, iter(numbers(6)))
+    assert optimizer.seen == pytest.approx([1111 / 4, 110000 / 2])
+    lab.run(pipeline, iter(numbers(4)))
+    assert optimizer.seen[2:] == pytest.approx([1111 / 4])
+
+
+@BOTH
+def test_a_partial_window_of_sparse_gradients_is_scaled_too(lab, make):
+    class Bag(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.bag = nn.EmbeddingBag(7, 3, mode="sum", sparse=True)
+
+        def forward(self, batch):
+            output = self.bag(batch)
+            return output.pow(2).sum(), output
+
+    reference, model = Bag(), Bag()
+    batches = [torch.randint(7, (4, 2), generator=torch.Generator().manual_seed(k)) for k in range(5)]
+    lab.plain_loop(reference, [batches], 3, torch.optim.SGD(reference.parameters(), 0.1))
+    lab.run(make(model, torch.optim.SGD(model.parameters(), 0.1), "cpu", grad_accum=3), iter(batches))
+    lab.assert_same(model, reference)
+
+
+# 4 ------------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_waiting_for_a_loader_that_fails_does_not_destroy_the_accumulated_gradient(lab, make):
+    def loader():
+        yield from numbers(2)
+        raise OSError("connection lost")
+
+    model = Counting()
+    optimizer = Recording(model)
+    pipeline = make(model, optimizer, "cpu", grad_accum=3)
+    batches = loader()
+    pipeline.progress(batches)
+    pipeline.progress(batches)
+    with pytest.raises(OSError):
+        pipeline.progress(batches)
+    assert model.weight.grad.item() == pytest.approx(11 / 3)
+    lab.run(pipeline, iter([torch.tensor(2)]))
+    assert optimizer.seen == pytest.approx([111 / 3])
+
+
+# 5 ------------------------------------------------------------------------------------------------------------
+
+
+class Replica(nn.Module):
+    """Notes, for each forward and backward, whether replicas would communicate."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        self.silent = False
+        self.log = []
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        self.silent = True
+        yield
+        self.silent = False
+
+    def forward(self, batch):
+        losses, output = self.module(batch)
+        self.log.append(("forward", int(batch), self.silent))
+        losses.register_hook(lambda grad: self.log.append(("backward", int(batch), self.silent)))
+        return losses, output
+
+
+@BOTH
+def test_replicas_communicate_once_per_window_the_partial_one_included(lab, make):
+    model = Replica(Counting())
+    lab.run(make(model, Recording(model), "cpu", grad_accum=3), iter(numbers(5)))
+    closing = {2, 4}
+    assert model.log == [(phase, k, k not in closing) for k in range(5) for phase in ("forward", "backward")]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_hooks_that_step_inside_backward_are_refused_where_they_would_step_on_a_part(size):
+    model = Counting()
+    model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    context = pytest.raises(ValueError, match=r"'weight' \(register_post_accumulate_grad_hook\)")
+    with context if size > 1 else contextlib.nullcontext():
+        TrainPipelineBase(model, Recording(model), "cpu", grad_accum=size)
+
+
+def test_fused_optimizers_are_refused_under_accumulation_and_under_gradient_scaling():
+    class Fused(Counting):
+        class fused_optimizer:
+            params = {"table": None}  # noqa: RUF012
+
+    model = Fused()
+    with pytest.raises(ValueError, match=r"accumulates 2 batches.*fused optimizer"):
+        TrainPipelineSparseDist(model, Recording(model), "cpu", grad_accum=2)
+    with pytest.raises(ValueError, match=r"scales its loss.*fused optimizer"):
+        TrainPipelineSparseDist(model, Recording(model), "cpu", enable_amp=True, amp_dtype=torch.float16)
+    TrainPipelineSparseDist(model, Recording(model), "cpu", enable_amp=True)
+
+
+# 6 ------------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_scaled_for_fp16_and_never_for_bf16(lab):
+    model = lab.model()
+
+    def scaler(**options):
+        return TrainPipelineSparseDist(model, lab.optimizer(model), "cpu", **options)._window.scaler
+
+    assert scaler() is None
+    assert scaler(enable_amp=True) is None
+    assert scaler(enable_amp=False, amp_dtype=torch.float16) is None
+    assert scaler(enable_amp=True, enable_grad_scaling=False, amp_dtype=torch.float16) is None
+    assert scaler(enable_amp=True, amp_dtype=torch.float16) is not None
+
+
+# (the state of scaler, window and batches in flight: test_state.py)
+
+# 7 ------------------------------------------------------------------------------------------------------------
+
+
+def test_feature_processors_of_a_distributed_module_are_applied(lab):
+    class Processed(lab.FakeSparse):
+        def __init__(self):
+            super().__init__()
+            self.processor = nn.Linear(3, 3)
+
+        def compute_and_output_dist(self, ctx, dist_input):
+            features, twice = dist_input
+            return super().compute_and_output_dist(ctx, (features, self.processor(twice)))
+
+    reference = lab.sparse_model()
+    reference.inner["sparse"] = Processed()
+    model = copy.deepcopy(reference)
+    torch.manual_seed(2)
+    lab.plain_loop(reference, [lab.batches(6)])
+    torch.manual_seed(2)
+    lab.run(TrainPipelineSparseDist(model, lab.optimizer(model), "cpu"), iter(lab.batches(6)))
+    lab.assert_same(model, reference)
+    assert [event for event, _ in model.inner["sparse"].log].count("forward") == 1
+
+
+# 8 ------------------------------------------------------------------------------------------------------------
+# (kinds of batches and shapes of losses: test_transparency.py; streams of the pipeline's device: test_lane.py)
+
+
+def test_batches_that_cannot_overlap_because_they_are_pageable_are_reported(lab):
+    class OnMeta(nn.Module):
+        """A copy to the meta device is a copy from pageable memory like any other, and needs no accelerator."""
+
+        def forward(self, batch):
+            assert batch["x"].device.type == "meta"
+            return torch.zeros(1, requires_grad=True), None
+
+    batch = {"x": torch.zeros(4, 3), "more": [torch.zeros(2, dtype=torch.float64)]}
+    assert pageable_bytes(batch, torch.device("cpu")) == 0
+    parameters = [nn.Parameter(torch.zeros(1))]
+    pipeline = TrainPipelineBase(OnMeta(), torch.optim.SGD(parameters), "meta")
+    with pytest.warns(UserWarning, match="64 bytes of pageable memory"):
+        lab.run(pipeline, iter([batch] * 3))
+    assert pipeline.statistics().pageable_bytes == 3 * 64
+
+
+# 9 ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_iterator_is_known_by_itself_and_not_by_an_id_that_is_used_again(lab):
+    model = Counting()
+    pipeline = TrainPipelineBase(model, Recording(model), "cpu")
+    for _ in range(50):  # each list iterator is garbage before the next is made, most likely at the same address
+        lab.run(pipeline, iter(numbers(2)))
+        gc.collect(0)
+    assert model.ran == [0, 1] * 50
+
+
+def test_detach_gives_the_model_back_and_nothing_of_the_pipeline_stays_in_it(lab):
+    model = lab.sparse_model()
+    untouched = {name: set(vars(module)) for name, module in model.named_modules()}
+    pipeline = TrainPipelineSparseDist(model, lab.optimizer(model), "cpu")
+    batches = iter(lab.batches(6))
+    for _ in range(3):
+        pipeline.progress(batches)
+        assert {name: set(vars(module)) for name, module in model.named_modules()} == untouched
+    assert pipeline.detach() is model
+    copy.deepcopy(model)(lab.batches(1)[0])
+    assert len(lab.run(pipeline, batches)) == 3
+
+
+def test_the_model_is_left_clean_by_a_forward_that_fails(lab):
+    model = lab.sparse_model()
+    batches = lab.batches(5)
+    del batches[2]["y"]
+    pipeline = TrainPipelineSparseDist(model, lab.optimizer(model), "cpu")
+    iterator = iter(batches)
+    pipeline.progress(iterator)
+    pipeline.progress(iterator)
+    with pytest.raises(KeyError, match="y"):
+        pipeline.progress(iterator)
+    assert "forward" not in vars(model.inner["sparse"])
+    assert len(lab.run(pipeline, iterator)) == 2
+
+
+# 10 -----------------------------------------------------------------------------------------------------------
+# (ranks of different lengths: test_ranks.py)
+
+
+@BOTH
+def test_a_second_epoch_with_a_fresh_iterator_runs_all_its_batches(lab, make):
+    model = Counting()
+    pipeline = make(model, Recording(model), "cpu")
+    for _ in range(3):
+        assert len(lab.run(pipeline, iter(numbers(4)))) == 4
+
+
+@BOTH
+def test_an_iterator_that_has_ended_ends_again(lab, make):
+    model = Counting()
+    pipeline = make(model, Recording(model), "cpu")
+    batches = iter(numbers(2))
+    assert len(lab.run(pipeline, batches)) == 2
+    for _ in range(5):
+        with pytest.raises(StopIteration):
+            pipeline.progress(batches)
+    assert len(lab.run(pipeline, iter(numbers(3)))) == 3

@@ -1,0 +1,178 @@
+"""What holds after an exception: the batch that it struck is not run again, everything else goes on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipe.train import InlineLane, Lanes, TrainPipelineBase, TrainPipelineSparseDist
+
+
+class Fragile(nn.Module):
+    """Fails in the forward or backward of chosen batches; the gradient of batch k is 10**k."""
+
+    def __init__(self, forward=None, backward=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.forward_errors, self.backward_errors = forward or {}, backward or {}
+
+    def forward(self, batch):
+        k = int(batch)
+        if k in self.forward_errors:
+            raise self.forward_errors.pop(k)
+        losses = self.weight * 10.0**k
+        losses.register_hook(lambda grad: self.fail_backward(k))
+        return losses, k
+
+    def fail_backward(self, k):
+        if k in self.backward_errors:
+            raise self.backward_errors.pop(k)
+
+
+def numbers(count):
+    return iter([torch.tensor(k) for k in range(count)])
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize("make", [TrainPipelineBase, TrainPipelineSparseDist])
+def test_a_failing_batch_abandons_its_window_and_the_next_batch_opens_a_new_one(lab, make, where, error):
+    model = Fragile(**{where: {1: error}})
+    steps = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.register_step_pre_hook(lambda *_: steps.append(model.weight.grad.item()))
+    pipeline, batches = make(model, optimizer, "cpu", grad_accum=3), numbers(6)
+    assert pipeline.progress(batches) == 0
+    with pytest.raises(type(error)):
+        pipeline.progress(batches)
+    assert lab.run(pipeline, batches) == [2, 3, 4, 5]
+    assert steps == pytest.approx([11100 / 3, 100000])
+
+
+def test_a_stop_iteration_inside_the_model_does_not_pass_for_the_end_of_the_loader(lab):
+    model = Fragile(forward={1: StopIteration()})
+    pipeline, batches = TrainPipelineBase(model, torch.optim.SGD(model.parameters()), "cpu"), numbers(4)
+    pipeline.progress(batches)
+    with pytest.raises(RuntimeError, match="batch 1 raised StopIteration"):
+        pipeline.progress(batches)
+    assert lab.run(pipeline, batches) == [2, 3]
+
+
+def test_a_batch_that_cannot_be_copied_fails_in_its_turn(lab):
+    class Unmovable:
+        def to(self, device):
+            raise OSError("no such batch")
+
+    model = Fragile()
+    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters()), "cpu")
+    batches = iter([torch.tensor(0), torch.tensor(1), Unmovable(), torch.tensor(3)])
+    assert [pipeline.progress(batches) for _ in range(2)] == [0, 1]
+    with pytest.raises(OSError, match="no such batch"):
+        pipeline.progress(batches)
+    assert lab.run(pipeline, batches) == [3]
+
+
+def test_a_distribution_that_fails_fails_in_its_turn(lab):
+    model = lab.sparse_model()
+    sparse = model.inner["sparse"]
+    batches = lab.batches(6)
+    plain = sparse.input_dist
+
+    def input_dist(ctx, features, flip=False):
+        if features is batches[3]["x"]:
+            raise OSError("link down")
+        return plain(ctx, features, flip)
+
+    sparse.input_dist = input_dist
+    pipeline = TrainPipelineSparseDist(model, lab.optimizer(model), "cpu")
+    iterator = iter(batches)
+    for _ in range(3):
+        pipeline.progress(iterator)
+    with pytest.raises(OSError, match="link down"):
+        pipeline.progress(iterator)
+    assert len(lab.run(pipeline, iterator)) == 2
+
+
+def test_an_interrupt_while_waiting_for_the_loader_loses_no_batch(lab):
+    class Interrupted(InlineLane):
+        """The lane of a caller who presses a key while the third copy is under way."""
+
+        jobs = 0
+
+        def submit(self, job):
+            self.jobs += 1
+            if self.jobs == 3:
+                raise KeyboardInterrupt
+            return super().submit(job)
+
+    lanes = Lanes(load=InlineLane(), copy=Interrupted(), distribute=InlineLane(), compute=InlineLane())
+    model = Fragile()
+    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters()), "cpu", lanes=lanes)
+    batches = numbers(5)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.progress(batches)
+    assert lab.run(pipeline, batches) == [0, 1, 2, 3, 4]
+
+
+def test_a_loader_that_leaves_the_process_is_heard_in_its_turn(lab):
+    def loader():
+        yield torch.tensor(0)
+        raise SystemExit(3)
+
+    model = Fragile()
+    pipeline, batches = TrainPipelineBase(model, torch.optim.SGD(model.parameters()), "cpu"), loader()
+    assert pipeline.progress(batches) == 0
+    with pytest.raises(SystemExit):
+        pipeline.progress(batches)
+    assert lab.run(pipeline, numbers(3)) == [0, 1, 2]
+
+
+def test_another_mode_with_batches_in_flight_is_refused_and_nothing_is_lost(lab):
+    model = Fragile()
+    pipeline, batches = TrainPipelineBase(model, torch.optim.SGD(model.parameters()), "cpu"), numbers(4)
+    pipeline.progress(batches)
+    model.eval()
+    with pytest.raises(ValueError, match=r"train mode for the batches in flight.*use a second pipeline"):
+        pipeline.progress(numbers(2))
+    model.train()
+    assert lab.run(pipeline, batches) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"grad_accum": 0}, ValueError, "grad_accum=0"),
+        ({"grad_accum": 2.0}, TypeError, "grad_accum=2.0"),
+        ({"grad_accum": True}, TypeError, "bool"),
+        ({"ahead": {"loda": 3}}, ValueError, "loda"),
+        ({"ahead": {"load": -1}}, ValueError, "ahead >= 0"),
+        ({"uneven": "drop"}, ValueError, "uneven='drop'"),
+        ({"amp_dtype": torch.float64}, ValueError, "float64"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(lab, options, error, message):
+    model = lab.model()
+    with pytest.raises(error, match=message):
+        TrainPipelineSparseDist(model, lab.optimizer(model), "cpu", **options)
+
+
+@pytest.mark.parametrize("returned", [torch.zeros(1), (torch.zeros(1),), None])
+def test_a_model_that_does_not_return_losses_and_output_is_told_so(lab, returned):
+    class Wrong(nn.Module):
+        def forward(self, batch):
+            return returned
+
+    pipeline = TrainPipelineBase(Wrong(), torch.optim.SGD([nn.Parameter(torch.zeros(1))]), "cpu")
+    with pytest.raises(TypeError, match=r"expected the model to return a tuple \(losses, output\)"):
+        pipeline.progress(numbers(1))
+
+
+def test_losses_without_a_tensor_are_refused():
+    class Wrong(nn.Module):
+        def forward(self, batch):
+            return 1.0, None
+
+    pipeline = TrainPipelineBase(Wrong(), torch.optim.SGD([nn.Parameter(torch.zeros(1))]), "cpu")
+    with pytest.raises(TypeError, match="losses of type float"):
+        pipeline.progress(numbers(1))

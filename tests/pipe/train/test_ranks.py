@@ -1,0 +1,152 @@
+"""Several processes: replicas stay equal, communicate once per window, and never wait for a rank that has ended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import os, sys, traceback, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from pipe.train import TrainPipelineBase, TrainPipelineSparseDist
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=world)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    def forward(self, batch):
+        output = self.body(batch)
+        return output.square().mean(), output.detach()
+
+def batches(count, of=rank):
+    generator = torch.Generator().manual_seed(of)
+    return [torch.randn(4, 3, generator=generator) for _ in range(count)]
+
+def run(pipeline, iterator):
+    count = 0
+    while True:
+        try:
+            pipeline.progress(iterator)
+        except StopIteration:
+            return count
+        count += 1
+
+def replicas_equal_one_model_on_all_rows_and_communicate_once_per_window():
+    model = DDP(Net())
+    reductions = []
+    def count(state, bucket):
+        reductions.append(bucket.index())
+        future = dist.all_reduce(bucket.buffer() / world, async_op=True).get_future()
+        return future.then(lambda f: f.value()[0])
+    model.register_comm_hook(None, count)
+    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), 0.1), "cpu", grad_accum=3)
+    assert run(pipeline, iter(batches(7))) == 7          # two full windows and one of a single batch
+    assert run(pipeline, iter(batches(2))) == 2          # and a partial one of two
+    assert len(reductions) == 4, reductions
+
+    reference = Net()
+    optimizer = torch.optim.SGD(reference.parameters(), 0.1)
+    mine, other = ([b.clone() for b in batches(7, of)] for of in (0, 1))
+    for epoch in (7, 2):
+        for start in range(0, epoch, 3):
+            window = range(start, min(start + 3, epoch))
+            optimizer.zero_grad()
+            for k in window:
+                (sum(reference(side[k])[0] for side in (mine, other)) / 2 / len(window)).backward()
+            optimizer.step()
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+
+def ranks_of_different_lengths_do_not_hang_but_say_which_rank_ended():
+    model = DDP(Net())
+    pipeline = TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), 0.1), "cpu")
+    done = 0
+    iterator = iter(batches(3 + rank))
+    try:
+        while True:
+            pipeline.progress(iterator)
+            done += 1
+    except ValueError as error:
+        message = str(error)
+    assert done == 3, done
+    assert "after 3 batches on rank(s) [0] and another batch on rank(s) [1]" in message, message
+    assert run(pipeline, iter(batches(2))) == 2          # and the pipeline goes on
+
+def ranks_of_different_lengths_may_stop_with_the_shortest_and_close_its_window():
+    model = DDP(Net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    pipeline = TrainPipelineBase(model, optimizer, "cpu", grad_accum=2, uneven="stop")
+    assert run(pipeline, iter(batches(3 + 2 * rank))) == 3
+    assert pipeline.statistics().steps == 2
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    both = [torch.empty_like(weights) for _ in range(world)]
+    dist.all_gather(both, weights)
+    assert torch.equal(both[0], both[1])
+    assert run(pipeline, iter(batches(2))) == 2
+
+def a_loader_that_fails_on_one_rank_is_heard_on_all():
+    def loader():
+        yield from batches(2)
+        if rank == 1:
+            raise OSError("broken file")
+        yield from batches(2)
+    model = DDP(Net())
+    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), 0.1), "cpu")
+    iterator = loader()
+    pipeline.progress(iterator)
+    pipeline.progress(iterator)
+    try:
+        pipeline.progress(iterator)
+    except OSError:
+        assert rank == 1
+    except RuntimeError as error:
+        assert rank == 0 and "rank(s) [1] failed at batch 2" in str(error), error
+    else:
+        raise AssertionError("nobody heard of it")
+
+for name in sys.argv[2:]:
+    try:
+        globals()[name]()
+        print("held:", name, flush=True)
+    except BaseException:
+        print("broken:", name, traceback.format_exc(), flush=True)
+        break
+dist.destroy_process_group()
+"""
+
+CLAIMS = [
+    "replicas_equal_one_model_on_all_rows_and_communicate_once_per_window",
+    "ranks_of_different_lengths_do_not_hang_but_say_which_rank_ended",
+    "ranks_of_different_lengths_may_stop_with_the_shortest_and_close_its_window",
+    "a_loader_that_fails_on_one_rank_is_heard_on_all",
+]
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """What two ranks print that put every claim to the test: one start of the processes for all of them."""
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    processes = []
+    for rank in range(2):
+        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", PROGRAM, str(store), *CLAIMS]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        processes.append(subprocess.Popen(command, env=env, text=True, **streams))
+    try:
+        return [process.communicate(timeout=100)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_two_ranks(outputs, claim):
+    assert all(f"held: {claim}" in output for output in outputs), "\n---\n".join(outputs)
