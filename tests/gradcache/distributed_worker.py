@@ -1,0 +1,219 @@
+"""What each of two processes does in ``test_distributed``: prints one JSON line with what it measured.
+
+Run as ``python distributed_worker.py RANK WORLD STORE``. Processes of their own, since a process group is global.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradcache import GradCache
+from gradcache.functional import cached, cat_input_tensor, gather_input_tensor
+from gradcache.loss import DistributedContrastiveLoss, SimpleContrastiveLoss
+
+Report = dict[str, Any]
+
+
+def tower(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 6))
+
+
+def batch(rows: int, seed: int) -> Tensor:
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def parts_of(rows: list[int], rank: int, *tensors: Tensor) -> list[Tensor]:
+    """This process's rows of whole batches; targets may have several rows per query."""
+    start = sum(rows[:rank])
+    return [t[start * (len(t) // sum(rows)) : (start + rows[rank]) * (len(t) // sum(rows))] for t in tensors]
+
+
+def error(models: list[nn.Module], expected: list[nn.Module]) -> float:
+    pairs = [
+        (p.grad, q.grad)
+        for m, e in zip(models, expected, strict=True)
+        for p, q in zip(m.parameters(), e.parameters(), strict=True)
+    ]
+    assert all((p is None) == (q is None) for p, q in pairs)
+    return max(float((p - q).abs().max()) for p, q in pairs if p is not None and q is not None)
+
+
+def compare(rank: int, rows: list[int], chunk: int, negatives: int, **how: Any) -> Report:
+    """Two towers (or one tied) over uneven processes against the whole batch in one process."""
+    tied, static, tiles, temperature = (how.get(k) for k in ("tied", "static", "tiles", "temperature"))
+    expected: list[nn.Module] = [tower(1), tower(1 if tied else 2)]
+    if tied:
+        expected[1] = expected[0]
+    x, y = batch(sum(rows), 3), batch(sum(rows) * (1 + negatives), 4)
+    whole = SimpleContrastiveLoss(negatives)
+    reference = Scaled(whole) if temperature else whole
+    loss = reference(expected[0](x), expected[1](y))
+    loss.backward()
+
+    ours: list[nn.Module] = [tower(1), tower(1 if tied else 2)]
+    wrapped = [DistributedDataParallel(m, static_graph=bool(static)) for m in ours]
+    if tied:
+        ours[1], wrapped[1] = ours[0], wrapped[0]
+    distributed = DistributedContrastiveLoss(negatives, tile_rows=tiles)
+    loss_fn = Scaled(distributed) if temperature else distributed
+    sizes = count_reduced_elements()
+    mine = GradCache(wrapped, chunk, loss_fn)(*parts_of(rows, rank, x, y), no_sync_except_last=True)
+    modules: list[nn.Module] = [loss_fn, *ours] if isinstance(loss_fn, nn.Module) else list(ours)
+    references: list[nn.Module] = [reference, *expected] if isinstance(reference, nn.Module) else list(expected)
+    parameters = {id(p): p.numel() for m in modules for p in m.parameters()}
+    return {
+        "loss": abs(float(mine) - float(loss.detach())),
+        "gradient": error(modules, references),
+        "parameters": sum(parameters.values()),
+        "tensors": len(parameters),
+        "reduced": sizes(),
+        "representations": len(y) * 6,
+    }
+
+
+class Scaled(nn.Module):
+    """A loss with a learnable temperature."""
+
+    def __init__(self, inner: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.inner = inner
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.inner(x * self.scale, y)
+
+
+def count_reduced_elements() -> Callable[[], list[int]]:
+    """Notes the size of every all-reduce from now until the result is called."""
+    original, sizes = dist.all_reduce, []
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(tensor.numel())
+        return original(tensor, *args, **kwargs)
+
+    def stop() -> list[int]:
+        dist.all_reduce = original
+        return sizes
+
+    dist.all_reduce = counting
+    return stop
+
+
+def plain_backward_is_reduced_by_the_wrapper_after_a_step(rank: int) -> Report:
+    """The wrappers are left as they were: the user's own backward still averages."""
+    model = tower(1)
+    wrapped = DistributedDataParallel(model)
+    GradCache([wrapped], 2, lambda r: r.square().sum())(batch(4, rank))
+    model.zero_grad()
+    wrapped(batch(4, rank)).square().sum().backward()
+    expected = tower(1)
+    (sum(expected(batch(4, k)).square().sum() for k in range(2)) / 2).backward()
+    return {"gradient": error([model], [expected])}
+
+
+def unused_parameters_and_gradients_of_before(rank: int) -> Report:
+    """A tower that one process's loss ignores counts 0 there; what was in ``.grad`` is not averaged again."""
+    models = [tower(1), tower(2), tower(3)]
+    wrapped = [DistributedDataParallel(m) for m in models]
+    models[0][0].weight.grad = torch.full_like(models[0][0].weight, 5.0 + rank)
+    inputs = [batch(4, 10 * rank + k) for k in range(3)]
+
+    def loss(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return a.square().sum() + (b.square().sum() if rank == 0 else 0.0)
+
+    GradCache(wrapped, 3, loss)(*inputs)
+    expected = [tower(1), tower(2), tower(3)]
+    first = sum(expected[0](batch(4, 10 * r)).square().sum() for r in range(2))
+    ((first + expected[1](batch(4, 1)).square().sum()) / 2).backward()
+    expected[0][0].weight.grad += 5.0 + rank
+    return {"gradient": error(list(models), list(expected))}
+
+
+def buffers_follow_rank_0(rank: int) -> Report:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6))
+    with torch.no_grad():
+        model[1].running_mean.fill_(float(rank))
+    GradCache([DistributedDataParallel(model)], 4, lambda r: r.exp().sum())(torch.zeros(4, 8))
+    return {"running_mean": float(model[1].running_mean.mean()), "bias": float((model[0].bias * 0.1).mean())}
+
+
+def functional(rank: int) -> Report:
+    """The loop of the peer's documentation: cached calls, lists concatenated, gathered, scaled by the world size."""
+    expected = tower(1)
+    x, y = batch(8, 3), batch(8, 4)
+    SimpleContrastiveLoss()(expected(x), expected(y)).backward()
+    model = tower(1)
+    wrapped = DistributedDataParallel(model)
+
+    @cached
+    def encode(module: nn.Module, chunk: Tensor) -> Tensor:
+        return module(chunk)
+
+    @cat_input_tensor
+    @gather_input_tensor
+    def loss(x: Tensor, *, y: Tensor) -> Tensor:
+        return SimpleContrastiveLoss()(x, y) * dist.get_world_size()
+
+    mine = parts_of([3, 5], rank, x, y)
+    calls = [[encode(wrapped, chunk) for chunk in part.split(2)] for part in mine]
+    loss([leaf for leaf, _ in calls[0]], y=[leaf for leaf, _ in calls[1]]).backward()
+    with wrapped.no_sync():
+        for leaf, again in calls[0] + calls[1]:
+            again(leaf)
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+    @gather_input_tensor(axis=1)
+    def width(x: Tensor) -> int:
+        return x.size(1)
+
+    return {"gradient": error([model], [expected]), "width": width(torch.zeros(2, 3 + rank))}
+
+
+def narrow(rank: int) -> Report:
+    """bfloat16 parameters are summed over chunks and processes in 32 bits."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 8, bias=False).bfloat16()
+    x = [torch.rand(256, 16, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(2)]
+    GradCache([DistributedDataParallel(model)], 1, lambda r: r.float().sum())(x[rank])
+    exact = torch.stack([part.double().sum(0) for part in x]).mean(0).expand(8, 16)
+    return {"error": float((model.weight.grad.double() - exact).norm() / exact.norm())}
+
+
+def main(rank: int, world: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    report = {
+        "even": compare(rank, [4, 4], 2, 0),
+        "uneven": compare(rank, [5, 2], 2, 1),
+        "tied": compare(rank, [3, 5], 2, 0, tied=True),
+        "static": compare(rank, [4, 4], 3, 0, static=True),
+        "tiles": compare(rank, [5, 3], 2, 1, tiles=2),
+        "temperature": compare(rank, [3, 4], 1, 0, temperature=True),
+        "after": plain_backward_is_reduced_by_the_wrapper_after_a_step(rank),
+        "unused": unused_parameters_and_gradients_of_before(rank),
+        "buffers": buffers_follow_rank_0(rank),
+        "functional": functional(rank),
+        "narrow": narrow(rank),
+    }
+    dist.barrier()
+    dist.destroy_process_group()
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,95 @@
+"""Two processes: the gradient is the single-process big batch's, and everything travels once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+WORKER = Path(__file__).with_name("distributed_worker.py")
+
+pytestmark = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="needs a torch built with gloo"
+)
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two processes measured, see ``distributed_worker``."""
+    store = tmp_path_factory.mktemp("store") / "rendezvous"
+    command = [sys.executable, "-W", "error::FutureWarning", str(WORKER)]
+    workers = [
+        subprocess.Popen(
+            [*command, str(rank), "2", str(store)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=WORKER.parents[2],
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [worker.communicate(timeout=90) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    for worker, (_, errors) in zip(workers, outputs, strict=True):
+        assert worker.returncode == 0, errors
+    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+
+
+WAYS = ["even", "uneven", "tied", "static", "tiles", "temperature"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_loss_and_gradient_are_the_single_process_big_batch_s_not_one_over_world(
+    reports: list[dict[str, Any]], way: str
+) -> None:
+    """Also for uneven last batches, tied towers, a static graph, and a learnable temperature."""
+    for report in reports:
+        assert report[way]["loss"] < 1e-6
+        assert report[way]["gradient"] < 1e-6
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_gradient_and_each_representation_is_reduced_once_per_step(
+    reports: list[dict[str, Any]], way: str
+) -> None:
+    """Not once per tower or chunk: one parameter each, one flag each, the targets' gradient, and the loss's value."""
+    for report in reports:
+        work = report[way]
+        expected = sorted([work["parameters"], work["tensors"], work["representations"], 1])
+        assert sorted(work["reduced"]) == expected
+
+
+def test_a_wrapper_reduces_the_user_s_own_backward_after_a_step(reports: list[dict[str, Any]]) -> None:
+    assert all(report["after"]["gradient"] < 1e-6 for report in reports)
+
+
+def test_tower_unused_in_one_process_counts_zero_there_and_old_gradients_are_not_averaged_again(
+    reports: list[dict[str, Any]],
+) -> None:
+    assert all(report["unused"]["gradient"] < 1e-5 for report in reports)
+
+
+def test_training_step_begins_with_the_buffers_of_rank_0(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert report["buffers"]["running_mean"] == pytest.approx(report["buffers"]["bias"], abs=1e-6)
+
+
+def test_decorators_gather_over_processes_of_different_sizes_and_axis_is_an_argument(
+    reports: list[dict[str, Any]],
+) -> None:
+    """``@gather_input_tensor(axis=1)`` can not be used as a decorator in the peer."""
+    for report in reports:
+        assert report["functional"]["gradient"] < 1e-6
+        assert report["functional"]["width"] == 3 + 4
+
+
+def test_bfloat16_gradients_of_many_chunks_are_summed_over_processes_in_32_bits(reports: list[dict[str, Any]]) -> None:
+    assert all(report["narrow"]["error"] < 0.01 for report in reports)

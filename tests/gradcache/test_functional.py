@@ -1,0 +1,155 @@
+"""Cached calls: the training loop stays the user's, the gradient is the whole batch's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradcache import Accumulation, RandContext
+from gradcache.functional import cached, cat_input_tensor
+from gradcache.loss import SimpleContrastiveLoss
+
+
+def tower(seed: int = 0, dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 6))
+
+
+@cat_input_tensor
+def contrastive(x: Tensor, y: Tensor) -> Tensor:
+    return SimpleContrastiveLoss()(x, y)
+
+
+def test_loop_over_small_batches_gives_the_gradient_of_all_of_them_together(assert_same_gradients: Any) -> None:
+    @cached
+    def encode(model: nn.Module, *, batch: Tensor) -> Tensor:
+        return model(batch)
+
+    bare = [tower(1), tower(2)]
+    ours = copy.deepcopy(bare)
+    x, y = torch.randn(6, 8), torch.randn(6, 8)
+    expected = contrastive(bare[0](x), bare[1](y))
+    expected.backward()
+    calls = [[encode(model, batch=part) for part in z.split(4)] for model, z in zip(ours, (x, y), strict=True)]
+    loss = contrastive([leaf for leaf, _ in calls[0]], y=[leaf for leaf, _ in calls[1]])
+    loss.backward()
+    assert all(parameter.grad is None for model in ours for parameter in model.parameters())
+    for leaf, again in calls[0] + calls[1]:
+        again(leaf)
+    torch.testing.assert_close(loss, expected)
+    assert_same_gradients(bare, ours)
+
+
+def test_second_pass_draws_the_masks_of_the_first() -> None:
+    model = tower(dropout=0.5)
+    outputs: list[Tensor] = []
+
+    @cached
+    def encode(x: Tensor) -> Tensor:
+        outputs.append(F.dropout(model(x), 0.5).detach())
+        return F.dropout(model(x), 0.5)
+
+    (leaf, again), (other, _) = encode(torch.ones(4, 8)), encode(torch.ones(4, 8))
+    (leaf.sum() + other.sum()).backward()
+    before = torch.get_rng_state()
+    again(leaf)
+    assert torch.equal(outputs[0], outputs[2])
+    assert not torch.equal(outputs[0], outputs[1])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("kind", ["tuple", "list", "dict"])
+def test_functions_of_several_representations(kind: str, assert_same_gradients: Any) -> None:
+    def heads(model: nn.Module, x: Tensor) -> Any:
+        out = model(x)
+        return {"tuple": (out, out * 2), "list": [out, out * 2], "dict": {"a": out, "b": out * 2}}[kind]
+
+    bare, ours = tower(), tower()
+    x = torch.randn(4, 8)
+    outputs = heads(bare, x)
+    first, second = outputs.values() if kind == "dict" else outputs
+    (first.sum() + second.square().sum()).backward()
+    *leaves, again = cached(heads)(ours, x)
+    a, b = leaves[0].values() if kind == "dict" else leaves
+    (a.sum() + b.square().sum()).backward()
+    again(*leaves) if kind == "dict" else again(tuple(leaves))
+    assert_same_gradients([bare], [ours])
+
+
+def test_buffers_of_modules_in_the_closure_are_counted_once() -> None:
+    norm, once = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
+    x = torch.randn(4, 8) + 1
+    once(x)
+    leaf, again = cached(lambda batch: norm(batch))(x)
+    (leaf * leaf.detach().exp()).sum().backward()
+    again(leaf)
+    torch.testing.assert_close(norm.running_mean, once.running_mean)
+    assert int(norm.num_batches_tracked) == 1
+
+
+def test_autocast_around_the_first_pass_is_seen_by_the_second(assert_same_gradients: Any) -> None:
+    seen: list[torch.dtype] = []
+    model = tower()
+
+    @cached
+    def encode(x: Tensor) -> Tensor:
+        out = model(x)
+        seen.append(out.dtype)
+        return out
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        leaf, again = encode(torch.randn(4, 8))
+    leaf.float().sum().backward()
+    again(leaf)
+    assert seen == [torch.bfloat16, torch.bfloat16]
+
+
+def test_closure_called_with_another_call_s_representations_says_so() -> None:
+    encode = cached(lambda model, x: model(x))
+    _, again = encode(tower(), torch.randn(4, 8))
+    other, _ = encode(tower(), torch.randn(3, 8))
+    with pytest.raises(ValueError, match="call each closure with its own"):
+        again(other)
+
+
+def test_representation_without_a_gradient_costs_no_second_forward() -> None:
+    calls: list[int] = []
+    model = tower()
+    model.register_forward_hook(lambda *_: calls.append(1))
+    leaf, again = cached(lambda x: model(x))(torch.randn(4, 8))
+    again(leaf)
+    assert len(calls) == 1
+
+
+def test_accumulation_around_the_closures_sums_narrow_gradients_in_32_bits() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(16, 8, bias=False).bfloat16()
+    x = torch.rand(512, 16).bfloat16()
+    calls = [cached(lambda part: model(part))(part) for part in x.split(1)]
+    sum(leaf.float().sum() for leaf, _ in calls).backward()
+    with Accumulation(model.parameters()) as accumulation:
+        for leaf, again in calls:
+            again(leaf)
+        accumulation.commit()
+    exact = x.double().sum(0).expand(8, 16)
+    assert model.weight.grad is not None
+    assert float((model.weight.grad.double() - exact).norm() / exact.norm()) < 0.01
+
+
+def test_rand_context_repeats_draws_and_can_be_entered_again() -> None:
+    context = RandContext(torch.zeros(1))
+    first = torch.rand(3)
+    following = torch.get_rng_state()
+    for _ in range(2):
+        with context:
+            assert torch.equal(torch.rand(3), first)
+        assert torch.equal(torch.get_rng_state(), following)
+    with pytest.raises(ZeroDivisionError), context:  # noqa: PT012
+        torch.rand(1)
+        1 / 0  # noqa: B018
+    assert torch.equal(torch.get_rng_state(), following)

@@ -1,0 +1,207 @@
+"""Tiles change the memory of a loss and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradcache import tiled
+from gradcache.loss import (
+    ContrastiveLossWithQueryClosure,
+    LabelContrastiveLoss,
+    SigmoidContrastiveLoss,
+    SimpleContrastiveLoss,
+)
+
+
+def representations(rows: int, targets: int, seed: int = 0, width: int = 5) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    return torch.randn(rows, width, requires_grad=True), torch.randn(targets, width, requires_grad=True)
+
+
+def plain(kind: str, x: Tensor, y: Tensor, **kwargs: Any) -> Tensor:
+    """Each loss written down in one piece, independently of ours."""
+    rows = x.size(0)
+    if kind == "simple":
+        return F.cross_entropy(x @ y.T, torch.arange(rows))
+    if kind == "negatives":
+        return F.cross_entropy(x @ y.T / 0.5, torch.arange(rows) * 3)
+    if kind == "symmetric":
+        scores = x @ y.T
+        return (F.cross_entropy(scores, torch.arange(rows)) + F.cross_entropy(scores.T, torch.arange(rows))) / 2
+    if kind == "labels":
+        log_p = F.log_softmax(x @ y.T, 1)
+        per_row = []
+        for i in range(rows):
+            own = [j for j in range(y.size(0)) if kwargs["y_labels"][j] == kwargs["x_labels"][i]]
+            per_row.append(-sum((log_p[i, j] for j in own), torch.zeros(())) / max(len(own), 1))
+        return torch.stack(per_row).mean()
+    scores = x @ y.T * 10.0 - 10.0
+    return -F.logsigmoid(scores * (2 * torch.eye(rows, y.size(0)) - 1)).sum() / rows
+
+
+def ours(kind: str, tile_rows: int | None) -> Callable[..., Tensor]:
+    losses: dict[str, Callable[..., Tensor]] = {
+        "simple": SimpleContrastiveLoss(tile_rows=tile_rows),
+        "negatives": SimpleContrastiveLoss(2, tile_rows=tile_rows, temperature=0.5),
+        "symmetric": SimpleContrastiveLoss(tile_rows=tile_rows, symmetric=True),
+        "labels": LabelContrastiveLoss(tile_rows=tile_rows),
+        "sigmoid": SigmoidContrastiveLoss(tile_rows=tile_rows),
+    }
+    return losses[kind]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from(["simple", "negatives", "symmetric", "labels", "sigmoid"]),
+    rows=st.integers(1, 9),
+    tile_rows=st.one_of(st.none(), st.integers(1, 10)),
+    factor=st.sampled_from([1.0, 0.25]),
+)
+def test_loss_by_tiles_equals_the_loss_in_one_piece(kind: str, rows: int, tile_rows: int | None, factor: float) -> None:
+    targets = rows * 3 if kind == "negatives" else rows
+    x, y = representations(rows, targets)
+    a, b = representations(rows, targets)
+    labels = {}
+    if kind == "labels":
+        labels = {"x_labels": torch.randint(3, (rows,)), "y_labels": torch.randint(3, (targets,))}
+    expected = plain(kind, x, y, **labels)
+    (expected * factor).backward()
+    loss = ours(kind, tile_rows)(a, b, **labels)
+    (loss * factor).backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(a.grad, x.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(b.grad, y.grad, rtol=1e-4, atol=1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("kind", ["simple", "symmetric", "labels", "sigmoid"])
+def test_no_tensor_of_a_tiled_loss_is_larger_than_a_tile_of_scores(kind: str) -> None:
+    """Named in the peers: a chunked sigmoid loss that saves no memory, because autograd keeps every chunk."""
+    x, y = representations(64, 64, width=4)
+    labels = {"x_labels": torch.arange(64), "y_labels": torch.arange(64)} if kind == "labels" else {}
+    with Largest() as largest:
+        loss = ours(kind, 8)(x, y, **labels)
+        loss.backward()
+    assert largest.elements <= 8 * 64
+    with Largest() as largest:
+        ours(kind, None)(x, y, **labels).backward()
+    assert largest.elements == 64 * 64
+
+
+def test_what_a_tiled_loss_leaves_for_its_backward_is_as_small_as_the_representations() -> None:
+    x, y = representations(64, 64, width=4)
+    loss = SimpleContrastiveLoss(tile_rows=8)(x, y)
+    seen: set[Any] = set()
+    queue: list[Any] = [loss.grad_fn]
+    elements = 0
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        elements += sum(g.numel() for g in getattr(node, "gradients", ()))
+        queue += [following for following, _ in node.next_functions]
+    assert elements == x.numel() + y.numel()
+    loss.backward(retain_graph=True)
+    first = x.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(x.grad, 2 * first)
+
+
+def test_tiled_trains_a_temperature_that_the_function_only_closes_over() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log_scale = nn.Parameter(torch.tensor(0.5))
+
+    bare, head = Head(), Head()
+    x, y = representations(7, 7)
+    target = torch.arange(7)
+    F.cross_entropy(x @ y.T * bare.log_scale.exp(), target).backward()
+    outside = head.log_scale.exp()  # with a graph of its own, shared by all tiles
+    a, b = representations(7, 7)
+    loss = tiled(lambda p, q, t: F.cross_entropy(p @ q.T * outside, t), tile_rows=2, cut=(2,))
+    loss(a, b, target).backward()
+    torch.testing.assert_close(head.log_scale.grad, bare.log_scale.grad)
+    torch.testing.assert_close(a.grad, x.grad)
+
+
+def test_learned_scale_and_bias_of_the_sigmoid_loss_get_the_gradient_of_one_piece() -> None:
+    whole, tiles = SigmoidContrastiveLoss(), SigmoidContrastiveLoss(tile_rows=3)
+    for loss in (whole, tiles):
+        loss(*representations(8, 8)).backward()
+    torch.testing.assert_close(tiles.log_scale.grad, whole.log_scale.grad)
+    torch.testing.assert_close(tiles.bias.grad, whole.bias.grad)
+
+
+def test_ignored_targets_do_not_count_in_the_mean_of_a_tiled_loss() -> None:
+    x, y = representations(6, 6)
+    target = torch.tensor([0, -100, 2, 3, -100, 5])
+    expected = F.cross_entropy(x @ y.T, target)
+    torch.testing.assert_close(SimpleContrastiveLoss(tile_rows=2)(x, y, target), expected)
+    for reduction in ("sum", "none"):
+        value = SimpleContrastiveLoss(tile_rows=2)(x, y, target, reduction=reduction)
+        torch.testing.assert_close(value, F.cross_entropy(x @ y.T, target, reduction=reduction))
+
+
+def test_bfloat16_gradients_of_many_tiles_are_summed_in_32_bits() -> None:
+    torch.manual_seed(0)
+    x = torch.rand(1024, 4).bfloat16()
+    y = torch.rand(3, 4).bfloat16().requires_grad_()
+    tiled(lambda p, q: (p @ q.T).float().sum(), tile_rows=1, reduction="sum")(x, y).backward()
+    exact = x.double().sum(0).expand(3, 4)
+    assert y.grad is not None
+    assert float((y.grad.double() - exact).norm() / exact.norm()) < 0.01
+
+
+def test_bad_arguments_of_a_loss_are_named() -> None:
+    x, y = representations(4, 4)
+    with pytest.raises(ValueError, match="2 targets per query, got 4 queries and 4 targets"):
+        SimpleContrastiveLoss(1)(x, y)
+    with pytest.raises(ValueError, match="n_hard_negatives"):
+        SimpleContrastiveLoss(-1)
+    with pytest.raises(ValueError, match="temperature"):
+        SimpleContrastiveLoss(temperature=0)
+    with pytest.raises(ValueError, match="symmetric"):
+        SimpleContrastiveLoss(1, symmetric=True)
+    with pytest.raises(ValueError, match="tile_rows=0"):
+        tiled(F.mse_loss, tile_rows=0)
+    with pytest.raises(ValueError, match="reduction"):
+        tiled(F.mse_loss, tile_rows=1, reduction="none")
+    with pytest.raises(ValueError, match="expected 4 rows in argument 'target'"):
+        tiled(lambda x, target: x.sum(), tile_rows=2, cut=("target",))(x, target=torch.zeros(3))
+    with pytest.raises(ValueError, match="scalar loss of a tile"):
+        tiled(lambda x: x, tile_rows=2)(x)
+    with pytest.raises(ValueError, match="query_closure"):
+        ContrastiveLossWithQueryClosure()(x, y, query_closure=lambda: x)
+
+
+def test_gradient_is_not_taken_where_nobody_asks_for_it() -> None:
+    x, y = representations(4, 4)
+    with torch.no_grad():
+        assert not SimpleContrastiveLoss(tile_rows=2)(x, y).requires_grad
+    loss = SimpleContrastiveLoss(tile_rows=2)(x.detach(), y)
+    loss.backward()
+    assert x.grad is None
+    assert y.grad is not None
