@@ -74,6 +74,7 @@ class Window:
         self.position = 0
         self._model = model
         self._optimizer = optimizer
+        self._static_graphs_known = False
         if self.size > 1:
             _refuse_updates_in_backward(model, f"accumulates {self.size} batches (grad_accum={self.size})")
         if scaler is not None:
@@ -100,6 +101,10 @@ class Window:
         with contextlib.ExitStack() as stack:
             if not micro.closes:
                 for module in _replicated(self._model):
+                    if getattr(module, "static_graph", False) and not self._static_graphs_known:
+                        # Such a replica learns its graph in its first backward, which must not be silent. The one
+                        # all-reduce too many changes nothing: a mean over replicas stays what it is in the next.
+                        continue
                     if callable(getattr(module, "no_sync", None)):
                         stack.enter_context(module.no_sync())
                     else:
@@ -122,6 +127,7 @@ class Window:
             loss = loss * weight
         with self.synchronization(micro):
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        self._static_graphs_known = True
         self.position = micro.number
         if micro.closes:
             self._step()

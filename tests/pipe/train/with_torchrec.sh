@@ -1,0 +1,19 @@
+#!/bin/sh
+# Runs the tests that need torchrec in an environment of their own.
+#
+#   tests/pipe/train/with_torchrec.sh [DIRECTORY]      DIRECTORY keeps the environment (default: .venv-torchrec)
+#
+# torchrec asks for fbgemm-gpu, which is built for CUDA alone; fbgemm-gpu-cpu takes its place, so both are installed
+# without their dependencies, and those (the extra "torchrec") before them.
+set -eu
+cd "$(dirname "$0")/../../.."
+environment="${1:-.venv-torchrec}"
+python="$environment/bin/python"
+if [ ! -e "$environment/complete" ]; then
+    python3 -m venv "$environment"
+    "$python" -m pip install --quiet torch==2.13.0
+    "$python" -m pip install --quiet tensordict torchmetrics==1.0.3 tqdm pyre-extensions numpy psutil pytest hypothesis
+    "$python" -m pip install --quiet --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0
+    touch "$environment/complete"
+fi
+OMP_NUM_THREADS=1 exec "$python" -m pytest -q -m torchrec tests/pipe/train
