@@ -46,11 +46,12 @@ class Autocast:
 
 def _saved_tensor_hooks() -> Hooks | None:
     hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    # The hooks of torch.utils.checkpoint count the tensors of one forward. Packing those of a second one with them
-    # breaks that count; they are the one pair that must end with its context.
-    if hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint":
-        return None
     return hooks
+
+
+def _ends_with_its_forward(hooks: Hooks) -> bool:
+    # torch.utils.checkpoint counts the tensors that one forward saves. Those of a second one would break that count.
+    return getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 @contextlib.contextmanager
@@ -97,25 +98,27 @@ class Ambient:
         )
 
     @contextlib.contextmanager
-    def again(self, *, grad_mode: bool = True, cache_casts: bool | None = None) -> Iterator[None]:
+    def again(self, *, recomputation: bool = False, cache_casts: bool | None = None) -> Iterator[None]:
         """Inside, this thread's settings are the noted ones.
 
         Args:
-            grad_mode: whether grad mode and inference mode are among them; a recomputation has its own.
+            recomputation: whether this is a second forward, not the first in another thread. It has its own grad mode.
             cache_casts: overrides whether autocast may keep casted weights.
         """
         cache = self.cache_casts if cache_casts is None else cache_casts
         with contextlib.ExitStack() as stack:
-            if grad_mode and self.inference != torch.is_inference_mode_enabled():
-                stack.enter_context(torch.inference_mode(self.inference))
-            if grad_mode and self.grad != torch.is_grad_enabled():
-                stack.enter_context(torch.set_grad_enabled(self.grad))
+            if not recomputation:
+                if self.inference != torch.is_inference_mode_enabled():
+                    stack.enter_context(torch.inference_mode(self.inference))
+                if self.grad != torch.is_grad_enabled():
+                    stack.enter_context(torch.set_grad_enabled(self.grad))
             for autocast in self.autocasts:
                 now = Autocast.of(autocast.device_type)
                 if now != autocast or (autocast.enabled and cache != torch.is_autocast_cache_enabled()):
                     stack.enter_context(autocast.context(cache))
-            if self.hooks is not None and self.hooks != _saved_tensor_hooks():
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.hooks))
+            hooks = None if recomputation and self.hooks and _ends_with_its_forward(self.hooks) else self.hooks
+            if hooks is not None and hooks != _saved_tensor_hooks():
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
             self._enter_modes(stack)
             yield
 

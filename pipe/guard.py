@@ -91,6 +91,11 @@ class Guard:
         self._versions = [parameter._version for _, parameter in self._watched.parameters]
         return self
 
+    @property
+    def moved(self) -> bool:
+        """After :meth:`seal`: whether the forward wrote any buffer."""
+        return bool(self._buffers)
+
     @contextlib.contextmanager
     def again(self, *, strict: bool = True) -> Iterator[None]:
         """Inside, buffers are as before the forward, and writes to them are lost.

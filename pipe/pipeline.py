@@ -165,8 +165,15 @@ class Pipeline:
                 self._watched[j] = stage.watched()
             halves = Checkpointing(function, batch, watched=self._watched[j], phony=phony)
             return Task(compute_stream, compute=halves.checkpoint, finalize=halves.recompute)
-        _join(batch, phony)
-        return Task(compute_stream, compute=partial(batch.call, function), finalize=None)
+        if _anchor(batch) is not None:
+            _join(batch, phony)
+            return Task(compute_stream, compute=partial(batch.call, function), finalize=None)
+        # No input leads out of this cell's graph, so nothing tells when it has gone back. Its order is set by when it
+        # begins, and by the numbers of its nodes: autograd prefers the highest. Each thread counts for itself; without
+        # this, the nodes of a young worker thread would wait until the previous micro-batch has gone back.
+        return Task(
+            compute_stream, compute=partial(batch.call, function), finalize=partial(_join, phony=phony), inline=True
+        )
 
     def _finish(self, i: int, j: int, task: Task, output: Batch) -> None:
         """Takes a cell's output: marks what leaves the device, then puts the second half of its checkpoint on top."""
@@ -184,7 +191,7 @@ class Pipeline:
         with use_device(stage.device):
             task.finalize(output)
         if self.record is not None:
-            _record_backward(output, self.record, Action("B", j, i))
+            _mark(output, self.record, Action("B", j, i))
         value, stashed = output.value
         self.batches[i] = Batch(value)
         self._skips[i].update((route.key, Batch(skip)) for route, skip in zip(stage.leaving, stashed, strict=True))
@@ -196,8 +203,23 @@ def _recorded(stage: Stage, record: Callable[[Action], None], action: Action, in
     return stage(input)
 
 
-def _record_backward(output: Batch, record: Callable[[Action], None], action: Action) -> None:
-    k = _anchor(output)
-    node = None if k is None else output[k].grad_fn
-    if node is not None:
-        node.register_prehook(lambda gradients: record(action))
+class _Mark(torch.autograd.Function):
+    """Tells when gradients enter a cell. A node of its own, since an output may be an input that is handed on."""
+
+    @staticmethod
+    def forward(ctx: Any, record: Callable[[Action], None], action: Action, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.record, ctx.action = record, action
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.record(ctx.action)
+        return (None, None, *gradients)
+
+
+def _mark(output: Batch, record: Callable[[Action], None], action: Action) -> None:
+    where = [k for k, tensor in enumerate(output) if tensor.requires_grad]
+    marked = _Mark.apply(record, action, *(output[k] for k in where))  # type: ignore[no-untyped-call]
+    for k, tensor in zip(where, marked or (), strict=True):
+        output[k] = tensor

@@ -150,5 +150,5 @@ class Replay:
                 generator.set(state)
             # Casted weights are not kept: the cache is keyed by parameter and outlives one recomputation inside an
             # enclosing autocast; it may then hold a cast made under no_grad, whose gradient would be lost.
-            stack.enter_context(self._ambient.again(grad_mode=False, cache_casts=False))
+            stack.enter_context(self._ambient.again(recomputation=True, cache_casts=False))
             yield

@@ -40,12 +40,19 @@ class Task:
         stream: the stream of the stage's device that both parts use.
         compute: the part for the worker thread.
         finalize: the part for the calling thread, with what ``compute`` returned.
+        inline: whether ``compute`` is for the calling thread, too.
     """
 
     def __init__(
-        self, stream: AbstractStream, *, compute: Callable[[], Batch], finalize: Callable[[Batch], None] | None
+        self,
+        stream: AbstractStream,
+        *,
+        compute: Callable[[], Batch],
+        finalize: Callable[[Batch], None] | None,
+        inline: bool = False,
     ) -> None:
         self.stream = stream
+        self.inline = inline
         self._compute = compute
         self._finalize = finalize
 
@@ -130,12 +137,24 @@ def task_runner(devices: Sequence[torch.device]) -> Iterator[Callable[[Sequence[
     with spawn_workers(devices) as (in_queues, out_queues):
 
         def run(tasks: Sequence[tuple[int, Task]]) -> list[Batch]:
+            here = {id(in_queues[j]) for j, task in tasks if task.inline}
+            outputs: dict[int, Batch] = {}
+            # Threads of other devices begin while this one computes; those of the same device keep the order.
             for j, task in tasks:
-                in_queues[j].put(task)
-            results = [out_queues[j].get() for j, _ in tasks]
-            for ok, payload in results:
+                if id(in_queues[j]) not in here:
+                    in_queues[j].put(task)
+            for k, (j, task) in enumerate(tasks):
+                if task.inline:
+                    with use_device(devices[j]):
+                        outputs[k] = task.compute()
+                elif id(in_queues[j]) in here:
+                    in_queues[j].put(task)
+            waiting = [k for k, (_, task) in enumerate(tasks) if not task.inline]
+            results = [(k, *out_queues[tasks[k][0]].get()) for k in waiting]
+            for k, ok, payload in results:
                 if not ok:
                     raise payload
-            return [payload[1] for _, payload in results]
+                outputs[k] = payload[1]
+            return [outputs[k] for k in range(len(tasks))]
 
         yield run

@@ -1,1 +1,131 @@
-"""Balances: how many layers each device of a pipeline gets, from measured times or sizes."""
+"""Balances: how many layers each device of a pipeline gets, from measured times or sizes::
+
+    balance = balance_by_time(torch.cuda.device_count(), model, sample)
+    model = Pipe(model, balance, chunks=8)
+
+Both work without a GPU as well. Source: the interface is that of torchgpipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipe.balance.blockpartition import solve
+from pipe.balance.profile import profile_sizes, profile_times
+
+__all__ = ["balance_by_size", "balance_by_time", "balance_cost"]
+
+Device = torch.device | int | str
+
+
+def _device(device: Device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
+
+
+def _checked(module: nn.Sequential, partitions: int) -> None:
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"expected nn.Sequential to balance, got {type(module).__name__}")
+    if not 1 <= partitions <= len(module):
+        raise ValueError(
+            f"expected from 1 to {len(module)} partitions for {len(module)} layers, got partitions={partitions}"
+        )
+
+
+def balance_cost(
+    cost: Sequence[float],
+    partitions: int,
+    *,
+    sizes: Sequence[float] | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+) -> list[int]:
+    """Number of layers of each partition, such that the costliest is as cheap as can be.
+
+    Args:
+        cost: cost of each layer.
+        partitions: number of partitions.
+        sizes: bytes of each layer, for ``memory_limit``.
+        memory_limit: bytes that a partition may have: one number for all, or one for each.
+
+    Raises:
+        ValueError: if there is no such balance.
+    """
+    return [len(block) for block in solve(cost, partitions, sizes=sizes, limits=memory_limit)]
+
+
+def balance_by_time(
+    partitions: int,
+    module: nn.Sequential,
+    sample: Any,
+    *,
+    timeout: float = 1.0,
+    device: Device | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+) -> list[int]:
+    """A balance by time of forward and backward, within the memory of the devices.
+
+    Args:
+        partitions: number of partitions.
+        module: the layers; they are not changed.
+        sample: input of any batch size.
+        timeout: seconds to spend on measuring.
+        device: where to measure; by default the current CUDA device, without one the CPU.
+        memory_limit: bytes of each device, as :func:`balance_by_size` counts them: one number, or one for each.
+        chunks: for ``memory_limit``: number of micro-batches that ``sample`` will be cut into.
+        param_scale: for ``memory_limit``: see :func:`balance_by_size`.
+
+    Returns:
+        Number of layers of each partition, for the ``balance`` of :class:`~pipe.Pipe`.
+
+    Raises:
+        TypeError: if ``module`` is not ``nn.Sequential``.
+        ValueError: if the number of partitions does not fit, or no balance stays within ``memory_limit``.
+    """
+    _checked(module, partitions)
+    place = _device(device)
+    times = profile_times(module, sample, timeout, place)
+    sizes = None if memory_limit is None else profile_sizes(module, sample, chunks, param_scale, place)
+    return balance_cost(times, partitions, sizes=sizes, memory_limit=memory_limit)
+
+
+def balance_by_size(
+    partitions: int,
+    module: nn.Sequential,
+    input: Any,
+    *,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: Device | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+) -> list[int]:
+    """A balance by memory: activations of a micro-batch, and parameters times ``param_scale``.
+
+    ``param_scale`` is 2 for parameters and gradients; each buffer that the optimizer keeps for a parameter adds 1: SGD
+    2-3 (momentum), Adam 4-5 (amsgrad), Adagrad 3, RMSprop 3-5.
+
+    Args:
+        partitions: number of partitions.
+        module: the layers; they are not changed.
+        input: a mini-batch of the size to train with.
+        chunks: number of micro-batches.
+        param_scale: bytes for each byte of parameters.
+        device: where to run the layers; by default the current CUDA device, without one the CPU.
+        memory_limit: bytes of each device: one number, or one for each.
+
+    Returns:
+        Number of layers of each partition, for the ``balance`` of :class:`~pipe.Pipe`.
+
+    Raises:
+        TypeError: if ``module`` is not ``nn.Sequential``.
+        ValueError: if the number of partitions does not fit, or no balance stays within ``memory_limit``.
+    """
+    _checked(module, partitions)
+    sizes = profile_sizes(module, input, chunks, param_scale, _device(device))
+    return balance_cost(sizes, partitions, memory_limit=memory_limit)

@@ -137,12 +137,16 @@ def test_settings_are_restored_after_an_exception():
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_hooks_of_torch_checkpoint_are_left_behind():
+def test_hooks_of_torch_checkpoint_reach_a_thread_but_not_a_recomputation():
     noted = []
 
     def function(x):
-        noted.append(Ambient.capture().hooks)
+        noted.append(Ambient.capture())
         return x * 2
 
     torch.utils.checkpoint.checkpoint(function, torch.ones(1, requires_grad=True), use_reentrant=False)
-    assert noted == [None]
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    with noted[0].again():
+        assert top(False) is not None
+    with noted[0].again(recomputation=True):
+        assert top(False) is None

@@ -1,0 +1,138 @@
+"""Profiles of single layers: time, and memory.
+
+Each layer is measured by itself, on a copy, with a graph that begins at its input. Skip tensors go from layer to layer
+as they do in a model, but a graph that reached back into earlier layers would be measured again with each of them, so
+they are cut as well.
+
+Invariant: the given module, its gradients, buffers and modes, and the generators are untouched.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipe.microbatch import split_nested
+from pipe.nested import map_tensors, tensors_in
+from pipe.replay import Replay
+from pipe.skip.namespace import Key
+from pipe.skip.tracker import SkipTracker, use_skip_tracker
+
+__all__ = ["profile_sizes", "profile_times"]
+
+
+class _CuttingTracker(SkipTracker):
+    """Hands skip tensors on without their graph, and remembers what was stashed since it was last asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stashed: list[Any] = []
+
+    def save(self, key: Key, tensor: Any) -> None:
+        """Keeps the tensor as it is for the backward of its layer, and a leaf for the next."""
+        self._stashed.append(tensor)
+        super().save(key, _cut(tensor))
+
+    def take_stashed(self) -> list[Any]:
+        """What the last layer stashed."""
+        stashed, self._stashed = self._stashed, []
+        return stashed
+
+
+def _cut(value: Any) -> Any:
+    # A copy of the leaf: an in-place layer may write into it, which it may not do to a leaf or to another's output.
+    return map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad).clone(), value)
+
+
+def _on_device(module: nn.Sequential, device: torch.device) -> Iterator[nn.Module]:
+    for layer in module:
+        copied = copy.deepcopy(layer).to(device).train()
+        copied.zero_grad(set_to_none=True)
+        yield copied
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def profile_times(module: nn.Sequential, sample: Any, timeout: float, device: torch.device) -> list[int]:
+    """Microseconds of forward and backward of each layer: the median of as many rounds as fit, at least one.
+
+    A round before them is not counted: it pays for libraries and caches.
+
+    Args:
+        module: the layers.
+        sample: input of the first layer, of any batch size.
+        timeout: seconds after which no further round begins.
+        device: where to measure.
+    """
+    layers = list(_on_device(module, device))
+    rounds: list[list[float]] = []
+    replay = Replay.capture([device])
+    begun = time.perf_counter()
+    with replay.again(), torch.enable_grad():
+        while len(rounds) < 2 or time.perf_counter() - begun < timeout:
+            value = map_tensors(lambda t: t.detach().to(device).requires_grad_(t.requires_grad), sample)
+            times = []
+            with use_skip_tracker(_CuttingTracker()) as tracker:
+                assert isinstance(tracker, _CuttingTracker)
+                for layer in layers:
+                    value = _cut(value)
+                    _synchronize(device)
+                    tick = time.perf_counter()
+                    value = layer(value)
+                    outputs = [t for t in tensors_in([value, tracker.take_stashed()]) if t.requires_grad]
+                    if outputs:
+                        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+                    _synchronize(device)
+                    times.append(time.perf_counter() - tick)
+            rounds.append(times)
+    return [max(1, round(1e6 * statistics.median(column))) for column in zip(*rounds[1:], strict=True)]
+
+
+def profile_sizes(
+    module: nn.Sequential, input: Any, chunks: int, param_scale: float, device: torch.device
+) -> list[int]:
+    """Bytes of each layer in training: activations of one micro-batch, and parameters with what belongs to them.
+
+    Activations are counted, not measured: the distinct storages that a forward saves for backward or returns, without
+    those of parameters and buffers.
+
+    Args:
+        module: the layers.
+        input: a mini-batch.
+        chunks: number of micro-batches that it will be cut into.
+        param_scale: bytes of parameters, gradients and optimizer state, per byte of parameters.
+        device: where to run the layers.
+    """
+    sizes: list[int] = []
+    replay = Replay.capture([device])
+    with replay.again(), torch.enable_grad(), use_skip_tracker(_CuttingTracker()) as tracker:
+        assert isinstance(tracker, _CuttingTracker)
+        micro_batch = split_nested(input, chunks)[0]
+        value = map_tensors(lambda t: t.detach().to(device).requires_grad_(t.requires_grad), micro_batch)
+        for layer in _on_device(module, device):
+            value = _cut(value)
+            storages: dict[int, int] = {}
+
+            def count(tensor: Tensor, storages: dict[int, int] = storages) -> Tensor:
+                storage = tensor.untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+                value = layer(value)
+            for tensor in tensors_in([value, tracker.take_stashed()]):
+                count(tensor)
+            for tensor in [*layer.parameters(), *layer.buffers()]:
+                storages.pop(tensor.untyped_storage()._cdata, None)
+            parameters = sum(p.numel() * p.element_size() for p in layer.parameters())
+            sizes.append(int(sum(storages.values()) + parameters * param_scale))
+    return sizes

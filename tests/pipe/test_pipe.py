@@ -1,0 +1,714 @@
+"""A Pipe is the bare module on the same micro-batches: same outputs, gradients, buffers, generator states and names."""
+
+import copy
+import io
+import itertools
+import pickle
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from pipe import NoChunk, Pipe, is_checkpointing, is_recomputing
+from pipe import worker as workers
+from pipe.microbatch import gather_nested, split_nested
+from pipe.nested import tensors_in
+from pipe.schedule import clock_cycles, fill_drain, one_forward_one_backward
+from pipe.skip import Namespace, pop, skippable, stash
+from pipe.skip.tracker import SkipTracker, use_skip_tracker
+
+WIDTH = 4
+MODES = ["always", "except_last", "never"]
+
+
+class Noise(nn.Module):
+    """Draws from Python's generator."""
+
+    def forward(self, x):
+        return x * (1 + random.random())
+
+
+class Counter(nn.Module):
+    """Reads and writes a buffer, so that a second count would show in the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        self.calls += 1
+        return x * (1 + self.calls / 10)
+
+
+class Fan(nn.Module):
+    """One tensor into a nested value with an integer first, and None."""
+
+    def forward(self, x):
+        return {"index": x.argmax(1), "none": None, "parts": [x, x.detach() * 2, torch.complex(x, x)]}
+
+
+class Gather(nn.Module):
+    def forward(self, value):
+        x, constant, z = value["parts"]
+        return x + constant + z.abs() + value["index"].unsqueeze(1)
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x):
+        yield stash("skip", x * 2)
+        return x.sin()
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x):
+        skip = yield pop("skip")
+        return x + skip
+
+
+def build(kinds):
+    """Layers of these kinds; ``skip`` puts a Stash there and its Pop at the end."""
+    layers, ends = [], []
+    for kind in kinds:
+        if kind == "skip":
+            namespace = Namespace()
+            layers.append(Stash().isolate(namespace))
+            ends.append(Pop().isolate(namespace))
+        elif kind == "fan":
+            layers += [Fan(), Gather()]
+        elif kind in ("in-place", "nested"):
+            # After a layer that does not need its output again; another would fail in the bare module, too.
+            layers += [nn.Linear(WIDTH, WIDTH), KINDS[kind]()]
+        else:
+            layers.append(KINDS[kind]())
+    return nn.Sequential(*layers, *ends).double()
+
+
+KINDS = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "frozen": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+    "dropout": lambda: nn.Dropout(0.4),
+    "in-place": lambda: nn.ReLU(inplace=True),
+    "noise": Noise,
+    "counter": Counter,
+    "norm": lambda: nn.BatchNorm1d(WIDTH),
+    "nested": lambda: nn.Sequential(nn.LeakyReLU(inplace=True), nn.Linear(WIDTH, WIDTH)),
+}
+
+
+@st.composite
+def problems(draw):
+    chunks = draw(st.integers(1, 5))
+    kinds = draw(st.lists(st.sampled_from([*KINDS, "fan", "skip"]), min_size=1, max_size=5))
+    rows = draw(st.integers(1, 7)) if "norm" not in kinds else draw(st.integers(2 * chunks, 12))
+    torch.manual_seed(draw(st.integers(0, 9)))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH).double(), *build(kinds))
+    cuts = draw(st.sets(st.integers(1, len(model) - 1), max_size=3))
+    edges = [0, *sorted(cuts), len(model)]
+    balance = [b - a for a, b in itertools.pairwise(edges)]
+    return model, balance, chunks, rows
+
+
+def reference(model, balance, x, chunks, order):
+    """The bare layers on the micro-batches, in the order of the cells."""
+    values, begin, stages = split_nested(x, chunks), 0, []
+    for size in balance:
+        stages.append(model[begin : begin + size])
+        begin += size
+    skips = [{} for _ in values]
+    for i, j in order:
+        tracker = SkipTracker()
+        tracker.tensors = skips[i]
+        with use_skip_tracker(tracker):
+            # As in a Pipe, an in-place layer does not write into another micro-batch.
+            values[i] = stages[j](torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, values[i]))
+    return gather_nested(values)
+
+
+def seed():
+    torch.manual_seed(5)
+    random.seed(5)
+
+
+def states():
+    return torch.get_rng_state().tolist(), random.getstate()
+
+
+def assert_same(a, b, x, y):
+    """Two models after a step, and their inputs."""
+    for (name, p), (other, q) in zip(a.named_parameters(), b.named_parameters(), strict=True):
+        assert name == other
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12)
+    for (name, p), (other, q) in zip(a.named_buffers(), b.named_buffers(), strict=True):
+        assert name == other
+        assert torch.equal(p, q), name
+    if x.requires_grad:
+        torch.testing.assert_close(x.grad, y.grad, rtol=1e-10, atol=1e-12)
+
+
+@settings(max_examples=80, deadline=None)
+@given(problem=problems(), mode=st.sampled_from(MODES), needs=st.booleans(), threads=st.booleans())
+def test_forward_and_backward_are_those_of_the_bare_module(problem, mode, needs, threads):
+    model, balance, chunks, rows = problem
+    bare = copy.deepcopy(model)
+    x = torch.randn(rows, WIDTH, dtype=torch.float64, requires_grad=needs)
+    y = x.detach().clone().requires_grad_(needs)
+    with pytest.MonkeyPatch.context() as patch:
+        if threads:
+            patch.setattr(workers, "needs_threads", lambda devices: True)
+        pipe = Pipe(model, balance, ["cpu"] * len(balance), chunks=chunks, checkpoint=mode)
+        seed()
+        with pipe.recording() as trace:
+            output = pipe(x)
+            loss = output.square().mean()
+            loss.backward()
+        after = states()
+    seed()
+    expected = reference(
+        bare, balance, y, chunks, [c for k in clock_cycles(min(chunks, rows), len(balance)) for c in k]
+    )
+    expected.square().mean().backward()
+    assert torch.equal(output, expected)
+    assert output.requires_grad == expected.requires_grad
+    assert after == states()
+    assert_same(pipe, bare, x, y)
+    schedule = fill_drain(min(chunks, rows), len(balance))
+    if not threads:
+        # Clock by clock; within one, autograd may take any stage first.
+        remaining = iter(trace)
+        for clock in schedule.clocks():
+            assert {next(remaining) for _ in clock} == set(clock)
+    # Worker threads number their nodes by themselves, so there clocks may overlap; a stage keeps its order.
+    for j, order in enumerate(schedule.orders):
+        assert tuple(action for action in trace if action.stage == j) == order
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    problem=problems(),
+    mode=st.sampled_from(MODES),
+    needs=st.booleans(),
+    threads=st.booleans(),
+    make=st.sampled_from([fill_drain, one_forward_one_backward]),
+    reduction=st.sampled_from(["mean", "sum"]),
+)
+def test_a_train_step_is_that_of_the_bare_module(problem, mode, needs, threads, make, reduction):
+    model, balance, chunks, rows = problem
+    bare = copy.deepcopy(model)
+    x = torch.randn(rows, WIDTH, dtype=torch.float64, requires_grad=needs)
+    y = x.detach().clone().requires_grad_(needs)
+    target = torch.randn(rows, WIDTH, dtype=torch.float64)
+    loss_fn = nn.MSELoss(reduction=reduction)
+    schedule = make(min(chunks, rows), len(balance))
+    with pytest.MonkeyPatch.context() as patch:
+        if threads:
+            patch.setattr(workers, "needs_threads", lambda devices: True)
+        pipe = Pipe(model, balance, ["cpu"] * len(balance), chunks=chunks, checkpoint=mode)
+        seed()
+        with pipe.recording() as trace:
+            loss = pipe.train_step(x, target, loss_fn, schedule=schedule)
+        after = states()
+    actions = [action for clock in schedule.clocks() for action in clock]
+    assert trace == actions
+    seed()
+    output = reference(bare, balance, y, chunks, [(a.micro_batch, a.stage) for a in actions if a.kind == "F"])
+    expected = loss_fn(output, target)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=1e-12)
+    assert after == states()
+    assert_same(pipe, bare, x, y)
+
+
+def linears(n=3):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(n)))
+
+
+class TestCheckpointModes:
+    @pytest.mark.parametrize(
+        ("mode", "rows", "expected"),
+        [
+            ("always", 4, [True, True, True, True]),
+            ("except_last", 4, [True, True, True, False]),
+            ("never", 4, [False] * 4),
+            # Fewer rows than chunks: the last micro-batch that there is.
+            ("except_last", 2, [True, False]),
+            ("except_last", 1, [False]),
+        ],
+    )
+    def test_defect_pipe_9_except_last_keeps_exactly_the_last(self, mode, rows, expected):
+        seen, again = [], []
+
+        class Probe(nn.Module):
+            def forward(self, x):
+                (again if is_recomputing() else seen).append(is_checkpointing())
+                return x
+
+        pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Probe()), [2], ["cpu"], chunks=4, checkpoint=mode)
+        pipe(torch.randn(rows, WIDTH)).sum().backward()
+        assert seen == expected
+        assert len(again) == sum(expected)
+
+    def test_evaluation_and_no_grad_checkpoint_nothing(self):
+        seen = []
+
+        class Probe(nn.Module):
+            def forward(self, x):
+                seen.append(is_checkpointing())
+                return x
+
+        pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Probe()), [1, 1], chunks=2, checkpoint="always")
+        with torch.no_grad():
+            assert not pipe(torch.randn(2, WIDTH)).requires_grad
+        pipe.eval()
+        pipe(torch.randn(2, WIDTH))
+        assert seen == [False] * 4
+
+    def test_a_cell_that_goes_back_at_once_is_not_recomputed_in_a_step(self):
+        runs = []
+
+        class Probe(nn.Module):
+            def __init__(self, name):
+                super().__init__()
+                self.name = name
+
+            def forward(self, x):
+                runs.append(self.name)
+                return x
+
+        pipe = Pipe(nn.Sequential(*linears(1), Probe("a"), Probe("b")), [2, 1], chunks=3, checkpoint="always")
+        pipe.train_step(torch.randn(3, WIDTH), torch.randn(3, WIDTH), nn.MSELoss())
+        assert runs.count("b") == 3
+        assert runs.count("a") == 6
+
+
+class TestOrderAndMemory:
+    def test_one_micro_batch_is_recomputed_at_a_time(self):
+        timeline = []
+
+        class Probe(nn.Module):
+            def forward(self, x):
+                if is_recomputing():
+                    timeline.append("recomputed")
+                    x.register_hook(lambda g: timeline.append("back"))
+                return x * 2
+
+        pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Probe()), [1, 1], chunks=3, checkpoint="always")
+        pipe(torch.randn(3, WIDTH)).sum().backward()
+        assert timeline == ["recomputed", "back"] * 3
+
+    def test_the_order_holds_for_integer_inputs(self):
+        pipe = Pipe(nn.Sequential(nn.Embedding(9, WIDTH), nn.Linear(WIDTH, 1)), [1, 1], chunks=4, checkpoint="always")
+        with pipe.recording() as trace:
+            pipe(torch.arange(8).view(8, 1)).sum().backward()
+        assert [a for a in trace if a.stage == 0] == list(fill_drain(4, 2).orders[0])
+
+    @pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
+    def test_a_step_holds_as_many_activations_as_the_schedule_says(self, schedule):
+        alive, peak = [0], [0]
+
+        class Held(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                alive[0] += 1
+                peak[0] = max(peak[0], alive[0])
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                alive[0] -= 1
+                return gradient
+
+        class Layer(nn.Module):
+            def forward(self, x):
+                return Held.apply(x)
+
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Layer(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        pipe = Pipe(model, [2, 1, 1], chunks=8, checkpoint="never")
+        pipe.train_step(torch.randn(8, WIDTH), torch.randn(8, WIDTH), nn.MSELoss(), schedule=schedule)
+        assert peak[0] == {"fill_drain": 8, "1f1b": 3}[schedule]
+        assert alive[0] == 0
+
+
+class TestInputs:
+    def test_no_chunk_goes_whole_to_every_micro_batch(self):
+        class Add(nn.Module):
+            def forward(self, value):
+                x, mask = value
+                return x * mask.sum()
+
+        pipe = Pipe(nn.Sequential(Add()), [1], chunks=2)
+        assert torch.equal(pipe((torch.ones(4, 1), NoChunk(torch.ones(3)))), torch.full((4, 1), 3.0))
+
+    def test_defect_pipe_9_unequal_rows_are_an_error(self):
+        with pytest.raises(ValueError, match=r"sizes of dimension 0 \[6, 8\]"):
+            Pipe(linears(), [3], chunks=2)((torch.ones(8, WIDTH), torch.ones(6, WIDTH)))
+
+    def test_fewer_rows_than_chunks_work(self):
+        pipe = Pipe(linears(), [1, 2], chunks=8)
+        assert pipe(torch.ones(3, WIDTH)).shape == (3, WIDTH)
+
+    def test_an_input_without_tensors_is_refused(self):
+        with pytest.raises(TypeError, match="expected a tensor"):
+            Pipe(linears(), [3])("text")
+
+    def test_an_empty_module_returns_its_input(self):
+        x = torch.ones(1)
+        assert Pipe(nn.Sequential(), [])(x) is x
+
+    def test_the_input_is_left_as_it_is_by_in_place_layers(self):
+        x = torch.randn(4, WIDTH)
+        before = x.clone()
+        Pipe(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, 1)), [1, 1], chunks=2)(x)
+        assert torch.equal(x, before)
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_an_input_may_need_a_gradient_and_come_from_a_graph(self, mode):
+        x = torch.randn(4, WIDTH, requires_grad=True)
+        Pipe(linears(), [1, 2], chunks=2, checkpoint=mode).train_step(x * 2, torch.zeros(4, WIDTH), nn.MSELoss())
+        y = x.detach().clone().requires_grad_()
+        nn.MSELoss()(linears()(y * 2), torch.zeros(4, WIDTH)).backward()
+        torch.testing.assert_close(x.grad, y.grad)
+
+
+class TestSettings:
+    """Inline and in threads: what the user wrote around the call holds in the layers."""
+
+    @pytest.fixture(params=["inline", "threads"], autouse=True)
+    def threads(self, request, monkeypatch):
+        monkeypatch.setattr(workers, "needs_threads", lambda devices: request.param == "threads")
+
+    def probe(self, context, reads, mode="always"):
+        seen = []
+
+        class Probe(nn.Module):
+            def forward(self, x):
+                seen.append(reads())
+                return x * 1
+
+        pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Probe()), [1, 1], chunks=2, checkpoint=mode)
+        x = torch.randn(2, WIDTH)
+        with context:
+            y = pipe(x)
+        y.sum().backward(torch.ones((), dtype=y.dtype, device="cpu"))
+        return seen
+
+    def test_defect_pipe_4_autocast(self):
+        context = torch.autocast("cpu", dtype=torch.bfloat16)
+        assert self.probe(context, lambda: torch.is_autocast_enabled("cpu")) == [True] * 4
+
+    def test_defect_pipe_4_default_device(self):
+        assert self.probe(torch.device("meta"), lambda: torch.empty(1).device.type) == ["meta"] * 4
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_defect_pipe_4_saved_tensor_hooks_reach_the_stages(self, mode):
+        packed = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: t)
+        pipe = Pipe(nn.Sequential(nn.Tanh(), nn.Sigmoid()), [1, 1], chunks=2, checkpoint=mode)
+        x = torch.randn(2, 3, requires_grad=True)
+        with hooks:
+            y = pipe(x)
+        forward = len(packed)
+        y.sum().backward()
+        # A cell saves one tensor: its boundary, or its one activation; checkpointed, the other in backward.
+        assert forward == 4
+        assert len(packed) == {"always": 8, "except_last": 6, "never": 4}[mode]
+
+    def test_defect_pipe_4_an_activation_offload_context_packs_what_the_stages_save(self):
+        x = torch.randn(4, WIDTH, requires_grad=True)
+        with torch.autograd.graph.save_on_cpu():
+            y = Pipe(linears(), [1, 2], chunks=2)(x)
+        y.sum().backward()
+        z = x.detach().clone().requires_grad_()
+        linears()(z).sum().backward()
+        torch.testing.assert_close(x.grad, z.grad)
+
+    def test_phases_of_an_enclosing_recomputation_reach_the_stages(self):
+        seen = []
+
+        class Probe(nn.Module):
+            def forward(self, x):
+                seen.append(is_recomputing())
+                return x.exp()
+
+        pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Probe()), [1, 1], chunks=1, checkpoint="never")
+        torch.utils.checkpoint.checkpoint(pipe, torch.randn(2, WIDTH), use_reentrant=False).sum().backward()
+        assert seen == [False, True]
+
+    def test_inside_torch_checkpoint_gradients_are_the_same(self):
+        model = nn.Sequential(*linears(2), nn.Dropout(0.5), *linears(1))
+        x = torch.randn(4, WIDTH)
+        grads = []
+        for wrap in (False, True):
+            pipe = Pipe(copy.deepcopy(model), [2, 2], chunks=2)
+            torch.manual_seed(0)
+            y = torch.utils.checkpoint.checkpoint(pipe, x, use_reentrant=False) if wrap else pipe(x)
+            y.sum().backward()
+            grads.append([p.grad for p in pipe.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+class Boom(BaseException):
+    pass
+
+
+class Fails(nn.Module):
+    def __init__(self, error, when=lambda: True):
+        super().__init__()
+        self.error, self.when = error, when
+
+    def forward(self, x):
+        if self.error is not None and self.when():
+            raise self.error
+        return x
+
+
+class TestExceptions:
+    @pytest.fixture(params=["inline", "threads"], autouse=True)
+    def threads(self, request, monkeypatch):
+        monkeypatch.setattr(workers, "needs_threads", lambda devices: request.param == "threads")
+
+    @pytest.mark.parametrize("error", [ValueError("a"), SystemExit(3), KeyboardInterrupt(), Boom()])
+    @pytest.mark.parametrize("stage", [0, 2])
+    def test_defect_pipe_8_whatever_a_layer_raises_reaches_the_caller_and_the_pipe_works_afterwards(self, error, stage):
+        layers = list(linears(2))
+        layers.insert(stage, Fails(error))
+        pipe = Pipe(nn.Sequential(*layers), [1, 1, 1], chunks=3)
+        with pytest.raises(type(error)) as caught:
+            pipe(torch.randn(3, WIDTH))
+        assert caught.value is error
+        pipe[stage].error = None
+        x = torch.randn(3, WIDTH)
+        torch.testing.assert_close(pipe(x), linears(2)(x))
+
+    def test_an_exception_in_recomputation_reaches_the_caller(self):
+        pipe = Pipe(nn.Sequential(*linears(1), Fails(Boom(), is_recomputing)), [1, 1], chunks=2)
+        y = pipe(torch.randn(2, WIDTH))
+        with pytest.raises(Boom):
+            y.sum().backward()
+
+    @pytest.mark.parametrize("when", ["forward", "backward", "loss"])
+    def test_after_a_failed_step_gradients_are_those_of_before(self, when):
+        runs = []
+
+        def later():
+            runs.append(is_recomputing())
+            return is_recomputing() if when == "backward" else len(runs) == 3
+
+        fails = Fails(None if when == "loss" else ValueError("no"), later)
+        pipe = Pipe(nn.Sequential(*linears(1), fails, nn.Linear(WIDTH, WIDTH)), [2, 1], chunks=3, checkpoint="always")
+        pipe[0].weight.grad = before = torch.ones(WIDTH, WIDTH)
+        losses = []
+
+        def loss_fn(output, target):
+            losses.append(1)
+            if when == "loss" and len(losses) == 2:
+                raise ValueError("no")
+            return (output - target).square().mean()
+
+        with pytest.raises(ValueError, match="no"):
+            pipe.train_step(torch.randn(3, WIDTH), torch.zeros(3, WIDTH), loss_fn)
+        assert pipe[0].weight.grad is before
+        assert torch.equal(before, torch.ones(WIDTH, WIDTH))
+        assert pipe[0].bias.grad is None
+        fails.error = None
+        pipe.train_step(torch.randn(3, WIDTH), torch.zeros(3, WIDTH), nn.MSELoss())
+        assert pipe[0].weight.grad is before
+        assert not torch.equal(before, torch.ones(WIDTH, WIDTH))
+
+    def test_defect_pipe_7_a_parameter_updated_before_backward_is_named(self):
+        pipe = Pipe(linears(), [1, 2], chunks=2, checkpoint="always")
+        y = pipe(torch.randn(2, WIDTH))
+        with torch.no_grad():
+            pipe[1].weight.add_(1)
+        with pytest.raises(RuntimeError, match=r"parameter '1.weight' was modified"):
+            y.sum().backward()
+
+    def test_defect_pipe_7_a_mode_changed_before_backward_is_named(self):
+        pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout()), [1, 1], chunks=2)
+        y = pipe(torch.randn(2, WIDTH))
+        pipe.eval()
+        with pytest.raises(RuntimeError, match="module '1' changed from training=True"):
+            y.sum().backward()
+
+
+class TestTheFace:
+    def test_defect_pipe_14_names_are_those_of_the_bare_module(self):
+        model = nn.Sequential()
+        model.add_module("chunks", nn.Linear(2, 2))
+        model.add_module("norm", nn.BatchNorm1d(2))
+        bare = copy.deepcopy(model)
+        pipe = Pipe(model, [1, 1])
+        assert list(pipe.state_dict()) == list(bare.state_dict())
+        assert [name for name, _ in pipe.named_modules()] == [name for name, _ in bare.named_modules()]
+        pipe.load_state_dict(bare.state_dict())
+        bare.load_state_dict(pipe.state_dict())
+        assert pipe.chunks == 1
+
+    def test_it_is_a_sequence_of_its_layers(self):
+        model = linears()
+        pipe = Pipe(model, [1, 2])
+        assert len(pipe) == 3
+        assert list(pipe) == list(model)
+        assert pipe[-1] is model[2]
+        assert [len(partition) for partition in pipe.partitions] == [1, 2]
+        assert pipe.partitions[1][0] is model[1]
+        with pytest.raises(IndexError):
+            _ = pipe[3]
+
+    def test_fields_are_those_of_torchgpipe(self):
+        pipe = Pipe(linears(), [1, 2], devices=["cpu", "cpu", "cpu"], chunks=4, checkpoint="never")
+        assert pipe.balance == [1, 2]
+        assert pipe.devices == [torch.device("cpu")] * 2
+        assert (pipe.chunks, pipe.checkpoint) == (4, "never")
+
+    def test_without_a_balance_parameters_are_spread_evenly(self):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(64, 64))
+        assert Pipe(model, devices=["cpu", "cpu"]).balance == [2, 2]
+        assert Pipe(model, devices=["cpu"] * 9).balance == [1, 1, 1, 1]
+        if not torch.cuda.is_available():
+            assert Pipe(model).balance == [4]
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_defect_pipe_8_deepcopy_and_pickle_give_a_pipe_of_its_own(self, mode):
+        pipe = Pipe(nn.Sequential(Stash(), *linears(1), Pop()), [1, 1, 1], chunks=2, checkpoint=mode)
+        x = torch.randn(4, WIDTH)
+        expected = pipe(x)
+        for other in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+            assert torch.equal(other(x), expected)
+            assert other.partitions[1][0] is other[1]
+            assert other[1] is not pipe[1]
+            other(x).sum().backward()
+            assert pipe[1].weight.grad is None
+
+    def test_defect_pipe_8_a_pipe_that_is_a_module_global_lets_the_interpreter_exit(self):
+        program = (
+            "import torch\nfrom torch import nn\nfrom pipe import Pipe, worker\n"
+            "worker.needs_threads = lambda devices: True\n"
+            "model = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], ['cpu', 'cpu'], chunks=2)\n"
+            "output = model(torch.randn(4, 2))\noutput.sum().backward()\nprint('done')\n"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout == "done\n"
+
+    def test_torch_save_keeps_it(self):
+        file = io.BytesIO()
+        torch.save(Pipe(linears(), [1, 2]), file)
+        file.seek(0)
+        assert len(torch.load(file, weights_only=False)) == 3
+
+    def test_modes_reach_all_layers_and_types_can_be_changed(self):
+        pipe = Pipe(linears(), [1, 2]).eval()
+        assert not any(module.training for module in pipe.modules())
+        assert not any(partition.training for partition in pipe.partitions)
+        assert pipe.to(torch.float64)[0].weight.dtype is torch.float64
+        assert pipe.half()[0].weight.dtype is torch.float16
+
+    @pytest.mark.parametrize(
+        "move",
+        [
+            lambda p: p.cuda(),
+            lambda p: p.cpu(),
+            lambda p: p.to("cpu"),
+            lambda p: p.to(device="cpu"),
+            lambda p: p.to(torch.ones(1)),
+            lambda p: p.to("cpu", torch.float64),
+        ],
+    )
+    def test_moving_is_refused(self, move):
+        with pytest.raises(TypeError, match="denied to move parameters and buffers"):
+            move(Pipe(linears(), [3]))
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            ({"module": nn.Linear(1, 1)}, TypeError, "expected nn.Sequential"),
+            ({"chunks": 0}, ValueError, "positive integer"),
+            ({"checkpoint": "sometimes"}, ValueError, "not one of 'always'"),
+            ({"balance": [1, 1]}, ValueError, "module: 3, sum of balance: 2"),
+            ({"balance": [0, 3]}, ValueError, "positive integer"),
+            ({"balance": [1, 1, 1], "devices": ["cpu"]}, IndexError, "devices given: 1, partitions: 3"),
+        ],
+    )
+    def test_bad_arguments_are_named(self, arguments, error, message):
+        with pytest.raises(error, match=message):
+            Pipe(**{"module": linears(), "balance": [1, 2], "devices": ["cpu", "cpu"], **arguments})
+
+    def test_a_sequential_with_a_forward_of_its_own_is_refused(self):
+        class Own(nn.Sequential):
+            def forward(self, x):
+                return super().forward(x) * 2
+
+        with pytest.raises(TypeError, match="with its own forward"):
+            Pipe(Own(nn.Linear(1, 1)), [1])
+
+    def test_tied_layers_work_on_one_device_and_are_refused_on_two(self):
+        layer = nn.Linear(WIDTH, WIDTH)
+        tied = nn.Sequential(layer, nn.Tanh(), layer)
+        x = torch.randn(3, WIDTH)
+        pipe = Pipe(tied, [1, 2], ["cpu", "cpu"], chunks=3)
+        pipe(x).sum().backward()
+        got, layer.weight.grad = layer.weight.grad, None
+        tied(x).sum().backward()
+        torch.testing.assert_close(got, layer.weight.grad)
+        with pytest.raises(ValueError, match=r"duplicate parameters on distinct devices.*'0.weight'.*'2.weight'"):
+            Pipe(tied, [1, 2], ["cpu", "meta"])
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"schedule": "zigzag"}, "expected a schedule among"),
+            ({"schedule": fill_drain(3, 2)}, "2 stages and 2 micro-batches, got one of 2 and 3"),
+            ({"target": torch.zeros(3, WIDTH)}, "target of 4 rows"),
+            ({"loss_fn": nn.MSELoss(reduction="none")}, "reduction='none'"),
+            ({"loss_fn": lambda a, b: a - b}, "expected loss_fn to return a tensor of one element"),
+            ({"loss_fn": lambda a, b: 3.0}, "got float"),
+            ({"loss_fn": lambda a, b: a.sum().detach()}, "is anything trainable"),
+        ],
+    )
+    def test_bad_arguments_of_a_step_are_named(self, arguments, message):
+        pipe = Pipe(linears(), [1, 2], chunks=2)
+        given = {"target": torch.zeros(4, WIDTH), "loss_fn": nn.MSELoss(), **arguments}
+        with pytest.raises(ValueError, match=message):
+            pipe.train_step(torch.zeros(4, WIDTH), given.pop("target"), given.pop("loss_fn"), **given)
+        assert pipe[0].weight.grad is None
+
+
+def test_two_forwards_before_one_backward():
+    pipe, bare = (
+        Pipe(nn.Sequential(*linears(), nn.Dropout(0.5)), [2, 2], chunks=1),
+        nn.Sequential(*linears(), nn.Dropout(0.5)),
+    )
+    x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    for model in (pipe, bare):
+        torch.manual_seed(0)
+        (model(x) * model(y)).sum().backward()
+    assert_same(pipe, bare, x, y)
+
+
+def test_outputs_that_are_nested_are_gathered():
+    pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Fan()), [1, 1], chunks=3)
+    output = pipe(torch.randn(5, WIDTH))
+    assert [t.shape[0] for t in tensors_in(output)] == [5] * 4
+    assert output["none"] is None
+    output["parts"][2].abs().sum().backward()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_cuda_devices_give_the_gradients_of_the_bare_module():
+    x = torch.randn(8, WIDTH)
+    pipe = Pipe(linears(), [1, 2], [0, 1], chunks=4)
+    pipe(x).sum().backward()
+    bare = linears()
+    bare(x).sum().backward()
+    for p, q in zip(pipe.parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.cpu(), q.grad)

@@ -1,0 +1,115 @@
+"""A schedule says what runs when, and what it says can be checked and simulated before."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipe.schedule import (
+    Action,
+    Schedule,
+    clock_cycles,
+    fill_drain,
+    one_forward_one_backward,
+    simulate,
+)
+
+sizes = {"m": st.integers(1, 9), "n": st.integers(1, 6)}
+
+
+@given(**sizes)
+def test_fill_drain_goes_forward_in_the_clock_cycles(m, n):
+    forward = [
+        cells
+        for clock in fill_drain(m, n).clocks()
+        if (cells := [(a.micro_batch, a.stage) for a in clock if a.kind == "F"])
+    ]
+    assert forward == list(clock_cycles(m, n))
+
+
+@given(**sizes)
+def test_clock_cycles_visit_each_cell_once_and_no_stage_twice_in_a_clock(m, n):
+    clocks = list(clock_cycles(m, n))
+    assert len(clocks) == m + n - 1
+    assert sorted(cell for clock in clocks for cell in clock) == [(i, j) for i in range(m) for j in range(n)]
+    assert all(len({j for _, j in clock}) == len(clock) for clock in clocks)
+
+
+@pytest.mark.parametrize("make", [fill_drain, one_forward_one_backward])
+@given(**sizes)
+def test_schedules_are_valid_and_print_what_they_parse(make, m, n):
+    schedule = make(m, n).validate()
+    assert (schedule.stages, schedule.micro_batches) == (n, m)
+    assert Schedule.parse(schedule.lines()) == schedule
+
+
+@pytest.mark.parametrize("make", [fill_drain, one_forward_one_backward])
+@given(**sizes)
+def test_the_bubble_is_that_of_the_formula(make, m, n):
+    simulation = simulate(make(m, n))
+    assert simulation.bubble == pytest.approx((n - 1) / (m + n - 1))
+    assert simulation.step == pytest.approx(3 * (m + n - 1))
+
+
+@given(**sizes)
+def test_1f1b_holds_as_many_boundaries_as_stages_follow_and_fill_drain_holds_all(m, n):
+    assert simulate(one_forward_one_backward(m, n)).peak_boundaries == tuple(min(m, n - j) for j in range(n))
+    assert simulate(fill_drain(m, n)).peak_boundaries == (m,) * n
+
+
+def test_stages_on_one_device_take_turns_and_leave_no_bubble():
+    simulation = simulate(fill_drain(4, 3), devices=["cpu"] * 3)
+    assert simulation.step == 4 * 3 * 3
+    assert simulation.bubble == pytest.approx(0)
+    assert simulation.peak_boundaries == (12,)
+
+
+def test_measured_costs_give_the_bubble_of_uneven_stages():
+    simulation = simulate(fill_drain(2, 2), lambda action: 3.0 if action.stage else 1.0)
+    # Stage 1 works 12 of 14; stage 0 works 4 of 14.
+    assert simulation.step == 14
+    assert simulation.bubble == pytest.approx(1 - 16 / 28)
+
+
+def test_the_table_prints_clocks_and_stages():
+    assert str(one_forward_one_backward(2, 2)) == "\n".join(
+        [
+            "clock j=0  j=1",
+            "    0 F0.0",
+            "    1 F0.1 F1.0",
+            "    2      B1.0",
+            "    3 B0.0 F1.1",
+            "    4      B1.1",
+            "    5 B0.1",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("F0.0 F0.0 B0.0", "F0.0 stands 2 times"),
+        ("F0.0 B0.0\nF1.0", "B1.0 stands 0 times"),
+        ("F0.0 B0.0\nF0.0 F1.0 B1.0", "F0.0 stands in the line of stage 1"),
+        ("B0.0 F0.0", "stands still: B0.0 waits for F0.0"),
+        ("F0.0 B0.0 F0.1 B0.1\nF1.0 F1.1 B1.0 B1.1", "B0.0 waits for B1.0, F1.1 waits for F0.1"),
+    ],
+)
+def test_violations_are_named(text, message):
+    with pytest.raises(ValueError, match=message):
+        Schedule.parse(text).validate()
+
+
+def test_all_violations_are_named_at_once_with_the_schedule():
+    with pytest.raises(ValueError, match=r"F0.1 stands 2 times; B0.1 stands 0 times\nF0.0 B0.0 F0.1 F0.1"):
+        Schedule.parse("F0.0 B0.0 F0.1 F0.1").validate()
+
+
+def test_what_is_no_action_is_refused():
+    with pytest.raises(ValueError, match="expected an action such as"):
+        Action.parse("X1.2")
+
+
+def test_a_cell_that_goes_back_at_once_is_known():
+    schedule = one_forward_one_backward(3, 2)
+    assert all(schedule.follows_at_once(1, i) for i in range(3))
+    assert not any(schedule.follows_at_once(0, i) for i in range(2))
