@@ -13,6 +13,7 @@ Guarantees
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.lane import Arrival, Lane
+from offload.lane import Arrival, Lane, naming
 from offload.statistics import Meter
 from offload.tier import Scratch
 from pipe.nested import TreeSpec, flatten, unflatten
@@ -55,14 +56,15 @@ class BoundaryStore:
     """Nested values by key, each with the positions of the step at which it will be used."""
 
     def __init__(self, scratch: Scratch | None, lane: Lane, budget_bytes: int, meter: Meter) -> None:
-        self._scratch = scratch
-        self._lane = lane
-        self._budget_bytes = budget_bytes
         self._meter = meter
-        self._entries: dict[Hashable, _Entry] = {}
-        self._on_device: dict[_Entry, None] = {}
         self._bytes = 0
         self._leaving: deque[tuple[Arrival, list[Any], int]] = deque()
+        self._scratch = scratch
+        self._place = "nowhere" if scratch is None else scratch.name
+        self._lane = lane
+        self._budget_bytes = budget_bytes
+        self._entries: dict[Hashable, _Entry] = {}
+        self._on_device: dict[_Entry, None] = {}
 
     def put(self, key: Hashable, value: Any, uses: Sequence[int]) -> None:
         """Takes a value that will be used at the ascending positions ``uses``."""
@@ -71,7 +73,7 @@ class BoundaryStore:
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         entry = _Entry(spec, leaves, _versions(leaves), nbytes, deque(uses))
         self._entries[key] = entry
-        self._arrive(entry)
+        self._arrive(entry, entry.next_use)
 
     def get(self, key: Hashable, now: int) -> Any:
         """The value of ``key``, for the use at position ``now``.
@@ -84,10 +86,11 @@ class BoundaryStore:
         while entry.uses and entry.uses[0] <= now:
             entry.uses.popleft()
         if entry.leaves is None:
-            self.prefetch(key)
+            if entry.arriving is None:
+                self._fetch(entry, needed=now)
             assert entry.arriving is not None
             arrival, leaves = entry.arriving
-            with self._meter.wait.span():
+            with self._meter.wait.span(), naming(f"bringing back the boundary of shard {key} from {self._place}"):
                 # Boundary lane -> compute. Without this, a layer reads a boundary that is still on its way.
                 arrival.wait()
             for leaf in leaves:
@@ -106,8 +109,10 @@ class BoundaryStore:
     def prefetch(self, key: Hashable) -> None:
         """Starts to bring a value back, if it is away. Unknown keys are ignored."""
         entry = self._entries.get(key)
-        if entry is None or entry.leaves is not None or entry.arriving is not None:
-            return
+        if entry is not None and entry.leaves is None and entry.arriving is None:
+            self._fetch(entry, needed=entry.next_use)
+
+    def _fetch(self, entry: _Entry, needed: float) -> None:
         scratch = self._scratch
         assert scratch is not None
         leaves: list[Any] = []
@@ -118,8 +123,8 @@ class BoundaryStore:
 
         # Without ``after``, a boundary is read while it is still being written.
         after = [entry.written] if entry.written is not None else []
-        entry.arriving = (self._lane.submit(f"fetch {key}", fetch, after), leaves)
-        self._arrive(entry)
+        entry.arriving = (self._lane.submit("fetch boundary", fetch, after), leaves)
+        self._arrive(entry, needed)
 
     def drop(self, key: Hashable) -> None:
         """Forgets a value."""
@@ -144,12 +149,14 @@ class BoundaryStore:
 
     def close(self) -> None:
         """Forgets everything, after the copies in flight."""
-        for arrival, _, _ in self._leaving:
-            arrival.finish()
-        for entry in self._entries.values():
-            if entry.arriving is not None:
-                entry.arriving[0].finish()
-        self._flush(0)
+        copies = [arrival for arrival, _, _ in self._leaving]
+        copies += [entry.arriving[0] for entry in self._entries.values() if entry.arriving is not None]
+        for arrival in copies:
+            # A copy that failed has been reported where it was waited for, or nobody needs it any more.
+            with contextlib.suppress(Exception):
+                arrival.finish()
+        while self._leaving:
+            self._meter.release(self._leaving.popleft()[2])
         for entry in list(self._on_device):
             self._leave(entry)
         self._entries.clear()
@@ -158,7 +165,7 @@ class BoundaryStore:
 
     # --- the budget ---------------------------------------------------------------------------------------------
 
-    def _arrive(self, entry: _Entry) -> None:
+    def _arrive(self, entry: _Entry, needed: float) -> None:
         self._on_device[entry] = None
         self._bytes += entry.nbytes
         self._meter.hold(entry.nbytes)
@@ -167,9 +174,9 @@ class BoundaryStore:
         while self._bytes > self._budget_bytes:
             candidates = (e for e in self._on_device if e is not entry and e.leaves is not None and e.nbytes)
             victim = max(candidates, key=lambda e: e.next_use, default=None)
-            if victim is None or victim.next_use <= entry.next_use:
-                if entry.leaves is None or not entry.uses:
-                    return  # it is being brought in for its use now
+            if victim is None or victim.next_use <= needed:
+                if entry.leaves is None:
+                    return  # it is being brought in, and all the rest is needed sooner
                 victim = entry
             self._spill(victim)
             if victim is entry:
@@ -188,7 +195,7 @@ class BoundaryStore:
         def store(tickets: list[Any] = entry.tickets) -> None:
             tickets.extend(_Away(scratch.store(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
 
-        entry.written = self._lane.submit("spill", store)
+        entry.written = self._lane.submit("spill boundary", store)
         self._meter.bytes_spilled += entry.nbytes
         # The tensors stay until the copy is done. Without this, their memory is reused while it is being read.
         self._leaving.append((entry.written, leaves, entry.nbytes))
@@ -199,7 +206,7 @@ class BoundaryStore:
     def _flush(self, remaining: int) -> None:
         while len(self._leaving) > remaining:
             arrival, _, nbytes = self._leaving.popleft()
-            with self._meter.wait.span():
+            with self._meter.wait.span(), naming(f"spilling a boundary to {self._place}"):
                 arrival.wait()
             self._meter.release(nbytes)
 

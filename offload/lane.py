@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Arrival", "Clock", "Lane", "Lanes", "StreamLane", "ThreadLane", "open_lanes"]
+__all__ = ["Arrival", "Clock", "Lane", "Lanes", "StreamLane", "ThreadLane", "naming", "open_lanes"]
 
 
 class Arrival(ABC):
@@ -52,6 +52,15 @@ class Lane(ABC):
     @abstractmethod
     def close(self) -> None:
         """Finishes what was submitted; afterwards the lane takes no more."""
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Says in an error of the system what was being copied, and from or to which place."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"{what}: {error.strerror or error}") from error
 
 
 # --- the CPU twin: an I/O thread ------------------------------------------------------------------------------------

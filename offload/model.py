@@ -211,6 +211,8 @@ def _layers_of(model: Any, num_slices: int) -> tuple[dict[str, nn.Module], list[
 
 
 def _compute_device(device: Any) -> torch.device:
+    if isinstance(device, int) and not isinstance(device, bool):
+        device = f"cuda:{device}"  # what torch.device(0) means, also where torch cannot say so without an accelerator
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:

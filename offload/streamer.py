@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from offload.lane import Arrival, Lanes
+from offload.lane import Arrival, Lanes, naming
 from offload.shard import Shard, State
 from offload.statistics import Meter
 from offload.tier import Tier
@@ -87,7 +87,7 @@ class Streamer:
     def visit(self, j: int) -> Iterator[Shard]:
         """Inside, shard ``j`` is on the compute device and its parameters are there."""
         shard = self.shards[j]
-        with self._meter.wait.span(), self._naming(f"loading shard {j} from {self._tier.name}"):
+        with self._meter.wait.span(), naming(f"loading shard {j} from {self._tier.name}"):
             # Load lane -> compute. Without this, layers read a slot that is still being filled.
             self._loads[j].wait()
         shard.bind()
@@ -164,7 +164,7 @@ class Streamer:
 
     def _finish_drain(self, *, on_host: bool = False) -> None:
         arrival, nbytes, _gradients = self._drains[0]
-        with self._meter.wait.span(), self._naming(f"storing gradients to {self._tier.name}"):
+        with self._meter.wait.span(), naming(f"storing gradients to {self._tier.name}"):
             if on_host:
                 arrival.finish()
             else:
@@ -199,14 +199,6 @@ class Streamer:
             self._meter.release(nbytes)
         self._collected.clear()
         self.release()
-
-    @contextlib.contextmanager
-    def _naming(self, what: str) -> Iterator[None]:
-        """Says in an error of the system which shard and which place it met."""
-        try:
-            yield
-        except OSError as error:
-            raise OSError(error.errno, f"{what}: {error.strerror or error}") from error
 
 
 class _Done(Arrival):

@@ -54,6 +54,7 @@ class Tape:
     input_specs: list[TreeSpec] = field(default_factory=list)
     input_versions: list[list[int]] = field(default_factory=list)
     output_specs: list[TreeSpec] = field(default_factory=list)
+    output_shapes: list[list[torch.Size | None]] = field(default_factory=list)
     used: bool = False
 
     def backward(self, output_gradients: Sequence[Any]) -> None:
@@ -100,8 +101,12 @@ class Tape:
         if gradient is None:
             return [None] * spec.num_leaves
         leaves, given = flatten(gradient)
-        if given != spec and len(leaves) != spec.num_leaves:
+        if len(leaves) != spec.num_leaves:
             raise ValueError(f"chunk {i}: expected gradients of the output's structure {spec}, got {given}")
+        for shape, leaf in zip(self.output_shapes[i], leaves, strict=True):
+            if isinstance(leaf, Tensor) and leaf.shape != shape:
+                expected = tuple(shape or ())
+                raise ValueError(f"chunk {i}: expected a gradient of the shape {expected}, got {tuple(leaf.shape)}")
         return leaves
 
     def close(self) -> None:

@@ -93,7 +93,7 @@ class Walk:
     def forward(self, tape: Tape, chunks: Sequence[Any]) -> list[Any]:
         """Runs all chunks through all shards. Returns one detached output for each chunk."""
         n, m = len(self.shards), tape.microbatches
-        with self._exclusively():
+        with self._exclusively(on_failure=tape.close):
             self.streamer.release()
             plan = plan_pass(
                 range(n),
@@ -120,7 +120,10 @@ class Walk:
                 tape.versions[j] = self.shards[j].versions()
 
             self._follow(plan, visit)
-            tape.output_specs = [flatten(output)[1] for output in outputs]
+            for output in outputs:
+                leaves, spec = flatten(output)
+                tape.output_specs.append(spec)
+                tape.output_shapes.append([x.shape if isinstance(x, Tensor) else None for x in leaves])
             if not tape.records:
                 self.streamer.release()
         return outputs
@@ -161,7 +164,7 @@ class Walk:
         last = n * m
         gradients = BoundaryStore(self._tier.scratch(), self._lanes.boundary, self._boundary_bytes // 2, self._meter)
         input_gradients: list[list[Any]] = [[None] * len(leaves) for leaves in tape.inputs]
-        with self._exclusively(gradients):
+        with contextlib.closing(gradients), self._exclusively():
             resident = self.streamer.resident()
             self._check_unchanged(tape)
             order = range(n - 1, tape.first - 1, -1)
@@ -244,7 +247,7 @@ class Walk:
                 visit(j, microbatches)
 
     @contextlib.contextmanager
-    def _exclusively(self, *stores: BoundaryStore) -> Iterator[None]:
+    def _exclusively(self, on_failure: Callable[[], None] | None = None) -> Iterator[None]:
         """One pass at a time; after a failure no copy is in flight and every parameter is home."""
         if self._busy:
             raise RuntimeError(
@@ -256,11 +259,11 @@ class Walk:
             yield
         except BaseException:
             self.streamer.abandon()
+            if on_failure is not None:
+                on_failure()
             raise
         finally:
             self._busy = False
-            for store in stores:
-                store.close()
 
     def _check_unchanged(self, tape: Tape) -> None:
         for j, versions in tape.versions.items():

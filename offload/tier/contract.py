@@ -47,6 +47,9 @@ class Block(ABC):
 class Scratch(ABC):
     """Room for tensors that rest for a part of a step. It vanishes with its owner, also when the process dies."""
 
+    #: How errors call this place.
+    name: str
+
     @abstractmethod
     def store(self, tensor: Tensor) -> object:
         """Copies a tensor here; returns a ticket. Any dense layout is kept, others become contiguous."""

@@ -90,6 +90,7 @@ class DiskScratch(Scratch):
     """Boundaries in a file without a name, which the system removes whatever happens."""
 
     def __init__(self, tier: DiskTier, device: torch.device) -> None:
+        self.name = tier.name
         self._tier = tier  # whose folder must live until the file is open
         self._device = device
         self._opened: int | None = None

@@ -75,6 +75,8 @@ def _page_lock(tensor: Tensor, label: str) -> None:
 class HostScratch(Scratch):
     """Boundaries of a CUDA device, resting in page-locked host memory."""
 
+    name = "host"
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
 

@@ -1,0 +1,94 @@
+"""When a place fails, the call says which shard and which place, nothing is lost, and the next step works."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from offload import OffloadModel
+from offload.tier.disk import DiskBlock, DiskScratch
+from tests.offload.test_model import at_home, batch
+from tests.offload.zoo import build
+
+
+class Faults:
+    """Makes the ``fatal``-th call of a method fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, error: Exception) -> None:
+        original = getattr(owner, name)
+        self.calls = 0
+        self.fatal = -1
+
+        def faulty(place: object, *args: object) -> object:
+            self.calls += 1
+            if self.calls == self.fatal:
+                raise error
+            return original(place, *args)
+
+        monkeypatch.setattr(owner, name, faulty)
+
+
+def io_error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "number", "match"),
+    [
+        (DiskBlock, "read_into", errno.EIO, r"loading shard \d from disk \(.*\): Input/output error"),
+        (DiskBlock, "write", errno.ENOSPC, r"storing gradients to disk \(.*\): No space left on device"),
+        (DiskScratch, "store", errno.ENOSPC, r"boundary .*disk \(.*\): No space left on device"),
+        (
+            DiskScratch,
+            "fetch",
+            errno.EIO,
+            r"bringing back the boundary of shard .* from disk \(.*\): Input/output error",
+        ),
+    ],
+)
+def test_a_fault_at_any_moment_of_a_step_raises_and_the_next_step_works(
+    owner: type, name: str, number: int, match: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    faults = Faults(monkeypatch, owner, name, io_error(number))
+    bare = build(["linear", "inplace", "linear"])
+    model = OffloadModel(
+        copy.deepcopy(bare),
+        "cpu",
+        f"{tmp_path}/",
+        num_slices=5,
+        checkpoint_activation=True,
+        num_microbatches=2,
+        boundary_bytes=0,
+    )
+    bare(batch()).pow(2).mean().backward()
+    model(batch()).pow(2).mean().backward()
+    in_a_step = faults.calls
+    assert in_a_step > 3
+    for fatal in range(1, in_a_step + 1):
+        model.zero_grad()
+        faults.calls, faults.fatal = 0, fatal
+        with pytest.raises(OSError, match=match) as caught:
+            model(batch()).pow(2).mean().backward()
+        assert caught.value.errno == number
+        faults.fatal = -1
+        assert at_home(model)
+        for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+            assert torch.equal(p, q)
+    model.zero_grad()
+    model(batch()).pow(2).mean().backward()
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_a_short_read_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    model = OffloadModel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "cpu", f"{tmp_path}/", num_slices=2)
+    path = next(tmp_path.glob("*/*shard1-weights"))
+    os.truncate(path, 4096)
+    with pytest.raises(OSError, match=r"loading shard 1 from disk .*shard1-weights: the file ends after 4,096 bytes"):
+        model(torch.zeros(1, 64))

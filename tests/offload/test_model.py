@@ -1,0 +1,457 @@
+"""The face of the engine: arguments, names, errors, counts, and what holds after an exception."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload import OffloadModel
+from offload.shard import State
+from tests.offload.zoo import WIDTH, build
+
+
+def batch(rows: int = 6) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def at_home(model: OffloadModel) -> bool:
+    """Whether every parameter and gradient lies in its home, and no slot is taken."""
+    for shard in model._walk.shards:
+        if shard.state is not State.HOME:
+            return False
+        for s in shard.own:
+            if s.parameter.data_ptr() != shard.home_view(s).data_ptr():
+                return False
+    return True
+
+
+# --- arguments ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"model": nn.Linear(2, 2)}, TypeError, "expected an nn.Sequential or a list of modules, got Linear"),
+        ({"model": nn.Sequential()}, ValueError, "at least one layer"),
+        ({"model": []}, TypeError, "got list"),
+        ({"device": "gpu"}, TypeError, "device='gpu'"),
+        ({"device": None}, TypeError, "device=None"),
+        ({"device": "meta"}, ValueError, "CPU or CUDA"),
+        ({"num_slices": 9}, ValueError, "from 1 to 3 slices .* num_slices=9"),
+        ({"num_slices": 0}, ValueError, "num_slices=0"),
+        ({"num_slices": "2"}, TypeError, "num_slices='2'"),
+        ({"num_microbatches": 0}, ValueError, "num_microbatches=0"),
+        ({"num_microbatches": 1.5}, ValueError, "num_microbatches=1.5"),
+        ({"num_slots": 1}, ValueError, "num_slots=1"),
+        ({"boundary_bytes": -1}, ValueError, "boundary_bytes=-1"),
+        ({"offload_device": "disk"}, ValueError, "offload_device"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: dict[str, object], error: type[Exception], match: str) -> None:
+    defaults: dict[str, object] = {"model": build(["linear"]), "device": "cpu"}
+    with pytest.raises(error, match=match):
+        OffloadModel(**{**defaults, **arguments})  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_a_cuda_device_that_is_not_there_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="no CUDA device; pass device='cpu'"):
+        OffloadModel(build([]), 0, num_slices=2)
+
+
+def test_rows_that_disagree_are_refused() -> None:
+    model = OffloadModel(build(["linear"]), "cpu", num_microbatches=2)
+    with pytest.raises(ValueError, match=r"sizes of dimension 0 \[4, 6\]"):
+        model(batch(6), other=batch(4))
+    assert at_home(model)
+
+
+# --- names and transparency of the container ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slices", [1, 2, 5])
+def test_names_do_not_depend_on_the_number_of_slices(slices: int) -> None:
+    bare = build(["batchnorm", "spectral", "counting"])
+    names = list(bare.state_dict())
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=slices)
+    assert list(model.state_dict()) == names
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in bare.named_parameters()]
+    assert [n for n, _ in model.named_children()] == [n for n, _ in bare.named_children()]
+
+
+def test_a_layer_may_be_called_like_a_method() -> None:
+    bare = nn.Sequential()
+    for name in ("plan", "forward", "statistics", "device"):
+        bare._modules[name] = nn.Linear(2, 2)
+    model = OffloadModel(bare, "cpu", num_slices=2)
+    assert "plan.weight" in model.state_dict()
+    assert model(torch.zeros(1, 2)).shape == (1, 2)
+    assert "L0" in str(model.plan())
+
+
+def test_parameters_stay_the_same_objects() -> None:
+    bare = build(["linear"])
+    before = list(bare.parameters())
+    model = OffloadModel(bare, "cpu")
+    model(batch()).sum().backward()
+    assert all(p is q for p, q in zip(before, model.parameters(), strict=True))
+
+
+def test_moving_or_casting_is_refused_and_changes_nothing() -> None:
+    model = OffloadModel(build(["linear"]), "cpu")
+    for change in (model.half, model.double, lambda: model.to(torch.bfloat16), lambda: model.to("meta")):
+        with pytest.raises(RuntimeError, match="convert the layers before you wrap them"):
+            change()
+    assert model.float() is model
+    assert at_home(model)
+
+
+def test_new_layers_are_refused() -> None:
+    model = OffloadModel(build(["linear"]), "cpu")
+    with pytest.raises(TypeError, match="layers are fixed"):
+        model.head = nn.Linear(2, 2)
+
+
+def test_everything_public_is_exported() -> None:
+    for name in offload.__all__:
+        assert getattr(offload, name).__doc__
+
+
+# --- counts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 7])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_step_loads_each_shard_at_most_twice_whatever_the_number_of_microbatches(
+    home: str, microbatches: int, recompute: bool
+) -> None:
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+    model = OffloadModel(
+        layers, "cpu", home, num_slices=6, checkpoint_activation=recompute, num_microbatches=microbatches
+    )
+    planned = model.plan()
+    for step in range(1, 4):
+        model(batch(14)).sum().backward()
+        counted = model.statistics()
+        assert counted.shard_loads == step * len(planned.loads) == step * 10
+        assert counted.bytes_loaded == counted.shard_loads * (WIDTH + 1) * WIDTH * 4
+        assert counted.bytes_stored == step * 6 * (WIDTH + 1) * WIDTH * 4
+
+
+def test_chunks_cost_no_loads_and_two_forwards_of_each_layer() -> None:
+    loads = {}
+    for count in (1, 64):
+        layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        model = OffloadModel(layers, "cpu", num_slices=4, checkpoint_activation=True)
+        calls = [0]
+        layers[2].register_forward_hook(lambda *_, c=calls: c.__setitem__(0, c[0] + 1))
+        outputs, tape = model.forward_chunks(list(batch(64).split(64 // count)))
+        tape.backward([torch.ones_like(y) for y in outputs])
+        loads[count] = model.statistics().shard_loads
+        assert calls[0] == 2 * count
+    assert loads[1] == loads[64] <= 2 * 4
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+def test_any_number_of_rows_fits_any_number_of_microbatches(rows: int) -> None:
+    bare = build(["linear"])
+    model = OffloadModel(copy.deepcopy(bare), "cpu", checkpoint_activation=True, num_microbatches=4)
+    for run in (bare, model):
+        run(batch(rows)).pow(2).sum().backward()
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def peak(depth: int, slices: int, tmp_path: Path) -> tuple[int, int]:
+    """(peak bytes on the device, bytes of one slot) of a step."""
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(depth)))
+    model = OffloadModel(
+        layers,
+        "cpu",
+        f"{tmp_path}/",
+        num_slices=slices,
+        checkpoint_activation=True,
+        num_microbatches=4,
+        boundary_bytes=2048,
+    )
+    model(batch(64)).sum().backward()
+    return model.statistics().peak_device_bytes, model._walk.streamer._slot_bytes
+
+
+def test_the_peak_is_a_formula_without_the_number_of_shards(tmp_path: Path) -> None:
+    peaks = {slices: peak(slices, slices, tmp_path) for slices in (4, 16, 64)}
+    slot = peaks[4][1]
+    cell = 16 * WIDTH * 4
+    # two slots + boundaries and their gradients within their budgets, each with cells coming, going and in use
+    # + gradients of one shard on their way home
+    bound = 2 * slot + (2048 + 1024) + 2 * (2 + 2 + 1) * cell + 2 * slot
+    assert all(nbytes <= bound for nbytes, _ in peaks.values()), (peaks, bound)
+    assert peaks[64][0] <= peaks[16][0] + cell
+
+
+# --- two-phase face -------------------------------------------------------------------------------------------------
+
+
+def test_forward_chunks_and_tape_backward_equal_one_graph(home: str) -> None:
+    bare = build(["dropout", "batchnorm", "nested"])
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=3, checkpoint_activation=True)
+    chunks = list(batch(9).split(3))
+    torch.manual_seed(1)
+    values = list(chunks)
+    for begin, end in ((s.first, s.first + len(s.layers)) for s in model._walk.shards):
+        for i, value in enumerate(values):
+            for layer in bare[begin:end]:
+                value = layer(value)
+            values[i] = value
+    expected = torch.cat(values)
+    loss = expected.t() @ expected
+    loss.sum().backward()
+    torch.manual_seed(1)
+    outputs, tape = model.forward_chunks(chunks)
+    assert not any(y.requires_grad for y in outputs)
+    whole = torch.cat(outputs).requires_grad_()
+    (whole.t() @ whole).sum().backward()
+    tape.backward(list(whole.grad.split(3)))
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    assert at_home(model)
+
+
+def test_output_fn_belongs_to_the_last_shard_and_is_replayed() -> None:
+    bare = build(["linear"])
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True)
+    dropout = nn.Dropout(0.5)
+    scale = nn.Parameter(torch.tensor(2.0))
+
+    def first_column(y: torch.Tensor) -> torch.Tensor:
+        return dropout(y[:, 0] * scale)
+
+    torch.manual_seed(0)
+    outputs, tape = model.forward_chunks([batch(3), batch(4)], output_fn=first_column)
+    assert [y.shape for y in outputs] == [(3,), (4,)]
+    tape.backward([torch.ones(3), torch.ones(4)])
+    got = scale.grad.clone()
+    scale.grad = None
+    torch.manual_seed(0)
+    sum(first_column(bare(batch(rows))).sum() for rows in (3, 4)).backward()
+    torch.testing.assert_close(got, scale.grad)
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_chunks_that_need_a_gradient_pass_it_on() -> None:
+    bare = build(["linear"])
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True)
+    source = torch.randn(6, WIDTH, requires_grad=True)
+    outputs, tape = model.forward_chunks(list((source * 2).split(3)))
+    tape.backward([torch.ones_like(y) for y in outputs])
+    got, source.grad = source.grad, None
+    bare(source * 2).sum().backward()
+    torch.testing.assert_close(got, source.grad)
+
+
+def test_a_tape_is_used_once_and_checks_what_it_is_given() -> None:
+    model = OffloadModel(build(["linear"]), "cpu", checkpoint_activation=True)
+    outputs, tape = model.forward_chunks([batch(), batch()])
+    with pytest.raises(ValueError, match="each of the 2 chunks, got 1"):
+        tape.backward([outputs[0]])
+    with pytest.raises(ValueError, match="chunk 1: expected gradients"):
+        tape.backward([outputs[0], (outputs[1], outputs[1])])
+    with pytest.raises(ValueError, match=r"chunk 0: expected .* shape \(6, 8\), got \(5, 8\)"):
+        tape.backward([outputs[0][:5], outputs[1]])
+    tape.backward([outputs[0], None])
+    with pytest.raises(RuntimeError, match="used before"):
+        tape.backward(outputs)
+    with torch.no_grad():
+        outputs, tape = model.forward_chunks([batch()])
+    with pytest.raises(RuntimeError, match="no_grad"):
+        tape.backward(outputs)
+    for chunks in (batch(), [], [3]):
+        with pytest.raises((ValueError, TypeError), match="chunk"):
+            model.forward_chunks(chunks)  # type: ignore[arg-type]
+
+
+# --- after an exception ---------------------------------------------------------------------------------------------
+
+
+class Failing(nn.Module):
+    """Raises when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.error: BaseException | None = None
+        self.after = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.error is not None:
+            self.after -= 1
+            if self.after < 0:
+                raise self.error
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("layer"), KeyboardInterrupt(), SystemExit(3)])
+@pytest.mark.parametrize("calls_before", [0, 1, 2, 3])
+def test_an_exception_in_a_layer_leaves_the_model_usable(home: str, error: BaseException, calls_before: int) -> None:
+    """calls_before: 0 and 1 fail in forward, 2 and 3 in the recomputation."""
+    torch.manual_seed(0)
+    failing = Failing()
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), failing, nn.Linear(WIDTH, WIDTH))
+    bare = copy.deepcopy(layers)
+    model = OffloadModel(layers, "cpu", home, num_slices=4, checkpoint_activation=True, num_microbatches=2)
+    failing.error, failing.after = error, calls_before
+    with pytest.raises(type(error)):
+        model(batch()).sum().backward()
+    failing.error = None
+    error.__traceback__ = None  # it holds the frames, which hold the loss, which holds its tape
+    assert at_home(model)
+    assert model._meter.held_bytes <= model._walk.streamer.slots * model._walk.streamer._slot_bytes
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    model.zero_grad()
+    for run in (bare, model):
+        run(batch()).sum().backward()
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_a_parameter_changed_between_forward_and_backward_is_named() -> None:
+    model = OffloadModel(build(["linear"]), "cpu", num_slices=3, checkpoint_activation=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first, second = model(batch()), model(batch())
+    first.sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"parameter 0\.weight of shard 0 was changed in place"):
+        second.sum().backward()
+    model(batch()).sum().backward()
+
+
+def test_an_input_changed_between_forward_and_backward_is_noticed() -> None:
+    model = OffloadModel(build(["linear"]), "cpu", num_slices=3, checkpoint_activation=True)
+    x = batch()
+    loss = model(x).sum()
+    x.zero_()
+    with pytest.raises(RuntimeError, match="input of the model .* was changed in place"):
+        loss.backward()
+
+
+def test_the_input_is_never_changed() -> None:
+    x = batch()
+    kept = x.clone()
+    model = OffloadModel(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, 2)), "cpu", num_slices=2)
+    model(x).sum().backward()
+    assert torch.equal(x, kept)
+
+
+def test_a_layer_that_starts_to_write_into_its_input_is_noticed_once() -> None:
+    class Moody(nn.Module):
+        moody = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mul_(2) if self.moody else x * 2
+
+    bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), Moody(), nn.Linear(WIDTH, 1))
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=3, checkpoint_activation=True)
+    model(batch())
+    for run in (bare, model):
+        run.get_submodule("1").moody = True  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="shard 1 wrote into its input in place"):
+        model(batch())
+    for run in (bare, model):
+        run(batch()).sum().backward()
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_a_layer_that_calls_its_own_model_is_told() -> None:
+    layers = build(["linear"])
+    model = OffloadModel(layers, "cpu")
+    handle = layers[1].register_forward_pre_hook(lambda _, args: model(args[0]))
+    with pytest.raises(RuntimeError, match="in the middle of a forward"):
+        model(batch())
+    handle.remove()
+    model(batch()).sum().backward()
+
+
+def test_layers_that_are_not_deterministic_are_named() -> None:
+    class Fickle(nn.Module):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return x if self.calls % 2 else x.detach()
+
+    model = OffloadModel(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), Fickle()), "cpu", num_slices=2, checkpoint_activation=True
+    )
+    with pytest.raises(RuntimeError, match=r"recomputing cell 1\.0"):
+        model(batch()).sum().backward()
+
+
+# --- ends -----------------------------------------------------------------------------------------------------------
+
+
+def test_threads_and_files_go_with_the_model(tmp_path: Path) -> None:
+    before = threading.active_count()
+    model = OffloadModel(build(["linear"]), "cpu", f"{tmp_path}/", checkpoint_activation=True)
+    model(batch()).sum().backward()
+    assert threading.active_count() > before
+    del model
+    gc.collect()
+    assert threading.active_count() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_is_a_global_lets_the_interpreter_exit(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch; from torch import nn; from offload import OffloadModel\n"
+        "model = OffloadModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 'cpu', sys.argv[1] + '/', num_slices=2,"
+        " checkpoint_activation=True, boundary_bytes=0)\n"
+        "loss = model(torch.randn(2, 4)).sum(); loss.backward(); kept = model(torch.randn(2, 4))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_in_files_needs_the_memory_of_its_slots_only(tmp_path: Path) -> None:
+    """Parameters and gradients of the whole model are file pages; anonymous memory is what is counted."""
+    code = (
+        "import sys, torch; from torch import nn; from offload import OffloadModel\n"
+        "def anonymous():\n"
+        "    fields = dict(line.split(':') for line in open('/proc/self/status'))\n"
+        "    return (int(fields['RssAnon'].split()[0]) + int(fields['RssShmem'].split()[0])) * 1024\n"
+        "torch.set_num_threads(1)\n"
+        "layers = [nn.Linear(512, 512, bias=False) for _ in range(64)]\n"
+        "model = OffloadModel(layers, 'cpu', sys.argv[1] + '/', checkpoint_activation=True)\n"
+        "del layers\n"
+        "x = torch.randn(4, 512)\n"
+        "model(x).sum().backward(); before = anonymous()\n"
+        "whole = sum(p.numel() * 4 for p in model.parameters())\n"
+        "for _ in range(2): model(x).sum().backward()\n"
+        "grown = anonymous() - before\n"
+        "print(whole, grown)\n"
+        "assert all(p.grad is not None for p in model.parameters())\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True, timeout=120
+    )
+    whole, grown = map(int, result.stdout.split())
+    assert whole == 64 << 20
+    assert grown < 8 << 20
