@@ -15,7 +15,7 @@ setup(
     license="BSD-3-Clause",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    packages=find_packages(include=["offload*", "pipe*", "gradcache*", "benchmarks*"]),
+    packages=find_packages(include=["offload*", "pipe*", "gradcache*"]),
     package_data={"offload": ["py.typed"], "pipe": ["py.typed"], "gradcache": ["py.typed"]},
     install_requires=["torch>=2.6", "psutil"],
     extras_require={
