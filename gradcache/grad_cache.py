@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +29,9 @@ from gradcache import chunks as chunking
 from gradcache import representations, two_pass
 from gradcache.accumulation import Accumulation
 from gradcache.distributed import Reduction, unwrapped
-from gradcache.streamed import StreamedModel, StreamedWalk
-from pipe.microbatch import rows_of
+from gradcache.layered import LayeredModel
+from gradcache.step import Step, Tower
+from gradcache.streamed import StreamedModel
 from pipe.nested import map_tensors, tensors_in
 
 __all__ = ["GradCache", "StepResult"]
@@ -49,18 +51,6 @@ class StepResult:
     """Greatest absolute difference between the two passes' representations; None without ``audit``."""
 
 
-@dataclass
-class _Tower:
-    """One model and its share of a step."""
-
-    model: nn.Module
-    chunks: list[Any]
-    chunk_size: int
-    encoded: Any = None
-    states: list[Any] = field(default_factory=list)
-    wants_gradient: bool = True
-
-
 class GradCache:
     """Computes the gradient of a big batch's loss chunk by chunk; stepping the optimizer is left to the caller.
 
@@ -76,6 +66,9 @@ class GradCache:
         process_fn: turns a chunk into the model's input, right before the model sees it, in both passes.
         precision: the type that autocast runs models and loss in, such as ``torch.bfloat16``.
         broadcast: keys or positions of input members that every chunk sees whole.
+        boundary_bytes: walk plain ``nn.Sequential`` towers layer by layer, as if each layer were checkpointed, and keep
+            up to this many bytes of what enters layers between the passes, see ``layered``. None: chunk by chunk.
+        regroup: whether that walk may run several chunks together.
         audit: compare the two passes' representations, see ``StepResult.greatest_difference``.
 
     Raises:
@@ -99,6 +92,8 @@ class GradCache:
         precision: torch.dtype | None = None,
         broadcast: Collection[str | int] = (),
         audit: bool = False,
+        boundary_bytes: int | None = None,
+        regroup: bool = True,
     ) -> None:
         if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
             raise TypeError(f"expected a list of models, got a {type(models).__name__}; pass models=[model]")
@@ -119,11 +114,14 @@ class GradCache:
         self.precision = torch.float16 if fp16 else precision
         self.broadcast = tuple(broadcast)
         self.audit = audit
+        self.boundary_bytes = boundary_bytes
+        self.regroup = regroup
         self.step_result: StepResult | None = None
         self._inputs = two_pass.InputGradients()
         self._wants_gradient: list[bool] = []
         self._auxiliary: tuple[Any, ...] = ()
         self._difference = 0.0
+        self.layered: WeakKeyDictionary[nn.Module, LayeredModel] = WeakKeyDictionary()
         self._check_towers()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -148,7 +146,7 @@ class GradCache:
     def model_call(self, model: nn.Module, model_input: Any) -> Any:
         """Calls the model with a chunk as its arguments."""
         args, kwargs = chunking.call_arguments(model_input)
-        with self._autocast(model):
+        with self.autocast(model):
             return model(*args, **kwargs)
 
     def get_reps(self, model_out: Any) -> Any:
@@ -161,7 +159,7 @@ class GradCache:
 
     def forward_no_grad(self, model: nn.Module, model_inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
         """The first pass: representations of all chunks together, and one random state per chunk."""
-        encoder = self._encoder(model)
+        encoder = self.encoder_of(model)
         states: list[Any]
         encoded, states = two_pass.encode(model, model_inputs, encoder, self.get_input_tensors, self.audit)
         return encoded, states
@@ -191,7 +189,7 @@ class GradCache:
         no_sync_except_last: bool = False,
     ) -> None:
         """The second pass: each chunk again with a graph, and its rows of the gradient cache through it."""
-        encoder = self._encoder(model)
+        encoder = self.encoder_of(model)
         difference = two_pass.backward(model_inputs, cached_gradients, random_states, encoder, self._inputs)
         self._difference = max(self._difference, difference)
 
@@ -207,6 +205,7 @@ class GradCache:
             The loss of the whole batch, detached. :attr:`step_result` holds it with the representations.
         """
         towers = self._towers(model_inputs, no_sync_except_last)
+        step = Step(self, towers)
         self._inputs = two_pass.InputGradients()
         self._difference, self._auxiliary = 0.0, ()
         reduction = Reduction(self.models, self._heads())
@@ -215,23 +214,22 @@ class GradCache:
         with contextlib.ExitStack() as stack:
             stack.enter_context(reduction.silenced())
             accumulation = stack.enter_context(Accumulation(self._own_parameters(towers)))
-            walks = self._encode(towers)
-            encoded = [tower.encoded for tower in towers]
+            encoded = step.encode(self._inputs)
             if torch.is_grad_enabled():
                 self._wants_gradient = [tower.wants_gradient for tower in towers]
                 cache, loss = self.build_cache(*encoded, **loss_kwargs)
-                self._backward(towers, walks, cache, no_sync_except_last)
+                step.backward(cache, no_sync_except_last)
                 self._inputs.flow()
                 accumulation.commit(partial(reduction.average, accumulation.parameters) if reduction else None)
             else:
                 loss = self._loss(encoded, loss_kwargs).detach()
-        difference = self._difference if self.audit else None
+        difference = max(self._difference, step.greatest_difference) if self.audit else None
         self.step_result = StepResult(loss, tuple(encoded), self._auxiliary, difference)
         return loss
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def _towers(self, model_inputs: Sequence[Any], no_sync_except_last: bool) -> list[_Tower]:
+    def _towers(self, model_inputs: Sequence[Any], no_sync_except_last: bool) -> list[Tower]:
         self._check_towers()
         if len(model_inputs) != len(self.models):
             raise ValueError(
@@ -244,68 +242,12 @@ class GradCache:
                 "no_sync(); wrap all models or drop the flag"
             )
         # A subclass that calls the model in its own way gets it as it was given, wrapper and all.
-        models = self.models if self._replaced("model_call") else map(unwrapped, self.models)
-        sizes = self.chunk_sizes
-        split = [self.split_inputs(x, size) for x, size in zip(model_inputs, sizes, strict=True)]
-        return [_Tower(*parts) for parts in zip(models, split, sizes, strict=True)]
-
-    def _encode(self, towers: list[_Tower]) -> list[tuple[StreamedWalk, list[_Tower]]]:
-        """Fills ``encoded`` of every tower. Returns the streamed walks with their towers."""
-        groups: dict[int, list[_Tower]] = {}
-        for tower in towers:
-            if self._is_streamed(tower.model):
-                groups.setdefault(id(tower.model), []).append(tower)
-            else:
-                tower.encoded, tower.states = self.forward_no_grad(tower.model, tower.chunks)
-                tower.wants_gradient = any(getattr(state, "requires_grad", True) for state in tower.states)
-        walks = []
-        for group in groups.values():
-            model = group[0].model
-            chunks = [[self._processed(chunk) for chunk in tower.chunks] for tower in group]
-            trainable = two_pass.is_trainable(model, chunks)
-            cut = [[self._inputs.cut(chunk) for chunk in tower_chunks] for tower_chunks in chunks]
-            walk = StreamedWalk(cast(StreamedModel, model), cut, self.get_reps)
-            with self._autocast(model):
-                encoded = walk.encode(trainable)
-            for tower, value in zip(group, encoded, strict=True):
-                tower.encoded, tower.wants_gradient = value, trainable
-            walks.append((walk, group))
-        return walks
-
-    def _backward(
-        self,
-        towers: list[_Tower],
-        walks: list[tuple[StreamedWalk, list[_Tower]]],
-        cache: list[Any],
-        no_sync_except_last: bool,
-    ) -> None:
-        gradient_of = {id(tower): gradient for tower, gradient in zip(towers, cache, strict=True)}
-        for tower in towers:
-            gradient = gradient_of[id(tower)]
-            if self._is_streamed(tower.model) or not representations.has_gradient(gradient):
-                continue
-            per_chunk = representations.split_gradients(gradient, self._rows_per_chunk(tower))
-            self.forward_backward(
-                tower.model, tower.chunks, per_chunk, tower.states, no_sync_except_last=no_sync_except_last
-            )
-        for walk, group in walks:
-            walk.backward([gradient_of[id(tower)] for tower in group])
-
-    def _rows_per_chunk(self, tower: _Tower) -> list[int]:
-        known = [getattr(state, "rows", None) for state in tower.states]
-        if all(isinstance(rows, int) for rows in known):
-            return cast(list[int], known)
-        # A subclass replaced forward_no_grad: one row of representation per row of input, as upstream assumes.
-        rows, total = [rows_of(chunk) for chunk in tower.chunks], representations.rows_in(tower.encoded)
-        if sum(rows) != total:
-            raise ValueError(
-                f"expected one representation per row, got {total} for chunks of {rows} rows; let forward_no_grad "
-                f"return states with an attribute rows"
-            )
-        return rows
+        models = self.models if self.replaced("model_call") else map(unwrapped, self.models)
+        split = [self.split_inputs(x, size) for x, size in zip(model_inputs, self.chunk_sizes, strict=True)]
+        return [Tower(model, chunks) for model, chunks in zip(models, split, strict=True)]
 
     def _loss(self, reps: Sequence[Any], loss_kwargs: dict[str, Any]) -> Tensor:
-        with self._autocast(*reps):
+        with self.autocast(*reps):
             result = self.compute_loss(*reps, **loss_kwargs)
         loss, auxiliary = (result[0], tuple(result[1:])) if isinstance(result, (tuple, list)) else (result, ())
         if not isinstance(loss, Tensor):
@@ -337,26 +279,25 @@ class GradCache:
 
     # -- what a model is run in ---------------------------------------------------------------------------------------
 
-    def _encoder(self, model: nn.Module) -> Callable[[Any], Any]:
+    def encoder_of(self, model: nn.Module) -> Callable[[Any], Any]:
+        """A chunk's way to its representations: ``process_fn``, the model, ``get_reps``."""
+
         def encode(chunk: Any) -> Any:
-            out = self.model_call(model, self._processed(chunk))
-            with self._autocast(model):
+            out = self.model_call(model, self.processed(chunk))
+            with self.autocast(model):
                 return self.get_reps(out)
 
         return encode
 
-    def _processed(self, chunk: Any) -> Any:
+    def processed(self, chunk: Any) -> Any:
+        """A chunk as the model sees it."""
         return chunk if self.process_fn is None else self.process_fn(chunk)
 
-    def _is_streamed(self, model: nn.Module) -> bool:
-        """Whether the model walks its chunks itself; a subclass that replaced a walking hook keeps it."""
-        replaced = self._replaced("model_call", "forward_no_grad", "forward_backward")
-        return isinstance(model, StreamedModel) and not replaced
-
-    def _replaced(self, *hooks: str) -> bool:
+    def replaced(self, *hooks: str) -> bool:
+        """Whether a subclass, or an attribute of this object, replaces one of these hooks."""
         return any(getattr(getattr(self, hook), "__func__", None) is not getattr(GradCache, hook) for hook in hooks)
 
-    def _own_parameters(self, towers: Iterable[_Tower]) -> list[nn.Parameter]:
+    def _own_parameters(self, towers: Iterable[Tower]) -> list[nn.Parameter]:
         """Parameters whose gradients are put together here; a streamed model keeps its own at home."""
         modules = [tower.model for tower in towers if not isinstance(tower.model, StreamedModel)]
         return [parameter for module in [*modules, *self._heads()] for parameter in module.parameters()]
@@ -365,7 +306,8 @@ class GradCache:
         """Modules with parameters besides the towers: what picks the representations, and the loss."""
         return [fn for fn in (self.loss_fn, self.get_rep_fn) if isinstance(fn, nn.Module)]
 
-    def _autocast(self, *owners: Any) -> contextlib.AbstractContextManager[Any]:
+    def autocast(self, *owners: Any) -> contextlib.AbstractContextManager[Any]:
+        """The context of ``precision`` on the device that modules or tensors are on."""
         if self.precision is None:
             return contextlib.nullcontext()
         device = _device_of(*owners)

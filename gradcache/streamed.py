@@ -48,12 +48,20 @@ class StreamedWalk:
     ``process_fn`` has run for all chunks before: the model keeps its inputs until its backward anyway.
     """
 
-    def __init__(self, model: StreamedModel, towers: Sequence[Sequence[Any]], output_fn: Callable[[Any], Any]) -> None:
-        """``towers``: the chunks of each tower."""
+    def __init__(
+        self,
+        model: StreamedModel,
+        towers: Sequence[Sequence[Any]],
+        output_fn: Callable[[Any], Any],
+        audit: bool = False,
+    ) -> None:
+        """``towers``: the chunks of each tower. ``audit``: compare what ``output_fn`` returns in the two passes."""
         self._model = model
         self._calls = [call_arguments(chunk) for chunks in towers for chunk in chunks]
         self._sizes = [len(chunks) for chunks in towers]
-        self._output_fn = output_fn
+        self._output_fn = self._noted(output_fn) if audit else output_fn
+        self._passes: tuple[list[Any], list[Any]] = ([], [])
+        self._in_backward = False
         self._wants_gradient = torch.is_grad_enabled()
         self._rows: list[list[int]] = []
         self._tape: Tape | None = None
@@ -98,4 +106,28 @@ class StreamedWalk:
         for gradient, rows in zip(gradients, self._rows, strict=True):
             for part in representations.split_gradients(gradient, rows):
                 per_chunk.append(part if representations.has_gradient(part) else None)
+        self._in_backward = True
         tape.backward(per_chunk)
+
+    def _noted(self, output_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def noted(output: Any) -> Any:
+            representation = output_fn(output)
+            self._passes[self._in_backward].append(representations.detached(representation))
+            return representation
+
+        return noted
+
+    @property
+    def greatest_difference(self) -> float:
+        """Greatest difference between the passes, of the chunks that ran in both. Only with ``audit``.
+
+        A model may walk the chunks in another order backward, so each second representation is held against the one
+        first representation of its shape that is nearest.
+        """
+        first, second = self._passes
+        worst = 0.0
+        for output in second:
+            shapes = [tensor.shape for tensor in tensors_in(output)]
+            alike = [other for other in first if [tensor.shape for tensor in tensors_in(other)] == shapes]
+            worst = max(worst, min((representations.greatest_difference(o, output) for o in alike), default=0.0))
+        return worst

@@ -22,6 +22,7 @@ from gradcache import representations
 from gradcache.context_managers import RandContext
 from pipe.guard import Guard, Watched
 from pipe.nested import map_tensors, tensors_in
+from pipe.replay import autocast_without_cache, devices_of
 
 __all__ = ["ChunkState", "FirstPass", "InputGradients", "backward", "encode", "is_trainable"]
 
@@ -108,7 +109,7 @@ class FirstPass:
         guard = Guard(self._watched)
         given = _copied(chunk) if self._copy_input or self._chunks_run == 0 else chunk
         versions = _versions(given)
-        with torch.set_grad_enabled(with_graph):
+        with torch.set_grad_enabled(with_graph), autocast_without_cache(devices_of(self._parameters, chunk)):
             output = encoder(given)
         if with_graph:
             state.requires_grad = any(tensor.requires_grad for tensor in tensors_in(output))

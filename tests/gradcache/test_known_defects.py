@@ -508,11 +508,12 @@ def test_autocast_in_bfloat16_equals_the_whole_batch_under_autocast(outer: bool,
     assert_same_gradients([bare], [ours], tolerance=2e-2)
 
 
-def test_weights_stay_trainable_inside_an_autocast_that_a_step_ran_in() -> None:
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_weights_stay_trainable_inside_an_autocast_that_a_step_ran_in(precision: torch.dtype | None) -> None:
     model = tower()
     x = torch.randn(4, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        GradCache([model], 2, energy, precision=torch.bfloat16)(x)
+        GradCache([model], 2, energy, precision=precision)(x)
         model.zero_grad()
         energy(model(x)).backward()
     assert model[0].weight.grad is not None

@@ -1,0 +1,126 @@
+"""One step's towers, each sent on the walk that suits its model.
+
+==================================  =================================================================================
+model                               walk
+==================================  =================================================================================
+has ``forward_chunks``              ``streamed``: all chunks of all towers that are this model share each shard's visit
+plain ``nn.Sequential``, and        ``layered``: the same walk over layers in memory
+``boundary_bytes`` is set
+any other; or a subclass replaces   ``two_pass``: chunk by chunk, through the hooks ``forward_no_grad`` and
+a hook that walks                   ``forward_backward``
+==================================  =================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+
+from gradcache import representations
+from gradcache.layered import LayeredModel, is_plain_sequential
+from gradcache.streamed import StreamedModel, StreamedWalk
+from gradcache.two_pass import InputGradients, is_trainable
+from pipe.microbatch import rows_of
+
+if TYPE_CHECKING:
+    from gradcache.grad_cache import GradCache
+
+__all__ = ["Step", "Tower"]
+
+
+@dataclass
+class Tower:
+    """One model and its share of a step."""
+
+    model: nn.Module
+    chunks: list[Any]
+    encoded: Any = None
+    states: list[Any] = field(default_factory=list)
+    wants_gradient: bool = True
+
+
+class Step:
+    """Both passes over all towers."""
+
+    def __init__(self, owner: GradCache, towers: list[Tower]) -> None:
+        self._owner = owner
+        self._towers = towers
+        self._shared: list[tuple[StreamedWalk, list[Tower]]] = []
+        #: Greatest difference between the two passes of streamed towers, where the owner audits.
+        self.greatest_difference = 0.0
+
+    def encode(self, inputs: InputGradients) -> list[Any]:
+        """The first pass. Returns the representations of each tower."""
+        groups: dict[int, list[Tower]] = {}
+        for tower in self._towers:
+            if self._is_streamed(tower.model):
+                groups.setdefault(id(tower.model), []).append(tower)
+            else:
+                tower.encoded, tower.states = self._owner.forward_no_grad(tower.model, tower.chunks)
+                tower.wants_gradient = any(getattr(state, "requires_grad", True) for state in tower.states)
+        for group in groups.values():
+            self._encode_together(group, inputs)
+        return [tower.encoded for tower in self._towers]
+
+    def _encode_together(self, group: list[Tower], inputs: InputGradients) -> None:
+        model = group[0].model
+        chunks = [[inputs.cut(self._owner.processed(chunk)) for chunk in tower.chunks] for tower in group]
+        trainable = is_trainable(model, chunks)
+        walk = StreamedWalk(self._streamed(model), chunks, self._owner.get_reps, audit=self._owner.audit)
+        with self._owner.autocast(model):
+            encoded = walk.encode(trainable)
+        for tower, value in zip(group, encoded, strict=True):
+            tower.encoded, tower.wants_gradient = value, trainable
+        self._shared.append((walk, group))
+
+    def backward(self, cache: Sequence[Any], no_sync_except_last: bool) -> None:
+        """The second pass; ``cache``: the gradient of each tower's representations."""
+        gradient_of = {id(tower): gradient for tower, gradient in zip(self._towers, cache, strict=True)}
+        shared = {id(tower) for _, group in self._shared for tower in group}
+        for tower in self._towers:
+            gradient = gradient_of[id(tower)]
+            if id(tower) in shared or not representations.has_gradient(gradient):
+                continue
+            per_chunk = representations.split_gradients(gradient, self._rows_per_chunk(tower))
+            self._owner.forward_backward(
+                tower.model, tower.chunks, per_chunk, tower.states, no_sync_except_last=no_sync_except_last
+            )
+        for walk, group in self._shared:
+            walk.backward([gradient_of[id(tower)] for tower in group])
+            self.greatest_difference = max(self.greatest_difference, walk.greatest_difference)
+
+    def _rows_per_chunk(self, tower: Tower) -> list[int]:
+        known = [getattr(state, "rows", None) for state in tower.states]
+        if all(isinstance(rows, int) for rows in known):
+            return cast(list[int], known)
+        # A subclass replaced forward_no_grad: one row of representation per row of input, as its models have.
+        rows, total = [rows_of(chunk) for chunk in tower.chunks], representations.rows_in(tower.encoded)
+        if sum(rows) != total:
+            raise ValueError(
+                f"expected one representation per row, got {total} for chunks of {rows} rows; let forward_no_grad "
+                f"return states with an attribute rows"
+            )
+        return rows
+
+    def _is_streamed(self, model: nn.Module) -> bool:
+        """Whether the model's chunks walk together; a subclass that replaces a hook that walks keeps it."""
+        layered = self._owner.boundary_bytes is not None and is_plain_sequential(model)
+        replaced = self._owner.replaced("model_call", "forward_no_grad", "forward_backward")
+        return (isinstance(model, StreamedModel) or layered) and not replaced
+
+    def _streamed(self, model: nn.Module) -> StreamedModel:
+        """The model itself, or the layers of a plain one, with what was learnt about them in earlier steps."""
+        if isinstance(model, StreamedModel):
+            return model
+        budget = self._owner.boundary_bytes
+        assert isinstance(model, nn.Sequential)
+        assert budget is not None
+        known = self._owner.layered.get(model)
+        if known is None or known.layers != list(model) or known.boundary_bytes != budget:
+            # Members that every chunk sees whole cannot be put below each other.
+            regroup = self._owner.regroup and not self._owner.broadcast
+            self._owner.layered[model] = known = LayeredModel(model, budget, regroup)
+        return known
