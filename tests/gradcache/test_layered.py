@@ -1,0 +1,312 @@
+"""The layered walk: the same numbers as the two-pass walk, one forward less than over checkpointed layers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gradcache import GradCache
+from gradcache.grouping import SavedBytes, runs_of_like_chunks
+from gradcache.layered import LayeredModel, is_plain_sequential
+from gradcache.loss import SimpleContrastiveLoss
+
+PLENTY = 1 << 30
+
+
+class AcrossRows(nn.Module):
+    """Looks across the rows of a chunk, without a buffer that would betray it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(0.5)
+
+
+def layers(*kinds: str, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    make = {
+        "linear": lambda: nn.Linear(8, 8),
+        "tanh": nn.Tanh,
+        "dropout": lambda: nn.Dropout(0.5),
+        "norm": lambda: nn.BatchNorm1d(8),
+        "across": AcrossRows,
+        "inplace": InPlace,
+        "relu": lambda: nn.ReLU(inplace=True),
+        "frozen": lambda: nn.Linear(8, 8).requires_grad_(False),
+    }
+    return nn.Sequential(*(make[kind]() for kind in kinds))
+
+
+def energy(*reps: Tensor) -> Tensor:
+    return torch.stack([(rep * rep.detach().exp()).sum() for rep in reps]).sum()
+
+
+class Watch:
+    """Counts the rows that each layer is run on, with the sizes of each run."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        self.runs: list[list[int]] = [[] for _ in model]
+        for j, layer in enumerate(model):
+            layer.register_forward_hook(lambda _m, args, _o, j=j: self.runs[j].append(args[0].size(0)))
+
+    def rows(self) -> list[int]:
+        return [sum(runs) for runs in self.runs]
+
+    def clear(self) -> None:
+        for runs in self.runs:
+            runs.clear()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kinds=st.lists(
+        st.sampled_from(["linear", "tanh", "norm", "across", "inplace", "relu", "frozen"]), min_size=1, max_size=6
+    ),
+    rows=st.integers(2, 12),
+    size=st.integers(2, 5),
+    budget=st.sampled_from([0, 300, 1000, PLENTY]),
+    regroup=st.booleans(),
+    input_gradient=st.booleans(),
+    tied=st.booleans(),
+    steps=st.integers(1, 2),
+)
+def test_layered_walk_equals_the_two_pass_walk_for_every_combination_of_layers(
+    assert_same_gradients: Any,
+    kinds: list[str],
+    rows: int,
+    size: int,
+    budget: int,
+    regroup: bool,
+    input_gradient: bool,
+    tied: bool,
+    steps: int,
+) -> None:
+    if rows % size == 1:
+        rows += 1  # BatchNorm needs two rows in a chunk
+    bare, ours = layers(*kinds, "linear"), layers(*kinds, "linear")
+    x = torch.randn(rows, 8)
+    inputs = [x.clone().requires_grad_(input_gradient) for _ in range(2)]
+    first = GradCache([bare, bare] if tied else [bare], size, energy)
+    second = GradCache([ours, ours] if tied else [ours], size, energy, boundary_bytes=budget, regroup=regroup)
+    for _ in range(steps):
+        losses = [s(*[given] * len(s.models)) for s, given in zip((first, second), inputs, strict=True)]
+        torch.testing.assert_close(losses[0], losses[1])
+    assert_same_gradients([bare], [ours], tolerance=1e-5)
+    for mine, theirs in zip(ours.buffers(), bare.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    if input_gradient:
+        torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+
+
+def test_every_layer_runs_forward_twice_per_row_and_once_for_the_last_chunk() -> None:
+    model = layers("linear", "tanh", "linear")
+    watch = Watch(model)
+    GradCache([model], 2, energy, boundary_bytes=PLENTY, regroup=False)(torch.randn(8, 8))
+    assert watch.rows() == [14, 14, 14]
+
+
+def test_without_room_a_layer_runs_forward_a_third_time_and_never_a_fourth() -> None:
+    model = layers("linear", "tanh", "linear")
+    watch = Watch(model)
+    GradCache([model], 2, energy, boundary_bytes=0, regroup=False)(torch.randn(8, 8))
+    assert watch.rows() == [24, 24, 16]
+
+
+def test_budget_is_never_exceeded_and_what_fits_is_kept() -> None:
+    """Each chunk of 2 rows keeps 64 bytes before each layer but the first: 128 for three layers."""
+    x = torch.randn(8, 8)
+    for budget, kept in [(0, 0), (63, 0), (64, 64), (200, 192), (512, 512)]:
+        model = LayeredModel(layers("linear", "tanh", "linear"), budget, regroup=False)
+        _, tape = model.forward_chunks(list(x.split(2)))
+        graphs = [group for group in tape._groups if group.graph]
+        assert graphs == []
+        sizes = [
+            tensor.numel() * tensor.element_size()
+            for group in tape._groups
+            for cell in group.cells
+            if cell.kept is not None
+            for tensor in cell.kept._leaves
+        ]
+        assert sum(sizes) == kept
+
+
+def test_chunks_run_together_from_the_second_step_on_as_many_as_one_chunk_s_activations_take() -> None:
+    kinds = ["linear", "tanh"] * 4
+    model = layers(*kinds)
+    step = GradCache([model], 2, energy, boundary_bytes=PLENTY)
+    step(torch.randn(32, 8))
+    watch = Watch(model)
+    step(torch.randn(32, 8))
+    # Each layer keeps its input or its output: a model of 8 layers keeps what 8 chunks of one layer do (shared
+    # storages are counted once, which makes it one less). The last chunk keeps its graph.
+    assert all(max(runs) > 2 for runs in watch.runs)
+    assert watch.rows() == [62] * 8
+    assert len({tuple(runs) for runs in watch.runs}) == 1
+
+
+@pytest.mark.parametrize("kind", ["norm", "across"])
+def test_chunks_never_run_together_across_a_layer_that_could_tell_them_apart(kind: str) -> None:
+    model = layers("linear", kind, "linear", "tanh")
+    step = GradCache([model], 2, energy, boundary_bytes=PLENTY)
+    step(torch.randn(12, 8))
+    watch = Watch(model)
+    step(torch.randn(12, 8))
+    assert all(runs == [2] * len(runs) for runs in watch.runs)
+
+
+def test_chunks_of_unlike_shapes_run_apart() -> None:
+    chunks = [
+        torch.zeros(2, 3),
+        torch.zeros(1, 3),
+        torch.zeros(2, 4),
+        torch.zeros(2, 4),
+        torch.zeros(()),
+        torch.zeros(()),
+    ]
+    assert runs_of_like_chunks(chunks, 4) == [[0, 1], [2, 3], [4], [5]]
+    assert runs_of_like_chunks(chunks, 1) == [[i] for i in range(6)]
+
+
+@pytest.mark.parametrize("budget", [0, PLENTY])
+@pytest.mark.parametrize("regroup", [False, True])
+def test_dropout_in_layers_and_in_get_rep_fn_draws_the_same_masks_in_both_passes(budget: int, regroup: bool) -> None:
+    model = layers("linear", "dropout", "linear", "dropout")
+    step = GradCache(
+        [model],
+        2,
+        energy,
+        get_rep_fn=lambda out: nn.functional.dropout(out, 0.5),
+        boundary_bytes=budget,
+        regroup=regroup,
+        audit=True,
+    )
+    for _ in range(2):
+        step(torch.randn(10, 8))
+        assert step.step_result is not None
+        assert step.step_result.greatest_difference is not None
+        assert step.step_result.greatest_difference < 1e-5
+
+
+def test_what_the_trial_of_grouping_draws_does_not_move_the_generator() -> None:
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.rand(()) * 0
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Noisy(), nn.Linear(8, 8))
+    chunks = 4
+    torch.manual_seed(1)
+    for _ in range(chunks):
+        torch.rand(())
+    expected = torch.get_rng_state()
+    torch.manual_seed(1)
+    step = GradCache([model], 2, energy, boundary_bytes=0, regroup=True)
+    step(torch.randn(2 * chunks, 8, generator=torch.Generator().manual_seed(0)))
+    # Groups draw once for several chunks; so no more than chunk by chunk, and the trial draws nothing that lasts.
+    torch.manual_seed(1)
+    states = []
+    for _ in range(chunks + 1):
+        states.append(torch.get_rng_state())
+        torch.rand(())
+    torch.manual_seed(1)
+    step(torch.randn(2 * chunks, 8, generator=torch.Generator().manual_seed(0)))
+    assert any(torch.equal(torch.get_rng_state(), state) for state in states)
+    assert any(torch.equal(expected, state) for state in states)
+
+
+def test_autocast_reaches_both_passes_and_no_stale_cast_is_used(assert_same_gradients: Any) -> None:
+    bare, ours = layers("linear", "tanh", "linear"), layers("linear", "tanh", "linear")
+    x, y = torch.randn(6, 8), torch.randn(6, 8)
+    loss = SimpleContrastiveLoss()
+    expected = GradCache([bare, bare], 2, loss, precision=torch.bfloat16)(x, y)
+    actual = GradCache([ours, ours], 2, loss, precision=torch.bfloat16, boundary_bytes=PLENTY, regroup=False)(x, y)
+    torch.testing.assert_close(actual, expected)
+    assert_same_gradients([bare], [ours], tolerance=1e-3)
+
+
+def test_tape_is_used_once_and_only_after_a_forward_with_gradients() -> None:
+    model = LayeredModel(layers("linear", "tanh"), PLENTY)
+    chunks = list(torch.randn(4, 8).split(2))
+    outputs, tape = model.forward_chunks(chunks)
+    with pytest.raises(ValueError, match="expected 2 gradients"):
+        tape.backward(outputs[:1])
+    tape.backward([outputs[0], None])
+    with pytest.raises(RuntimeError, match="used once"):
+        tape.backward(outputs)
+    with torch.no_grad():
+        _, tape = model.forward_chunks(chunks)
+    with pytest.raises(RuntimeError, match="used once"):
+        tape.backward(outputs)
+
+
+def test_only_sequentials_that_do_nothing_else_are_walked_by_layer() -> None:
+    class Own(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x) + 1
+
+    hooked = layers("linear")
+    hooked.register_forward_hook(lambda *_: None)
+    assert is_plain_sequential(layers("linear"))
+    assert not any(is_plain_sequential(m) for m in (Own(nn.Linear(8, 8)), hooked, nn.Linear(8, 8), nn.Sequential()))
+
+
+def test_layers_that_are_exchanged_between_steps_are_seen(assert_same_gradients: Any) -> None:
+    bare, ours = layers("linear", "tanh", "linear"), layers("linear", "tanh", "linear")
+    x = torch.randn(6, 8)
+    step = GradCache([ours], 2, energy, boundary_bytes=PLENTY)
+    step(x)
+    for model in (bare, ours):
+        model[1] = nn.ReLU()
+        model.zero_grad()
+    step(x)
+    energy(bare(x)).backward()
+    assert_same_gradients([bare], [ours])
+
+
+def test_saved_bytes_counts_each_storage_once_and_no_parameter() -> None:
+    layer = nn.Linear(8, 8)
+    counter = SavedBytes(list(layer.parameters()))
+    x = torch.randn(4, 8)
+    with counter:
+        out = layer(x).tanh()
+        (out * out).sum()
+    assert counter.total == 2 * x.numel() * 4
+
+
+def test_nested_values_and_keyword_arguments_pass_between_layers(assert_same_gradients: Any) -> None:
+    class Start(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, mask: Tensor) -> dict[str, Any]:
+            return {"h": self.inner(x), "mask": mask, "name": "kept", "pair": (x, None)}
+
+    class End(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, value: dict[str, Any]) -> Tensor:
+            assert value["name"] == "kept"
+            return self.inner(value["h"] * value["mask"][:, None] + value["pair"][0])
+
+    torch.manual_seed(0)
+    bare = nn.Sequential(Start(), End())
+    ours = copy.deepcopy(bare)
+    x, mask = torch.randn(9, 8), torch.rand(9) > 0.5
+    energy(bare[1](bare[0](x, mask=mask))).backward()
+    step = GradCache([ours], 2, energy, boundary_bytes=PLENTY)
+    for _ in range(2):
+        ours.zero_grad()
+        step({"x": x, "mask": mask})
+    assert_same_gradients([bare], [ours])
