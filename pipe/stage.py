@@ -23,11 +23,17 @@ from pipe.skip.tracker import SkipTracker, use_skip_tracker
 __all__ = ["Stage", "writes_input"]
 
 
-def writes_input(layer: nn.Module) -> bool:
-    """Whether the first thing that a layer does is an in-place operation, such as ``nn.ReLU(inplace=True)``."""
-    while isinstance(layer, nn.Sequential) and len(layer):
-        layer = layer[0]
-    return bool(getattr(layer, "inplace", False))
+def writes_input(layers: nn.Module) -> bool:
+    """Whether an in-place layer such as ``nn.ReLU(inplace=True)`` may meet the input itself.
+
+    Layers without parameters may hand their input on as it is; one with parameters makes something new of it.
+    """
+    for layer in layers.modules():
+        if getattr(layer, "inplace", False):
+            return True
+        if any(parameter is not None for parameter in layer._parameters.values()):
+            return False
+    return False
 
 
 class Stage:
@@ -47,7 +53,7 @@ class Stage:
         self.arriving = layout.arriving(index)
         self.leaving = layout.leaving(index)
         self._entering: tuple[Key, ...] = tuple(route.key for route in self.arriving)
-        self._copies_input = bool(len(layers)) and writes_input(layers)
+        self._copies_input = writes_input(layers)
 
     def watched(self) -> Watched:
         """What a checkpoint watches in the layers."""

@@ -1,0 +1,160 @@
+"""Balances come from each layer alone, on any device, and leave the model as it was."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from pipe import Pipe
+from pipe.balance import balance_by_size, balance_by_time, balance_cost, profile
+from pipe.balance.profile import profile_sizes, profile_times
+from pipe.skip import pop, skippable, stash
+
+CPU = torch.device("cpu")
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x):
+        yield stash("skip", x * 1)
+        return x
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x):
+        skip = yield pop("skip")
+        return x + skip
+
+
+class FakeTime:
+    """A clock that layers set forward."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+class Costly(nn.Module):
+    def __init__(self, clock, seconds):
+        super().__init__()
+        self.clock, self.seconds = clock, seconds
+
+    def __deepcopy__(self, memo):
+        return Costly(self.clock, self.seconds)
+
+    def forward(self, x):
+        self.clock.now += self.seconds
+        return x * 1
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    fake = FakeTime()
+    monkeypatch.setattr(profile, "time", fake)
+    return fake
+
+
+def test_balance_by_time_levels_the_times(clock):
+    model = nn.Sequential(*(Costly(clock, seconds) for seconds in (1, 1, 1, 1, 1, 6)))
+    assert balance_by_time(2, model, torch.ones(1, 1), timeout=0, device="cpu") == [5, 1]
+    assert balance_by_time(3, model, torch.ones(1, 1), timeout=0, device="cpu") == [2, 3, 1]
+
+
+def test_times_are_the_median_of_the_rounds_that_fit_after_a_first(clock):
+    seconds = iter([100, 1, 9, 2])
+
+    class Varying(Costly):
+        def __deepcopy__(self, memo):
+            return self
+
+        def forward(self, x):
+            clock.now += next(seconds)
+            return x
+
+    model = nn.Sequential(Varying(clock, 0))
+    assert profile_times(model, torch.ones(1, 1), 112, CPU) == [2_000_000]
+    assert next(seconds, None) is None
+
+
+@pytest.mark.parametrize("by", ["time", "size"])
+def test_defect_pipe_13_models_with_skips_and_in_place_layers_can_be_balanced_without_a_gpu(by):
+    model = nn.Sequential(
+        nn.ReLU(inplace=True),
+        nn.Linear(4, 4),
+        Stash(),
+        nn.ReLU(inplace=True),
+        nn.Linear(4, 4),
+        Pop(),
+        nn.ReLU(inplace=True),
+    )
+    x = torch.randn(8, 4)
+    before = x.clone()
+    if by == "time":
+        balance = balance_by_time(3, model, x, timeout=0, device="cpu")
+    else:
+        balance = balance_by_size(3, model, x, chunks=2, device="cpu")
+    assert sum(balance) == len(model)
+    assert torch.equal(x, before)
+    Pipe(model, balance, ["cpu"] * 3, chunks=2)(x).sum().backward()
+
+
+@pytest.mark.parametrize("by", [balance_by_time, balance_by_size])
+def test_the_model_and_the_generators_are_as_before(by):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).eval()
+    model[0].weight.grad = torch.ones(4, 4)
+    x = torch.randn(4, 4)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    by(2, model, x, device="cpu", **({"timeout": 0} if by is balance_by_time else {}))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not model[1].training
+    assert torch.equal(model[0].weight.grad, torch.ones(4, 4))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_sizes_are_parameters_times_scale_and_the_activations_of_one_micro_batch():
+    model = nn.Sequential(nn.Linear(16, 32, bias=False), nn.Tanh(), nn.Identity())
+    x = torch.zeros(8, 16)
+    rows, parameters = 2, 4 * 16 * 32
+    assert profile_sizes(model, x, 4, 3.0, CPU) == [
+        # The linear layer saves its input and returns its output; its weight counts as a parameter, not as saved.
+        3 * parameters + 4 * rows * (16 + 32),
+        # Tanh saves what it returns.
+        4 * rows * 32,
+        4 * rows * 32,
+    ]
+
+
+def test_what_is_stashed_counts_where_it_is_stashed():
+    sizes = profile_sizes(nn.Sequential(Stash(), Pop()), torch.zeros(4, 8), 1, 2.0, CPU)
+    assert sizes[0] == 2 * 4 * 4 * 8
+
+
+def test_integer_inputs_and_layers_without_parameters_are_measured():
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Identity())
+    assert len(profile_times(model, torch.arange(3), 0, CPU)) == 2
+    assert profile_sizes(model, torch.arange(3), 1, 2.0, CPU)[0] > 2 * 10 * 4 * 4
+
+
+def test_a_memory_limit_moves_layers_off_the_device_that_cannot_hold_them(clock):
+    layers = [nn.Linear(8, 8, bias=False) for _ in range(4)]
+    model = nn.Sequential(*layers)
+    free = balance_cost([1, 1, 1, 1], 2)
+    assert free == [2, 2]
+    size = profile_sizes(model, torch.zeros(1, 8), 1, 2.0, CPU)[0]
+    limits = [size, 4 * size]
+    assert balance_by_size(2, model, torch.zeros(1, 8), device="cpu", memory_limit=limits) == [1, 3]
+    assert balance_by_time(2, model, torch.zeros(1, 8), timeout=0, device="cpu", memory_limit=limits) == [1, 3]
+    with pytest.raises(ValueError, match="within the limits"):
+        balance_by_size(2, model, torch.zeros(1, 8), device="cpu", memory_limit=size)
+
+
+@pytest.mark.parametrize("by", [balance_by_time, balance_by_size])
+def test_bad_arguments_are_named_before_anything_is_measured(by):
+    with pytest.raises(TypeError, match=r"expected nn\.Sequential"):
+        by(1, nn.Linear(1, 1), torch.ones(1, 1))
+    with pytest.raises(ValueError, match="from 1 to 2 partitions"):
+        by(3, nn.Sequential(nn.Identity(), nn.Identity()), torch.ones(1, 1))

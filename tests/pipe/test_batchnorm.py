@@ -1,0 +1,193 @@
+"""DeferredBatchNorm over micro-batches keeps the running statistics of BatchNorm over the mini-batch."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from pipe import Pipe
+from pipe.batchnorm import DeferredBatchNorm
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def assert_same_statistics(a, b, **tolerance):
+    for name in STATISTICS:
+        torch.testing.assert_close(getattr(a, name), getattr(b, name), **tolerance)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    cuts=st.sets(st.integers(1, 8)),
+    shape=st.sampled_from([(), (3,), (2, 2), (2, 1, 2)]),
+    momentum=st.sampled_from([0.1, 1.0, None]),
+    offset=st.sampled_from([0.0, 1e3]),
+    batches=st.integers(1, 3),
+)
+def test_running_statistics_are_those_of_the_mini_batch(cuts, shape, momentum, offset, batches):
+    # Rows in pairs: a micro-batch of one row and no further dimension has no variance.
+    edges = [0, *(2 * cut for cut in sorted(cuts)), 18]
+    norm = nn.BatchNorm1d(2, momentum=momentum).double()
+    norm._check_input_dim = lambda input: None
+    deferred = DeferredBatchNorm.convert_deferred_batch_norm(copy.deepcopy(norm), len(edges) - 1)
+    assert isinstance(deferred, DeferredBatchNorm)
+    torch.manual_seed(0)
+    for _ in range(batches):
+        x = torch.randn(18, 2, *shape, dtype=torch.float64) + offset
+        norm(x)
+        for a, b in pairwise(edges):
+            deferred(x[a:b])
+        assert_same_statistics(deferred, norm)
+    deferred.eval(), norm.eval()
+    torch.testing.assert_close(deferred(x), norm(x))
+
+
+def test_defect_pipe_11_the_running_variance_is_unbiased():
+    norm = nn.BatchNorm1d(1, momentum=1.0)
+    deferred = DeferredBatchNorm(1, momentum=1.0, chunks=2)
+    x = torch.randn(4, 1)
+    norm(x), [deferred(part) for part in x.chunk(2)]
+    torch.testing.assert_close(deferred.running_var, norm.running_var)
+    torch.testing.assert_close(deferred.running_var, x.var(0, correction=1))
+
+
+def test_defect_pipe_11_a_large_mean_does_not_cancel_the_variance():
+    deferred = DeferredBatchNorm(1, momentum=1.0, chunks=4)
+    torch.manual_seed(0)
+    x = 0.1 * torch.randn(64, 1) + 1000.0
+    for part in x.chunk(4):
+        deferred(part)
+    torch.testing.assert_close(deferred.running_var, x.double().var(0).float(), rtol=1e-3, atol=0)
+
+
+def test_each_micro_batch_is_normalised_by_its_own_statistics():
+    deferred = DeferredBatchNorm(2, chunks=2)
+    x = torch.randn(4, 2)
+    torch.testing.assert_close(deferred(x), nn.BatchNorm1d(2)(x))
+
+
+def test_statistics_are_those_of_the_previous_mini_batch_until_the_last_micro_batch():
+    deferred = DeferredBatchNorm(2, chunks=2)
+    deferred(torch.randn(4, 2))
+    assert deferred.num_batches_tracked == 0
+    assert torch.equal(deferred.running_mean, torch.zeros(2))
+    deferred(torch.randn(4, 2))
+    assert deferred.num_batches_tracked == 1
+
+
+def test_half_precision_inputs_are_counted_in_float():
+    deferred = DeferredBatchNorm(1, momentum=1.0)
+    x = torch.full((4096, 1), 3.0).bfloat16()
+    deferred(x + 0)
+    torch.testing.assert_close(deferred.running_mean, torch.tensor([3.0]))
+
+
+class Model:
+    """A pipe with a DeferredBatchNorm, and the bare module on the whole mini-batch."""
+
+    def __init__(self, mode="always", chunks=3):
+        torch.manual_seed(0)
+        bare = nn.Sequential(nn.BatchNorm1d(2), nn.Tanh(), nn.Sequential(nn.BatchNorm1d(2)))
+        self.pipe = Pipe(copy.deepcopy(bare), [1, 2], chunks=chunks, checkpoint=mode, deferred_batch_norm=True)
+        self.bare = bare[0]
+        self.norm = self.pipe[0]
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
+@pytest.mark.parametrize("rows", [6, 7, 5])
+def test_in_a_pipe_recomputation_counts_nothing(mode, rows):
+    model = Model(mode, chunks=2)
+    assert isinstance(model.norm, DeferredBatchNorm)
+    assert isinstance(model.pipe[2][0], DeferredBatchNorm)
+    for _ in range(2):
+        x = torch.randn(rows, 2)
+        model.pipe(x).sum().backward()
+        model.bare(x)
+        assert_same_statistics(model.norm, model.bare)
+    model.pipe.train_step(x, x, nn.MSELoss())
+    model.bare(x)
+    assert_same_statistics(model.norm, model.bare)
+
+
+def test_defect_pipe_11_a_short_batch_is_a_mini_batch_of_its_own():
+    model = Model(chunks=4)
+    for rows in (8, 4, 8):  # 4 rows would be 4 micro-batches of one row: with a further dimension these have a variance
+        x = torch.randn(rows, 2, 3)
+        model.pipe(x)
+        model.bare(x)
+        assert_same_statistics(model.norm, model.bare)
+
+
+def test_defect_pipe_11_fewer_rows_than_chunks_are_counted():
+    model = Model(chunks=8)
+    x = torch.randn(3, 2, 5)
+    model.pipe(x)
+    model.bare(x)
+    assert_same_statistics(model.norm, model.bare)
+
+
+def test_defect_pipe_11_an_exception_leaves_nothing_for_the_next_mini_batch():
+    class Fails(nn.Module):
+        broken = True
+
+        def forward(self, x):
+            if self.broken and x[0, 0] == 1:
+                raise ValueError("broken")
+            return x
+
+    fails = Fails()
+    norm = nn.BatchNorm1d(2)
+    bare = copy.deepcopy(norm)
+    pipe = Pipe(nn.Sequential(norm, fails), [1, 1], chunks=3, deferred_batch_norm=True)
+    x = torch.randn(6, 2)
+    fails.forward = lambda x: (_ for _ in ()).throw(ValueError("broken"))
+    with pytest.raises(ValueError, match="broken"):
+        pipe(x)
+    fails.forward = lambda x: x
+    pipe(x)
+    bare(x)
+    assert_same_statistics(pipe[0], bare)
+
+
+def test_conversion_shares_parameters_and_leaves_the_given_module_alone():
+    bare = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2), nn.ReLU()), nn.BatchNorm1d(2, affine=False))
+    bare[1][0].weight.requires_grad_(False)
+    bare[1].eval()
+    converted = DeferredBatchNorm.convert_deferred_batch_norm(bare, 4)
+    assert type(bare[1][0]) is nn.BatchNorm1d
+    assert type(converted[1][0]) is DeferredBatchNorm
+    assert converted[1][0].chunks == 4
+    assert converted[1][0].weight is bare[1][0].weight
+    assert converted[1][0].running_mean is bare[1][0].running_mean
+    assert not converted[1][0].training
+    assert converted[2].weight is None
+    assert converted[0] is bare[0]
+    assert list(converted.state_dict()) == list(bare.state_dict())
+
+
+def test_what_has_no_running_statistics_or_is_converted_stays():
+    plain = nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 2))
+    assert DeferredBatchNorm.convert_deferred_batch_norm(plain, 2) is plain
+    deferred = DeferredBatchNorm(2, chunks=2)
+    assert DeferredBatchNorm.convert_deferred_batch_norm(deferred, 4) is deferred
+
+
+def test_evaluation_uses_and_changes_no_statistics():
+    deferred = DeferredBatchNorm(2).eval()
+    before = {name: getattr(deferred, name).clone() for name in STATISTICS}
+    x = torch.randn(4, 2)
+    torch.testing.assert_close(deferred(x), nn.BatchNorm1d(2).eval()(x))
+    assert all(torch.equal(getattr(deferred, name), value) for name, value in before.items())
+
+
+def test_an_input_without_channels_is_refused():
+    with pytest.raises(ValueError, match=r"at least 2 dimensions.*\(3,\)"):
+        DeferredBatchNorm(3)(torch.ones(3))
+
+
+def test_repr_shows_chunks():
+    assert "chunks=3" in repr(DeferredBatchNorm(2, chunks=3))

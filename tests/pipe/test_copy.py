@@ -1,0 +1,243 @@
+"""Copies and waits change places and order, not values, gradients, or what needs one."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from pipe import Pipe, pipeline, stream
+from pipe import copy as copies
+from pipe.copy import Copy, Wait
+from pipe.microbatch import Batch
+from pipe.stream import (
+    CPUStream,
+    as_cuda,
+    current_stream,
+    default_stream,
+    get_device,
+    is_cuda,
+    new_stream,
+    normalize_device,
+    record_stream,
+    use_device,
+    use_stream,
+    wait_stream,
+)
+
+CPU = torch.device("cpu")
+
+
+class TestStreamsOfTheCpu:
+    def test_all_are_the_placeholder(self):
+        assert new_stream(CPU) is current_stream(CPU) is default_stream(CPU) is CPUStream
+        assert get_device(CPUStream) == CPU
+        assert not is_cuda(CPUStream)
+        assert repr(CPUStream) == "CPUStream"
+        with pytest.raises(AssertionError):
+            as_cuda(CPUStream)
+
+    def test_using_recording_and_waiting_do_nothing(self):
+        with use_device(CPU), use_stream(CPUStream):
+            wait_stream(CPUStream, CPUStream)
+            record_stream(torch.ones(1), CPUStream)
+
+    def test_all_cpus_are_one_device(self):
+        assert normalize_device("cpu") == normalize_device(torch.device("cpu", 1)) == CPU
+        assert normalize_device("meta") == torch.device("meta")
+
+
+@pytest.mark.parametrize("function", [Copy, Wait])
+class TestBoth:
+    def test_values_and_gradients_pass(self, function):
+        x, y = torch.randn(3, requires_grad=True), torch.randn(2, requires_grad=True)
+        a, b = function.apply(CPUStream, CPUStream, x, y)
+        assert torch.equal(a, x)
+        (a.sum() * 2 + b.sum() * 3).backward()
+        assert x.grad.tolist() == [2.0] * 3
+        assert y.grad.tolist() == [3.0] * 2
+
+    def test_only_what_needed_a_gradient_needs_one(self, function):
+        tensors = (
+            torch.ones(1, requires_grad=True),
+            torch.ones(1),
+            torch.arange(2),
+            torch.ones(1, dtype=torch.complex64),
+        )
+        assert [t.requires_grad for t in function.apply(CPUStream, CPUStream, *tensors)] == [True, False, False, False]
+
+    def test_an_absent_gradient_stays_absent(self, function):
+        x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+        function.apply(CPUStream, CPUStream, x, y)[1].backward()
+        assert x.grad is None
+
+    def test_without_grad_mode_there_is_no_graph(self, function):
+        with torch.no_grad():
+            (y,) = function.apply(CPUStream, CPUStream, torch.ones(1, requires_grad=True))
+        assert not y.requires_grad
+
+
+class FakeStream:
+    """Stands for a CUDA stream; the functions of ``pipe.stream`` are replaced by ones that log."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __repr__(self):
+        return self.name
+
+
+@pytest.fixture
+def log(monkeypatch):
+    events = []
+
+    @contextlib.contextmanager
+    def use(s):
+        events.append(f"use {s}")
+        yield
+
+    monkeypatch.setattr(copies, "use_stream", use)
+    monkeypatch.setattr(copies, "wait_stream", lambda source, target: events.append(f"{source} waits for {target}"))
+    monkeypatch.setattr(copies, "get_device", lambda s: CPU)
+    monkeypatch.setattr(copies, "record_stream", lambda tensor, s: events.append(f"{tensor.tolist()} read on {s}"))
+    monkeypatch.setattr(copies, "current_stream", lambda device: "compute")
+    return events
+
+
+def test_a_copy_runs_on_both_copy_streams_and_tells_the_allocator_in_both_directions(log):
+    x = torch.zeros(1, requires_grad=True)
+    (y,) = Copy.apply(FakeStream("a"), FakeStream("b"), x)
+    assert log == ["use a", "use b", "[0.0] read on a", "[0.0] read on compute"]
+    log.clear()
+    y.backward(torch.ones(1))
+    assert log == ["use b", "use a", "[1.0] read on b", "[1.0] read on compute"]
+
+
+def test_a_wait_is_reversed_in_backward(log):
+    x = torch.zeros(1, requires_grad=True)
+    (y,) = Wait.apply(FakeStream("a"), FakeStream("b"), x)
+    assert log == ["b waits for a"]
+    log.clear()
+    y.backward()
+    assert log == ["a waits for b"]
+
+
+class Timeline:
+    """Runs a two-stage pipe on the CPU that takes its stages for two devices, and logs what a CUDA one would do."""
+
+    def __init__(self, monkeypatch, checkpoint):
+        self.events = events = []
+
+        def logged(name):
+            def function(batch, prev, to):
+                events.append(f"{name} {prev}>{to}")
+                batch[:] = [Logged.apply(events, f"{name} {to}>{prev}", t) for t in batch]
+
+            return function
+
+        class Layer(nn.Module):
+            def __init__(self, name):
+                super().__init__()
+                self.name = name
+                self.weight = nn.Parameter(torch.ones(1))
+
+            def forward(self, x):
+                events.append(f"run {self.name}")
+                return Logged.apply(events, f"back {self.name}", x * self.weight)
+
+        monkeypatch.setattr(pipeline, "copy", logged("copy"))
+        monkeypatch.setattr(pipeline, "wait", logged("wait"))
+        monkeypatch.setattr(pipeline, "current_stream", lambda device: f"compute{device.index}")
+        self.pipe = Pipe(nn.Sequential(Layer("A"), Layer("B")), [1, 1], chunks=1, checkpoint=checkpoint)
+        for j, stage in enumerate(self.pipe._stages):
+            stage.device = torch.device("cpu", j)
+        self.pipe._copy_streams = [["copy0"], ["copy1"]]
+
+    def take(self):
+        events, self.events[:] = list(self.events), []
+        return events
+
+
+class Logged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, events, name, x):
+        ctx.events, ctx.name = events, name
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.events.append(ctx.name)
+        return None, None, gradient
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_every_copy_stands_between_two_waits_and_recomputation_comes_before_the_wait(monkeypatch, checkpoint):
+    timeline = Timeline(monkeypatch, checkpoint)
+    y = timeline.pipe(torch.ones(1, 1))
+    assert timeline.take() == ["run A", "wait compute0>copy0", "copy copy0>copy1", "wait copy1>compute1", "run B"]
+    y.sum().backward()
+    again = checkpoint == "always"
+    assert timeline.take() == [
+        *(["run B"] if again else []),
+        "back B",
+        "wait compute1>copy1",
+        "copy copy1>copy0",
+        # While the gradient is on its way, stage 0 computes again.
+        *(["run A"] if again else []),
+        "wait copy0>compute0",
+        "back A",
+    ]
+
+
+def test_stages_of_one_device_need_no_copies_and_no_waits(monkeypatch):
+    def never(*args):
+        raise AssertionError
+
+    monkeypatch.setattr(pipeline, "copy", never)
+    monkeypatch.setattr(pipeline, "wait", never)
+    Pipe(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), [1, 1], chunks=2)(torch.ones(2, 1)).sum().backward()
+
+
+def test_depend_orders_batches_by_tensors_that_need_a_gradient_and_changes_no_other():
+    a, b = Batch((torch.arange(2), torch.ones(1, requires_grad=True))), Batch((torch.ones(1), torch.arange(3)))
+    before = list(a), list(b)
+    pipeline.depend(a, b)
+    assert all(x is y for x, y in zip([*a, *b], [*before[0], *before[1]], strict=True))
+    b = Batch((torch.arange(3), torch.ones(1, requires_grad=True)))
+    pipeline.depend(a, b)
+    assert [t.requires_grad for t in b] == [False, True]
+    assert b[1].grad_fn is not None
+
+
+def test_the_host_waits_for_a_stream_only_where_the_cpu_would_read_too_early(monkeypatch):
+    events = []
+
+    class Cuda:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            events.append(f"{self.name} waits for {other.name}")
+
+        def synchronize(self):
+            events.append(f"host waits for {self.name}")
+
+    monkeypatch.setattr(stream, "is_cuda", lambda s: isinstance(s, Cuda))
+    a, b = Cuda("a"), Cuda("b")
+    wait_stream(a, b)
+    wait_stream(CPUStream, a)
+    wait_stream(a, CPUStream)
+    assert events == ["a waits for b", "host waits for a"]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_copy_to_a_cuda_device_and_back_keeps_values_and_gradients():
+    device = torch.device("cuda", 0)
+    to = new_stream(device)
+    x = torch.randn(1000, requires_grad=True)
+    (y,) = Copy.apply(CPUStream, to, x)
+    (y,) = Wait.apply(to, current_stream(device), y)
+    assert y.device == device
+    (y * 2).sum().backward()
+    assert torch.equal(x.grad, torch.full((1000,), 2.0))

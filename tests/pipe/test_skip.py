@@ -1,0 +1,232 @@
+"""Skip tensors reach the layer that pops them: once, straight, and with their gradient."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from pipe import Pipe, pipeline
+from pipe.skip import Namespace, pop, skippable, stash, verify_skippables
+from pipe.skip.layout import Route, inspect_skip_layout
+from pipe.skip.tracker import SkipTracker, current_skip_tracker, use_skip_tracker
+
+
+@skippable(stash=["a"])
+class StashA(nn.Module):
+    def forward(self, x):
+        yield stash("a", x * 2)
+        return x + 1
+
+
+@skippable(pop=["a"])
+class PopA(nn.Module):
+    def forward(self, x):
+        a = yield pop("a")
+        return x if a is None else x * a
+
+
+@skippable(stash=["b"], pop=["a"])
+class Exchange(nn.Module):
+    def __init__(self, width=3):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        a = yield pop("a")
+        yield stash("b", a + 1)
+        return self.linear(x)
+
+
+@skippable(pop=["b"])
+class PopB(nn.Module):
+    def forward(self, x):
+        b = yield pop("b")
+        return x - b
+
+
+def test_a_plain_sequential_needs_no_pipe():
+    x = torch.randn(2, 3, requires_grad=True)
+    y = nn.Sequential(StashA(), nn.Identity(), PopA())(x)
+    assert torch.equal(y, (x + 1) * (x * 2))
+    assert not current_skip_tracker().tensors
+
+
+def test_none_can_be_handed_on():
+    @skippable(stash=["a"])
+    class StashNone(nn.Module):
+        def forward(self, x):
+            yield stash("a", None)
+            return x
+
+    x = torch.randn(4, 3)
+    model = nn.Sequential(StashNone(), nn.Identity(), PopA())
+    assert torch.equal(model(x), x)
+    assert torch.equal(Pipe(model, [1, 1, 1], chunks=2)(x), x)
+
+
+def test_a_layer_may_stash_in_forward_without_being_a_generator_only_if_it_declares_nothing():
+    @skippable()
+    class Plain(nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    assert Plain()(torch.ones(1)).item() == 2
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
+def test_skips_between_stages_have_the_gradients_of_the_bare_module(mode):
+    torch.manual_seed(0)
+    bare = nn.Sequential(StashA(), nn.Linear(3, 3), Exchange(), nn.Tanh(), PopB())
+    pipe = Pipe(copy.deepcopy(bare), [1, 1, 1, 1, 1], chunks=3, checkpoint=mode)
+    x = torch.randn(5, 3, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    pipe(x).square().sum().backward()
+    bare(y).square().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+    for p, q in zip(pipe.parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_a_skip_is_copied_once_and_straight_to_the_device_of_its_consumer(monkeypatch):
+    copies = []
+    monkeypatch.setattr(pipeline, "copy", lambda batch, prev, to: copies.append((prev, to, batch.value.sum().item())))
+    pipe = Pipe(nn.Sequential(StashA(), nn.Identity(), nn.Identity(), PopA()), [1, 1, 1, 1], chunks=1)
+    for j, stage in enumerate(pipe._stages):
+        stage.device = torch.device("cpu", j)  # so that the pipeline takes them for different devices
+    pipe._copy_streams = [[f"stream {j}"] for j in range(4)]
+    monkeypatch.setattr(pipeline, "wait", lambda batch, prev, to: None)
+    pipe(torch.ones(2, 3))
+    assert copies == [
+        ("stream 0", "stream 1", 12.0),
+        ("stream 1", "stream 2", 12.0),
+        ("stream 2", "stream 3", 12.0),
+        ("stream 0", "stream 3", 12.0),
+    ]
+
+
+def test_namespaces_keep_equal_names_apart():
+    inner, outer = Namespace(), Namespace()
+    model = nn.Sequential(
+        StashA().isolate(outer), StashA().isolate(inner), PopA().isolate(inner), PopA().isolate(outer)
+    )
+    x = torch.randn(4, 3)
+    expected = ((x + 1) + 1) * ((x + 1) * 2) * (x * 2)
+    assert torch.equal(model(x), expected)
+    assert torch.equal(Pipe(model, [1, 1, 1, 1], chunks=2)(x), expected)
+
+
+def test_a_subset_of_names_can_be_isolated():
+    namespace = Namespace()
+    layer = Exchange().isolate(namespace, only=["a"])
+    assert layer.poppable() == [(namespace, "a")]
+    assert layer.stashable() == [(None, "b")]
+    with pytest.raises(ValueError, match="expected names among"):
+        layer.isolate(namespace, only=["c"])
+
+
+def test_namespaces_are_ordered_hashed_and_equal_to_their_copies():
+    a, b = sorted([Namespace(), Namespace()])
+    assert a < b
+    assert not b < a
+    assert a != b
+    assert copy.deepcopy(a) == a
+    assert hash(pickle.loads(pickle.dumps(a))) == hash(a)
+    assert a != 3
+    assert str(a.id) in repr(a)
+
+
+def test_routes_are_known_before_any_forward_and_nested_layers_count():
+    model = [nn.Sequential(StashA()), nn.Sequential(nn.Sequential(nn.Identity(), Exchange())), nn.Sequential(PopB())]
+    layout = inspect_skip_layout(model)
+    assert layout.routes == (Route((None, "a"), 0, 1), Route((None, "b"), 1, 2))
+    assert layout.arriving(1) == [Route((None, "a"), 0, 1)]
+    assert layout.leaving(1) == [Route((None, "b"), 1, 2)]
+
+
+def test_a_skip_inside_one_stage_has_no_route():
+    assert inspect_skip_layout([nn.Sequential(StashA(), PopA())]).routes == ()
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([StashA()], "no module declared 'a' as poppable but stashed"),
+        ([PopA()], "'0' declared 'a' as poppable but it was not stashed"),
+        ([PopA(), StashA()], "'0' declared 'a' as poppable but it was not stashed"),
+        ([StashA(), PopA(), PopA()], "'2' redeclared 'a' as poppable but not isolated by namespace"),
+        ([StashA(), StashA(), PopA()], "'1' redeclared 'a' as stashable but not isolated by namespace"),
+        ([nn.Sequential(StashA())], "no module declared 'a'"),
+        ([skippable(stash=["a"], pop=["a"])(nn.Identity)()], "both as stashable and as poppable"),
+    ],
+)
+def test_pairs_that_do_not_match_are_named_before_any_forward(layers, message):
+    model = nn.Sequential(*layers)
+    with pytest.raises(TypeError, match=message):
+        verify_skippables(model)
+    with pytest.raises(TypeError, match=message):
+        Pipe(model, [len(layers)])
+
+
+def test_all_violations_are_named_at_once():
+    with pytest.raises(TypeError, match=r"(?s)\* '0' declared 'b'.*\* no module declared 'a'"):
+        verify_skippables(nn.Sequential(PopB(), StashA()))
+
+
+def commands(*, declares_stash=(), declares_pop=(), do):
+    class Layer(nn.Module):
+        def forward(self, x):
+            yield from (command for command in do(x))
+            return x
+
+    return skippable(stash=declares_stash, pop=declares_pop)(Layer)()
+
+
+@pytest.mark.parametrize(
+    ("layer", "error", "message"),
+    [
+        (commands(do=lambda x: [stash("q", x)]), RuntimeError, "'q' has not been declared as stashable"),
+        (commands(do=lambda x: [pop("q")]), RuntimeError, "'q' has not been declared as poppable"),
+        (commands(declares_stash=["q"], do=lambda x: []), RuntimeError, "'q' must be stashed but have not"),
+        (commands(declares_pop=["p"], do=lambda x: []), RuntimeError, "'p' must be popped but have not"),
+        (commands(declares_pop=["p"], do=lambda x: [pop("p"), pop("p")]), RuntimeError, "popped already"),
+        (commands(declares_pop=["q"], do=lambda x: [pop("q")]), RuntimeError, "'q' has not been stashed"),
+        (commands(do=lambda x: [3]), TypeError, "got int"),
+    ],
+)
+def test_commands_that_break_the_declaration_are_named(layer, error, message):
+    with use_skip_tracker(SkipTracker([((None, "p"), torch.ones(1))])), pytest.raises(error, match=message):
+        layer(torch.ones(1))
+
+
+def test_defect_pipe_8_skippable_layers_can_be_copied_and_pickled():
+    torch.manual_seed(0)
+    namespace = Namespace()
+    layer = Exchange(3).isolate(namespace).eval()
+    layer.register_forward_hook(_hook)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(other) is Exchange
+        assert other.namespaces == {"a": namespace, "b": namespace}
+        assert list(other.state_dict()) == ["module.linear.weight", "module.linear.bias"]
+        assert torch.equal(other.module.linear.weight, layer.module.linear.weight)
+        assert other.module.linear.weight is not layer.module.linear.weight
+        assert not other.module.training
+        assert len(other._forward_hooks) == 1
+
+
+def _hook(module, args, output):
+    return None
+
+
+def test_a_copy_of_a_model_keeps_parameters_tied():
+    layer = Exchange(3)
+    tied = nn.Sequential(layer, nn.Linear(3, 3))
+    tied[1].weight = layer.module.linear.weight
+    copied = copy.deepcopy(tied)
+    assert copied[1].weight is copied[0].module.linear.weight
+    assert copied[1].weight is not tied[1].weight
+
+
+def test_repr_shows_the_layer():
+    assert repr(Exchange(3)).startswith("@skippable(Exchange(")
