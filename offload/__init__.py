@@ -1,8 +1,10 @@
 """Models larger than memory: shards rest at home and stream to the compute device ahead of use."""
 
+from offload.embedding import OffloadEmbeddingBag
 from offload.model import OffloadModel
 from offload.plan import Plan
+from offload.rowwise import RowWiseAdagrad
 from offload.statistics import Statistics
 from offload.tape import Tape
 
-__all__ = ["OffloadModel", "Plan", "Statistics", "Tape"]
+__all__ = ["OffloadEmbeddingBag", "OffloadModel", "Plan", "RowWiseAdagrad", "Statistics", "Tape"]

@@ -140,6 +140,13 @@ class Distribution:
         """Whether a forward has shown how the modules are called."""
         return self._calls is not None
 
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Lets each module that has something to say about the optimizer (``check_optimizer``) refuse it."""
+        for module in self._modules.values():
+            check = getattr(module, "check_optimizer", None)
+            if callable(check):
+                check(optimizer)
+
     def start(self, batch: Any) -> list[Request]:
         """Starts what can be started for a batch, in the order in which the forward will ask for it."""
         requests = []

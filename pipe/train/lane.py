@@ -30,7 +30,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-__all__ = ["InlineLane", "Lane", "Lanes", "ThreadLane", "Ticket"]
+__all__ = ["InlineLane", "Lane", "Lanes", "ThreadLane", "Ticket", "fence"]
 
 T = TypeVar("T")
 
@@ -84,6 +84,13 @@ class Ticket(Generic[T]):
             assert self._error is not None
             raise self._error
         return self._value
+
+
+def fence(device: torch.device) -> Ticket[None]:
+    """A ticket for all that has been issued on the current stream of ``device`` up to now."""
+    ticket: Ticket[None] = Ticket()
+    ticket.run(lambda: None, torch.cuda.current_stream(device) if device.type == "cuda" else None)
+    return ticket
 
 
 class Lane(ABC):

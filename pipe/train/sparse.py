@@ -70,6 +70,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             **options,
         )
         self._distribution = Distribution(model, self._lanes.distribute)
+        self._distribution.check_optimizer(optimizer)
         self._undistributed = self._distribution.undistributed
 
     def stages(self) -> list[Stage]:

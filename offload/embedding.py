@@ -1,0 +1,355 @@
+"""Embedding tables that rest at home; only the rows that a batch needs travel.
+
+A table of billions of rows does not fit on the device, and a batch touches a few thousand of them. The table's home
+is host memory or a file. A forward brings the distinct rows of its batch to the device and looks up there; backward
+sends one gradient row for each home, as a sparse gradient of the table, so that any optimizer for sparse gradients
+updates the table where it rests, row by row.
+
+The module speaks the protocol of ``pipe.train.Distributes``: in a train pipeline the rows of batch i+1 are read, in an
+I/O thread, while batch i computes.
+
+Guarantees
+    * A forward sees the values that a table on the device would have, although its rows may have been read before an
+      update: rows that received a gradient since then are read again right before they are used.
+    * ``weight`` is the only master copy: a parameter whose data is its home, with the name, the shape and the sparse
+      gradient of ``torch.nn.EmbeddingBag(sparse=True)``.
+    * The device holds the distinct rows of the batches in flight, and nothing that grows with the table.
+
+Assumes
+    * The optimizer changes only rows that have a gradient (:meth:`OffloadEmbeddingBag.check_optimizer`). Whoever
+      writes to ``weight`` in another way calls :meth:`OffloadEmbeddingBag.refresh`; ``load_state_dict`` does.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from offload.tier import open_tier
+from pipe.train.batch import record_stream
+from pipe.train.lane import ThreadLane, Ticket, fence
+
+__all__ = ["EmbeddingStatistics", "OffloadEmbeddingBag"]
+
+
+@dataclass(frozen=True)
+class EmbeddingStatistics:
+    """Counted since construction.
+
+    Attributes:
+        rows_read: rows that travelled from home to the device, those read again included.
+        rows_refreshed: rows that were read again because they had been updated since.
+        bytes_loaded: bytes of all these.
+    """
+
+    rows_read: int
+    rows_refreshed: int
+    bytes_loaded: int
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The distinct rows of one batch, on the device, and where each index of the batch finds its row."""
+
+    rows: Tensor  # (k,) int64 at home: sorted, distinct
+    used: int  # rows that an index points to: k, or 0 for a batch without indices, which still carries one row
+    values: Tensor  # (k, dim) on the device
+    positions: Tensor  # the input's shape, on the device
+    padding: int | None  # position of the padding row among them
+
+
+@dataclass(eq=False)
+class _Request:
+    """The arguments of one forward and the rows that are on their way for it."""
+
+    offsets: Tensor | None
+    per_sample_weights: Tensor | None
+    ticket: Ticket[_Rows]
+    version: int  # of the table when the read was asked for
+    refreshes: int
+    touched: list[Tensor] = field(default_factory=list)  # rows with a gradient that the read may not have seen
+
+    def wait(self) -> _Request:
+        """The rows, arrived. (The first wait of the protocol has nothing to exchange: see :class:`_Started`.)"""
+        self.ticket.wait()
+        return self
+
+
+@dataclass(frozen=True)
+class _Started:
+    request: _Request
+
+    def wait(self) -> _Request:
+        return self.request
+
+
+class OffloadEmbeddingBag(nn.Module):
+    """``torch.nn.EmbeddingBag`` with its table at home.
+
+    Args:
+        num_embeddings: rows of the table.
+        embedding_dim: columns.
+        mode: ``"sum"``, ``"mean"`` or ``"max"``.
+        include_last_offset, padding_idx: as in ``torch.nn.EmbeddingBag``.
+        offload_device: the home: ``"cpu"``, or a directory.
+        device: where lookups run.
+        dtype: of the table.
+
+    Shapes:
+        input ``(n,)`` with ``offsets`` ``(bags,)``, or ``(bags, n)``; ``per_sample_weights`` like input; output
+        ``(bags, embedding_dim)`` on ``device``.
+
+    Raises:
+        ValueError: for a size that is not positive, an unknown mode, a padding index outside the table, or a home
+            that is neither host memory nor a directory.
+        IndexError: in forward, for an index outside the table.
+
+    Source: the prefetched caches of fbgemm's table batched embeddings and torchrec's ``PrefetchTrainPipeline``
+    (Meta), here for a table in host memory or on disk, and with exact values.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        mode: str = "mean",
+        *,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        offload_device: str | torch.device | os.PathLike[str] = "cpu",
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        wrong = []
+        if num_embeddings < 1 or embedding_dim < 1:
+            wrong.append(f"a positive size, got num_embeddings={num_embeddings}, embedding_dim={embedding_dim}")
+        if mode not in ("sum", "mean", "max"):
+            wrong.append(f"mode 'sum', 'mean' or 'max', got mode={mode!r}")
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            wrong.append(f"padding_idx inside the table of {num_embeddings} rows, got padding_idx={padding_idx}")
+        if wrong:
+            raise ValueError(f"expected {'; and '.join(wrong)}")
+        self.num_embeddings, self.embedding_dim, self.mode = num_embeddings, embedding_dim, mode
+        self.include_last_offset = include_last_offset
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.offload_device = offload_device
+        self.device = torch.device(device)
+        self._tier = open_tier(offload_device, self.device)
+        self._block = self._tier.allocate(num_embeddings * embedding_dim * dtype.itemsize, "embedding")
+        self.weight = nn.Parameter(self._block.tensor.view(dtype).view(num_embeddings, embedding_dim))
+        self._open_lane()
+        self._outstanding: weakref.WeakSet[_Request] = weakref.WeakSet()
+        self._unapplied: list[tuple[int, Tensor]] = []  # (version of the table, rows) of gradients
+        self._refreshes = 0
+        self._rows_read = self._rows_refreshed = 0
+        self.reset_parameters()
+
+    def _open_lane(self) -> None:
+        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._lane = ThreadLane("embedding-rows", stream)
+
+    def reset_parameters(self) -> None:
+        """Draws the table anew, from the same numbers as ``torch.nn.EmbeddingBag``."""
+        nn.init.normal_(self.weight)
+        if self.padding_idx is not None:
+            with torch.no_grad():
+                self.weight[self.padding_idx].zero_()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Says that ``weight`` was written to: what is on its way for batches in flight will be read again."""
+        self._refreshes += 1
+
+    # ------------------------------------------------------------------- the protocol of pipe.train.Distributes
+
+    def create_context(self) -> None:
+        """Nothing: all that one forward needs travels with its request."""
+
+    def input_dist(
+        self, ctx: None, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> _Started:
+        """Starts to bring the rows that ``input`` names to the device, in the I/O thread."""
+        if input.dim() not in (1, 2) or input.is_floating_point():
+            raise ValueError(
+                f"expected indices as a 1- or 2-dimensional integer tensor, got shape {tuple(input.shape)}, "
+                f"{input.dtype}"
+            )
+        version = self.weight._version
+        # A gradient that is older than the table's last change has been applied; the read below will see it.
+        self._unapplied = [(seen, rows) for seen, rows in self._unapplied if seen >= version]
+        before = fence(self.device)
+        request = _Request(
+            offsets,
+            per_sample_weights,
+            self._lane.submit(lambda: self._read(input, before)),
+            version,
+            self._refreshes,
+            [rows for _, rows in self._unapplied],
+        )
+        self._outstanding.add(request)
+        return _Started(request)
+
+    def _read(self, input: Tensor, before: Ticket[None]) -> _Rows:
+        """In the I/O thread: the distinct rows of a batch, gathered at home and sent to the device."""
+        # Without this wait, the indices would be read before the copy that brings them has run.
+        before.wait()
+        record_stream(input, self._lane.stream)
+        distinct, positions = torch.unique(input, return_inverse=True)
+        rows = distinct.to("cpu", torch.int64)
+        used = rows.numel()
+        if used and (int(rows[0]) < 0 or int(rows[-1]) >= self.num_embeddings):
+            raise IndexError(
+                f"expected indices from 0 to {self.num_embeddings - 1}, got {int(rows[0])} to {int(rows[-1])}"
+            )
+        if not used:
+            rows = torch.zeros(1, dtype=torch.int64)  # a lookup wants a table with a row, be it unused
+        padding = None
+        if self.padding_idx is not None:
+            found = int(torch.searchsorted(rows, self.padding_idx))
+            padding = found if found < len(rows) and int(rows[found]) == self.padding_idx else None
+        values = self._gather(rows).to(self.device, non_blocking=True)
+        return _Rows(rows, used, values, positions.to(self.device), padding)
+
+    def _gather(self, rows: Tensor) -> Tensor:
+        """Rows of the table, in host memory that a copy to the device can leave asynchronously."""
+        table = self.weight.detach()
+        staging = torch.empty(len(rows), self.embedding_dim, dtype=table.dtype, pin_memory=self.device.type == "cuda")
+        torch.index_select(table, 0, rows, out=staging)
+        return staging
+
+    def compute_and_output_dist(self, ctx: None, dist_input: _Request) -> Tensor:
+        """The lookup, from rows that have arrived."""
+        request = dist_input
+        self._outstanding.discard(request)
+        batch = request.ticket.wait()
+        if self._lane.stream is not None:
+            record_stream([batch.values, batch.positions], torch.cuda.current_stream(self.device))
+        self._rows_read += len(batch.rows)
+        self._bring_up_to_date(request, batch)
+        table: Tensor = _Lookup.apply(self.weight, batch, self._received)  # type: ignore[no-untyped-call]
+        return F.embedding_bag(
+            batch.positions,
+            table,
+            request.offsets,
+            mode=self.mode,
+            per_sample_weights=request.per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=batch.padding,
+        )
+
+    def _bring_up_to_date(self, request: _Request, batch: _Rows) -> None:
+        """Reads again what changed at home after it was read, or while."""
+        if request.refreshes != self._refreshes:
+            stale = torch.arange(len(batch.rows))
+        elif self.weight._version != request.version and request.touched:
+            stale = torch.isin(batch.rows, torch.cat(request.touched)).nonzero().squeeze(1)
+        else:
+            return
+        if len(stale):
+            fresh = self._gather(batch.rows[stale])
+            self._rows_read += len(stale)
+            self._rows_refreshed += len(stale)
+            batch.values.index_copy_(0, stale.to(self.device), fresh.to(self.device, non_blocking=True))
+
+    def _received(self, rows: Tensor) -> None:
+        """Backward sent gradients for these rows home; an update of them may follow at any time."""
+        self._unapplied.append((self.weight._version, rows))
+        for request in list(self._outstanding):
+            request.touched.append(rows)
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Looks up bags of rows; see ``torch.nn.EmbeddingBag``."""
+        return self.compute_and_output_dist(
+            None, self.input_dist(None, input, offsets, per_sample_weights).wait().wait()
+        )
+
+    # ------------------------------------------------------------------------------------------- what users ask
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuses an optimizer that changes rows without a gradient, whose rows in flight would be out of date.
+
+        Raises:
+            ValueError: if ``optimizer`` updates this table with momentum or weight decay.
+        """
+        for group in optimizer.param_groups:
+            if any(parameter is self.weight for parameter in group["params"]):
+                for option in ("momentum", "weight_decay"):
+                    if group.get(option):
+                        raise ValueError(
+                            f"expected an optimizer that changes only rows that have a gradient, got "
+                            f"{type(optimizer).__name__}({option}={group[option]}), which changes others too; put the "
+                            f"table in a group without it (SGD, Adagrad, SparseAdam or RowWiseAdagrad)"
+                        )
+
+    def statistics(self) -> EmbeddingStatistics:
+        """Rows and bytes that travelled."""
+        row_bytes = self.embedding_dim * self.weight.element_size()
+        return EmbeddingStatistics(self._rows_read, self._rows_refreshed, self._rows_read * row_bytes)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.refresh()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OffloadEmbeddingBag:
+        """``.to(device)`` moves where lookups run; the table stays at home, in its type."""
+        probe = fn(torch.empty(0, dtype=self.weight.dtype, device=self.device))
+        if probe.dtype is not self.weight.dtype:
+            raise TypeError(
+                f"expected to keep the table's type {self.weight.dtype}, got a conversion to {probe.dtype}; pass "
+                f"dtype to the constructor"
+            )
+        if probe.device != self.device:
+            self.device = probe.device
+            self._open_lane()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadEmbeddingBag:
+        """A table of its own, in a home of the same kind."""
+        clone = OffloadEmbeddingBag.__new__(type(self))
+        memo[id(self)] = clone
+        with torch.random.fork_rng(devices=()):  # a copy draws no numbers
+            OffloadEmbeddingBag.__init__(
+                clone,
+                self.num_embeddings,
+                self.embedding_dim,
+                self.mode,
+                include_last_offset=self.include_last_offset,
+                padding_idx=self.padding_idx,
+                offload_device=self.offload_device,
+                device=self.device,
+                dtype=self.weight.dtype,
+            )
+        with torch.no_grad():
+            clone.weight.copy_(self.weight)
+        clone.weight.requires_grad_(self.weight.requires_grad)
+        return clone.train(self.training)
+
+    def extra_repr(self) -> str:
+        """Size, mode and home."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}, home={self._tier.name}"
+
+
+class _Lookup(torch.autograd.Function):
+    """Passes the rows on as if they had just been taken from the table: their gradient is the table's, sparse."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, batch: _Rows, received: Callable[[Tensor], None]) -> Tensor:
+        ctx.rows, ctx.shape, ctx.received = batch.rows[: batch.used], weight.shape, received
+        return batch.values.view_as(batch.values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = grads
+        ctx.received(ctx.rows)
+        home = grad[: len(ctx.rows)].to("cpu")
+        # Sorted, distinct and inside the table, all checked when the rows were read.
+        sparse = torch.sparse_coo_tensor(ctx.rows[None], home, ctx.shape, is_coalesced=True, check_invariants=False)
+        return sparse, None, None

@@ -1,0 +1,377 @@
+"""A table at home is ``torch.nn.EmbeddingBag(sparse=True)``, in a plain loop and in a train pipeline."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from offload.embedding import OffloadEmbeddingBag
+from offload.rowwise import RowWiseAdagrad
+from pipe.train import Distributes, InlineLane, Lane, Ticket, TrainPipelineSparseDist
+
+# torch's own optimizers build sparse tensors without saying whether their invariants are to be checked.
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+
+ROWS, DIM = 23, 4
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.3),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 0.1),
+    "sparse_adam": lambda p: torch.optim.SparseAdam(p, 0.05),
+    "rowwise": lambda p: RowWiseAdagrad(p, 0.1),
+}
+
+
+class LateLane(Lane):
+    """Reads rows only when somebody waits for them."""
+
+    def submit(self, job):
+        return LateTicket(job)
+
+
+class LateTicket(Ticket):
+    def __init__(self, job):
+        super().__init__()
+        self.job = job
+
+    def succeeded(self):
+        if not self.done:
+            self.run(self.job)
+        return super().succeeded()
+
+
+LANES = {"thread": lambda: None, "earliest": InlineLane, "latest": LateLane}
+
+
+@pytest.fixture
+def home(request, tmp_path):
+    return tmp_path if request.param == "disk" else "cpu"
+
+
+both_homes = pytest.mark.parametrize("home", ["host", "disk"], indirect=True)
+
+
+def pair(home="cpu", **options):
+    """The same table in device memory and at home."""
+    torch.manual_seed(0)
+    ours = OffloadEmbeddingBag(ROWS, DIM, offload_device=home, **options)
+    torch.manual_seed(0)
+    return nn.EmbeddingBag(ROWS, DIM, sparse=options.get("mode") != "max", **options), ours
+
+
+def grads_equal(theirs, ours):
+    dense = [None if m.weight.grad is None else m.weight.grad.to_dense() for m in (theirs, ours)]
+    torch.testing.assert_close(dense[1], dense[0])
+
+
+@both_homes
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding_idx", [None, 3, -1])
+@pytest.mark.parametrize("two_dimensional", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_outputs_and_gradients_equal_those_of_a_table_on_the_device(home, mode, padding_idx, two_dimensional, dtype):
+    theirs, ours = pair(home, mode=mode, padding_idx=padding_idx)
+    assert torch.equal(theirs.weight, ours.weight)
+    generator = torch.Generator().manual_seed(1)
+    indices = torch.randint(ROWS, (6, 3) if two_dimensional else (12,), generator=generator).to(dtype)
+    indices.view(-1)[:2] = torch.tensor([3, ROWS - 1])
+    offsets = () if two_dimensional else (torch.tensor([0, 3, 3, 8], dtype=dtype),)
+    expected, output = theirs(indices, *offsets), ours(indices, *offsets)
+    torch.testing.assert_close(output, expected)
+    for _ in range(2):  # gradients accumulate
+        (theirs(indices, *offsets) ** 2).sum().backward()
+        (ours(indices, *offsets) ** 2).sum().backward()
+    grads_equal(theirs, ours)
+    assert ours.weight.grad.is_sparse
+
+
+def test_weights_per_sample_have_gradients_and_the_last_offset_may_be_included():
+    theirs, ours = pair(mode="sum", include_last_offset=True)
+    indices, offsets = torch.tensor([1, 5, 5, 2]), torch.tensor([0, 1, 4])
+    weights = [torch.tensor([0.5, 2.0, 1.0, -1.0], requires_grad=True) for _ in range(2)]
+    outputs = [m(indices, offsets, per_sample_weights=w) for m, w in zip((theirs, ours), weights, strict=True)]
+    torch.testing.assert_close(outputs[1], outputs[0])
+    for output in outputs:
+        (output**2).sum().backward()
+    torch.testing.assert_close(weights[1].grad, weights[0].grad)
+    grads_equal(theirs, ours)
+
+
+def test_a_batch_without_indices_touches_no_row():
+    _, ours = pair(mode="sum")
+    before = ours.weight.detach().clone()
+    optimizer = torch.optim.SparseAdam(ours.parameters(), 0.1)
+    ours(torch.tensor([0]), torch.tensor([0])).sum().backward()
+    optimizer.step()
+    moved = ours.weight.detach().clone()
+    optimizer.zero_grad()
+    output = ours(torch.empty(0, dtype=torch.int64), torch.tensor([0, 0]))
+    assert torch.equal(output, torch.zeros(2, DIM))
+    output.sum().backward()
+    assert ours.weight.grad._nnz() == 0
+    optimizer.step()
+    assert torch.equal(ours.weight, moved)
+    assert not torch.equal(moved[0], before[0])
+    assert torch.equal(moved[1:], before[1:])
+
+
+def test_only_distinct_rows_travel():
+    _, ours = pair(mode="sum")
+    ours(torch.tensor([[4, 4, 4], [7, 4, 7]])).sum().backward()
+    statistics = ours.statistics()
+    assert (statistics.rows_read, statistics.rows_refreshed, statistics.bytes_loaded) == (2, 0, 2 * DIM * 4)
+    assert ours.weight.grad.coalesce().indices().tolist() == [[4, 7]]
+
+
+class Model(nn.Module):
+    def __init__(self, bag):
+        super().__init__()
+        self.bag = bag
+        torch.manual_seed(3)
+        self.top = nn.Sequential(nn.Linear(DIM, 3), nn.Dropout(0.2), nn.Linear(3, 1))
+
+    def forward(self, batch):
+        output = self.top(self.bag(batch["indices"]).tanh())
+        return (output - batch["labels"]) ** 2, output.detach()
+
+
+def batches(count, rows=ROWS):
+    generator = torch.Generator().manual_seed(5)
+    return [
+        {"indices": torch.randint(rows, (4, 2), generator=generator), "labels": torch.randn(4, 1, generator=generator)}
+        for _ in range(count)
+    ]
+
+
+class Together(torch.optim.Optimizer):
+    """An optimizer for the table and one for the rest, as one."""
+
+    def __init__(self, *optimizers):
+        self.parts = optimizers
+        super().__init__([p for o in optimizers for g in o.param_groups for p in g["params"]], {})
+
+    def step(self, closure=None):
+        for part in self.parts:
+            part.step()
+
+
+def optimizer_of(model, name):
+    return Together(OPTIMIZERS[name](model.bag.parameters()), torch.optim.SGD(model.top.parameters(), 0.1))
+
+
+def train_plainly(model, optimizer, count, size):
+    torch.manual_seed(4)
+    data = batches(count)
+    for start in range(0, count, size):
+        window = data[start : start + size]
+        optimizer.zero_grad()
+        for batch in window:
+            (model(batch)[0].sum() / len(window)).backward()
+        optimizer.step()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(sorted(OPTIMIZERS)),
+    lane=st.sampled_from(sorted(LANES)),
+    disk=st.booleans(),
+    size=st.integers(1, 4),
+    count=st.integers(1, 12),
+    ahead=st.integers(0, 4),
+)
+def test_a_pipeline_that_prefetches_rows_trains_the_same_table(tmp_path_factory, name, lane, disk, size, count, ahead):
+    theirs, ours = pair(tmp_path_factory.mktemp("home") if disk else "cpu", mode="sum")
+    reference, model = Model(theirs), Model(ours)
+    ours._lane = LANES[lane]() or ours._lane
+    train_plainly(reference, optimizer_of(reference, name), count, size)
+    torch.manual_seed(4)
+    depth = {"load": ahead, "copy": ahead, "distribute": ahead}
+    pipeline = TrainPipelineSparseDist(model, optimizer_of(model, name), "cpu", grad_accum=size, ahead=depth)
+    iterator = iter(batches(count))
+    for _ in range(count):
+        pipeline.progress(iterator)
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, reference.state_dict()[key], atol=1e-6, rtol=1e-6)
+    assert pipeline.statistics().undistributed == {}
+
+
+def run(model, lane, count=8):
+    model.bag._lane = lane
+    pipeline = TrainPipelineSparseDist(model, optimizer_of(model, "sgd"), "cpu")
+    iterator = iter(batches(count))
+    torch.manual_seed(4)
+    for _ in range(count):
+        pipeline.progress(iterator)
+    return model
+
+
+def test_without_reading_updated_rows_again_a_read_that_is_early_trains_another_table():
+    theirs, ours = pair(mode="sum")
+    reference, model = Model(theirs), Model(ours)
+    train_plainly(reference, optimizer_of(reference, "sgd"), 8, 1)
+    model.bag._bring_up_to_date = lambda request, batch: None
+    run(model, InlineLane())
+    assert not torch.allclose(model.bag.weight, reference.bag.weight, atol=1e-4)
+
+
+def test_without_the_wait_before_a_lookup_a_read_that_is_late_has_no_rows():
+    model = Model(pair(mode="sum")[1])
+    run(model, LateLane())  # with it, all is well
+
+    class NoWait(LateTicket):
+        def succeeded(self):
+            return True
+
+    class Careless(LateLane):
+        def submit(self, job):
+            return NoWait(job)
+
+    with pytest.raises(AttributeError, match="_value"):
+        run(Model(pair(mode="sum")[1]), Careless())
+
+
+def test_rows_that_no_gradient_reached_are_not_read_again():
+    _, ours = pair(mode="sum")
+    model = Model(ours)
+    generator = torch.Generator().manual_seed(0)
+    disjoint = [
+        {"indices": torch.arange(4).view(2, 2) + 4 * k, "labels": torch.randn(2, 1, generator=generator)}
+        for k in range(5)
+    ]
+    pipeline = TrainPipelineSparseDist(model, optimizer_of(model, "sgd"), "cpu")
+    iterator = iter(disjoint)
+    for _ in range(5):
+        pipeline.progress(iterator)
+    assert ours.statistics().rows_refreshed == 0
+    assert ours.statistics().rows_read == 20
+
+
+def test_a_loaded_state_reaches_rows_that_are_on_their_way():
+    _, ours = pair(mode="sum")
+    request = ours.input_dist(None, torch.tensor([[1, 2]])).wait().wait()
+    ours.load_state_dict({"weight": torch.ones(ROWS, DIM)})
+    assert torch.equal(ours.compute_and_output_dist(None, request), torch.full((1, DIM), 2.0))
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"weight_decay": 0.1}])
+def test_an_optimizer_that_changes_rows_without_a_gradient_is_refused(options):
+    model = Model(pair(mode="sum")[1])
+    with pytest.raises(ValueError, match=r"changes only rows that have a gradient, got SGD"):
+        TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), 0.1, **options), "cpu")
+    TrainPipelineSparseDist(model, torch.optim.SGD([{"params": model.bag.parameters()}], 0.1), "cpu")
+
+
+@both_homes
+def test_the_table_stays_at_home_when_the_module_moves_and_a_copy_has_its_own(home):
+    _, ours = pair(home, mode="sum")
+    address = ours.weight.data_ptr()
+    nn.ModuleList([ours]).to("cpu")
+    assert ours.weight.data_ptr() == address
+    state = torch.get_rng_state()
+    clone = copy.deepcopy(ours)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(clone.weight, ours.weight)
+    with torch.no_grad():
+        clone.weight.zero_()
+    assert ours.weight.abs().sum() > 0
+    with pytest.raises(TypeError, match=r"keep the table's type torch.float32.*torch.float64"):
+        nn.ModuleList([ours]).double()
+
+
+def test_where_lookups_run_may_be_another_device():
+    _, ours = pair(mode="sum")
+    ours.to("meta")
+    assert ours.device.type == "meta"
+    assert ours.weight.device.type == "cpu"
+
+
+def test_an_index_outside_the_table_is_refused_in_its_turn():
+    model = Model(pair(mode="sum")[1])
+    data = batches(5)
+    data[3]["indices"][1, 1] = ROWS
+    pipeline = TrainPipelineSparseDist(model, optimizer_of(model, "sgd"), "cpu")
+    iterator = iter(data)
+    for _ in range(3):
+        pipeline.progress(iterator)
+    with pytest.raises(IndexError, match=f"indices from 0 to {ROWS - 1}"):
+        pipeline.progress(iterator)
+    pipeline.progress(iterator)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_embeddings": 0}, "positive size"),
+        ({"mode": "median"}, "mode='median'"),
+        ({"padding_idx": 9}, "padding_idx=9"),
+        ({"offload_device": "cuda"}, "directory"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        OffloadEmbeddingBag(**{"num_embeddings": 5, "embedding_dim": 2, **options})
+
+
+@pytest.mark.parametrize("indices", [torch.zeros(2, 2, 2, dtype=torch.int64), torch.zeros(3)])
+def test_indices_of_another_kind_are_refused(indices):
+    with pytest.raises(ValueError, match="expected indices as a 1- or 2-dimensional integer tensor"):
+        pair()[1](indices)
+
+
+def test_the_module_speaks_the_protocol_of_the_train_pipelines():
+    assert isinstance(pair()[1], Distributes)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@both_homes
+def test_on_cuda_a_pipeline_that_prefetches_rows_trains_the_same_table(home):
+    theirs, ours = pair(home, mode="sum")
+    reference, model = Model(theirs).cuda(), Model(ours).cuda()
+    for module in (reference, model):
+        module.top.eval()  # the generators of the two devices are not in question here
+    train = optimizer_of(reference, "adagrad")
+    for batch in batches(12):
+        train.zero_grad()
+        reference({key: value.cuda() for key, value in batch.items()})[0].sum().backward()
+        train.step()
+    pipeline = TrainPipelineSparseDist(model, optimizer_of(model, "adagrad"), "cuda")
+    iterator = iter([{key: value.pin_memory() for key, value in batch.items()} for batch in batches(12)])
+    for _ in range(12):
+        pipeline.progress(iterator)
+    torch.testing.assert_close(model.bag.weight, reference.bag.weight.cpu(), atol=1e-5, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------- RowWiseAdagrad
+
+
+def test_rowwise_adagrad_does_what_its_formula_says_with_one_number_per_row():
+    parameter = nn.Parameter(torch.randn(5, 3, dtype=torch.float64))
+    optimizer = RowWiseAdagrad([parameter], lr=0.1)
+    expected, total = parameter.detach().clone(), torch.zeros(5, dtype=torch.float64)
+    for seed in range(4):
+        indices = torch.randint(5, (4,), generator=torch.Generator().manual_seed(seed))
+        values = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        parameter.grad = torch.sparse_coo_tensor(indices[None], values, (5, 3), check_invariants=True)
+        dense = parameter.grad.to_dense()
+        total += dense.square().mean(1)
+        expected -= torch.where(dense != 0, 0.1 * dense / (total.sqrt() + 1e-8).unsqueeze(1), 0)
+        optimizer.step()
+    torch.testing.assert_close(parameter.detach(), expected, atol=1e-6, rtol=1e-6)
+    assert optimizer.state[parameter]["sum"].shape == (5,)
+
+
+def test_rowwise_adagrad_refuses_dense_gradients_before_it_changes_anything():
+    sparse, dense = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2))
+    sparse.grad = torch.sparse_coo_tensor([[1]], [[1.0, 1.0]], (3, 2), check_invariants=True)
+    dense.grad = torch.ones(3, 2)
+    with pytest.raises(TypeError, match="sparse gradient"):
+        RowWiseAdagrad([sparse, dense]).step()
+    assert torch.equal(sparse, torch.ones(3, 2))
+    with pytest.raises(ValueError, match="lr=-1"):
+        RowWiseAdagrad([sparse], lr=-1)
