@@ -10,6 +10,8 @@ import importlib
 from dataclasses import dataclass
 from typing import Protocol, cast
 
+from benchmarks.frame.extra import require
+
 __all__ = ["QUESTIONS", "Question", "Script"]
 
 
@@ -29,14 +31,21 @@ class Script(Protocol):
 
 @dataclass(frozen=True)
 class Question:
-    """A name for the command line, the question in one line, and the module that answers it."""
+    """A name for the command line, the question in one line, the module that answers it, and what that one needs."""
 
     name: str
     summary: str
     module: str
+    packages: tuple[str, ...] = ("numpy", "tokenizers", "tqdm", "matplotlib")
 
     def load(self) -> Script:
-        """Imports the script."""
+        """Imports the script.
+
+        Raises:
+            MissingExtraError: if a package it needs is not installed; now, and not after minutes of measuring.
+        """
+        for package in self.packages:
+            require(package)
         return cast(Script, importlib.import_module(self.module))
 
 
@@ -50,5 +59,6 @@ QUESTIONS = (
         "offload-step",
         "what does streaming a model from disk cost in time, and does its peak grow with the number of shards?",
         "benchmarks.offload_step.question",
+        ("numpy", "tqdm", "matplotlib"),
     ),
 )

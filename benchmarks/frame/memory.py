@@ -66,7 +66,7 @@ class PeakMeter:
         self._phase = "start"
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name=f"memory of {pid}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"memory of {pid}", daemon=True)
 
     @property
     def peak_bytes(self) -> int:
@@ -74,11 +74,13 @@ class PeakMeter:
         return max(self.peaks.values(), default=0)
 
     def phase(self, name: str) -> None:
-        """Counts what is sampled from now on under another name."""
+        """Counts what is sampled from now on under another name, beginning with a sample at once."""
         with self._lock:  # without this, a sample taken before could be counted after
             self._phase = name
+        self._sample()
 
     def __enter__(self) -> PeakMeter:
+        self._sample()
         self._thread.start()
         return self
 
@@ -88,13 +90,17 @@ class PeakMeter:
         self._stop.set()
         self._thread.join()
 
-    def _sample(self) -> None:
-        while True:
-            with self._lock:
-                try:
-                    held = resident_bytes(self.pid)
-                except (ProcessLookupError, PermissionError):
-                    return
-                self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), held)
-            if self._stop.wait(self.interval_seconds):
+    def _run(self) -> None:
+        while not self._stop.wait(self.interval_seconds):
+            if not self._sample():
                 return
+
+    def _sample(self) -> bool:
+        """Takes one sample; False where the process has ended."""
+        with self._lock:
+            try:
+                held = resident_bytes(self.pid)
+            except (ProcessLookupError, PermissionError):
+                return False
+            self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), held)
+            return True

@@ -1,13 +1,14 @@
 """What does streaming a model from disk cost in time, and does its peak grow with the number of shards?
 
 One rung takes steps of the resident and of the streamed model in turn, and gives the ratio of their times and the share
-of the streamed step that was spent waiting. The other rungs stream models of 4, 8 and 16 shards: once the same layers
+of the streamed step that was spent waiting. The other rungs stream models of more and more shards: once the same layers
 cut finer, once deeper models out of the same shards.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import tempfile
@@ -17,16 +18,14 @@ from pathlib import Path
 
 from benchmarks.frame.cache import cache_directory
 from benchmarks.frame.environment import Environment, filesystem_of, here
-from benchmarks.frame.extra import require
 from benchmarks.frame.plot import COLOURS, level_line, new_figure, save
 from benchmarks.frame.report import write_json_lines
 from benchmarks.frame.rungs import Outcome, Rung, run_rungs
 from benchmarks.frame.table import markdown_table, mebibytes
 from benchmarks.offload_step.steps import FLOOR, Shape
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "broken_bounds", "run"]
 
-SHARDS = (4, 8, 16)
 MAXIMUM_RATIO = 1.10
 MAXIMUM_WAIT_SHARE = 0.05
 MAXIMUM_GROWTH = 1.05  # of the peak above torch, from the shallowest to the deepest model
@@ -38,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dim", type=int, default=512, metavar="N", help="channels, a multiple of 64")
     parser.add_argument("--rows", type=int, default=32, metavar="N", help="rows of the batch")
     parser.add_argument("--positions", type=int, default=64, metavar="N", help="tokens of a row")
+    parser.add_argument(
+        "--shards", type=int, nargs="+", default=[4, 8, 16], metavar="N", help="each a multiple of all before"
+    )
     parser.add_argument("--pairs", type=int, default=9, metavar="N", help="interleaved pairs of steps")
     parser.add_argument("--boundary-bytes", type=int, default=16 << 20, metavar="N", help="activations kept in memory")
     parser.add_argument("--home", type=Path, default=cache_directory(), help="a directory on disk for the shards")
@@ -47,24 +49,25 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the rungs and prints the tables; 0 if the three bounds at the head of this module hold."""
     if arguments.dim < 64 or arguments.dim % 64:
         raise ValueError(f"expected a multiple of 64 channels, got dim={arguments.dim}")
+    shards = arguments.shards
+    if min(shards) < 1 or any(larger % smaller or larger == smaller for smaller, larger in itertools.pairwise(shards)):
+        raise ValueError(f"expected numbers of shards, each a multiple of the one before, got shards={shards}")
     for name in ("rows", "positions", "pairs"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"expected at least 1, got {name}={getattr(arguments, name)}")
-    for package in ("tqdm", *(("matplotlib",) if arguments.plot else ())):
-        require(package)
     environment = here()
     print("\n".join(environment.lines()))
     arguments.home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="offload-step-", dir=arguments.home) as home:
         print(f"homes    {home} ({filesystem_of(Path(home))})", flush=True)
         outcomes = run_rungs(_rungs(arguments, home))
-    timed, finer, deeper = outcomes[0], outcomes[1 : 1 + len(SHARDS)], outcomes[1 + len(SHARDS) :]
+    timed, finer, deeper = outcomes[0], outcomes[1 : 1 + len(shards)], outcomes[1 + len(shards) :]
     print(f"\n{_time_table(timed)}\n\n{_peak_table([*finer, *deeper])}\n")
     if arguments.json:
         print(f"rungs in {write_json_lines(arguments.json, environment, outcomes)}")
     if arguments.plot and not any(outcome.failure for outcome in outcomes):
         print(f"picture in {_draw(arguments.plot, timed, finer, deeper, environment)}")
-    broken = _broken(timed, finer, deeper)
+    broken = broken_bounds(timed, finer, deeper)
     print("\n".join(broken) if broken else "all bounds hold", file=sys.stderr if broken else sys.stdout)
     return 1 if broken else 0
 
@@ -76,8 +79,12 @@ def _rungs(arguments: argparse.Namespace, home: str) -> list[Rung]:
 
     timed = {"shape": shape(8, 1), "home": home, "pairs": arguments.pairs, "warmup": 2}
     rungs = [Rung("time, 8 shards", f"{MEASURE}:time_pairs", timed)]
-    for name, blocks in (("16 layers", [max(SHARDS) // shards for shards in SHARDS]), ("1 layer each", [1] * 3)):
-        for shards, count in zip(SHARDS, blocks, strict=True):
+    layers = max(arguments.shards)
+    for name, blocks in (
+        (f"{layers} layers", {shards: layers // shards for shards in arguments.shards}),
+        ("1 layer each", dict.fromkeys(arguments.shards, 1)),
+    ):
+        for shards, count in blocks.items():
             settings = {"shape": shape(shards, count), "home": home, "steps": 2}
             rungs.append(Rung(f"{name}, {shards} shards", f"{MEASURE}:peak", settings))
     return rungs
@@ -130,7 +137,7 @@ def _peak_table(outcomes: Sequence[Outcome]) -> str:
     return markdown_table(header, rows)
 
 
-def _broken(timed: Outcome, finer: Sequence[Outcome], deeper: Sequence[Outcome]) -> list[str]:
+def broken_bounds(timed: Outcome, finer: Sequence[Outcome], deeper: Sequence[Outcome]) -> list[str]:
     """What must hold and does not, one line each."""
     broken = [f"{outcome.rung.name}: {outcome.failure}" for outcome in (timed, *finer, *deeper) if outcome.failure]
     if broken:
@@ -150,17 +157,18 @@ def _broken(timed: Outcome, finer: Sequence[Outcome], deeper: Sequence[Outcome])
 def _draw(
     path: Path, timed: Outcome, finer: Sequence[Outcome], deeper: Sequence[Outcome], environment: Environment
 ) -> Path:
+    shards = [outcome.rung.arguments["shape"]["shards"] for outcome in finer]
     figure, axes = new_figure(2, f"Streaming from disk: {_ratio(timed):.2f}x the time of the resident model")
     for k, way in enumerate(("resident", "streamed")):
         axes[0].plot([step[way] for step in timed.steps], marker="o", markersize=3, color=COLOURS[k], label=way)
     axes[0].set_title("seconds a step, pair by pair", fontsize=10)
     axes[0].set_ylim(bottom=0)
     axes[0].legend(fontsize=8, frameon=False)
-    for k, (outcomes, name) in enumerate(((finer, "the same 16 layers"), (deeper, "deeper: one layer a shard"))):
+    for k, (outcomes, name) in enumerate(((finer, "the same layers"), (deeper, "one layer a shard"))):
         peaks = [outcome.peaks["steps"] / 2**20 for outcome in outcomes]
-        axes[1].plot(SHARDS, peaks, marker="o", color=COLOURS[k + 2], label=name)
+        axes[1].plot(shards, peaks, marker="o", color=COLOURS[k + 2], label=name)
     axes[1].set_title("peak memory, MiB, over shards", fontsize=10)
-    axes[1].set_xticks(SHARDS)
+    axes[1].set_xticks(shards)
     axes[1].set_ylim(bottom=0)
     level_line(axes[1], finer[0].moments[FLOOR] / 2**20, "interpreter and torch alone")
     return save(figure, path, environment)

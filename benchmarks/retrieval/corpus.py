@@ -138,8 +138,7 @@ def build_corpus(roots: Iterable[Path] | None = None, *, pairs: int = 12_000) ->
             keys = {"description " + _normalised(pair.description), "source " + _normalised(pair.source)}
             if seen.isdisjoint(keys):
                 side.append(pair)
-            # Also for a pair that was dropped: the half that is new must not come back on the other side.
-            seen |= keys
+                seen |= keys
     training, held_out = sides
     if not training or not held_out:
         raise ValueError(

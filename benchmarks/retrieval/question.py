@@ -16,7 +16,6 @@ from pathlib import Path
 
 from benchmarks.frame.cache import cache_directory
 from benchmarks.frame.environment import filesystem_of, here
-from benchmarks.frame.extra import require
 from benchmarks.frame.report import write_json_lines
 from benchmarks.frame.rungs import Outcome, Rung, run_rungs
 from benchmarks.retrieval.batches import write_tokens
@@ -25,7 +24,7 @@ from benchmarks.retrieval.results import TOLERANCE, draw, greatest_difference, t
 from benchmarks.retrieval.settings import Settings
 from benchmarks.retrieval.training import WAYS
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "run", "verdict"]
 
 NAMES = {"whole": "whole batch", "gradcache": "GradCache", "gradcache-offload": "GradCache + offload"}
 OPTIONS = {
@@ -58,8 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prepares the data, runs the rungs, and prints the table; 0 if all ran and their losses agree."""
     settings = Settings(**{name: getattr(arguments, name) for name in OPTIONS})
-    for package in ("tokenizers", "tqdm", *(("matplotlib",) if arguments.plot else ())):
-        require(package)  # now, and not after two minutes of training
     environment = here()
     print("\n".join(environment.lines()))
     arguments.home.mkdir(parents=True, exist_ok=True)
@@ -78,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"rungs in {write_json_lines(arguments.json, environment, outcomes)}")
     if arguments.plot and any(outcome.result for outcome in outcomes):
         print(f"picture in {draw(arguments.plot, outcomes, settings, environment)}")
-    return _verdict(outcomes)
+    return verdict(outcomes)
 
 
 def _rung(way: str, settings: Settings, tokens: Path, folder: Path) -> Rung:
@@ -93,7 +90,7 @@ def _kind(folder: Path) -> str:
     return f"{kind}: that is memory, name a disk with --home" if kind in ("tmpfs", "ramfs") else kind
 
 
-def _verdict(outcomes: Sequence[Outcome]) -> int:
+def verdict(outcomes: Sequence[Outcome]) -> int:
     """Says in one line whether what must hold does."""
     failed = [f"{outcome.rung.name}: {outcome.failure}" for outcome in outcomes if outcome.failure is not None]
     difference = greatest_difference(outcomes)

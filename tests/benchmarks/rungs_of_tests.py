@@ -1,0 +1,61 @@
+"""Rungs that tests run in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from benchmarks.frame.child import Report
+
+MEBIBYTE = 2**20
+
+
+def reports(report: Report, steps: int) -> dict[str, Any]:
+    print("a stray line on standard output")
+    report.total(steps)
+    for k in range(steps):
+        report.step(loss=float(k))
+    report.memory("after")
+    return {"steps": steps}
+
+
+def raises(report: Report) -> dict[str, Any]:
+    report.step(loss=0.0)
+    raise ArithmeticError("the reason it died of")
+
+
+def is_killed(report: Report) -> dict[str, Any]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def leaves_early(report: Report) -> dict[str, Any]:
+    os._exit(0)
+
+
+def allocates(report: Report, mebibytes: int) -> dict[str, Any]:
+    report.memory("before")
+    held = bytearray(b"\1") * (mebibytes * MEBIBYTE)
+    report.memory("held")
+    return {"bytes": len(held)}
+
+
+def reads_a_file(report: Report, path: str) -> dict[str, Any]:
+    import mmap
+
+    report.memory("before")
+    with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        total = sum(mapped[k] for k in range(0, len(mapped), 4096))  # touches every page
+        report.memory("mapped")
+    return {"total": total}
+
+
+def has_phases(report: Report, mebibytes: int) -> dict[str, Any]:
+    held = bytearray(b"\1") * (mebibytes * MEBIBYTE)
+    report.memory("held")
+    del held
+    report.phase("small")
+    report.memory("after")
+    return {}

@@ -1,0 +1,213 @@
+"""What leaves a run: header, tables, JSON lines, pictures, the listing, and the verdict."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.frame.environment import filesystem_of, here
+from benchmarks.frame.extra import MissingExtraError, require
+from benchmarks.frame.report import write_json_lines
+from benchmarks.frame.rungs import Outcome, Rung
+from benchmarks.frame.table import markdown_table, mebibytes, ratio
+from benchmarks.offload_step.question import broken_bounds
+from benchmarks.questions import QUESTIONS
+from benchmarks.retrieval.results import draw, greatest_difference, table
+from benchmarks.retrieval.settings import Settings
+from benchmarks.retrieval.training import BEFORE, FLOOR
+
+ROOT = Path(__file__).parents[2]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def outcome(name: str, losses: list[float], peak: int = 300 * 2**20, failure: str | None = None) -> Outcome:
+    result: dict[str, Any] | None = {
+        "parameters": 17_500_000,
+        "recall_before": 0.5,
+        "recall_after": 0.75,
+        "held_out": 200,
+    }
+    return Outcome(
+        Rung(name, "module:function"),
+        result=None if failure else result,
+        failure=failure,
+        steps=[{"loss": loss, "seconds": 0.5 * (k + 1)} for k, loss in enumerate(losses)],
+        moments={FLOOR: 100 * 2**20, BEFORE: 120 * 2**20},
+        peaks={"training": peak},
+    )
+
+
+def test_the_listing_has_each_question_in_one_line_and_imports_no_torch() -> None:
+    program = "import sys; from benchmarks.__main__ import main; main([]); assert 'torch' not in sys.modules"
+    shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for question in QUESTIONS:
+        assert [line for line in shown.splitlines() if question.name in line and question.summary in line]
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.name)
+def test_every_question_explains_its_options(question: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([question.name, "--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--json" in shown
+    assert "--plot" in shown
+
+
+def test_a_question_that_is_not_there_names_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["retreival"])
+    assert left.value.code == 2
+    assert "retrieval" in capsys.readouterr().err
+
+
+def test_sizes_that_no_rung_could_run_are_refused_all_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["retrieval", "--dim", "100", "--batch", "0", "--depth", "2", "--slices", "9"]) == 2
+    shown = capsys.readouterr().err
+    for part in ("dim=100", "batch=0", "slices=9"):
+        assert part in shown
+
+
+def test_a_missing_extra_says_which_command_installs_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(MissingExtraError, match=r"gradstream\[bench\]"):
+        require("tokenizers")
+    assert main(["retrieval", "--steps", "1"]) == 2
+    assert "'gradstream[bench]'" in capsys.readouterr().err
+
+
+def test_the_header_says_on_what_and_how_it_was_measured() -> None:
+    environment = here()
+    assert environment.cores >= 1
+    assert environment.memory_bytes > 2**20
+    shown = "\n".join(environment.lines())
+    for part in (environment.date, environment.command, environment.cpu, environment.torch, environment.memory_kind):
+        assert part in shown
+    assert json.loads(json.dumps(environment.as_json()))["environment"]["torch"] == environment.torch
+
+
+def test_the_kind_of_a_file_system_is_that_of_the_deepest_mount(tmp_path: Path) -> None:
+    assert filesystem_of(tmp_path) == filesystem_of(tmp_path / "not there yet")
+    if sys.platform == "linux":
+        assert filesystem_of(Path("/proc/self")) == "proc"
+
+
+def test_a_table_is_markdown_with_columns_in_line() -> None:
+    lines = markdown_table(["rung", "s"], [["a long name", "1.25"], ["b", "10"]]).splitlines()
+    assert lines == [
+        "| rung        |    s |",
+        "|-------------|-----:|",
+        "| a long name | 1.25 |",
+        "| b           |   10 |",
+    ]
+    with pytest.raises(ValueError, match="2 cells in each row, got 1 in row 0"):
+        markdown_table(["a", "b"], [["c"]])
+    assert mebibytes(1.5 * 2**30) == "1,536 MiB"
+    assert (ratio(1, 4), ratio(1, 0)) == ("0.25x", "-")
+
+
+def test_losses_are_compared_over_all_pairs_of_rungs_and_all_steps() -> None:
+    rungs = [outcome("a", [1.0, 2.0]), outcome("b", [1.5, 2.0]), outcome("c", [0.75, 2.0])]
+    assert greatest_difference(rungs) == 0.75
+    assert greatest_difference([rungs[0], outcome("d", [9.0], failure="killed")]) is None
+    broken = greatest_difference([rungs[0], outcome("e", [1.0, math.nan])])
+    assert broken is not None
+    assert math.isnan(broken)
+
+
+def test_the_table_holds_every_rung_also_the_one_that_failed() -> None:
+    rungs = [
+        outcome("whole", [3.0, 2.0]),
+        outcome("dead", [3.0], failure="killed by SIGKILL"),
+        outcome("small", [3.0, 2.0], 150 * 2**20),
+    ]
+    shown = table(rungs, Settings())
+    assert "failed: killed by SIGKILL" in shown
+    small = next(line for line in shown.splitlines() if line.startswith("| small"))
+    cells = [cell.strip() for cell in small.strip("|").split("|")]
+    assert cells == [
+        "small",
+        "150 MiB",
+        "0.50x",
+        "50 MiB",
+        "120 MiB",
+        "0.75",
+        "1.00x",
+        "3.0000",
+        "2.0000",
+        "50.0% -> 75.0%",
+    ]
+    assert "chance finds 5.0% of 200" in shown
+
+
+def test_pictures_and_lines_are_written(tmp_path: Path) -> None:
+    rungs = [outcome("whole", [3.0, 2.0]), outcome("dead", [], failure="killed")]
+    picture = draw(tmp_path / "new" / "a.png", rungs, Settings(), here())
+    assert picture.read_bytes().startswith(PNG)
+    lines = write_json_lines(tmp_path / "a.json", here(), rungs).read_text().splitlines()
+    assert [next(iter(json.loads(line))) for line in lines] == ["environment", "rung", "rung"]
+    assert json.loads(lines[2])["failure"] == "killed"
+
+
+@pytest.mark.parametrize(
+    ("losses", "failure", "status"),
+    [([1.0, 2.0], None, 0), ([1.0, 2.0002], None, 1), ([1.0, math.nan], None, 1), ([1.0], "killed", 1)],
+    ids=["equal", "different", "not a number", "dead"],
+)
+def test_the_exit_status_is_zero_only_if_all_rungs_ran_and_agree(
+    losses: list[float], failure: str | None, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks.retrieval.question import verdict
+
+    assert verdict([outcome("a", [1.0, 2.0]), outcome("b", losses, failure=failure)]) == status
+    assert bool(capsys.readouterr().err) == bool(status)
+
+
+def timed(streamed: float, waited: float) -> Outcome:
+    steps = [{"resident": 1.0, "streamed": streamed, "ratio": streamed, "waited": waited}] * 3
+    return Outcome(Rung("time", "m:f"), result={}, steps=steps)
+
+
+def peaks(*mebibytes_above_torch: int) -> list[Outcome]:
+    return [
+        Outcome(Rung(f"{k} shards", "m:f"), result={}, moments={FLOOR: 2**20}, peaks={"steps": (1 + above) * 2**20})
+        for k, above in enumerate(mebibytes_above_torch)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("time", "finer", "deeper", "complaints"),
+    [
+        (timed(1.05, 0.01), peaks(90, 70, 50), peaks(40, 41, 42), []),
+        (timed(1.20, 0.01), peaks(90, 70, 50), peaks(40, 41, 42), ["at most 1.10, is 1.200"]),
+        (timed(1.05, 0.06), peaks(90, 70, 50), peaks(40, 41, 42), ["below 5% of the step, is 5.7%"]),
+        (
+            timed(1.05, 0.01),
+            peaks(90, 70, 50),
+            peaks(40, 50, 60),
+            ["from 0 shards to 2 shards it does: 40 MiB to 60 MiB"],
+        ),
+        (timed(math.nan, 0.01), peaks(40, 60), peaks(40, 41), ["is nan", "is nan", "40 MiB to 60 MiB"]),
+    ],
+)
+def test_each_bound_of_the_streamed_step_is_checked(
+    time: Outcome, finer: list[Outcome], deeper: list[Outcome], complaints: list[str]
+) -> None:
+    broken = broken_bounds(time, finer, deeper)
+    assert len(broken) == len(complaints)
+    for line, complaint in zip(broken, complaints, strict=True):
+        assert complaint in line
+
+
+def test_a_rung_without_a_result_breaks_the_bounds_by_its_reason() -> None:
+    dead = Outcome(Rung("dead", "m:f"), failure="killed by SIGKILL")
+    assert broken_bounds(dead, peaks(1), peaks(1)) == ["dead: killed by SIGKILL"]
