@@ -99,7 +99,7 @@ def _joined(back: list[list[Any]], tape: Tape, needed: Sequence[bool]) -> list[T
             joined.append(None)
             continue
         pieces = [row[k] for row in tape.inputs]
-        parts = [torch.zeros_like(x) if g is None else g.to(x.device) for g, x in zip(gradients, pieces, strict=True)]
+        parts = [torch.zeros_like(x) if g is None else g.to(x) for g, x in zip(gradients, pieces, strict=True)]
         if len(parts) == 1:
             joined.append(parts[0])
         elif pieces[0].dim() == 0:  # it went to every micro-batch as it is

@@ -111,7 +111,8 @@ class CellRunner:
         modes = tuple(module.training for _, module in self.watched.modules)
         copies_input = self._writes_input.get(modes, True)
         value = map_tensors(Tensor.clone, boundary) if copies_input else boundary
-        before = [(t, t._version) for t in tensors_in(value) if not t.is_inference()]
+        counted = not any(t.is_inference() for t in tensors_in(value))  # inference tensors do not count their changes
+        before = [(t, t._version) for t in tensors_in(value)] if counted else []
         # The cache of casted weights would hold all shards' weights at once, and casts whose graph is gone.
         with autocast_without_cache([self.device]):
             output = self._call(value, output_fn)
@@ -122,7 +123,9 @@ class CellRunner:
                 f"shard {self.shard.index} wrote into its input in place, which it did not do when it ran first; this "
                 f"forward is spoilt, but the model is as before and will copy that input from now on: run it again"
             )
-        return output, self._writes_input.setdefault(modes, writes)
+        if counted:
+            self._writes_input.setdefault(modes, writes)
+        return output, self._writes_input.get(modes, True)
 
     def _call(self, boundary: Any, output_fn: OutputFn | None) -> Any:
         first, *rest = self.shard.layers

@@ -35,7 +35,8 @@ class OffloadModel(nn.Module):
     their gradients and ``state_dict()`` keep the bare model's names and may be used by any optimizer between steps.
 
     Args:
-        model: an ``nn.Sequential``; or a list of modules, each of which is one shard.
+        model: an ``nn.Sequential``; or a list of modules, each of which is one shard. Layers on the meta device are
+            given memory and initialise themselves shard by shard, so the whole never has to fit in memory.
         device: where layers compute; ``"cpu"`` included.
         offload_device: where shards rest: ``"cpu"`` for host memory, or a directory (an ``os.PathLike``, or a string
             with a path separator), for files that are removed with the model.
@@ -47,6 +48,9 @@ class OffloadModel(nn.Module):
         num_slots: shards that the compute device holds at once, at least 2. Slots beyond that are a cache.
         boundary_bytes: bytes of activations between shards that may stay on the compute device; what is beyond rests
             at home and returns ahead of use. Only with ``checkpoint_activation=True``.
+        param_dtype: floating-point type in which layers compute, such as ``torch.bfloat16``: slots hold parameters in
+            it and floating-point inputs are cast to it, while homes keep the parameters as they are (fp32 masters) and
+            gradients are summed over micro-batches and at home in the home's type. Buffers stay as they are.
 
     Raises:
         TypeError, ValueError: if an argument cannot be used; the model that was passed is untouched.
@@ -71,8 +75,11 @@ class OffloadModel(nn.Module):
         *,
         num_slots: int = 2,
         boundary_bytes: int | None = None,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if param_dtype is not None and not (isinstance(param_dtype, torch.dtype) and param_dtype.is_floating_point):
+            raise TypeError(f"expected a floating-point torch.dtype, got param_dtype={param_dtype!r}")
         named, cuts = _layers_of(model, num_slices)
         self.device = _compute_device(device)
         for name, value, least in (("num_microbatches", num_microbatches, 1), ("num_slots", num_slots, 2)):
@@ -83,12 +90,12 @@ class OffloadModel(nn.Module):
         self._num_microbatches = num_microbatches
         self._tier = open_tier(offload_device, self.device)
         self._meter = Meter(self.device)
+        shards = make_shards(list(named.items()), cuts, self._tier, param_dtype)
         for layer in named.values():
             for module in layer.modules():
                 for key, buffer in module._buffers.items():
                     if buffer is not None:
                         module._buffers[key] = buffer.to(self.device)
-        shards = make_shards(list(named.items()), cuts, self._tier)
         lanes = open_lanes(self.device, blocking_io=self._tier.blocking_io)
         names = list(named)
         self._walk = Walk(
@@ -101,6 +108,7 @@ class OffloadModel(nn.Module):
             slots=min(num_slots, len(shards)),
             boundary_bytes=DEFAULT_BOUNDARY_BYTES if boundary_bytes is None else boundary_bytes,
             recompute=checkpoint_activation,
+            param_dtype=param_dtype,
         )
         # Children under the bare model's names, and nothing else: so are the keys of state_dict(). Written directly,
         # since a layer may be called like a method of this class.

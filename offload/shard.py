@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from offload.materialize import Materializer
 from offload.tier import Block, Tier
 
 __all__ = ["Shard", "State", "make_shards"]
@@ -49,33 +50,38 @@ class Slice:
     offset: int
     nbytes: int
     stride: tuple[int, ...]
+    dtype: torch.dtype
 
     def view(self, block: Tensor) -> Tensor:
         """The parameter's values in ``block`` (flat, uint8); no copy."""
-        parameter = self.parameter
-        flat = block[self.offset : self.offset + self.nbytes].view(parameter.dtype)
-        return flat.as_strided(parameter.shape, self.stride, flat.storage_offset())
+        flat = block[self.offset : self.offset + self.nbytes].view(self.dtype)
+        return flat.as_strided(self.parameter.shape, self.stride, flat.storage_offset())
 
 
-def _layout(parameters: Iterable[tuple[str, nn.Parameter]]) -> tuple[list[Slice], int]:
-    """Packs parameters one behind the other; returns their slices and the size of the block in bytes."""
+def _layout(
+    parameters: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype | None = None
+) -> tuple[list[Slice], int]:
+    """Packs parameters one behind the other; returns their slices and the size of the block in bytes.
+
+    ``dtype`` is what real floating-point parameters become.
+    """
     slices, end = [], 0
     for name, parameter in parameters:
         # Dense strides (channels_last, say) are kept: kernels choose their algorithm by them.
         stride = torch.empty_like(parameter, device="meta").stride()
-        nbytes = parameter.numel() * parameter.element_size()
-        slices.append(Slice(name, parameter, end, nbytes, stride))
+        kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        nbytes = parameter.numel() * kind.itemsize
+        slices.append(Slice(name, parameter, end, nbytes, stride, kind))
         end += max(1, -(-nbytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
     return slices, end
 
 
 @dataclass
 class Loan:
-    """A parameter that rests in another shard: where it lies in the owner's home, and where in this shard's slot."""
+    """A parameter that rests in another shard, and where it lies in that shard's home."""
 
     owner: Shard
     at_home: Slice
-    in_slot: Slice
 
 
 @dataclass(eq=False)
@@ -85,8 +91,11 @@ class Shard:
     index: int
     first: int
     layers: list[nn.Module]
+    #: What rests here, and where in the home.
     own: list[Slice] = field(default_factory=list)
     loans: list[Loan] = field(default_factory=list)
+    #: All parameters that the layers use, and where they lie in a slot: own first, then borrowed.
+    slices: list[Slice] = field(default_factory=list)
     home: Block | None = None
     gradients: Block | None = None
     state: State = State.HOME
@@ -94,13 +103,9 @@ class Shard:
     #: ``_version`` of each parameter when the resident copy was made.
     loaded_versions: tuple[int, ...] = ()
     _slot: Tensor | None = None
+    _wide: list[Tensor | None] = field(default_factory=list)
     _gradients_at_home: list[Tensor | None] = field(default_factory=list)
     _views: dict[int, list[Tensor]] = field(default_factory=dict)
-
-    @property
-    def slices(self) -> list[Slice]:
-        """The layout in a slot: own parameters first, then the borrowed ones."""
-        return [*self.own, *(loan.in_slot for loan in self.loans)]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -113,9 +118,14 @@ class Shard:
         return any(parameter.requires_grad for parameter in self.parameters)
 
     @property
-    def home_bytes(self) -> int:
-        """Size of the home block."""
-        return 0 if self.home is None else self.home.nbytes
+    def at_home(self) -> list[Slice]:
+        """Where the parameters of :attr:`slices` lie at home, own or owner's."""
+        return [*self.own, *(loan.at_home for loan in self.loans)]
+
+    @property
+    def casts(self) -> bool:
+        """Whether slots hold another type than homes."""
+        return any(there.dtype != here.dtype for there, here in zip(self.at_home, self.slices, strict=True))
 
     def versions(self) -> tuple[int, ...]:
         """Counts of in-place changes of each parameter: equal counts mean that nobody wrote to it in between."""
@@ -137,12 +147,17 @@ class Shard:
 
     def fill(self, slot: Tensor) -> None:
         """Copies the home's bytes into ``slot``. Runs on the load lane and touches no state."""
-        if self.home is not None:
+        borrowed = self.slices[len(self.own) :]
+        if self.home is not None and not self.casts:
             self.home.read_into(slot)
-        for loan in self.loans:
+        elif self.home is not None:
+            source = self.home.staged()
+            for there, here in zip(self.own, self.slices, strict=False):
+                here.view(slot).copy_(there.view(source), non_blocking=True)
+        for loan, here in zip(self.loans, borrowed, strict=True):
             block = loan.owner.home
             assert block is not None
-            loan.in_slot.view(slot).copy_(loan.at_home.view(block.tensor), non_blocking=True)
+            here.view(slot).copy_(loan.at_home.view(block.tensor), non_blocking=True)
 
     def bind(self) -> None:
         """LOADED -> BOUND. The parameters are on the compute device, and have no gradient there yet."""
@@ -158,12 +173,28 @@ class Shard:
             # Without this, autograd would add a visit's gradients to ``.grad`` at home while a lane writes there too.
             parameter.grad = None
             parameter.data = view
+        self._wide = [None] * len(self.slices)
         self.state = State.BOUND
+
+    def widen_gradients(self) -> None:
+        """To be called after each micro-batch: where slots hold a narrower type, sums gradients in the home's type.
+
+        Autograd sums in the type of the parameter. Without this, many micro-batches would be summed in bfloat16.
+        """
+        if not self.casts:
+            return
+        for k, (parameter, there) in enumerate(zip(self.parameters, self.at_home, strict=True)):
+            gradient, wide = parameter.grad, self._wide[k]
+            if gradient is None or gradient.dtype == there.dtype:
+                continue
+            parameter.grad = None
+            self._wide[k] = gradient.to(there.dtype) if wide is None else wide.add_(gradient)
 
     def unbind(self) -> list[Tensor | None]:
         """BOUND -> LOADED. The parameters are home again; returns the gradients that autograd left on the device."""
         assert self.state is State.BOUND, f"shard {self.index} is {self.state.value}"
-        gradients = [parameter.grad for parameter in self.parameters]
+        self.widen_gradients()
+        gradients = [p.grad if wide is None else wide for p, wide in zip(self.parameters, self._wide, strict=True)]
         for parameter in self.parameters:
             parameter.grad = None  # a gradient must be where its parameter is, so it goes first and comes last
         for position, gradient in enumerate(self._gradients_at_home):
@@ -209,25 +240,32 @@ class Shard:
         return loan.owner, loan.at_home
 
 
-def make_shards(layers: Sequence[tuple[str, nn.Module]], cuts: Sequence[int], tier: Tier) -> list[Shard]:
-    """Groups layers into shards and moves their parameters home.
+def make_shards(
+    layers: Sequence[tuple[str, nn.Module]], cuts: Sequence[int], tier: Tier, dtype: torch.dtype | None = None
+) -> list[Shard]:
+    """Groups layers into shards and moves their parameters home, one shard after the other.
 
     Args:
-        layers: name and module of each layer.
+        layers: name and module of each layer; those on the meta device are given memory and initialise themselves.
         cuts: number of layers of each shard.
         tier: where the homes are.
+        dtype: of floating-point parameters in slots; homes keep the parameter's own.
     """
+    materializer = Materializer()
     shards: list[Shard] = []
     resting: dict[nn.Parameter, tuple[Shard, Slice]] = {}
     first = 0
     for index, count in enumerate(cuts):
         part = layers[first : first + count]
+        for name, module in part:
+            materializer.materialize(name, module)
         shard = Shard(index, first, [module for _, module in part])
         named = {p: f"{name}.{path}" for name, module in part for path, p in reversed([*module.named_parameters()])}
         used = list(dict.fromkeys(p for module in shard.layers for p in module.parameters()))
-        shard.own, shard.slot_bytes = _layout((named[p], p) for p in used if p not in resting)
-        if shard.slot_bytes:
-            shard.home = tier.allocate(shard.slot_bytes, f"shard{index}-weights")
+        new = [(named[p], p) for p in used if p not in resting]
+        shard.own, home_bytes = _layout(new)
+        if home_bytes:
+            shard.home = tier.allocate(home_bytes, f"shard{index}-weights")
         for s in shard.own:
             home = shard.home_view(s)
             home.copy_(s.parameter.detach())
@@ -235,13 +273,9 @@ def make_shards(layers: Sequence[tuple[str, nn.Module]], cuts: Sequence[int], ti
             if s.parameter.grad is not None:
                 s.parameter.grad = s.parameter.grad.to(home.device)
             resting[s.parameter] = (shard, s)
-        borrowed = [p for p in used if resting[p][0] is not shard]
-        slices, nbytes = _layout((named[p], p) for p in borrowed)
-        for s in slices:
-            owner, at_home = resting[s.parameter]
-            moved = Slice(s.name, s.parameter, shard.slot_bytes + s.offset, s.nbytes, s.stride)
-            shard.loans.append(Loan(owner, at_home, moved))
-        shard.slot_bytes += nbytes
+        borrowed = [(named[p], p) for p in used if resting[p][0] is not shard]
+        shard.loans = [Loan(*resting[p]) for _, p in borrowed]
+        shard.slices, shard.slot_bytes = _layout([*new, *borrowed], dtype=dtype)
         shards.append(shard)
         first += count
     return shards

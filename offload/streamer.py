@@ -70,7 +70,7 @@ class Streamer:
         slot = self._free.pop()
         shard.load(slot)
         self._meter.shard_loads += 1
-        self._meter.bytes_loaded += sum(s.nbytes for s in shard.slices)
+        self._meter.bytes_loaded += sum(s.nbytes for s in shard.at_home)
         self._loads[j] = self._lanes.load.submit(f"L{j}", partial(shard.fill, slot))
 
     def evict(self, j: int) -> None:

@@ -94,7 +94,7 @@ class Tape:
             if isinstance(leaf, Tensor) and leaf.requires_grad and gradient is not None
         ]
         if roots:
-            torch.autograd.backward([leaf for leaf, _ in roots], [gradient for _, gradient in roots])
+            torch.autograd.backward([leaf for leaf, _ in roots], [gradient.to(leaf) for leaf, gradient in roots])
 
     def _flat(self, i: int, gradient: Any) -> list[Any]:
         spec = self.output_specs[i]

@@ -56,8 +56,10 @@ class Walk:
         slots: int,
         boundary_bytes: int,
         recompute: bool,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         self.shards = shards
+        self._param_dtype = param_dtype
         self.streamer = Streamer(shards, slots=slots, device=device, tier=tier, lanes=lanes, meter=meter)
         self._runners = [CellRunner(shard, names, device) for shard, names in zip(shards, layer_names, strict=True)]
         self.device = device
@@ -221,6 +223,7 @@ class Walk:
             if roots and accumulate:
                 torch.autograd.backward(roots, gradients, retain_graph=retain)
                 back = source.take()
+                self.shards[cell.j].widen_gradients()
             elif roots and source.wanted:
                 found = torch.autograd.grad(roots, source.wanted, gradients, retain_graph=retain, allow_unused=True)
                 back = source.take(found)
@@ -297,8 +300,13 @@ class Walk:
                 f"an input of the model (micro-batch {cell.i}) was changed in place between the forward and its "
                 f"backward; clone it before changing it"
             )
-        moved = [x.detach().to(self.device, non_blocking=True) if isinstance(x, Tensor) else x for x in leaves]
+        moved = [self._brought(x) if isinstance(x, Tensor) else x for x in leaves]
         return unflatten(moved, tape.input_specs[cell.i])
+
+    def _brought(self, x: Tensor) -> Tensor:
+        """An input on the compute device, in the type that layers compute in."""
+        dtype = self._param_dtype if x.is_floating_point() and self._param_dtype is not None else x.dtype
+        return x.detach().to(self.device, dtype, non_blocking=True)
 
     @staticmethod
     def _source(tape: Tape, cell: Cell, boundary: Any) -> tuple[Source, Any]:

@@ -40,6 +40,10 @@ class Block(ABC):
         """
 
     @abstractmethod
+    def staged(self) -> Tensor:
+        """The bytes in host memory, to be read piece by piece: the block itself, or a copy that was read in one go."""
+
+    @abstractmethod
     def write(self, source: Tensor, offset: int) -> None:
         """Overwrites the bytes from ``offset`` on with those of ``source`` (uint8, flat, on any device)."""
 

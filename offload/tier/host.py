@@ -23,6 +23,10 @@ class HostBlock(Block):
         """Copies to ``destination``; asynchronous on the current stream where both ends allow it."""
         destination[: self.nbytes].copy_(self.tensor, non_blocking=True)
 
+    def staged(self) -> Tensor:
+        """The block itself."""
+        return self.tensor
+
     def write(self, source: Tensor, offset: int) -> None:
         """Copies from ``source``; asynchronous on the current stream where both ends allow it."""
         self.tensor[offset : offset + source.numel()].copy_(source, non_blocking=True)

@@ -411,3 +411,104 @@ def test_load_state_dict_writes_the_homes(home: str) -> None:
     model(batch())
     model.load_state_dict(source.state_dict())
     assert torch.equal(source.eval()(batch()), model.eval()(batch()))
+
+
+# --- mixed precision, meta device, copies ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_slots_in_bfloat16_with_float32_masters(home: str, recompute: bool, microbatches: int) -> None:
+    bare = build(["dropout", "linear", "inplace"], tied=True)
+    model = OffloadModel(
+        copy.deepcopy(bare),
+        "cpu",
+        home,
+        num_slices=3,
+        checkpoint_activation=recompute,
+        num_microbatches=microbatches,
+        param_dtype=torch.bfloat16,
+    )
+    cuts = [len(shard.layers) for shard in model._walk.shards]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    masters = [p.detach().clone() for p in bare.parameters()]
+    for step in range(3):
+        # The reference: a bfloat16 model for each micro-batch, whose gradients are summed in float32.
+        narrow = copy.deepcopy(bare).to(torch.bfloat16)
+        with torch.no_grad():
+            for p, master in zip(narrow.parameters(), masters, strict=True):
+                p.copy_(master)
+        seed_everything(step)
+        x = batch(step, rows=8).requires_grad_()
+        expected = reference(narrow, cuts, x.bfloat16(), microbatches)
+        sums = [torch.zeros_like(master) for master in masters]
+        pieces = expected.float().tensor_split(microbatches)
+        for k, piece in enumerate(pieces):
+            loss = piece.pow(2).sum()
+            for total, g in zip(
+                sums,
+                torch.autograd.grad(loss, list(narrow.parameters()), retain_graph=k + 1 < len(pieces)),
+                strict=True,
+            ):
+                total += g
+        seed_everything(step)
+        y = x.detach().clone().requires_grad_()
+        output = model(y)
+        assert output.dtype is torch.bfloat16
+        assert torch.equal(output, expected)
+        output.float().pow(2).sum().backward()
+        assert y.grad.dtype is torch.float32
+        for q, total in zip(model.parameters(), sums, strict=True):
+            assert q.dtype is q.grad.dtype is torch.float32
+            # A tied weight's two gradients are added in bfloat16 by torch, in float32 here.
+            torch.testing.assert_close(q.grad, total, rtol=2e-2, atol=2e-2)
+        optimizer.step()
+        optimizer.zero_grad()
+        masters = [q.detach().clone() for q in model.parameters()]
+
+
+def test_many_microbatches_are_not_summed_in_bfloat16() -> None:
+    torch.manual_seed(0)
+    rows = 1024
+    layer = nn.Linear(4, 1, bias=False)
+    model = OffloadModel(
+        nn.Sequential(layer, nn.Identity()),
+        "cpu",
+        num_slices=1,
+        checkpoint_activation=True,
+        num_microbatches=rows,
+        param_dtype=torch.bfloat16,
+    )
+    x = torch.rand(rows, 4)
+    model(x).float().sum().backward()
+    exact = x.bfloat16().double().sum(0, keepdim=True)
+    assert ((layer.weight.grad.double() - exact).abs() / exact).max() < 1e-5
+
+
+def test_meta_layers_initialise_themselves_as_the_whole_model_would(home: str) -> None:
+    def make() -> nn.Sequential:
+        first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        last.weight = first.weight
+        return nn.Sequential(first, nn.BatchNorm1d(WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), last)
+
+    with torch.device("meta"):
+        bare, layers = make(), make()
+    torch.manual_seed(3)
+    bare = bare.to_empty(device="cpu")
+    bare[3].weight = bare[0].weight  # to_empty unties
+    for module in bare.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    torch.manual_seed(3)
+    model = OffloadModel(layers, "cpu", home, num_slices=4, checkpoint_activation=True)
+    assert layers[0].weight is layers[3].weight
+    for run in (bare, model):
+        run(batch()).sum().backward()
+    assert_same(bare, model, exact=True)
+
+
+def test_a_meta_layer_that_cannot_initialise_itself_is_named() -> None:
+    with torch.device("meta"):
+        layers = nn.Sequential(nn.Linear(2, 2), nn.Sequential(LAYERS["complex"]()[0]))
+    with pytest.raises(ValueError, match=r"Complex '1\.0' is on the meta device and has no reset_parameters"):
+        OffloadModel(layers, "cpu", num_slices=2)
