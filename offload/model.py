@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -76,17 +77,29 @@ class OffloadModel(nn.Module):
         num_slots: int = 2,
         boundary_bytes: int | None = None,
         param_dtype: torch.dtype | None = None,
+        _cuts: list[int] | None = None,
     ) -> None:
         super().__init__()
         if param_dtype is not None and not (isinstance(param_dtype, torch.dtype) and param_dtype.is_floating_point):
             raise TypeError(f"expected a floating-point torch.dtype, got param_dtype={param_dtype!r}")
         named, cuts = _layers_of(model, num_slices)
+        cuts = cuts if _cuts is None else _cuts
         self.device = _compute_device(device)
         for name, value, least in (("num_microbatches", num_microbatches, 1), ("num_slots", num_slots, 2)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"expected an integer of at least {least}, got {name}={value!r}")
         if boundary_bytes is not None and boundary_bytes < 0:
             raise ValueError(f"expected bytes, zero or more, got boundary_bytes={boundary_bytes}")
+        self._arguments = {
+            "device": self.device,
+            "offload_device": offload_device,
+            "num_slices": num_slices,
+            "checkpoint_activation": checkpoint_activation,
+            "num_microbatches": num_microbatches,
+            "num_slots": num_slots,
+            "boundary_bytes": boundary_bytes,
+            "param_dtype": param_dtype,
+        }
         self._num_microbatches = num_microbatches
         self._tier = open_tier(offload_device, self.device)
         self._meter = Meter(self.device)
@@ -189,10 +202,30 @@ class OffloadModel(nn.Module):
                 )
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadModel:
+        """Another model with homes of its own."""
+        layers = {name: copy.deepcopy(layer, memo) for name, layer in self._modules.items()}
+        return _rebuild(layers, [len(shard.layers) for shard in self._walk.shards], self._arguments, self.training)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as bare layers, with storage of their own, and the arguments that offload them again."""
+        memo: dict[int, Any] = {}
+        layers = {name: copy.deepcopy(layer, memo) for name, layer in self._modules.items()}
+        cuts = [len(shard.layers) for shard in self._walk.shards]
+        return _rebuild, (layers, cuts, self._arguments, self.training)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, (nn.Module, nn.Parameter)) and "_walk" in self.__dict__:
             raise TypeError(f"cannot add {name} to an OffloadModel: its layers are fixed when it is made")
         super().__setattr__(name, value)
+
+
+def _rebuild(layers: dict[str, nn.Module], cuts: list[int], arguments: dict[str, Any], training: bool) -> OffloadModel:
+    bare = nn.Sequential()
+    bare._modules.update(layers)
+    model = OffloadModel(bare, **{**arguments, "num_slices": len(cuts)}, _cuts=cuts)
+    model.training = training  # of the container; each layer brings its own
+    return model
 
 
 def _close(lanes: Any, tier: Any) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -512,3 +514,44 @@ def test_a_meta_layer_that_cannot_initialise_itself_is_named() -> None:
         layers = nn.Sequential(nn.Linear(2, 2), nn.Sequential(LAYERS["complex"]()[0]))
     with pytest.raises(ValueError, match=r"Complex '1\.0' is on the meta device and has no reset_parameters"):
         OffloadModel(layers, "cpu", num_slices=2)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_are_models_of_their_own(home: str, how: str, tmp_path: Path) -> None:
+    model = OffloadModel(build(["dropout", "batchnorm"], tied=True), "cpu", home, num_slices=4, num_microbatches=2)
+    model(batch()).sum().backward()
+    model.zero_grad()
+    model.eval()
+    next(model.children()).train()
+    if how == "deepcopy":
+        other = copy.deepcopy(model)
+    elif how == "pickle":
+        other = pickle.loads(pickle.dumps(model))
+    else:
+        torch.save(model, tmp_path / "model.pt")
+        other = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert [m.training for m in other.modules()] == [m.training for m in model.modules()]
+    layers = list(other.children())
+    assert layers[0].weight is layers[-1].weight
+    with torch.no_grad():
+        next(model.parameters()).zero_()
+    assert next(other.parameters()).any()
+    seed_everything(0)
+    other(batch()).sum().backward()
+    assert next(model.parameters()).grad is None
+    assert [s.slot_bytes for s in other._walk.shards] == [s.slot_bytes for s in model._walk.shards]
+
+
+def test_a_pickled_model_is_as_large_as_its_parameters(home: str) -> None:
+    model = OffloadModel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), "cpu", home, num_slices=2)
+    assert len(pickle.dumps(model)) < 1.2 * sum(p.numel() * 4 for p in model.parameters())
+
+
+def test_state_dict_saves_and_loads_like_the_bare_models(home: str, tmp_path: Path) -> None:
+    bare = build(["batchnorm", "linear"], seed=8)
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=3)
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    fresh = build(["batchnorm", "linear"], seed=9)
+    fresh.load_state_dict(torch.load(tmp_path / "state.pt"))
+    for (name, a), (_, b) in zip(bare.state_dict().items(), fresh.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
