@@ -16,10 +16,9 @@ subclass hooks are those of the package ``GradCache``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,8 +26,9 @@ from torch import Tensor, nn
 
 from gradcache import chunks as chunking
 from gradcache import representations, two_pass
-from gradcache.accumulation import Accumulation
-from gradcache.distributed import Reduction, unwrapped
+from gradcache.budget import ChunkBudget
+from gradcache.deferred import attach
+from gradcache.distributed import unwrapped
 from gradcache.layered import LayeredModel
 from gradcache.step import Step, Tower
 from gradcache.streamed import StreamedModel
@@ -57,7 +57,7 @@ class GradCache:
     Args:
         models: the encoders ("towers"), one per input of a step; the same module may stand there more than once.
             A model with ``forward_chunks`` (``offload.OffloadModel``) is walked shard by shard, see ``streamed``.
-        chunk_sizes: rows of a chunk, for all towers or one number each.
+        chunk_sizes: rows of a chunk, for all towers or one number each; ``"auto"``: what ``memory_budget`` holds.
         loss_fn: ``loss_fn(*representations, **loss_kwargs)`` returns the scalar loss, or a tuple that starts with it.
         split_input_fn: ``split_input_fn(model_input, chunk_size)`` returns the chunks; default :meth:`split_inputs`.
         get_rep_fn: picks the representations (a tensor, or tensors in a tuple or dict) from a model's output.
@@ -69,6 +69,8 @@ class GradCache:
         boundary_bytes: walk plain ``nn.Sequential`` towers layer by layer, as if each layer were checkpointed, and keep
             up to this many bytes of what enters layers between the passes, see ``layered``. None: chunk by chunk.
         regroup: whether that walk may run several chunks together.
+        memory_budget: bytes that the graph of a chunk may keep, for ``chunk_sizes="auto"``; default: half of what is
+            free.
         audit: compare the two passes' representations, see ``StepResult.greatest_difference``.
 
     Raises:
@@ -81,7 +83,7 @@ class GradCache:
     def __init__(
         self,
         models: Sequence[nn.Module],
-        chunk_sizes: int | Sequence[int],
+        chunk_sizes: int | str | Sequence[int | str],
         loss_fn: Callable[..., Any],
         split_input_fn: Callable[[Any, int], Any] | None = None,
         get_rep_fn: Callable[..., Any] | None = None,
@@ -94,6 +96,7 @@ class GradCache:
         audit: bool = False,
         boundary_bytes: int | None = None,
         regroup: bool = True,
+        memory_budget: int | None = None,
     ) -> None:
         if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
             raise TypeError(f"expected a list of models, got a {type(models).__name__}; pass models=[model]")
@@ -104,7 +107,8 @@ class GradCache:
         if isinstance(broadcast, str):
             raise TypeError(f"expected a collection of names, got broadcast={broadcast!r}; pass ({broadcast!r},)")
         self.models = models
-        self.chunk_sizes = [chunk_sizes] * len(models) if isinstance(chunk_sizes, int) else list(chunk_sizes)
+        uniform = isinstance(chunk_sizes, (int, str))
+        self.chunk_sizes: list[Any] = [chunk_sizes] * len(models) if uniform else list(cast(Sequence[Any], chunk_sizes))
         self.loss_fn = loss_fn
         self.split_input_fn = split_input_fn
         self.get_rep_fn = get_rep_fn
@@ -116,6 +120,7 @@ class GradCache:
         self.audit = audit
         self.boundary_bytes = boundary_bytes
         self.regroup = regroup
+        self.budget = ChunkBudget(memory_budget)
         self.step_result: StepResult | None = None
         self._inputs = two_pass.InputGradients()
         self._wants_gradient: list[bool] = []
@@ -204,32 +209,52 @@ class GradCache:
         Returns:
             The loss of the whole batch, detached. :attr:`step_result` holds it with the representations.
         """
-        towers = self._towers(model_inputs, no_sync_except_last)
-        step = Step(self, towers)
-        self._inputs = two_pass.InputGradients()
-        self._difference, self._auxiliary = 0.0, ()
-        reduction = Reduction(self.models, self._heads())
-        if torch.is_grad_enabled():
-            reduction.broadcast_buffers()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(reduction.silenced())
-            accumulation = stack.enter_context(Accumulation(self._own_parameters(towers)))
-            encoded = step.encode(self._inputs)
+        step = self._step(model_inputs, no_sync_except_last)
+        heads = self._heads(self.get_rep_fn, self.loss_fn)
+        with step.gradients(heads) as commit:
+            encoded = step.encode()
             if torch.is_grad_enabled():
-                self._wants_gradient = [tower.wants_gradient for tower in towers]
+                self._wants_gradient = step.wants_gradient
                 cache, loss = self.build_cache(*encoded, **loss_kwargs)
-                step.backward(cache, no_sync_except_last)
-                self._inputs.flow()
-                accumulation.commit(partial(reduction.average, accumulation.parameters) if reduction else None)
+                self._second_pass(step, cache, no_sync_except_last)
+                step.inputs.flow()
+                commit()
             else:
                 loss = self._loss(encoded, loss_kwargs).detach()
         difference = max(self._difference, step.greatest_difference) if self.audit else None
         self.step_result = StepResult(loss, tuple(encoded), self._auxiliary, difference)
         return loss
 
+    def encode(self, *model_inputs: Any) -> tuple[Any, ...]:
+        """The representations of the whole batch, one per model, with a graph whose backward is the second pass.
+
+        For training loops that call ``loss.backward()`` themselves: put any loss on top, scale it, add others. The
+        second pass runs once, inside that backward; gradients of the models appear when it is done. ``loss_fn`` and
+        ``scaler`` are not used, and the loss's own parameters get their gradients from the caller's backward alone.
+        """
+        outer = [tensor for tensor in tensors_in(list(model_inputs)) if tensor.requires_grad]
+        leaves = {id(tensor): tensor.detach().requires_grad_() for tensor in outer}
+        step = self._step(map_tensors(lambda tensor: leaves.get(id(tensor), tensor), list(model_inputs)), False)
+        encoded = step.encode()
+        if not torch.is_grad_enabled():
+            return tuple(encoded)
+
+        def second_pass(cache: list[Any]) -> list[Tensor | None]:
+            with step.gradients(self._heads(self.get_rep_fn)) as commit:
+                self._second_pass(step, cache, False)
+                step.inputs.flow()
+                commit()
+            return [leaves[id(tensor)].grad for tensor in outer]
+
+        return cast(tuple[Any, ...], attach(encoded, step.wants_gradient, outer, second_pass))
+
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def _towers(self, model_inputs: Sequence[Any], no_sync_except_last: bool) -> list[Tower]:
+    def _second_pass(self, step: Step, cache: Sequence[Any], no_sync_except_last: bool) -> None:
+        self._inputs, self._difference = step.inputs, 0.0
+        step.backward(cache, no_sync_except_last)
+
+    def _step(self, model_inputs: Sequence[Any], no_sync_except_last: bool) -> Step:
         self._check_towers()
         if len(model_inputs) != len(self.models):
             raise ValueError(
@@ -241,10 +266,22 @@ class GradCache:
                 "expected models wrapped in DistributedDataParallel with no_sync_except_last=True, got one that has no "
                 "no_sync(); wrap all models or drop the flag"
             )
+        self._auxiliary = ()
         # A subclass that calls the model in its own way gets it as it was given, wrapper and all.
-        models = self.models if self.replaced("model_call") else map(unwrapped, self.models)
-        split = [self.split_inputs(x, size) for x, size in zip(model_inputs, self.chunk_sizes, strict=True)]
-        return [Tower(model, chunks) for model, chunks in zip(models, split, strict=True)]
+        models = list(self.models if self.replaced("model_call") else map(unwrapped, self.models))
+        sizes = [self._rows(*parts) for parts in zip(models, model_inputs, self.chunk_sizes, strict=True)]
+        split = [self.split_inputs(x, size) for x, size in zip(model_inputs, sizes, strict=True)]
+        return Step(self, [Tower(model, chunks) for model, chunks in zip(models, split, strict=True)])
+
+    def _rows(self, model: nn.Module, model_input: Any, size: int | str) -> int:
+        if isinstance(size, int):
+            return size
+        if isinstance(model, StreamedModel):
+            raise ValueError(
+                "expected a number of rows for a model that streams its shards, got chunk_sizes='auto'; its "
+                "activations are bounded by the model's own budget"
+            )
+        return self.budget.rows_for(model, lambda n: self.split_inputs(model_input, n), self.encoder_of(model))
 
     def _loss(self, reps: Sequence[Any], loss_kwargs: dict[str, Any]) -> Tensor:
         with self.autocast(*reps):
@@ -271,7 +308,7 @@ class GradCache:
                 )
             self.chunk_sizes = [self.chunk_sizes[0]] * len(self.models)
         for size in self.chunk_sizes:
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
                 raise ValueError(f"expected chunks of at least 1 row, got chunk_sizes={self.chunk_sizes}")
         for model in self.models:
             if not isinstance(model, nn.Module):
@@ -297,14 +334,10 @@ class GradCache:
         """Whether a subclass, or an attribute of this object, replaces one of these hooks."""
         return any(getattr(getattr(self, hook), "__func__", None) is not getattr(GradCache, hook) for hook in hooks)
 
-    def _own_parameters(self, towers: Iterable[Tower]) -> list[nn.Parameter]:
-        """Parameters whose gradients are put together here; a streamed model keeps its own at home."""
-        modules = [tower.model for tower in towers if not isinstance(tower.model, StreamedModel)]
-        return [parameter for module in [*modules, *self._heads()] for parameter in module.parameters()]
-
-    def _heads(self) -> list[nn.Module]:
-        """Modules with parameters besides the towers: what picks the representations, and the loss."""
-        return [fn for fn in (self.loss_fn, self.get_rep_fn) if isinstance(fn, nn.Module)]
+    @staticmethod
+    def _heads(*functions: Any) -> list[nn.Module]:
+        """Those of the functions that are modules, with parameters of their own."""
+        return [function for function in functions if isinstance(function, nn.Module)]
 
     def autocast(self, *owners: Any) -> contextlib.AbstractContextManager[Any]:
         """The context of ``precision`` on the device that modules or tensors are on."""

@@ -13,13 +13,18 @@ a hook that walks                   ``forward_backward``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 
 from gradcache import representations
+from gradcache.accumulation import Accumulation
+from gradcache.distributed import Reduction
 from gradcache.layered import LayeredModel, is_plain_sequential
 from gradcache.streamed import StreamedModel, StreamedWalk
 from gradcache.two_pass import InputGradients, is_trainable
@@ -48,12 +53,35 @@ class Step:
     def __init__(self, owner: GradCache, towers: list[Tower]) -> None:
         self._owner = owner
         self._towers = towers
+        self.inputs = InputGradients()
         self._shared: list[tuple[StreamedWalk, list[Tower]]] = []
         #: Greatest difference between the two passes of streamed towers, where the owner audits.
         self.greatest_difference = 0.0
 
-    def encode(self, inputs: InputGradients) -> list[Any]:
+    @contextlib.contextmanager
+    def gradients(self, heads: Iterable[nn.Module]) -> Iterator[Callable[[], None]]:
+        """The place where this step's gradients are put together; ``heads``: modules that are trained besides towers.
+
+        Gives a function that hands them over, averaged over processes; without its call every ``.grad`` stays as it is.
+        """
+        heads = list(heads)
+        # A streamed model keeps its gradients at home by itself.
+        own = [tower.model for tower in self._towers if not isinstance(tower.model, StreamedModel)]
+        reduction = Reduction(self._owner.models, heads)
+        parameters = [parameter for module in [*own, *heads] for parameter in module.parameters()]
+        with reduction.silenced(), Accumulation(parameters) as accumulation:
+            average = partial(reduction.average, accumulation.parameters) if reduction else None
+            yield partial(accumulation.commit, average)
+
+    @property
+    def wants_gradient(self) -> list[bool]:
+        """After :meth:`encode`: which towers want a gradient of their representations."""
+        return [tower.wants_gradient for tower in self._towers]
+
+    def encode(self) -> list[Any]:
         """The first pass. Returns the representations of each tower."""
+        if torch.is_grad_enabled():
+            Reduction(self._owner.models, ()).broadcast_buffers()
         groups: dict[int, list[Tower]] = {}
         for tower in self._towers:
             if self._is_streamed(tower.model):
@@ -62,12 +90,12 @@ class Step:
                 tower.encoded, tower.states = self._owner.forward_no_grad(tower.model, tower.chunks)
                 tower.wants_gradient = any(getattr(state, "requires_grad", True) for state in tower.states)
         for group in groups.values():
-            self._encode_together(group, inputs)
+            self._encode_together(group)
         return [tower.encoded for tower in self._towers]
 
-    def _encode_together(self, group: list[Tower], inputs: InputGradients) -> None:
+    def _encode_together(self, group: list[Tower]) -> None:
         model = group[0].model
-        chunks = [[inputs.cut(self._owner.processed(chunk)) for chunk in tower.chunks] for tower in group]
+        chunks = [[self.inputs.cut(self._owner.processed(chunk)) for chunk in tower.chunks] for tower in group]
         trainable = is_trainable(model, chunks)
         walk = StreamedWalk(self._streamed(model), chunks, self._owner.get_reps, audit=self._owner.audit)
         with self._owner.autocast(model):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -90,6 +91,9 @@ def test_layered_walk_equals_the_two_pass_walk_for_every_combination_of_layers(
     tied: bool,
     steps: int,
 ) -> None:
+    # Plain torch refuses to write over what the layer before has saved for its backward.
+    pairs = itertools.pairwise(kinds)
+    assume(not any(before in ("tanh", "relu") and after in ("inplace", "relu") for before, after in pairs))
     if rows % size == 1:
         rows += 1  # BatchNorm needs two rows in a chunk
     bare, ours = layers(*kinds, "linear"), layers(*kinds, "linear")

@@ -43,7 +43,7 @@ def plain(kind: str, x: Tensor, y: Tensor, **kwargs: Any) -> Tensor:
         for i in range(rows):
             own = [j for j in range(y.size(0)) if kwargs["y_labels"][j] == kwargs["x_labels"][i]]
             per_row.append(-sum((log_p[i, j] for j in own), torch.zeros(())) / max(len(own), 1))
-        return torch.stack(per_row).mean()
+        return torch.stack(per_row).mean() + 0 * log_p.sum()
     scores = x @ y.T * 10.0 - 10.0
     return -F.logsigmoid(scores * (2 * torch.eye(rows, y.size(0)) - 1)).sum() / rows
 

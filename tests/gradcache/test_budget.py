@@ -1,0 +1,101 @@
+"""Chunk sizes from memory: as many rows as fit, found out without a trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradcache import GradCache
+from gradcache.budget import kept_bytes
+from gradcache.grouping import SavedBytes
+from offload import OffloadModel
+
+# Input (32 bytes a row) is saved by the first layer, its output (64) by tanh, which returns what the second saves.
+BYTES_PER_ROW = 32 + 64
+
+
+def tower() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 6))
+
+
+def energy(*reps: Tensor) -> Tensor:
+    return torch.stack([rep.square().sum() for rep in reps]).sum()
+
+
+def rows_run(model: nn.Module) -> list[int]:
+    runs: list[int] = []
+    model.register_forward_hook(lambda _m, args, _o: runs.append(args[0].size(0)))
+    return runs
+
+
+@pytest.mark.parametrize("rows_that_fit", [1, 2, 5, 11, 100])
+def test_auto_takes_as_many_rows_as_the_budget_holds(rows_that_fit: int, assert_same_gradients: Any) -> None:
+    bare, ours = tower(), tower()
+    x = torch.randn(12, 8)
+    energy(bare(x)).backward()
+    runs = rows_run(ours)
+    GradCache([ours], "auto", energy, memory_budget=BYTES_PER_ROW * rows_that_fit + 10)(x)
+    trial, first_pass = runs[:2], runs[2]
+    assert trial == [2, 4]
+    assert first_pass == min(rows_that_fit, 12)
+    assert_same_gradients([bare], [ours])
+
+
+def test_a_chunk_of_the_chosen_size_keeps_no_more_than_the_budget() -> None:
+    model = tower()
+    x = torch.randn(12, 8)
+    step = GradCache([model], "auto", energy, memory_budget=500)
+    step(x)
+    chosen = step.budget.rows_for(model, lambda n: list(x.split(n)), model)
+    counter = SavedBytes(list(model.parameters()))
+    with counter:
+        model(x[:chosen].clone())
+    assert 500 - BYTES_PER_ROW < counter.total <= 500
+
+
+def test_the_trial_runs_once_per_shape_and_leaves_buffers_and_generators_alone() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Dropout(0.5))
+    once = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Dropout(0.5))
+    once.load_state_dict(model.state_dict())
+    x = torch.randn(8, 8)
+    torch.manual_seed(1)
+    once(x)
+    expected = torch.get_rng_state()
+    torch.manual_seed(1)
+    step = GradCache([model], "auto", energy, memory_budget=1 << 20)
+    step(x)
+    assert torch.equal(torch.get_rng_state(), expected)
+    torch.testing.assert_close(model[1].running_mean, once[1].running_mean)
+    runs = rows_run(model)
+    step(x)
+    assert runs == [8, 8]
+
+
+def test_frozen_tower_is_measured_as_if_it_were_trained_and_stays_frozen() -> None:
+    model = tower().requires_grad_(False)
+    assert kept_bytes(model, torch.zeros(3, 8), model) == 3 * BYTES_PER_ROW
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_budget_below_one_row_and_other_misuse_are_named() -> None:
+    x = torch.randn(4, 8)
+    with pytest.raises(ValueError, match=f"one row keeps {BYTES_PER_ROW}"):
+        GradCache([tower()], "auto", energy, memory_budget=20)(x)
+    with pytest.raises(ValueError, match="memory_budget=0"):
+        GradCache([tower()], "auto", energy, memory_budget=0)
+    with pytest.raises(ValueError, match="streams its shards"):
+        GradCache([OffloadModel(tower(), "cpu")], "auto", energy)(x)
+    with pytest.raises(ValueError, match="at least 1 row"):
+        GradCache([tower()], "large", energy)
+
+
+def test_without_a_budget_half_of_the_free_memory_is_taken() -> None:
+    model = tower()
+    runs = rows_run(model)
+    GradCache([model, model], ["auto", 2], energy)(torch.randn(6, 8), torch.randn(4, 8))
+    assert runs == [2, 4, 6, 2, 2, 6, 2, 2]

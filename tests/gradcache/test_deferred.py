@@ -1,0 +1,121 @@
+"""Representations with a graph: any loss on top, and a backward that is the second pass."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradcache import GradCache
+from gradcache.loss import SimpleContrastiveLoss
+from offload import OffloadModel
+
+
+def tower(seed: int = 0, dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 6))
+
+
+def unused(*_: Any) -> Tensor:
+    raise AssertionError("encode() leaves the loss to the caller")
+
+
+def plain(model: nn.Sequential) -> nn.Module:
+    return model
+
+
+def offloaded(model: nn.Sequential) -> nn.Module:
+    return OffloadModel(model, "cpu", num_slices=2, checkpoint_activation=True)
+
+
+@pytest.mark.parametrize("how", [plain, offloaded])
+@pytest.mark.parametrize("tied", [False, True])
+def test_caller_s_own_backward_gives_the_whole_batch_s_gradient(
+    how: Any, tied: bool, assert_same_gradients: Any
+) -> None:
+    bare = [tower(1)] * 2 if tied else [tower(1), tower(2)]
+    ours = copy.deepcopy(bare)
+    wrapped = {id(model): how(model) for model in ours}
+    called = [wrapped[id(model)] for model in ours]
+    scale = [nn.Parameter(torch.tensor(2.0)) for _ in range(2)]
+    x, y = torch.randn(6, 8), torch.randn(6, 8)
+    before = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    before[1].load_state_dict(before[0].state_dict())
+    loss = SimpleContrastiveLoss()
+    expected = loss(bare[0](before[0](x)) * scale[0], bare[1](y)) / 4
+    expected.backward()
+    hidden = before[1](x)
+    a, b = GradCache(called, 4, unused).encode(hidden, y)
+    actual = loss(a * scale[1], b) / 4
+    torch.testing.assert_close(actual, expected)
+    assert all(parameter.grad is None for model in called for parameter in model.parameters())
+    (actual + 0 * hidden.sum()).backward()
+    assert_same_gradients([*bare, before[0]], [*called, before[1]])
+    torch.testing.assert_close(scale[1].grad, scale[0].grad)
+
+
+def test_two_batches_may_be_encoded_before_the_first_backward(assert_same_gradients: Any) -> None:
+    bare, ours = tower(), tower()
+    batches = [torch.randn(5, 8), torch.randn(3, 8)]
+    for batch in batches:
+        bare(batch).square().sum().backward()
+    step = GradCache([ours], 2, unused)
+    encoded = [step.encode(batch)[0] for batch in batches]
+    for reps in reversed(encoded):
+        reps.square().sum().backward()
+    assert_same_gradients([bare], [ours])
+
+
+def test_masks_of_the_first_pass_are_met_although_the_caller_draws_in_between() -> None:
+    model = tower(dropout=0.5)
+    seen: list[Tensor] = []
+    model.register_forward_hook(lambda _m, _x, out: seen.append(out.detach()))
+    (reps,) = GradCache([model], 2, unused).encode(torch.randn(4, 8))
+    torch.rand(7)
+    before = torch.get_rng_state()
+    reps.sum().backward()
+    assert torch.equal(seen[0], seen[2])
+    assert torch.equal(seen[1], seen[3])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_backward_runs_once() -> None:
+    (reps,) = GradCache([tower()], 2, unused).encode(torch.randn(4, 8))
+    loss = reps.square().sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="encode the batch again"):
+        loss.backward()
+
+
+def test_frozen_tower_and_integer_outputs_need_no_gradient() -> None:
+    frozen = tower(1).requires_grad_(False)
+    step = GradCache([tower(), frozen], 2, unused, get_rep_fn=lambda r: (r, torch.arange(r.size(0))))
+    (a, ids), (b, _) = step.encode(torch.randn(4, 8), torch.randn(4, 8))
+    assert a.requires_grad
+    assert not b.requires_grad
+    assert ids.tolist() == [0, 1, 0, 1]
+    (a * b).sum().backward()
+    assert step.models[0][0].weight.grad is not None
+
+
+def test_no_grad_gives_plain_representations() -> None:
+    model = tower()
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        (reps,) = GradCache([model], 3, unused).encode(x)
+    torch.testing.assert_close(reps, model(x).detach())
+    assert not reps.requires_grad
+
+
+def test_gradient_scaler_of_the_caller_scales_the_second_pass(assert_same_gradients: Any) -> None:
+    bare, ours = tower(), tower()
+    x = torch.randn(4, 8)
+    bare(x).square().sum().backward()
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    (reps,) = GradCache([ours], 2, unused).encode(x)
+    scaler.scale(reps.square().sum()).backward()
+    scaler.unscale_(torch.optim.SGD(ours.parameters()))
+    assert_same_gradients([bare], [ours])
