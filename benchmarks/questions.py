@@ -61,4 +61,9 @@ QUESTIONS = (
         "benchmarks.offload_step.question",
         ("numpy", "tqdm", "matplotlib"),
     ),
+    Question(
+        "train-overlap",
+        "with a slow loader, slow embedding rows and compute in one loop: how near is a step to its slowest part?",
+        "benchmarks.train_overlap.question",
+    ),
 )

@@ -1,0 +1,147 @@
+"""How near to its slowest part does training come when a slow loader, slow rows and compute overlap?
+
+Each rung has another balance of the three, and takes steps with nothing overlapped, with everything overlapped, and
+of each part alone. An ideal pipeline takes as long as its slowest part alone; in turn, they take their sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.frame.cache import cache_directory
+from benchmarks.frame.environment import Environment, filesystem_of, here
+from benchmarks.frame.extra import require
+from benchmarks.frame.plot import COLOURS, new_figure, save
+from benchmarks.frame.report import write_json_lines
+from benchmarks.frame.rungs import Outcome, Rung, run_rungs
+from benchmarks.frame.table import markdown_table
+from benchmarks.train_overlap.steps import Shape
+
+__all__ = ["add_arguments", "run"]
+
+MAXIMUM_RATIO = 1.10  # of the overlapped step to the slowest part alone
+# Latency of the loader and of the rows, as shares of the compute time.
+BALANCES = {
+    "compute is slowest": (0.5, 0.5),
+    "the loader is slowest": (1.5, 0.6),
+    "rows are slowest": (0.6, 1.5),
+    "all are even": (1.0, 1.0),
+}
+PARTS = ("load", "rows", "compute")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Sizes, the number of rounds, and where the table is."""
+    parser.add_argument("--table-rows", type=int, default=200_000, metavar="N", help="rows of the table")
+    parser.add_argument("--table-dim", type=int, default=64, metavar="N", help="columns of the table")
+    parser.add_argument("--bags", type=int, default=512, metavar="N", help="rows of the batch")
+    parser.add_argument("--indices", type=int, default=4, metavar="N", help="rows of the table for each of them")
+    parser.add_argument("--width", type=int, default=768, metavar="N", help="channels of the dense part")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="repetitions of each rung")
+    parser.add_argument("--batches", type=int, default=20, metavar="N", help="timed batches of each way in a round")
+    parser.add_argument("--home", type=Path, default=cache_directory(), help="a directory on disk for the table")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the rungs and prints the table; 0 if every rung holds the bound at the head of this module."""
+    for name in ("table_rows", "table_dim", "bags", "indices", "width", "rounds", "batches"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"expected at least 1, got {name}={getattr(arguments, name)}")
+    for package in ("tqdm", *(("matplotlib",) if arguments.plot else ())):
+        require(package)
+    environment = here()
+    print("\n".join(environment.lines()))
+    arguments.home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="train-overlap-", dir=arguments.home) as home:
+        print(f"homes    {home} ({filesystem_of(Path(home))})", flush=True)
+        outcomes = run_rungs(_rungs(arguments, home))
+    print(f"\n{_table(outcomes)}\n")
+    if arguments.json:
+        print(f"rungs in {write_json_lines(arguments.json, environment, outcomes)}")
+    if arguments.plot and not any(outcome.failure for outcome in outcomes):
+        print(f"picture in {_draw(arguments.plot, outcomes, environment)}")
+    broken = _broken(outcomes)
+    print("\n".join(broken) if broken else "all bounds hold", file=sys.stderr if broken else sys.stdout)
+    return 1 if broken else 0
+
+
+def _rungs(arguments: argparse.Namespace, home: str) -> list[Rung]:
+    sizes = {name: getattr(arguments, name) for name in ("table_rows", "table_dim", "bags", "indices", "width")}
+    settings = {"home": home, "rounds": arguments.rounds, "batches": arguments.batches}
+    return [
+        Rung(
+            name,
+            "benchmarks.train_overlap.steps:measure",
+            {"shape": asdict(Shape(**sizes)), "load": load, "rows": rows, **settings},
+        )
+        for name, (load, rows) in BALANCES.items()
+    ]
+
+
+def _median(outcome: Outcome, name: str) -> float:
+    return statistics.median(step[name] for step in outcome.steps)
+
+
+def _table(outcomes: Sequence[Outcome]) -> str:
+    header = [
+        "rung",
+        *(f"{part} alone" for part in PARTS),
+        "in turn",
+        "overlapped",
+        "overlapped / slowest",
+        "read again",
+    ]
+    rows = []
+    for outcome in outcomes:
+        if outcome.result is None:
+            rows.append([outcome.rung.name, f"failed: {outcome.failure}", *[""] * (len(header) - 2)])
+            continue
+        ratios = sorted(step["ratio"] for step in outcome.steps)
+        rows.append(
+            [
+                outcome.rung.name,
+                *(f"{1e3 * _median(outcome, name):.1f} ms" for name in (*PARTS, "in turn", "overlapped")),
+                f"{_median(outcome, 'ratio'):.3f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+                f"{outcome.result['rows_refreshed'] / outcome.result['rows_read']:.1%}",
+            ]
+        )
+    return markdown_table(header, rows)
+
+
+def _broken(outcomes: Sequence[Outcome]) -> list[str]:
+    """What must hold and does not, one line each."""
+    broken = [f"{outcome.rung.name}: {outcome.failure}" for outcome in outcomes if outcome.failure]
+    for outcome in outcomes:
+        if outcome.result is None:
+            continue
+        if outcome.result["undistributed"]:
+            broken.append(f"{outcome.rung.name}: rows did not run ahead: {outcome.result['undistributed']}")
+        if not _median(outcome, "ratio") <= MAXIMUM_RATIO:
+            broken.append(
+                f"{outcome.rung.name}: the overlapped step must take at most {MAXIMUM_RATIO:.2f} of the slowest part, "
+                f"takes {_median(outcome, 'ratio'):.3f}"
+            )
+    return broken
+
+
+def _draw(path: Path, outcomes: Sequence[Outcome], environment: Environment) -> Path:
+    figure, axes = new_figure(len(outcomes), "A step: its parts one on the other, and overlapped")
+    for axis, outcome in zip(axes, outcomes, strict=True):
+        bottom = 0.0
+        for k, part in enumerate(PARTS):
+            milliseconds = 1e3 * _median(outcome, part)
+            axis.bar(0, milliseconds, bottom=bottom, color=COLOURS[k], label=part)
+            bottom += milliseconds
+        for x, way in ((1, "in turn"), (2, "overlapped")):
+            axis.bar(x, 1e3 * _median(outcome, way), color="#999999")
+        axis.axhline(1e3 * _median(outcome, "slowest"), color="#333333", linestyle="--", linewidth=1, label="slowest")
+        axis.set_xticks(range(3), ["alone", "in turn", "overlapped"], fontsize=8)
+        axis.set_title(f"{outcome.rung.name}, ms", fontsize=10)
+    axes[0].legend(fontsize=7, frameon=False)
+    return save(figure, path, environment)

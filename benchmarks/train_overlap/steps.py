@@ -1,0 +1,177 @@
+"""The rungs: a model with an embedding table on disk, trained from a slow loader, in turn and overlapped.
+
+Three things take time: the loader, the rows of the table, and compute. The first two are made slow by a latency that
+is added to the real work, as a share of the measured compute time, so that each rung has the balance that its name
+says on any machine. (The table's file is in the page cache after a while; without the latency rows would be fast.)
+Rows that must be read again because they were just updated carry no latency: they are in the page cache for certain.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.frame.child import Report
+
+__all__ = ["Shape", "measure"]
+
+WARMUP = 4  # batches: as many as may have been fetched while the other ways ran, and one more
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A table, a dense part, and a batch."""
+
+    table_rows: int
+    table_dim: int
+    bags: int
+    indices: int  # of one bag
+    width: int
+    seed: int = 0
+
+
+class _Model(nn.Module):
+    def __init__(self, shape: Shape, bag: nn.Module) -> None:
+        super().__init__()
+        self.bag = bag
+        torch.manual_seed(shape.seed + 1)
+        self.dense = nn.Sequential(
+            nn.Linear(shape.table_dim, shape.width),
+            nn.GELU(),
+            nn.Linear(shape.width, shape.width),
+            nn.GELU(),
+            nn.Linear(shape.width, 1),
+        )
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.head(self.bag(batch["indices"]), batch)
+
+    def head(self, pooled: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        losses = (self.dense(pooled) - batch["labels"]).square().mean()
+        return losses, losses.detach()
+
+
+class _Optimizer(torch.optim.Optimizer):
+    """Rows of the table by row-wise Adagrad, the dense part by SGD."""
+
+    def __init__(self, model: _Model) -> None:
+        from offload import RowWiseAdagrad
+
+        self.parts = (RowWiseAdagrad(model.bag.parameters(), 0.01), torch.optim.SGD(model.dense.parameters(), 0.01))
+        super().__init__([p for part in self.parts for group in part.param_groups for p in group["params"]], {})
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
+class _Workload:
+    """One model and what feeds it; the latencies are set once compute has been timed."""
+
+    def __init__(self, shape: Shape, home: str) -> None:
+        from offload import OffloadEmbeddingBag
+
+        workload = self
+
+        class SlowRows(OffloadEmbeddingBag):
+            def _read(self, *arguments: Any) -> Any:
+                time.sleep(workload.rows_latency)
+                return super()._read(*arguments)
+
+        self.load_latency = self.rows_latency = 0.0
+        self._shape = shape
+        torch.manual_seed(shape.seed)
+        self.bag = SlowRows(shape.table_rows, shape.table_dim, "sum", offload_device=home)
+        self.model = _Model(shape, self.bag)
+        self.optimizer = _Optimizer(self.model)
+        self.loader = self._batches()
+
+    def _batches(self) -> Iterator[dict[str, Tensor]]:
+        shape = self._shape
+        generator = torch.Generator().manual_seed(shape.seed + 2)
+        while True:
+            time.sleep(self.load_latency)
+            indices = torch.randint(shape.table_rows, (shape.bags, shape.indices), generator=generator)
+            yield {"indices": indices, "labels": torch.randn(shape.bags, 1, generator=generator)}
+
+    def compute(self, request: Any, batch: dict[str, Tensor]) -> None:
+        """All of a step but the loader and the rows."""
+        self.optimizer.zero_grad()
+        losses, _ = self.model.head(self.bag.compute_and_output_dist(None, request), batch)
+        losses.backward()
+        self.optimizer.step()
+
+    def alone(self, batches: int) -> dict[str, float]:
+        """Seconds for each of the three, with nothing beside it; medians over some batches."""
+        seconds: dict[str, list[float]] = {"load": [], "rows": [], "compute": []}
+        for _ in range(batches):
+            marks = [time.perf_counter()]
+            batch = next(self.loader)
+            marks.append(time.perf_counter())
+            request = self.bag.input_dist(None, batch["indices"]).wait().wait()
+            marks.append(time.perf_counter())
+            self.compute(request, batch)
+            marks.append(time.perf_counter())
+            for k, name in enumerate(seconds):
+                seconds[name].append(marks[k + 1] - marks[k])
+        return {name: sum(values) / len(values) for name, values in seconds.items()}
+
+
+def measure(
+    report: Report, shape: dict[str, Any], home: str, load: float, rows: float, rounds: int, batches: int
+) -> dict[str, Any]:
+    """Rounds of the three alone, of all in turn, and of the pipeline, so that a slow minute of the machine hits all.
+
+    Args:
+        report: where steps go.
+        shape: of the model and the batch.
+        home: a directory on disk.
+        load, rows: latency added to each, as a share of the time that compute takes alone.
+        rounds: how often all of it is repeated.
+        batches: timed batches of each way in a round.
+    """
+    from pipe.train import Lanes, TrainPipelineSparseDist
+
+    torch.set_num_threads(1)  # one core computes; reading and waiting have the rest
+    chosen = Shape(**shape)
+    reference = _Workload(chosen, home)
+    reference.alone(WARMUP)
+    compute = reference.alone(batches)["compute"]
+    ways = {}
+    for name in ("in turn", "overlapped"):
+        workload = _Workload(chosen, home)
+        ahead = None if name == "overlapped" else {"load": 0, "copy": 0, "distribute": 0}
+        lanes = None if name == "overlapped" else Lanes.serial()
+        pipeline = TrainPipelineSparseDist(workload.model, workload.optimizer, "cpu", ahead=ahead, lanes=lanes)
+        ways[name] = (workload, pipeline)
+    for workload in (reference, *(workload for workload, _ in ways.values())):
+        workload.load_latency, workload.rows_latency = load * compute, rows * compute
+    losses: dict[str, list[float]] = {name: [] for name in ways}
+    report.total(rounds)
+    for k in range(rounds):
+        alone = reference.alone(batches)
+        seconds = {}
+        for name in sorted(ways, reverse=k % 2 == 1):
+            workload, pipeline = ways[name]
+            for _ in range(WARMUP):
+                losses[name].append(float(pipeline.progress(workload.loader)))
+            started = time.perf_counter()
+            for _ in range(batches):
+                losses[name].append(float(pipeline.progress(workload.loader)))
+            seconds[name] = (time.perf_counter() - started) / batches
+        slowest = max(alone.values())
+        report.step(**alone, **seconds, slowest=slowest, ratio=seconds["overlapped"] / slowest)
+    if losses["in turn"] != losses["overlapped"]:
+        raise AssertionError("the overlapped run does not compute the same losses as the one in turn")
+    pipeline = ways["overlapped"][1]
+    return {
+        "losses": len(losses["overlapped"]),
+        "rows_refreshed": ways["overlapped"][0].bag.statistics().rows_refreshed,
+        "rows_read": ways["overlapped"][0].bag.statistics().rows_read,
+        "undistributed": dict(pipeline.statistics().undistributed),
+    }

@@ -1,0 +1,61 @@
+"""The question ``train-overlap``: its rungs run, and its bounds are bounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.frame.rungs import Outcome, Rung
+from benchmarks.train_overlap.question import MAXIMUM_RATIO, PARTS, _broken, _table
+from benchmarks.train_overlap.steps import measure
+
+SHAPE = {"table_rows": 300, "table_dim": 4, "bags": 16, "indices": 2, "width": 8}
+
+
+class Report:
+    def __init__(self):
+        self.steps = []
+
+    def total(self, steps):
+        self.expected = steps
+
+    def step(self, **values):
+        self.steps.append(values)
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+def test_both_ways_train_the_same_model_and_every_part_is_timed(tmp_path):
+    report = Report()
+    result = measure(report, SHAPE, str(tmp_path), load=0.1, rows=0.1, rounds=2, batches=3)
+    assert len(report.steps) == report.expected == 2
+    assert set(report.steps[0]) == {*PARTS, "in turn", "overlapped", "slowest", "ratio"}
+    assert result["losses"] == 2 * (3 + 4)
+    assert result["undistributed"] == {}
+    assert 0 < result["rows_refreshed"] < result["rows_read"]
+
+
+def outcome(ratio, undistributed=None):
+    step = {**dict.fromkeys((*PARTS, "in turn", "overlapped", "slowest"), 0.01), "ratio": ratio}
+    result = {"rows_refreshed": 1, "rows_read": 10, "undistributed": undistributed or {}}
+    return Outcome(Rung("even", "module:function"), result=result, steps=[step] * 3)
+
+
+def test_a_step_that_takes_longer_than_its_slowest_part_allows_is_broken():
+    assert _broken([outcome(MAXIMUM_RATIO)]) == []
+    (line,) = _broken([outcome(MAXIMUM_RATIO + 0.01)])
+    assert "takes 1.110" in line
+    (line,) = _broken([outcome(1.0, {"bag": "the first forward did not call it"})])
+    assert "rows did not run ahead" in line
+
+
+def test_a_rung_that_failed_is_in_the_table_and_breaks_the_run():
+    failed = Outcome(Rung("even", "module:function"), failure="killed by SIGKILL")
+    assert "failed: killed by SIGKILL" in _table([outcome(1.0), failed])
+    assert _broken([failed]) == ["even: killed by SIGKILL"]
