@@ -16,19 +16,27 @@ __all__ = ["TreeSpec", "flatten", "map_tensors", "tensors_in", "unflatten"]
 
 TreeSpec = pytree.TreeSpec
 
+_LEAF: TreeSpec = pytree.tree_flatten(None)[1]
+
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     """The leaves of a nested value in a fixed order, and the structure that :func:`unflatten` needs."""
+    if isinstance(value, Tensor):  # what most layers pass to each other, and most micro-batches are
+        return [value], _LEAF
     return pytree.tree_flatten(value)
 
 
 def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
     """The nested value of structure ``spec`` with these ``leaves``."""
+    if spec is _LEAF:
+        return leaves[0]
     return pytree.tree_unflatten(leaves, spec)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in a nested value, in the order of :func:`flatten`."""
+    if isinstance(value, Tensor):
+        return [value]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
