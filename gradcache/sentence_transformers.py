@@ -1,9 +1,12 @@
 """The cached ranking loss of sentence-transformers, same interface, on this package's step.
 
 ``CachedMultipleNegativesRankingLoss`` here takes the place of the class of that name: the constructor, ``forward`` and
-``get_config_dict`` are called the same way, and a ``SentenceTransformerTrainer`` calls it as it calls any loss. Other
-inside: every generator and buffer is replayed, hard negatives and in-batch scores are computed by tiles, the second
-pass runs in the caller's ``backward()`` and puts gradients together in one piece.
+``get_config_dict`` are called the same way, and a trainer calls it as it calls any loss. Other inside: every generator
+and buffer is replayed, scores are computed by tiles, the second pass runs in the caller's ``backward()`` and puts
+gradients together in one piece.
+
+Not here: the options ``directions``, ``partition_mode``, ``hardness_mode``, ``hardness_strength`` and
+``mini_batch_num_tokens`` of that package's release 6; passing one is a TypeError.
 
 Nothing is imported from that package: a model is anything that maps a dict of features to a dict with
 ``"sentence_embedding"``.
@@ -50,6 +53,7 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
         scale: float = 20.0,
         similarity_fct: Callable[[Tensor, Tensor], Tensor] = cos_sim,
         mini_batch_size: int = 32,
+        *,
         gather_across_devices: bool = False,
         show_progress_bar: bool = False,
     ) -> None:
@@ -80,7 +84,7 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
         if len(columns) < 2:
             raise ValueError(f"expected features of anchors and of positives at least, got {len(columns)} column")
         # A model is called with the dict as its one argument, not with its members as keywords.
-        inputs = [([dict(features)], {}) for features in columns]
+        inputs: list[tuple[list[Any], dict[str, Any]]] = [([dict(features)], {}) for features in columns]
         cache = GradCache([self.model] * len(columns), self.mini_batch_size, _no_loss, get_rep_fn=_sentence_embedding)
         return self.calculate_loss(list(cache.encode(*inputs)))
 
