@@ -24,6 +24,9 @@ setup(
         # What torchrec needs. It asks for a CUDA build of fbgemm, so it is installed by hand on a machine without one:
         # pip install --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0
         "torchrec": ["tensordict", "torchmetrics==1.0.3", "tqdm", "pyre-extensions", "numpy"],
+        "jax": ["jax>=0.4.30"],
+        "sentence-transformers": ["sentence-transformers>=3"],
+        "huggingface": ["transformers>=4.40"],
         "lint": ["ruff>=0.6", "mypy>=1.11", "types-psutil"],
     },
     classifiers=[
