@@ -9,7 +9,7 @@ Rows that must be read again because they were just updated carry no latency: th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,25 +56,11 @@ class _Model(nn.Module):
         return losses, losses.detach()
 
 
-class _Optimizer(torch.optim.Optimizer):
-    """Rows of the table by row-wise Adagrad, the dense part by SGD."""
-
-    def __init__(self, model: _Model) -> None:
-        from offload import RowWiseAdagrad
-
-        self.parts = (RowWiseAdagrad(model.bag.parameters(), 0.01), torch.optim.SGD(model.dense.parameters(), 0.01))
-        super().__init__([p for part in self.parts for group in part.param_groups for p in group["params"]], {})
-
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for part in self.parts:
-            part.step()
-
-
 class _Workload:
     """One model and what feeds it; the latencies are set once compute has been timed."""
 
     def __init__(self, shape: Shape, home: str) -> None:
-        from offload import OffloadEmbeddingBag
+        from offload import OffloadEmbeddingBag, RowWiseAdagrad
 
         workload = self
 
@@ -88,7 +74,8 @@ class _Workload:
         torch.manual_seed(shape.seed)
         self.bag = SlowRows(shape.table_rows, shape.table_dim, "sum", offload_device=home)
         self.model = _Model(shape, self.bag)
-        self.optimizer = _Optimizer(self.model)
+        dense = torch.optim.SGD(self.model.dense.parameters(), 0.01)
+        self.optimizers = (RowWiseAdagrad(self.bag.parameters(), 0.01), dense)
         self.loader = self._batches()
 
     def _batches(self) -> Iterator[dict[str, Tensor]]:
@@ -101,10 +88,12 @@ class _Workload:
 
     def compute(self, request: Any, batch: dict[str, Tensor]) -> None:
         """All of a step but the loader and the rows."""
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         losses, _ = self.model.head(self.bag.compute_and_output_dist(None, request), batch)
         losses.backward()
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def alone(self, batches: int) -> dict[str, float]:
         """Seconds for each of the three, with nothing beside it; medians over some batches."""
@@ -147,7 +136,7 @@ def measure(
         workload = _Workload(chosen, home)
         ahead = None if name == "overlapped" else {"load": 0, "copy": 0, "distribute": 0}
         lanes = None if name == "overlapped" else Lanes.serial()
-        pipeline = TrainPipelineSparseDist(workload.model, workload.optimizer, "cpu", ahead=ahead, lanes=lanes)
+        pipeline = TrainPipelineSparseDist(workload.model, workload.optimizers, "cpu", ahead=ahead, lanes=lanes)
         ways[name] = (workload, pipeline)
     for workload in (reference, *(workload for workload, _ in ways.values())):
         workload.load_latency, workload.rows_latency = load * compute, rows * compute

@@ -17,7 +17,7 @@ import contextlib
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -70,7 +70,8 @@ class TrainPipelineBase:
 
     Args:
         model: called with one batch, returns ``(losses, output)``. Losses may have any shape; their sum is minimised.
-        optimizer: zeroed and stepped by the pipeline.
+        optimizer: zeroed and stepped by the pipeline. Several are stepped together, such as one for an embedding
+            table and one for the rest.
         device: where batches go. The model is there already.
         grad_accum: batches per optimizer step; the step sees their mean. None: every batch.
         amp_dtype: autocast to this type, or None.
@@ -98,7 +99,7 @@ class TrainPipelineBase:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         device: torch.device | str,
         *,
         grad_accum: int | None = None,
@@ -255,6 +256,7 @@ class TrainPipelineBase:
             if i in self._flights and self._flights[i].computing:
                 self._land(i)
                 self._window.abandon()
+            self._source = None  # whose reading may have been interrupted: the next call makes another of the iterator
             raise
         flight = self._land(i)
         try:
@@ -330,14 +332,12 @@ class TrainPipelineBase:
         flight: they are kept here as the loader gave them. Waits for reads that are under way.
         """
         flights = [self._flights[k] for k in sorted(self._flights)]
-        for flight in flights:
-            flight.tickets["load"].succeeded()
-        reads = [flight.read for flight in flights if flight.read is not None]
+        batches = [flight.read.batch for flight in flights if flight.holds_batch() and flight.read is not None]
         return {
             "window": self._window.state_dict(),
             "batches": self._batches,
-            "in_flight": [read.batch for read in reads if read.kind is Kind.BATCH],
-            "ended": any(read.kind is Kind.END for read in reads),
+            "in_flight": batches,
+            "ended": any(flight.read is not None and flight.read.kind is Kind.END for flight in flights),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -43,5 +43,6 @@ class Flight:
 
     def holds_batch(self) -> bool:
         """Whether the loader had a batch for this flight. Waits for the read."""
-        self.tickets["load"].succeeded()
+        if "load" in self.tickets:  # else an interrupt came before the read
+            self.tickets["load"].succeeded()
         return self.read is not None and self.read.kind is Kind.BATCH

@@ -11,7 +11,7 @@ caller's thread (on a stream of their own on CUDA), because collectives must hav
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
 
     Args:
         model: called with one batch, returns ``(losses, output)``.
-        optimizer: zeroed and stepped by the pipeline.
+        optimizer: zeroed and stepped by the pipeline; one or several.
         device: where batches go.
         enable_amp: run forward under autocast to ``amp_dtype``.
         enable_grad_scaling: scale the loss; takes effect for fp16 only.
@@ -49,7 +49,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         device: torch.device | str,
         enable_amp: bool = False,
         enable_grad_scaling: bool = True,
@@ -70,7 +70,8 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             **options,
         )
         self._distribution = Distribution(model, self._lanes.distribute)
-        self._distribution.check_optimizer(optimizer)
+        for one in self._window.optimizers:
+            self._distribution.check_optimizer(one)
         self._undistributed = self._distribution.undistributed
 
     def stages(self) -> list[Stage]:

@@ -16,7 +16,7 @@ the next batch opens a new window, and no half-accumulated gradient is stepped.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,11 +46,13 @@ class Window:
     """Accumulates, scales and steps.
 
     Args:
+        model: whose replicas are kept silent.
+        optimizer: one, or several that are zeroed and stepped together (a table's and the rest's).
         size: batches per optimizer step; None means 1.
         scaler: scales losses and steps the optimizer (fp16 only), or None.
 
     Raises:
-        TypeError: if ``size`` is no integer.
+        TypeError: if ``size`` is no integer, or an optimizer is none.
         ValueError: if ``size`` is not positive, or an optimizer updates inside backward where it would update with
             part of a window's gradient or with a scaled one.
     """
@@ -58,7 +60,7 @@ class Window:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         size: int | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
@@ -68,12 +70,16 @@ class Window:
             )
         if size is not None and size < 1:
             raise ValueError(f"expected grad_accum >= 1 batches per optimizer step, got grad_accum={size}")
+        optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+        wrong = [type(one).__name__ for one in optimizers if not isinstance(one, torch.optim.Optimizer)]
+        if wrong or not optimizers:
+            raise TypeError(f"expected a torch.optim.Optimizer, or several, got {wrong or 'none'}")
         self.size = size or 1
         self.scaler = scaler
         self.steps = 0
         self.position = 0
         self._model = model
-        self._optimizer = optimizer
+        self.optimizers = optimizers
         self._static_graphs_known = False
         if self.size > 1:
             _refuse_updates_in_backward(model, f"accumulates {self.size} batches (grad_accum={self.size})")
@@ -92,7 +98,8 @@ class Window:
             last: whether it is the last batch of its loader.
         """
         if self.position == 0:
-            self._optimizer.zero_grad(set_to_none=True)
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(set_to_none=True)
         return MicroStep(self.position + 1, last or not self.must_know_the_end)
 
     @contextlib.contextmanager
@@ -133,10 +140,12 @@ class Window:
             self._step()
 
     def _step(self) -> None:
-        if self.scaler is None:
-            self._optimizer.step()
-        else:
-            self.scaler.step(self._optimizer)
+        for optimizer in self.optimizers:
+            if self.scaler is None:
+                optimizer.step()
+            else:
+                self.scaler.step(optimizer)
+        if self.scaler is not None:
             self.scaler.update()
         self.position = 0
         self.steps += 1
@@ -146,7 +155,8 @@ class Window:
         self.position = 0
 
     def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return [parameter for group in groups for parameter in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:
         """Position, gradients accumulated so far (in the order of the optimizer's parameters), steps and scaler."""

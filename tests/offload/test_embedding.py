@@ -148,31 +148,21 @@ def batches(count, rows=ROWS):
     ]
 
 
-class Together(torch.optim.Optimizer):
-    """An optimizer for the table and one for the rest, as one."""
-
-    def __init__(self, *optimizers):
-        self.parts = optimizers
-        super().__init__([p for o in optimizers for g in o.param_groups for p in g["params"]], {})
-
-    def step(self, closure=None):
-        for part in self.parts:
-            part.step()
+def optimizers_of(model, name):
+    return [OPTIMIZERS[name](model.bag.parameters()), torch.optim.SGD(model.top.parameters(), 0.1)]
 
 
-def optimizer_of(model, name):
-    return Together(OPTIMIZERS[name](model.bag.parameters()), torch.optim.SGD(model.top.parameters(), 0.1))
-
-
-def train_plainly(model, optimizer, count, size):
+def train_plainly(model, optimizers, count, size):
     torch.manual_seed(4)
     data = batches(count)
     for start in range(0, count, size):
         window = data[start : start + size]
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         for batch in window:
             (model(batch)[0].sum() / len(window)).backward()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 @settings(max_examples=60, deadline=None)
@@ -188,10 +178,10 @@ def test_a_pipeline_that_prefetches_rows_trains_the_same_table(tmp_path_factory,
     theirs, ours = pair(tmp_path_factory.mktemp("home") if disk else "cpu", mode="sum")
     reference, model = Model(theirs), Model(ours)
     ours._lane = LANES[lane]() or ours._lane
-    train_plainly(reference, optimizer_of(reference, name), count, size)
+    train_plainly(reference, optimizers_of(reference, name), count, size)
     torch.manual_seed(4)
     depth = {"load": ahead, "copy": ahead, "distribute": ahead}
-    pipeline = TrainPipelineSparseDist(model, optimizer_of(model, name), "cpu", grad_accum=size, ahead=depth)
+    pipeline = TrainPipelineSparseDist(model, optimizers_of(model, name), "cpu", grad_accum=size, ahead=depth)
     iterator = iter(batches(count))
     for _ in range(count):
         pipeline.progress(iterator)
@@ -202,7 +192,7 @@ def test_a_pipeline_that_prefetches_rows_trains_the_same_table(tmp_path_factory,
 
 def run(model, lane, count=8):
     model.bag._lane = lane
-    pipeline = TrainPipelineSparseDist(model, optimizer_of(model, "sgd"), "cpu")
+    pipeline = TrainPipelineSparseDist(model, optimizers_of(model, "sgd"), "cpu")
     iterator = iter(batches(count))
     torch.manual_seed(4)
     for _ in range(count):
@@ -213,7 +203,7 @@ def run(model, lane, count=8):
 def test_without_reading_updated_rows_again_a_read_that_is_early_trains_another_table():
     theirs, ours = pair(mode="sum")
     reference, model = Model(theirs), Model(ours)
-    train_plainly(reference, optimizer_of(reference, "sgd"), 8, 1)
+    train_plainly(reference, optimizers_of(reference, "sgd"), 8, 1)
     model.bag._bring_up_to_date = lambda request, batch: None
     run(model, InlineLane())
     assert not torch.allclose(model.bag.weight, reference.bag.weight, atol=1e-4)
@@ -243,7 +233,7 @@ def test_rows_that_no_gradient_reached_are_not_read_again():
         {"indices": torch.arange(4).view(2, 2) + 4 * k, "labels": torch.randn(2, 1, generator=generator)}
         for k in range(5)
     ]
-    pipeline = TrainPipelineSparseDist(model, optimizer_of(model, "sgd"), "cpu")
+    pipeline = TrainPipelineSparseDist(model, optimizers_of(model, "sgd"), "cpu")
     iterator = iter(disjoint)
     for _ in range(5):
         pipeline.progress(iterator)
@@ -294,7 +284,7 @@ def test_an_index_outside_the_table_is_refused_in_its_turn():
     model = Model(pair(mode="sum")[1])
     data = batches(5)
     data[3]["indices"][1, 1] = ROWS
-    pipeline = TrainPipelineSparseDist(model, optimizer_of(model, "sgd"), "cpu")
+    pipeline = TrainPipelineSparseDist(model, optimizers_of(model, "sgd"), "cpu")
     iterator = iter(data)
     for _ in range(3):
         pipeline.progress(iterator)
@@ -335,12 +325,14 @@ def test_on_cuda_a_pipeline_that_prefetches_rows_trains_the_same_table(home):
     reference, model = Model(theirs).cuda(), Model(ours).cuda()
     for module in (reference, model):
         module.top.eval()  # the generators of the two devices are not in question here
-    train = optimizer_of(reference, "adagrad")
+    train = optimizers_of(reference, "adagrad")
     for batch in batches(12):
-        train.zero_grad()
+        for optimizer in train:
+            optimizer.zero_grad()
         reference({key: value.cuda() for key, value in batch.items()})[0].sum().backward()
-        train.step()
-    pipeline = TrainPipelineSparseDist(model, optimizer_of(model, "adagrad"), "cuda")
+        for optimizer in train:
+            optimizer.step()
+    pipeline = TrainPipelineSparseDist(model, optimizers_of(model, "adagrad"), "cuda")
     iterator = iter([{key: value.pin_memory() for key, value in batch.items()} for batch in batches(12)])
     for _ in range(12):
         pipeline.progress(iterator)

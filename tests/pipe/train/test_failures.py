@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from pipe.train import InlineLane, Lanes, TrainPipelineBase, TrainPipelineSparseDist
@@ -157,6 +161,12 @@ def test_bad_arguments_are_refused_by_name(lab, options, error, message):
         TrainPipelineSparseDist(model, lab.optimizer(model), "cpu", **options)
 
 
+@pytest.mark.parametrize("optimizers", [[], [torch.zeros(1)]])
+def test_what_is_no_optimizer_is_refused(lab, optimizers):
+    with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, or several"):
+        TrainPipelineBase(lab.model(), optimizers, "cpu")
+
+
 @pytest.mark.parametrize("returned", [torch.zeros(1), (torch.zeros(1),), None])
 def test_a_model_that_does_not_return_losses_and_output_is_told_so(lab, returned):
     class Wrong(nn.Module):
@@ -176,3 +186,132 @@ def test_losses_without_a_tensor_are_refused():
     pipeline = TrainPipelineBase(Wrong(), torch.optim.SGD([nn.Parameter(torch.zeros(1))]), "cpu")
     with pytest.raises(TypeError, match="losses of type float"):
         pipeline.progress(numbers(1))
+
+
+def test_an_interrupt_inside_the_loader_in_the_callers_thread_loses_no_batch(lab):
+    class Loader:
+        calls = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.calls += 1
+            if self.calls == 3:
+                raise KeyboardInterrupt
+            if self.calls == 7:
+                raise StopIteration
+            return torch.tensor(self.calls)
+
+    model, loader = Fragile(), Loader()
+    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters()), "cpu", lanes=Lanes.serial())
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.progress(loader)
+    assert len(pipeline.state_dict()["in_flight"]) == 2
+    assert lab.run(pipeline, loader) == [1, 2, 4, 5, 6]
+
+
+class Unreliable:
+    """A loader that fails at some of its reads and goes on."""
+
+    def __init__(self, numbers, broken):
+        self.numbers, self.broken, self.reads = list(numbers), set(broken), 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.reads += 1
+        if self.reads in self.broken:
+            self.broken.discard(self.reads)
+            raise OSError(self.reads)
+        if not self.numbers:
+            raise StopIteration
+        return torch.tensor(self.numbers.pop(0))
+
+
+def events_of(progress, steps):
+    """What a caller sees, call by call, until the loader ends: outputs, errors, and the gradients stepped so far."""
+    events = []
+    while True:
+        try:
+            events.append(progress())
+        except StopIteration:
+            return [*events, "end", list(steps)]
+        except (OSError, ArithmeticError) as error:
+            events.append(repr(error))
+
+
+def plain_events(model, optimizer, steps, loader, size):
+    """The same from a plain loop. A failing batch abandons its window; a window ends with its loader."""
+    waiting = []
+
+    def peek():
+        if not waiting:
+            try:
+                waiting.append(next(loader))
+            except (StopIteration, OSError) as error:
+                waiting.append(error)
+        return waiting[0]
+
+    window = 0
+
+    def progress():
+        nonlocal window
+        batch = peek()
+        waiting.clear()
+        if isinstance(batch, BaseException):
+            raise batch
+        if window == 0:
+            optimizer.zero_grad()
+        try:
+            losses, output = model(batch)
+            last = window + 1 == size or isinstance(peek(), StopIteration)
+            (losses / size).backward()
+        except ArithmeticError:
+            window = 0
+            raise
+        window += 1
+        if last:
+            for parameter in model.parameters():
+                parameter.grad.mul_(size / window)
+            optimizer.step()
+            window = 0
+        return output
+
+    return events_of(progress, steps)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 8), min_size=1, max_size=3),
+    data=st.data(),
+    size=st.integers(1, 4),
+    load=st.integers(0, 4),
+    copy=st.integers(0, 4),
+    kind=st.sampled_from(["threads", "serial", "sparse"]),
+)
+def test_whatever_fails_the_caller_sees_what_a_plain_loop_shows(counts, data, size, load, copy, kind):
+    broken_reads = [data.draw(st.sets(st.integers(1, count + 1), max_size=2)) for count in counts]
+    total = sum(counts)
+    failing = {
+        name: data.draw(st.sets(st.integers(0, max(total - 1, 0)), max_size=2)) for name in ("forward", "backward")
+    }
+    seen = []
+    for way in ("plain", "pipeline"):
+        model = Fragile(**{name: {k: ArithmeticError(k) for k in batches} for name, batches in failing.items()})
+        optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.0), []
+        optimizer.register_step_pre_hook(lambda *_, m=model, s=steps: s.append(round(m.weight.grad.item(), 6)))
+        make = TrainPipelineSparseDist if kind == "sparse" else TrainPipelineBase
+        lanes = Lanes.serial() if kind == "serial" else None
+        pipeline = make(model, optimizer, "cpu", grad_accum=size, ahead={"load": load, "copy": copy}, lanes=lanes)
+        events, first = [], 0
+        for count, broken in zip(counts, broken_reads, strict=True):
+            loader = Unreliable(range(first, first + count), broken)
+            first += count
+            if way == "plain":
+                events += plain_events(model, optimizer, steps, loader, size)
+            else:
+                events += events_of(partial(pipeline.progress, loader), steps)
+        seen.append(events)
+    assert seen[0] == seen[1]

@@ -1,0 +1,72 @@
+"""Table on disk, streamed encoder, chunks and train pipeline at once: the numbers are those of plain torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from offload import RowWiseAdagrad
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "retrieval_from_disk.py"
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("retrieval_from_disk", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def plain(example, batches, grad_accum):
+    """The same training with ``torch.nn`` alone; dropout is off, because chunks draw in an order of their own."""
+    torch.manual_seed(1)
+    words = nn.EmbeddingBag(example.WORDS, example.DIM, mode="mean", sparse=True)
+    encoder = example.encoder_layers()
+    for module in encoder.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    optimizers = [RowWiseAdagrad(words.parameters(), lr=0.05), torch.optim.AdamW(encoder.parameters(), lr=2e-3)]
+    losses, data = [], list(example.pairs_of_words(batches))
+    for start in range(0, batches, grad_accum):
+        window = data[start : start + grad_accum]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for pairs in window:
+            loss = example.contrastive_losses(encoder(words(pairs.queries)), encoder(words(pairs.passages))).mean()
+            (loss / len(window)).backward()
+            losses.append(loss.item())
+        for optimizer in optimizers:
+            optimizer.step()
+    return words, encoder, losses
+
+
+def test_all_of_them_together_train_what_plain_torch_trains(example, tmp_path, monkeypatch):
+    layers = example.encoder_layers
+
+    def without_dropout(seed=0):
+        built = layers(seed)
+        for module in built.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return built
+
+    words, encoder, expected = plain(example, 7, 3)
+    monkeypatch.setattr(example, "encoder_layers", without_dropout)
+    model, losses = example.train(tmp_path, batches=7, grad_accum=3)
+    assert losses == pytest.approx(expected, abs=1e-5)
+    torch.testing.assert_close(model.words.weight, words.weight, atol=1e-5, rtol=1e-5)
+    for (name, value), reference in zip(model.encoder.state_dict().items(), encoder.state_dict().values(), strict=True):
+        torch.testing.assert_close(value, reference, atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_the_example_learns_with_dropout_on(example, tmp_path):
+    _, losses = example.train(tmp_path, batches=60)
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
