@@ -5,8 +5,9 @@ All of them together grow with depth times batch, so beyond a budget the one who
 :class:`~offload.tier.Scratch` space on a lane, and comes back on that lane ahead of use.
 
 Guarantees
-    * What the store holds on the device stays within the budget, apart from the boundary in use, the one on its way in
-      and at most :data:`WRITES_IN_FLIGHT` on their way out.
+    * What the store holds on the device is within the budget: the boundary in use, the one on its way in and at most
+      :data:`WRITES_IN_FLIGHT` on their way out included. A budget that is too small for these few is exceeded, or, if
+      ``strict``, refused.
     * A boundary is written out once, however often it returns.
     * A boundary that was changed in place after it was put raises at its next ``get``.
 """
@@ -55,7 +56,9 @@ def _versions(leaves: Sequence[Any]) -> tuple[int, ...]:
 class BoundaryStore:
     """Nested values by key, each with the positions of the step at which it will be used."""
 
-    def __init__(self, scratch: Scratch | None, lane: Lane, budget_bytes: int, meter: Meter) -> None:
+    def __init__(
+        self, scratch: Scratch | None, lane: Lane, budget_bytes: int, meter: Meter, *, strict: bool = False
+    ) -> None:
         self._meter = meter
         self._bytes = 0
         self._leaving: deque[tuple[Arrival, list[Any], int]] = deque()
@@ -63,17 +66,20 @@ class BoundaryStore:
         self._place = "nowhere" if scratch is None else scratch.name
         self._lane = lane
         self._budget_bytes = budget_bytes
+        self._strict = strict
+        self._largest = 0
         self._entries: dict[Hashable, _Entry] = {}
         self._on_device: dict[_Entry, None] = {}
 
-    def put(self, key: Hashable, value: Any, uses: Sequence[int]) -> None:
-        """Takes a value that will be used at the ascending positions ``uses``."""
+    def put(self, key: Hashable, value: Any, uses: Sequence[int]) -> int:
+        """Takes a value that will be used at the ascending positions ``uses``. Returns its bytes."""
         leaves, spec = flatten(value)
         tensors = {leaf.untyped_storage().data_ptr(): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         entry = _Entry(spec, leaves, _versions(leaves), nbytes, deque(uses))
         self._entries[key] = entry
         self._arrive(entry, entry.next_use)
+        return nbytes
 
     def get(self, key: Hashable, now: int) -> Any:
         """The value of ``key``, for the use at position ``now``.
@@ -137,9 +143,10 @@ class BoundaryStore:
             assert self._scratch is not None
             assert entry.tickets is not None
             # Without these two, its room is given away while it is still being written or read.
-            entry.written.finish()
-            if entry.arriving is not None:
-                entry.arriving[0].finish()
+            with naming(f"spilling a boundary to {self._place}"):
+                entry.written.finish()
+                if entry.arriving is not None:
+                    entry.arriving[0].finish()
             for leaf in entry.tickets:
                 if isinstance(leaf, _Away):
                     self._scratch.release(leaf.ticket)
@@ -171,10 +178,22 @@ class BoundaryStore:
         self._meter.hold(entry.nbytes)
         if self._scratch is None:
             return
-        while self._bytes > self._budget_bytes:
+        self._largest = max(self._largest, entry.nbytes)
+        # Besides what rests here: one that a layer still reads after it left, one coming, and those on their way out.
+        moving = (2 + WRITES_IN_FLIGHT) * self._largest
+        if self._strict and moving > self._budget_bytes:
+            raise ValueError(
+                f"boundaries of {self._largest:,} bytes a micro-batch need {2 * moving:,} bytes to stream ahead of "
+                f"use, but memory_budget leaves {2 * self._budget_bytes:,}; use more micro-batches or smaller chunks, "
+                f"or a larger budget"
+            )
+        room = max(0, self._budget_bytes - moving)
+        while self._bytes > room:
             candidates = (e for e in self._on_device if e is not entry and e.leaves is not None and e.nbytes)
             victim = max(candidates, key=lambda e: e.next_use, default=None)
-            if victim is None or victim.next_use <= needed:
+            if victim is None:
+                return  # it is alone, and has to be here for its use anyway
+            if victim.next_use <= needed:
                 if entry.leaves is None:
                     return  # it is being brought in, and all the rest is needed sooner
                 victim = entry
@@ -195,13 +214,13 @@ class BoundaryStore:
         def store(tickets: list[Any] = entry.tickets) -> None:
             tickets.extend(_Away(scratch.store(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
 
+        self._flush(WRITES_IN_FLIGHT - 1)
         entry.written = self._lane.submit("spill boundary", store)
         self._meter.bytes_spilled += entry.nbytes
         # The tensors stay until the copy is done. Without this, their memory is reused while it is being read.
         self._leaving.append((entry.written, leaves, entry.nbytes))
         self._on_device.pop(entry)
         self._bytes -= entry.nbytes
-        self._flush(WRITES_IN_FLIGHT)
 
     def _flush(self, remaining: int) -> None:
         while len(self._leaving) > remaining:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from offload.autograd import attach
+from offload.budget import Layout, fit, parse_bytes
+from offload.estimate import Estimate, estimate_step
 from offload.lane import open_lanes
 from offload.partition import cut_layers, layer_bytes
 from offload.plan import Plan, plan_step
@@ -41,11 +43,15 @@ class OffloadModel(nn.Module):
         device: where layers compute; ``"cpu"`` included.
         offload_device: where shards rest: ``"cpu"`` for host memory, or a directory (an ``os.PathLike``, or a string
             with a path separator), for files that are removed with the model.
-        num_slices: number of shards, balanced by bytes; from 1 to the number of layers.
+        num_slices: number of shards, balanced by bytes; from 1 to the number of layers. None: as few as
+            ``memory_budget`` allows.
         checkpoint_activation: if True, keep only what enters each shard and recompute the rest in backward; if False,
             keep all activations of the layers (but never a second copy of their weights).
         num_microbatches: pieces into which a batch is cut along dimension 0. Each shard is loaded once per pass and all
             pieces go past it. Any number of rows; the last piece may be smaller.
+        memory_budget: bytes, or a string such as ``"2GiB"``: what slots, gradients and boundaries may take together on
+            the compute device (the activations inside one cell come on top). Chooses what is left None of ``num_slots``
+            and ``num_slices``. Needs ``checkpoint_activation=True``.
         num_slots: shards that the compute device holds at once, at least 2. Slots beyond that are a cache.
         boundary_bytes: bytes of activations between shards that may stay on the compute device; what is beyond rests
             at home and returns ahead of use. Only with ``checkpoint_activation=True``.
@@ -70,11 +76,12 @@ class OffloadModel(nn.Module):
         model: nn.Sequential | Sequence[nn.Module],
         device: torch.device | str | int,
         offload_device: torch.device | str | os.PathLike[str] = "cpu",
-        num_slices: int = 3,
+        num_slices: int | None = 3,
         checkpoint_activation: bool = False,
         num_microbatches: int = 1,
         *,
-        num_slots: int = 2,
+        memory_budget: int | str | None = None,
+        num_slots: int | None = None,
         boundary_bytes: int | None = None,
         param_dtype: torch.dtype | None = None,
         _cuts: list[int] | None = None,
@@ -82,20 +89,34 @@ class OffloadModel(nn.Module):
         super().__init__()
         if param_dtype is not None and not (isinstance(param_dtype, torch.dtype) and param_dtype.is_floating_point):
             raise TypeError(f"expected a floating-point torch.dtype, got param_dtype={param_dtype!r}")
-        named, cuts = _layers_of(model, num_slices)
-        cuts = cuts if _cuts is None else _cuts
+        named = _layers_of(model)
         self.device = _compute_device(device)
-        for name, value, least in (("num_microbatches", num_microbatches, 1), ("num_slots", num_slots, 2)):
+        for name, value, least in (("num_microbatches", num_microbatches, 1), ("num_slots", num_slots or 2, 2)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"expected an integer of at least {least}, got {name}={value!r}")
         if boundary_bytes is not None and boundary_bytes < 0:
             raise ValueError(f"expected bytes, zero or more, got boundary_bytes={boundary_bytes}")
+        if not isinstance(model, nn.Sequential):
+            num_slices = len(named)
+        if num_slices is not None and (not isinstance(num_slices, int) or isinstance(num_slices, bool)):
+            raise TypeError(f"expected the number of shards, or None, got num_slices={num_slices!r}")
+        layout = _layout_of(
+            list(named.values()),
+            num_slices,
+            memory_budget,
+            num_slots,
+            boundary_bytes,
+            checkpoint_activation,
+            param_dtype,
+        )
+        cuts = list(layout.cuts) if _cuts is None else _cuts
         self._arguments = {
             "device": self.device,
             "offload_device": offload_device,
             "num_slices": num_slices,
             "checkpoint_activation": checkpoint_activation,
             "num_microbatches": num_microbatches,
+            "memory_budget": memory_budget,
             "num_slots": num_slots,
             "boundary_bytes": boundary_bytes,
             "param_dtype": param_dtype,
@@ -118,10 +139,11 @@ class OffloadModel(nn.Module):
             tier=self._tier,
             lanes=lanes,
             meter=self._meter,
-            slots=min(num_slots, len(shards)),
-            boundary_bytes=DEFAULT_BOUNDARY_BYTES if boundary_bytes is None else boundary_bytes,
+            slots=layout.slots,
+            boundary_bytes=layout.boundary_bytes,
             recompute=checkpoint_activation,
             param_dtype=param_dtype,
+            strict=memory_budget is not None,
         )
         # Children under the bare model's names, and nothing else: so are the keys of state_dict(). Written directly,
         # since a layer may be called like a method of this class.
@@ -182,6 +204,25 @@ class OffloadModel(nn.Module):
             training=training,
         )
 
+    def estimate(self, batch_rows: int) -> Estimate:
+        """Predicts a training step on a batch of ``batch_rows`` rows: seconds, bytes moved, peak bytes by tier.
+
+        The plan is simulated with the bandwidths and layer times of the steps so far; times of layers are taken to be
+        proportional to rows.
+
+        Raises:
+            RuntimeError: if no training step has run yet.
+        """
+        count = max(1, min(self._num_microbatches, batch_rows))
+        return estimate_step(
+            self._walk.shards,
+            self._meter,
+            slots=self._walk.streamer.slots,
+            rows=[batch_rows // count + (i < batch_rows % count) for i in range(count)],
+            boundary_budget_bytes=self._walk.boundary_bytes,
+            home=self._tier.name,
+        )
+
     def extra_repr(self) -> str:
         """One line about the shards."""
         shards = self._walk.shards
@@ -220,7 +261,7 @@ class OffloadModel(nn.Module):
         super().__setattr__(name, value)
 
 
-def _rebuild(layers: dict[str, nn.Module], cuts: list[int], arguments: dict[str, Any], training: bool) -> OffloadModel:
+def _rebuild(layers: Any, cuts: list[int], arguments: dict[str, Any], training: bool) -> OffloadModel:
     bare = nn.Sequential()
     bare._modules.update(layers)
     model = OffloadModel(bare, **{**arguments, "num_slices": len(cuts)}, _cuts=cuts)
@@ -233,22 +274,38 @@ def _close(lanes: Any, tier: Any) -> None:
     tier.close()
 
 
-def _layers_of(model: Any, num_slices: int) -> tuple[dict[str, nn.Module], list[int]]:
-    """Names and modules of the layers, and how many of them each shard takes."""
+def _layers_of(model: Any) -> dict[str, nn.Module]:
+    """Names and modules of the layers."""
     if isinstance(model, nn.Sequential):
-        named = dict(model.named_children())
-        for name, layer in model._modules.items():
-            # named_children() names a layer that occurs twice once; the second occurrence is a call of its own.
-            named.setdefault(name, layer)
-        named = {name: named[name] for name in model._modules}
-        if not named:
+        if not len(model):
             raise ValueError("expected a model with at least one layer, got an empty nn.Sequential")
-        if not isinstance(num_slices, int) or isinstance(num_slices, bool):
-            raise TypeError(f"expected the number of shards, got num_slices={num_slices!r}")
-        return named, cut_layers(layer_bytes(list(named.values())), num_slices)
+        return {name: layer for name, layer in model._modules.items() if layer is not None}
     if isinstance(model, (list, tuple)) and model and all(isinstance(module, nn.Module) for module in model):
-        return {str(k): module for k, module in enumerate(model)}, [1] * len(model)
+        return {str(k): module for k, module in enumerate(model)}
     raise TypeError(f"expected an nn.Sequential or a list of modules, got {type(model).__name__} (model)")
+
+
+def _layout_of(
+    layers: list[nn.Module],
+    num_slices: int | None,
+    memory_budget: int | str | None,
+    num_slots: int | None,
+    boundary_bytes: int | None,
+    recompute: bool,
+    param_dtype: torch.dtype | None,
+) -> Layout:
+    in_slot = layer_bytes(layers, param_dtype)
+    if memory_budget is None:
+        if num_slices is None:
+            raise ValueError("num_slices=None lets memory_budget choose the number of shards; pass a memory_budget")
+        cuts = cut_layers(in_slot, num_slices)
+        spare = DEFAULT_BOUNDARY_BYTES if boundary_bytes is None else boundary_bytes
+        return Layout(tuple(cuts), min(num_slots or 2, num_slices), spare)
+    if boundary_bytes is not None:
+        raise ValueError("memory_budget decides how many bytes boundaries get; do not pass boundary_bytes with it")
+    if not recompute:
+        raise ValueError("memory_budget needs checkpoint_activation=True: activations that are kept have no bound")
+    return fit(in_slot, layer_bytes(layers), parse_bytes(memory_budget), shards=num_slices, slots=num_slots)
 
 
 def _compute_device(device: Any) -> torch.device:

@@ -25,12 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from offload.materialize import Materializer
+from offload.partition import aligned
 from offload.tier import Block, Tier
 
 __all__ = ["Shard", "State", "make_shards"]
-
-#: Every parameter starts at a multiple of this, in homes and in slots: a cache line, and what vector kernels prefer.
-ALIGNMENT_BYTES = 64
 
 
 class State(enum.Enum):
@@ -72,7 +70,7 @@ def _layout(
         kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
         nbytes = parameter.numel() * kind.itemsize
         slices.append(Slice(name, parameter, end, nbytes, stride, kind))
-        end += max(1, -(-nbytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+        end += aligned(nbytes)
     return slices, end
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -42,8 +44,25 @@ class Meter:
         self.bytes_spilled = 0
         self.wait = Clock(device)
         self.compute = Clock(device)
+        #: Time that copies take on their lanes, which is what the bandwidths of a forecast are made of.
+        self.loading = Clock(device)
+        self.draining = Clock(device)
+        #: (forward or backward, shard) -> time of its cells, and the rows that passed.
+        self.cells: dict[tuple[str, int], Clock] = {}
+        self.rows: dict[tuple[str, int], int] = {}
+        #: Shard -> bytes of the boundary that enters it, for each row.
+        self.boundary_bytes_per_row: dict[int, float] = {}
+        self._device = device
         self._held = 0
         self._peak = 0
+
+    @contextlib.contextmanager
+    def cell(self, kind: str, shard: int, rows: int) -> Iterator[None]:
+        """Counts the time of one cell."""
+        clock = self.cells.setdefault((kind, shard), Clock(self._device))
+        with self.compute.span(), clock.span():
+            yield
+        self.rows[kind, shard] = self.rows.get((kind, shard), 0) + rows
 
     def hold(self, nbytes: int) -> None:
         """Counts bytes that are now on the compute device."""

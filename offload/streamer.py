@@ -71,7 +71,12 @@ class Streamer:
         shard.load(slot)
         self._meter.shard_loads += 1
         self._meter.bytes_loaded += sum(s.nbytes for s in shard.at_home)
-        self._loads[j] = self._lanes.load.submit(f"L{j}", partial(shard.fill, slot))
+
+        def fill() -> None:
+            with self._meter.loading.span():
+                shard.fill(slot)
+
+        self._loads[j] = self._lanes.load.submit(f"L{j}", fill)
 
     def evict(self, j: int) -> None:
         """Drops shard ``j`` from its slot. The slot is free at once: a copy into it is queued behind its readers."""
@@ -129,16 +134,17 @@ class Streamer:
         if not moves:
             return
         self._meter.hold(nbytes)
-        while len(self._drains) > 1:  # one set on its way, one being made
+        # One set of gradients on its way, one being summed. It is also what keeps two additions to one tied gradient in
+        # order. It has had a whole visit's time, so the wait is short.
+        while self._drains:
             self._finish_drain()
 
         def copy() -> None:
-            for move in moves:
-                move()
+            with self._meter.draining.span():
+                for move in moves:
+                    move()
 
-        # Two shards may add to the same tied gradient. Without ``after``, the second could overtake the first.
-        after = [self._drains[-1][0]] if self._drains else []
-        arrival = self._lanes.drain.submit(f"D{j}", copy, after)
+        arrival = self._lanes.drain.submit(f"D{j}", copy)
         # The tensors stay until the copy is done. Without this, their memory is reused while it is being read.
         self._drains.append((arrival, nbytes, [g for g in gradients if g is not None]))
 

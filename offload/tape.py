@@ -51,6 +51,7 @@ class Tape:
     #: Counts of in-place changes of each shard's parameters, as the forward met them.
     versions: dict[int, tuple[int, ...]] = field(default_factory=dict)
     inputs: list[list[Any]] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
     input_specs: list[TreeSpec] = field(default_factory=list)
     input_versions: list[list[int]] = field(default_factory=list)
     output_specs: list[TreeSpec] = field(default_factory=list)

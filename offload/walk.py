@@ -57,8 +57,10 @@ class Walk:
         boundary_bytes: int,
         recompute: bool,
         param_dtype: torch.dtype | None = None,
+        strict: bool = False,
     ) -> None:
         self.shards = shards
+        self._strict = strict
         self._param_dtype = param_dtype
         self.streamer = Streamer(shards, slots=slots, device=device, tier=tier, lanes=lanes, meter=meter)
         self._runners = [CellRunner(shard, names, device) for shard, names in zip(shards, layer_names, strict=True)]
@@ -66,7 +68,7 @@ class Walk:
         self._tier = tier
         self._lanes = lanes
         self._meter = meter
-        self._boundary_bytes = boundary_bytes
+        self.boundary_bytes = boundary_bytes
         self._recompute = recompute
         self._busy = False
 
@@ -77,16 +79,16 @@ class Walk:
         inputs = [flatten(chunk)[0] for chunk in chunks]
         input_requires_grad = any(isinstance(x, Tensor) and x.requires_grad for leaves in inputs for x in leaves)
         first = 0 if input_requires_grad else next((s.index for s in self.shards if s.trainable), len(self.shards))
-        # Without recomputation boundaries live in the graphs, on the device.
-        scratch = self._tier.scratch() if self._recompute else None
         return Tape(
             walk=self,
-            boundaries=BoundaryStore(scratch, self._lanes.boundary, self._boundary_bytes, self._meter),
+            # Without recomputation boundaries live in the graphs, on the device.
+            boundaries=self._store(spills=self._recompute),
             microbatches=len(chunks),
             records=torch.is_grad_enabled() and first < len(self.shards),
             first=first,
             output_fn=output_fn,
             inputs=inputs,
+            rows=[_rows(leaves) for leaves in inputs],
             input_versions=[_versions(leaves) for leaves in inputs],
             input_specs=[flatten(chunk)[1] for chunk in chunks],
             requires={Cell(0, i): _requires(leaves) for i, leaves in enumerate(inputs)},
@@ -115,7 +117,8 @@ class Walk:
                     if not records or not self._recompute:
                         tape.boundaries.drop((j, i))
                     if j + 1 < n:
-                        tape.boundaries.put((j + 1, i), output, self._uses(tape, j + 1, i))
+                        nbytes = tape.boundaries.put((j + 1, i), output, self._uses(tape, j + 1, i))
+                        self._meter.boundary_bytes_per_row[j + 1] = nbytes / max(tape.rows[i], 1)
                     else:
                         outputs[i] = output
                 self.streamer.keep_changes(j)
@@ -133,7 +136,7 @@ class Walk:
     def _forward_cell(self, tape: Tape, cell: Cell, boundary: Any) -> Any:
         runner = self._runners[cell.j]
         output_fn = self._output_fn(tape, cell)
-        with self._meter.compute.span(), torch.profiler.record_function(f"F{cell}"):
+        with self._meter.cell("F", cell.j, tape.rows[cell.i]), torch.profiler.record_function(f"F{cell}"):
             if not tape.records or cell.j < tape.first:
                 return map_tensors(Tensor.detach, runner.forward(boundary, output_fn))
             source, value = self._source(tape, cell, boundary)
@@ -164,7 +167,7 @@ class Walk:
         """
         n, m = len(self.shards), tape.microbatches
         last = n * m
-        gradients = BoundaryStore(self._tier.scratch(), self._lanes.boundary, self._boundary_bytes // 2, self._meter)
+        gradients = self._store()
         input_gradients: list[list[Any]] = [[None] * len(leaves) for leaves in tape.inputs]
         with contextlib.closing(gradients), self._exclusively():
             resident = self.streamer.resident()
@@ -200,7 +203,7 @@ class Walk:
         self, tape: Tape, cell: Cell, boundary: Any, given: list[Any], consume: bool, accumulate: bool
     ) -> list[Any]:
         runner = self._runners[cell.j]
-        with self._meter.compute.span(), torch.profiler.record_function(f"B{cell}"):
+        with self._meter.cell("B", cell.j, tape.rows[cell.i]), torch.profiler.record_function(f"B{cell}"):
             if self._recompute:
                 source, value = self._source(tape, cell, boundary)
                 outputs = flatten(runner.recompute(value, tape.cells[cell], self._output_fn(tape, cell)))[0]
@@ -315,6 +318,11 @@ class Walk:
         source = Source(leaves, tape.requires.get(cell, [False] * len(leaves)))
         return source, unflatten(list(source.leaves), spec)
 
+    def _store(self, *, spills: bool = True) -> BoundaryStore:
+        """Room for boundaries, or for their gradients; in backward there is one of each."""
+        scratch = self._tier.scratch() if spills else None
+        return BoundaryStore(scratch, self._lanes.boundary, self.boundary_bytes // 2, self._meter, strict=self._strict)
+
     def _output_fn(self, tape: Tape, cell: Cell) -> OutputFn | None:
         return tape.output_fn if cell.j == len(self.shards) - 1 else None
 
@@ -330,3 +338,8 @@ def _requires(leaves: Sequence[Any]) -> list[bool]:
 
 def _versions(leaves: Sequence[Any]) -> list[int]:
     return [x._version for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
+
+
+def _rows(leaves: Sequence[Any]) -> int:
+    """Rows of a micro-batch: the largest dimension 0, since not every input has one."""
+    return max((x.size(0) for x in leaves if isinstance(x, Tensor) and x.dim()), default=1)

@@ -47,9 +47,14 @@ def value(k: int) -> tuple[torch.Tensor, None]:
     return torch.full((10,), float(k)), None
 
 
+#: Boundaries in motion: one in use, one coming, and those on their way out.
+MOVING = 2 + WRITES_IN_FLIGHT
+
+
 def store(boxes: int, shelf: Scratch | None = None, seed: int = 0) -> tuple[BoundaryStore, Meter]:
+    """A store in which ``boxes`` boundaries may rest."""
     meter = Meter(CPU)
-    return BoundaryStore(shelf, LateLane(seed), boxes * BYTES, meter), meter
+    return BoundaryStore(shelf, LateLane(seed), (boxes + MOVING) * BYTES, meter), meter
 
 
 def test_within_the_budget_nothing_leaves() -> None:
@@ -102,8 +107,7 @@ def test_every_use_sees_its_value_and_the_budget_holds(
         assert (tensor == key).all()
         if ahead and now + 1 < len(order):
             boundaries.prefetch(order[now + 1])
-        # one in use, one on its way in, a few on their way out
-        assert meter.held_bytes <= (budget + 2 + WRITES_IN_FLIGHT) * BYTES
+        assert meter.held_bytes <= (budget + MOVING) * BYTES
     for key in range(5):
         boundaries.drop(key)
     boundaries.close()

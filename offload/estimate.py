@@ -1,0 +1,79 @@
+"""What a step will cost, before it runs: the plan simulated with the bandwidths and layer times that were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload.plan import Costs, plan_step, simulate
+from offload.shard import Shard
+from offload.statistics import Meter
+
+__all__ = ["Estimate", "estimate_step"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Prediction for one step, forward and backward."""
+
+    #: Seconds from the first load to the last gradient at home, without the user's loss and optimizer.
+    seconds: float
+    #: Of these, seconds in which compute stands still for a load.
+    wait_seconds: float
+    #: Seconds inside layers.
+    compute_seconds: float
+    #: Bytes that the step takes from home, and sends there.
+    bytes_loaded: int
+    bytes_stored: int
+    #: Peak bytes by tier: on the compute device (what the engine holds; the activations inside one cell come on top),
+    #: and at home (parameters, gradients, boundaries that rest there).
+    peak_bytes: dict[str, int]
+
+
+def estimate_step(
+    shards: Sequence[Shard], meter: Meter, *, slots: int, rows: Sequence[int], boundary_budget_bytes: int, home: str
+) -> Estimate:
+    """Predicts a training step with ``rows[i]`` rows in micro-batch i.
+
+    Raises:
+        RuntimeError: if no training step has been measured yet.
+    """
+    if any(("B", shard.index) not in meter.rows for shard in shards if shard.trainable) or not meter.bytes_loaded:
+        raise RuntimeError("run one training step first: estimate() predicts from the bandwidths that it measures")
+    load_bandwidth = meter.bytes_loaded / max(meter.loading.seconds, 1e-9)
+    drain_bandwidth = meter.bytes_stored / max(meter.draining.seconds, 1e-9)
+    home_bytes = [sum(s.nbytes for s in shard.at_home) for shard in shards]
+    gradient_bytes = [sum(s.nbytes for s in shard.at_home if s.parameter.requires_grad) for shard in shards]
+    mean_rows = sum(rows) / len(rows)
+
+    def cell_seconds(kind: str, j: int) -> float:
+        counted = meter.rows.get((kind, j), 0)
+        return meter.cells[kind, j].seconds / counted * mean_rows if counted else 0.0
+
+    plan = plan_step(len(shards), slots=slots, microbatches=len(rows))
+    forecast = simulate(
+        plan,
+        Costs(
+            load=[nbytes / load_bandwidth for nbytes in home_bytes],
+            forward=[cell_seconds("F", shard.index) for shard in shards],
+            backward=[cell_seconds("B", shard.index) for shard in shards],
+            drain=[nbytes / drain_bandwidth if drain_bandwidth else 0.0 for nbytes in gradient_bytes],
+            slot_bytes=max(shard.slot_bytes for shard in shards),
+        ),
+    )
+    levels = [int(nbytes * sum(rows)) for nbytes in meter.boundary_bytes_per_row.values()]
+    boundaries = sum(levels)
+    # Boundaries have one half of the budget, their gradients, of which two levels exist at a time, the other.
+    resident = min(boundaries, boundary_budget_bytes // 2)
+    gradients_of_boundaries = min(2 * max(levels, default=0), boundary_budget_bytes // 2)
+    return Estimate(
+        seconds=forecast.seconds,
+        wait_seconds=forecast.wait_seconds,
+        compute_seconds=forecast.compute_seconds,
+        bytes_loaded=sum(home_bytes[j] for j in plan.loads),
+        bytes_stored=sum(gradient_bytes),
+        peak_bytes={
+            "device": forecast.slot_bytes + 2 * max(gradient_bytes) + resident + gradients_of_boundaries,
+            home: sum(home_bytes) + sum(gradient_bytes) + boundaries - resident,
+        },
+    )
