@@ -62,15 +62,19 @@ def step(models: list[nn.Module], inputs: list[BatchEncoding], rows: int) -> tup
 
 
 def main(rows: int = 24, length: int = 16, dropout: float = 0.0) -> dict[int, tuple[float, float, float]]:
-    """For each chunk size: loss, greatest difference of a gradient from the whole batch's, and between the passes."""
+    """For each chunk size: loss, gradient's difference from a single chunk's, and difference between the passes.
+
+    The gradients' difference is the greatest of all parameters, relative to the greatest gradient.
+    """
     models = [encoder(0, dropout), encoder(1, dropout)]
     inputs = [tokens(rows, length, 2), tokens(rows, length, 3)]
     whole = step(models, inputs, rows)
+    greatest = max(float(gradient.abs().max()) for gradient in whole[1])
     results = {}
     for size in (rows, rows // 3, 1):
         loss, gradients, between_passes = step(models, inputs, size)
         difference = max(float((a - b).abs().max()) for a, b in zip(gradients, whole[1], strict=True))
-        results[size] = (loss, difference, between_passes)
+        results[size] = (loss, difference / greatest, between_passes)
     return results
 
 
