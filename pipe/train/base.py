@@ -192,7 +192,7 @@ class TrainPipelineBase:
 
     def _use(self, value: Any) -> None:
         """Says that the current stream uses memory that the copy stream allocated."""
-        if self._device.type == "cuda" and self._lanes.copy.stream is not None:
+        if self._lanes.copy.stream is not None:
             record_stream(value, torch.cuda.current_stream(self._device))
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:

@@ -9,6 +9,9 @@ Guarantees
     * A partial window is scaled by its true size, and its all-reduce happens as in a full one.
     * Replicas communicate once per window: all but its last backward run in the models' ``no_sync``.
 
+Where a failing read stands between a loader's last batch and its end, nobody can know that this batch was the last:
+the window then stays open, and the next loader's batches go on with it.
+
 After an exception in a forward or backward the open window is abandoned: the parameters hold the last complete step,
 the next batch opens a new window, and no half-accumulated gradient is stepped.
 """
@@ -82,9 +85,9 @@ class Window:
         self.optimizers = optimizers
         self._static_graphs_known = False
         if self.size > 1:
-            _refuse_updates_in_backward(model, f"accumulates {self.size} batches (grad_accum={self.size})")
+            _refuse_updates_in_backward(model, optimizers, f"accumulates {self.size} batches (grad_accum={self.size})")
         if scaler is not None:
-            _refuse_updates_in_backward(model, "scales its loss for fp16 (enable_grad_scaling=True)")
+            _refuse_updates_in_backward(model, optimizers, "scales its loss for fp16 (enable_grad_scaling=True)")
 
     @property
     def must_know_the_end(self) -> bool:
@@ -232,8 +235,12 @@ def _replicated(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def _refuse_updates_in_backward(model: nn.Module, because: str) -> None:
-    reasons = []
+def _refuse_updates_in_backward(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], because: str) -> None:
+    reasons = [
+        f"{type(optimizer).__name__}(update_in_backward=True)"
+        for optimizer in optimizers
+        if getattr(optimizer, "update_in_backward", False)
+    ]
     for name, parameter in model.named_parameters():
         if getattr(parameter, "_in_backward_optimizers", None):
             reasons.append(f"parameter {name!r} (apply_optimizer_in_backward)")

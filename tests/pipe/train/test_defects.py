@@ -235,6 +235,15 @@ def test_fused_optimizers_are_refused_under_accumulation_and_under_gradient_scal
     TrainPipelineSparseDist(model, Recording(model), "cpu", enable_amp=True)
 
 
+def test_an_optimizer_that_says_that_it_updates_inside_backward_is_refused_under_accumulation():
+    model = Counting()
+    optimizer = Recording(model)
+    optimizer.update_in_backward = True
+    with pytest.raises(ValueError, match=r"Recording\(update_in_backward=True\)"):
+        TrainPipelineBase(model, optimizer, "cpu", grad_accum=2)
+    TrainPipelineBase(model, optimizer, "cpu")
+
+
 # 6 ------------------------------------------------------------------------------------------------------------
 
 

@@ -242,8 +242,12 @@ def events_of(progress, steps):
             events.append(repr(error))
 
 
-def plain_events(model, optimizer, steps, loader, size):
-    """The same from a plain loop. A failing batch abandons its window; a window ends with its loader."""
+def plain_events(model, optimizer, steps, loader, size, window):
+    """The same from a plain loop. A failing batch abandons its window; a loader's last batch closes it.
+
+    ``window`` holds the number of batches in the open window: where a failing read stands between a loader's last
+    batch and its end, it stays open for the next loader.
+    """
     waiting = []
 
     def peek():
@@ -254,29 +258,26 @@ def plain_events(model, optimizer, steps, loader, size):
                 waiting.append(error)
         return waiting[0]
 
-    window = 0
-
     def progress():
-        nonlocal window
         batch = peek()
         waiting.clear()
         if isinstance(batch, BaseException):
             raise batch
-        if window == 0:
+        if window[0] == 0:
             optimizer.zero_grad()
         try:
             losses, output = model(batch)
-            last = window + 1 == size or isinstance(peek(), StopIteration)
+            last = window[0] + 1 == size or isinstance(peek(), StopIteration)
             (losses / size).backward()
         except ArithmeticError:
-            window = 0
+            window[0] = 0
             raise
-        window += 1
+        window[0] += 1
         if last:
             for parameter in model.parameters():
-                parameter.grad.mul_(size / window)
+                parameter.grad.mul_(size / window[0])
             optimizer.step()
-            window = 0
+            window[0] = 0
         return output
 
     return events_of(progress, steps)
@@ -301,16 +302,16 @@ def test_whatever_fails_the_caller_sees_what_a_plain_loop_shows(counts, data, si
     for way in ("plain", "pipeline"):
         model = Fragile(**{name: {k: ArithmeticError(k) for k in batches} for name, batches in failing.items()})
         optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.0), []
-        optimizer.register_step_pre_hook(lambda *_, m=model, s=steps: s.append(round(m.weight.grad.item(), 6)))
+        optimizer.register_step_pre_hook(lambda *_, m=model, s=steps: s.append(f"{m.weight.grad.item():.9g}"))
         make = TrainPipelineSparseDist if kind == "sparse" else TrainPipelineBase
         lanes = Lanes.serial() if kind == "serial" else None
         pipeline = make(model, optimizer, "cpu", grad_accum=size, ahead={"load": load, "copy": copy}, lanes=lanes)
-        events, first = [], 0
+        events, first, window = [], 0, [0]
         for count, broken in zip(counts, broken_reads, strict=True):
             loader = Unreliable(range(first, first + count), broken)
             first += count
             if way == "plain":
-                events += plain_events(model, optimizer, steps, loader, size)
+                events += plain_events(model, optimizer, steps, loader, size, window)
             else:
                 events += events_of(partial(pipeline.progress, loader), steps)
         seen.append(events)

@@ -1,0 +1,172 @@
+"""Streams and events, without a device: what each stream knows to be done when a stage is issued on it.
+
+A stream knows what was issued on it, and what the events that it waited for had known when they were recorded. A stage
+that is issued on a stream which does not know of the work that it needs would run too early on a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from offload import OffloadEmbeddingBag
+from pipe.train import InlineLane, Lanes, ThreadLane, TrainPipelineBase, TrainPipelineSparseDist, lane
+from pipe.train.lane import Ticket
+
+
+class Event:
+    def __init__(self, known):
+        self.known = frozenset(known)
+
+
+class Stream:
+    """Stands in for a CUDA stream."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, name):
+        self.name, self.known = name, set()
+
+    def record_event(self):
+        return Event(self.known)
+
+    def wait_event(self, event):
+        self.known |= event.known
+
+
+class Machine:
+    """The current stream of each thread, and what the current stream knew when something was issued on it."""
+
+    def __init__(self):
+        self.local = threading.local()
+        self.compute = Stream("compute")
+        self.seen = {}
+
+    def current(self, device=None):
+        return getattr(self.local, "stream", self.compute)
+
+    @contextlib.contextmanager
+    def on(self, stream):
+        if stream is None:
+            yield
+            return
+        before = self.current()
+        self.local.stream = stream
+        yield
+        self.local.stream = before
+
+    def issue(self, name, batch):
+        stream = self.current()
+        self.seen[name, batch] = set(stream.known)
+        stream.known.add((name, batch))
+
+    def lanes(self):
+        return Lanes(
+            load=ThreadLane("load"),
+            copy=ThreadLane("copy", Stream("copy")),
+            distribute=InlineLane(Stream("distribute")),
+            compute=InlineLane(),
+        )
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    machine = Machine()
+    monkeypatch.setattr(lane, "_on", machine.on)
+    monkeypatch.setattr(torch.cuda, "current_stream", machine.current)
+    return machine
+
+
+def observed(kind, machine):
+    """The pipeline, each stage of which is issued on the machine."""
+
+    class Observed(kind):
+        def stages(self):
+            return [replace(stage, work=self.noting(stage.name, stage.work)) for stage in super().stages()]
+
+        def noting(self, name, work):
+            def noted(flight):
+                if name != "load":
+                    machine.issue(name, flight.index)
+                work(flight)
+
+            return noted
+
+    return Observed
+
+
+def train(lab, kind, machine, count=6):
+    model = lab.sparse_model()
+    pipeline = observed(kind, machine)(model, lab.optimizer(model), "cpu", lanes=machine.lanes())
+    assert len(lab.run(pipeline, iter(lab.batches(count)))) == count
+    return pipeline
+
+
+NEEDS = {
+    TrainPipelineBase: {"forward": ["copy"], "backward": ["forward", "copy"]},
+    TrainPipelineSparseDist: {
+        "distribute": ["copy"],
+        "exchange": ["distribute", "copy"],
+        "forward": ["exchange", "distribute", "copy"],
+        "backward": ["forward", "copy"],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", list(NEEDS))
+def test_every_stage_is_issued_on_a_stream_that_waits_for_what_it_needs(lab, machine, kind):
+    train(lab, kind, machine)
+    for stage, needed in NEEDS[kind].items():
+        for i in range(6):
+            assert {(name, i) for name in needed} <= machine.seen[stage, i], (stage, i)
+
+
+@pytest.mark.parametrize("kind", list(NEEDS))
+def test_copies_do_not_wait_for_compute(lab, machine, kind):
+    train(lab, kind, machine)
+    for i in range(6):
+        assert machine.seen["copy", i] == {("copy", k) for k in range(i)}
+    if kind is TrainPipelineSparseDist:
+        assert not any(name in ("forward", "backward") for name, _ in machine.seen["exchange", 5])
+
+
+@pytest.mark.parametrize("kind", list(NEEDS))
+def test_without_the_events_a_stage_would_be_issued_too_early(lab, machine, kind, monkeypatch):
+    def succeeded(ticket):  # waits on the host alone
+        ticket._done.wait()
+        return ticket._error is None
+
+    monkeypatch.setattr(Ticket, "succeeded", succeeded)
+    train(lab, kind, machine)
+    assert ("copy", 3) not in machine.seen["forward", 3]
+
+
+def test_a_lookup_is_issued_behind_the_rows_and_rows_behind_the_indices(machine, monkeypatch):
+    torch.manual_seed(0)
+    bag = OffloadEmbeddingBag(10, 2, "sum")
+    bag._lane = ThreadLane("rows", Stream("rows"))
+
+    def fence(device):
+        ticket = Ticket()
+        ticket.run(lambda: None, machine.current())
+        return ticket
+
+    monkeypatch.setattr("offload.embedding.fence", fence)
+    read = bag._read
+
+    def noted(input, before):
+        result = read(input, before)
+        machine.issue("rows", 0)
+        return result
+
+    bag._read = noted
+    machine.issue("indices", 0)
+    request = bag.input_dist(None, torch.tensor([[1, 2]])).wait().wait()
+    bag.compute_and_output_dist(None, request)
+    machine.issue("lookup", 0)
+    assert ("indices", 0) in machine.seen["rows", 0]
+    assert ("rows", 0) in machine.seen["lookup", 0]
