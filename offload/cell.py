@@ -64,6 +64,8 @@ class CellRunner:
     names: list[str]
     device: torch.device
     watched: Watched = field(init=False)
+    #: Bytes that autograd would have kept of the last recorded forward.
+    activation_bytes: int = 0
     #: Whether the shard writes into its input, as seen under each combination of ``training`` flags.
     _writes_input: dict[tuple[bool, ...], bool] = field(default_factory=dict)
 
@@ -83,12 +85,22 @@ class CellRunner:
         ``boundary`` holds fresh leaves. The output must be detached, which frees its graph.
         """
         replay, guard = Replay.capture([self.device]), Guard(self.watched)
+        sizes: dict[int, int] = {}
+
+        def drop(tensor: Tensor) -> None:
+            # The graph of a first run only tells which outputs need a gradient, and how much it would have kept.
+            if tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
+
         with (
             enable_checkpointing(),
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(_dropped, _never),
+            torch.autograd.graph.saved_tensors_hooks(drop, _never),
         ):
             output, copied = self._first_run(boundary, output_fn)
+        sizes.pop(self.shard.slot.untyped_storage().data_ptr(), None)
+        self.activation_bytes = sum(sizes.values())
         return output, Record(replay.seal(), guard.seal(), copied)
 
     def recompute(self, boundary: Any, record: Record, output_fn: OutputFn | None = None) -> Any:
@@ -137,10 +149,6 @@ class CellRunner:
         for layer in rest:
             value = layer(value)
         return value if output_fn is None else output_fn(value)
-
-
-def _dropped(tensor: Tensor) -> None:
-    """Saved-tensor hook of a first run: its graph only tells which outputs need a gradient."""
 
 
 def _never(_: None) -> Tensor:

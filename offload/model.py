@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from offload.estimate import Estimate, estimate_step
 from offload.lane import open_lanes
 from offload.partition import cut_layers, layer_bytes
 from offload.plan import Plan, plan_step
+from offload.regroup import RegroupedTape, join_chunks, looks_across_rows, split_output
 from offload.shard import make_shards
 from offload.statistics import Meter, Statistics
 from offload.tape import Tape
@@ -55,6 +56,9 @@ class OffloadModel(nn.Module):
         num_slots: shards that the compute device holds at once, at least 2. Slots beyond that are a cache.
         boundary_bytes: bytes of activations between shards that may stay on the compute device; what is beyond rests
             at home and returns ahead of use. Only with ``checkpoint_activation=True``.
+        activation_bytes: bytes, or a string such as ``"1GiB"``, that the activations of one cell may take. With it, the
+            chunks of :meth:`forward_chunks` run together as far as they fit, from the second step on (the first one
+            measures). For layers that treat each row on its own; where batch normalisation trains, chunks stay apart.
         param_dtype: floating-point type in which layers compute, such as ``torch.bfloat16``: slots hold parameters in
             it and floating-point inputs are cast to it, while homes keep the parameters as they are (fp32 masters) and
             gradients are summed over micro-batches and at home in the home's type. Buffers stay as they are.
@@ -83,6 +87,7 @@ class OffloadModel(nn.Module):
         memory_budget: int | str | None = None,
         num_slots: int | None = None,
         boundary_bytes: int | None = None,
+        activation_bytes: int | str | None = None,
         param_dtype: torch.dtype | None = None,
         _cuts: list[int] | None = None,
     ) -> None:
@@ -119,8 +124,12 @@ class OffloadModel(nn.Module):
             "memory_budget": memory_budget,
             "num_slots": num_slots,
             "boundary_bytes": boundary_bytes,
+            "activation_bytes": activation_bytes,
             "param_dtype": param_dtype,
         }
+        self._activation_bytes = None
+        if activation_bytes is not None:
+            self._activation_bytes = parse_bytes(activation_bytes, "activation_bytes")
         self._num_microbatches = num_microbatches
         self._tier = open_tier(offload_device, self.device)
         self._meter = Meter(self.device)
@@ -168,7 +177,7 @@ class OffloadModel(nn.Module):
 
     def forward_chunks(
         self, chunks: Sequence[Any], *, output_fn: Callable[[Any], Any] | None = None
-    ) -> tuple[list[Any], Tape]:
+    ) -> tuple[list[Any], Tape | RegroupedTape]:
         """Runs many chunks past each shard, and leaves the backward to the caller.
 
         Args:
@@ -186,8 +195,23 @@ class OffloadModel(nn.Module):
                 f"batch.split(rows), for example"
             )
         calls = [_as_call(i, chunk) for i, chunk in enumerate(chunks)]
-        tape = self._walk.tape(calls, output_fn)
-        return self._walk.forward(tape, calls), tape
+        groups, rows = calls, [[0]] * len(calls)
+        most_rows = self._rows_together()
+        if most_rows > 1:
+            groups, rows = join_chunks(calls, most_rows)
+        tape = self._walk.tape(groups, output_fn)
+        outputs = self._walk.forward(tape, groups)
+        if len(groups) == len(calls):
+            return outputs, tape
+        pieces = [piece for output, sizes in zip(outputs, rows, strict=True) for piece in split_output(output, sizes)]
+        return pieces, RegroupedTape(tape, rows, pieces)
+
+    def _rows_together(self) -> int:
+        """Rows whose activations fit in one cell; 0 if chunks stay as they are."""
+        per_row = self._meter.activation_bytes_per_row
+        if self._activation_bytes is None or not per_row or looks_across_rows(list(self.children())):
+            return 0
+        return int(self._activation_bytes // per_row)
 
     # --- looking ------------------------------------------------------------------------------------------------
 
@@ -229,6 +253,28 @@ class OffloadModel(nn.Module):
         largest = max(shard.slot_bytes for shard in shards)
         return f"{len(shards)} shards of at most {largest:,} bytes at home in {self._tier.name}, device={self.device}"
 
+    # --- what is pending at home is finished before anybody reads it ----------------------------------------------
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As in torch. Parameters and buffers are found through this, from a module around this one as well."""
+        self._walk.streamer.catch_up()
+        return super().named_modules(*args, **kwargs)
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._walk.streamer.catch_up()
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._walk.streamer.catch_up()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch. An update that is pending keeps its gradients, so with ``set_to_none`` it need not be finished."""
+        if not set_to_none:
+            self._walk.streamer.catch_up()
+        for layer in self.children():
+            layer.zero_grad(set_to_none)
+
     # --- staying home -------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OffloadModel:
@@ -245,11 +291,13 @@ class OffloadModel(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadModel:
         """Another model with homes of its own."""
+        self._walk.streamer.catch_up()
         layers = {name: copy.deepcopy(layer, memo) for name, layer in self._modules.items()}
         return _rebuild(layers, [len(shard.layers) for shard in self._walk.shards], self._arguments, self.training)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as bare layers, with storage of their own, and the arguments that offload them again."""
+        self._walk.streamer.catch_up()
         memo: dict[int, Any] = {}
         layers = {name: copy.deepcopy(layer, memo) for name, layer in self._modules.items()}
         cuts = [len(shard.layers) for shard in self._walk.shards]

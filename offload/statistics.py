@@ -52,6 +52,8 @@ class Meter:
         self.rows: dict[tuple[str, int], int] = {}
         #: Shard -> bytes of the boundary that enters it, for each row.
         self.boundary_bytes_per_row: dict[int, float] = {}
+        #: Largest number of bytes that autograd keeps of one row while a shard computes.
+        self.activation_bytes_per_row = 0.0
         self._device = device
         self._held = 0
         self._peak = 0
@@ -63,6 +65,10 @@ class Meter:
         with self.compute.span(), clock.span():
             yield
         self.rows[kind, shard] = self.rows.get((kind, shard), 0) + rows
+
+    def saw_activations(self, nbytes: int, rows: int) -> None:
+        """Notes what one cell of so many rows needs for its activations."""
+        self.activation_bytes_per_row = max(self.activation_bytes_per_row, nbytes / max(rows, 1))
 
     def hold(self, nbytes: int) -> None:
         """Counts bytes that are now on the compute device."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -71,6 +72,12 @@ class Walk:
         self.boundary_bytes = boundary_bytes
         self._recompute = recompute
         self._busy = False
+        self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a forward or backward is under way."""
+        return self._busy
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -129,7 +136,9 @@ class Walk:
                 leaves, spec = flatten(output)
                 tape.output_specs.append(spec)
                 tape.output_shapes.append([x.shape if isinstance(x, Tensor) else None for x in leaves])
-            if not tape.records:
+            if tape.records:
+                self._tapes.add(tape)
+            else:
                 self.streamer.release()
         return outputs
 
@@ -142,6 +151,7 @@ class Walk:
             source, value = self._source(tape, cell, boundary)
             if self._recompute:
                 output, tape.cells[cell] = runner.forward_recorded(value, output_fn)
+                self._meter.saw_activations(runner.activation_bytes, tape.rows[cell.i])
             else:
                 with weights_by_reference(self.shards[cell.j]):
                     output = runner.forward_with_graph(value, output_fn)
@@ -172,6 +182,8 @@ class Walk:
         with contextlib.closing(gradients), self._exclusively():
             resident = self.streamer.resident()
             self._check_unchanged(tape)
+            if accumulate and self.streamer.updater is not None:
+                self.streamer.updater.begin(waiting=sum(other is not tape and not other.used for other in self._tapes))
             order = range(n - 1, tape.first - 1, -1)
             plan = plan_pass(order, Kind.BACKWARD, slots=self.streamer.slots, microbatches=m, resident=resident)
             for i, given in enumerate(output_gradients):
