@@ -30,11 +30,15 @@ EXIT_SECONDS = 60.0  # for an interpreter to leave after its last event
 
 @dataclass(frozen=True)
 class Rung:
-    """One way: a name for the table, ``package.module:function``, and the function's arguments (JSON)."""
+    """One way: a name for the table, ``package.module:function``, and the function's arguments (JSON).
+
+    ``environment`` is set in the rung's process, where the user has not set it.
+    """
 
     name: str
     target: str
     arguments: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -98,7 +102,7 @@ def run_rung(rung: Rung, *, on_event: Callable[[dict[str, Any]], None] = lambda 
             stdout=subprocess.PIPE,
             # A file, not a pipe: nobody reads it while the rung runs, and a full pipe would stop the rung.
             stderr=errors,
-            env={**os.environ, "PYTHONPATH": search},
+            env={**rung.environment, **os.environ, "PYTHONPATH": search},
             encoding="utf-8",
         )
         try:

@@ -34,7 +34,8 @@ _GOLDEN = _signed(0x9E3779B97F4A7C15)
 
 def _shift_right(value: Tensor, bits: int) -> Tensor:
     """Logical shift: int64's own shift repeats the sign."""
-    return (value >> bits) & (2 ** (64 - bits) - 1)
+    shifted: Tensor = (value >> bits) & (2 ** (64 - bits) - 1)
+    return shifted
 
 
 def mix(value: Tensor) -> Tensor:

@@ -84,7 +84,8 @@ class Block(nn.Module):
         split = self.queries_keys_values(hidden).view(rows, positions, 3, self.heads, HEAD_CHANNELS)
         queries, keys, values = split.permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask[:, None, None, :])
-        return self.attention_output(attended.transpose(1, 2).reshape(rows, positions, channels))
+        joined: Tensor = self.attention_output(attended.transpose(1, 2).reshape(rows, positions, channels))
+        return joined
 
 
 class Head(nn.Module):

@@ -107,4 +107,4 @@ def draw(path: Path, outcomes: Sequence[Outcome], settings: Settings, environmen
 
 
 def _seconds(outcome: Outcome) -> float:
-    return statistics.median(step["seconds"] for step in outcome.steps)
+    return float(statistics.median(step["seconds"] for step in outcome.steps))

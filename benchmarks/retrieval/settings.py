@@ -11,23 +11,23 @@ __all__ = ["Settings"]
 class Settings:
     """One run. Rows are pairs; every row is a description and a source."""
 
-    dim: int = 384
-    depth: int = 8
-    batch: int = 64
+    dim: int = 512
+    depth: int = 6
+    batch: int = 48
     chunk: int = 8
-    steps: int = 24
+    steps: int = 26
     seed: int = 0
-    slices: int = 10
-    vocabulary: int = 8192
+    slices: int = 7
+    vocabulary: int = 4096
     pairs: int = 12_000
-    held_out: int = 512
-    description_tokens: int = 16
-    source_tokens: int = 32
+    held_out: int = 256
+    description_tokens: int = 12
+    source_tokens: int = 28
     dropout: float = 0.1
     learning_rate: float = 3e-4
-    warmup_steps: int = 5
+    warmup_steps: int = 4
     weight_decay: float = 0.01
-    temperature: float = 0.1
+    temperature: float = 0.05
     boundary_bytes: int = 8 << 20
 
     def __post_init__(self) -> None:

@@ -21,6 +21,10 @@ def reports(report: Report, steps: int) -> dict[str, Any]:
     return {"steps": steps}
 
 
+def shows(report: Report, names: list[str]) -> dict[str, Any]:
+    return {name: os.environ[name] for name in names}
+
+
 def raises(report: Report) -> dict[str, Any]:
     report.step(loss=0.0)
     raise ArithmeticError("the reason it died of")

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.frame.child import Report
 from benchmarks.frame.rungs import Outcome, Rung
 from benchmarks.retrieval.corpus import build_corpus
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +106,7 @@ def test_the_streamed_step_is_measured_against_the_resident_one(
     assert "median ratio of pairs" in shown.out
     rungs = [json.loads(line) for line in Path("s.json").read_text().splitlines()[1:]]
     names = ["4 layers, 2 shards", "4 layers, 4 shards", "1 layer each, 2 shards", "1 layer each, 4 shards"]
-    assert [rung["rung"] for rung in rungs[1:]] == names
+    assert [rung["rung"] for rung in rungs[1:]] == [*names, f"{names[-1]}, allocator as it comes"]
     assert rungs[1]["result"]["parameters"] == rungs[2]["result"]["parameters"] == 2 * rungs[3]["result"]["parameters"]
     assert len(rungs[0]["steps"]) == 2
     assert Path("s.png").exists()
@@ -110,3 +116,21 @@ def test_the_streamed_step_is_measured_against_the_resident_one(
 def test_shards_that_cannot_be_compared_are_refused(shards: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["offload-step", "--shards", *shards]) == 2
     assert "each a multiple of the one before" in capsys.readouterr().err
+
+
+def test_a_run_that_is_told_to_stop_leaves_no_process_and_no_home(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "offload-step", "--dim", "64", "--rows", "1", "--pairs", "100000"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        while not process.stdout.readline().startswith("homes"):
+            pass
+        while "step/s" not in process.stderr.readline(200):  # the first rung is under way
+            pass
+        children = psutil.Process(process.pid).children()
+        assert children
+        process.terminate()
+        process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not [child for child in children if child.is_running()]
+    assert list((tmp_path / "cache" / "gradstream").iterdir()) == []

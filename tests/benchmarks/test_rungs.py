@@ -39,6 +39,14 @@ def test_a_rung_returns_its_steps_its_moments_and_its_result() -> None:
     assert events == ["total", "step", "step", "step", "memory", "result"]
 
 
+def test_a_rung_gets_its_environment_unless_the_user_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SET_BY_USER", "theirs")
+    wanted = Rung(
+        "env", f"{HERE}:shows", {"names": ["SET_BY_USER", "ONLY_OURS"]}, {"SET_BY_USER": "", "ONLY_OURS": "1"}
+    )
+    assert run_rung(wanted).result == {"SET_BY_USER": "theirs", "ONLY_OURS": "1"}
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
