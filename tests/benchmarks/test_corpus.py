@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -104,15 +106,19 @@ def test_a_pair_that_shares_one_half_with_another_is_dropped(tmp_path: Path) -> 
     assert len({pair.description for pair in kept}) == len({pair.source for pair in kept}) == len(kept)
 
 
-def test_the_order_is_not_the_order_of_the_directory(tmp_path: Path) -> None:
-    first, second = made_tree(tmp_path / "a", 40), tmp_path / "b"
-    for path in sorted(first.rglob("*.py"), reverse=True):  # created in the opposite order
-        target = second / path.relative_to(first)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(path.read_text())
-    assert build_corpus([first]) == build_corpus([second])
-    assert build_corpus([first]).fingerprint == build_corpus([second]).fingerprint
-    names = [module.name for module in find_modules([first])]
+def test_the_order_is_not_the_order_of_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, real = made_tree(tmp_path, 40), os.walk
+    seen = build_corpus([root])
+
+    def reversed_walk(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+        for folder, folders, files in real(top):
+            folders.sort(reverse=True)
+            yield folder, folders, sorted(files, reverse=True)
+
+    monkeypatch.setattr(os, "walk", reversed_walk)
+    assert build_corpus([root]) == seen
+    assert build_corpus([root]).fingerprint == seen.fingerprint
+    names = [module.name for module in find_modules([root])]
     assert names != sorted(names)
 
 
