@@ -2,9 +2,10 @@
 
 from offload.embedding import OffloadEmbeddingBag
 from offload.model import OffloadModel
+from offload.optim import OffloadOptimizer
 from offload.plan import Plan
 from offload.rowwise import RowWiseAdagrad
 from offload.statistics import Statistics
 from offload.tape import Tape
 
-__all__ = ["OffloadEmbeddingBag", "OffloadModel", "Plan", "RowWiseAdagrad", "Statistics", "Tape"]
+__all__ = ["OffloadEmbeddingBag", "OffloadModel", "OffloadOptimizer", "Plan", "RowWiseAdagrad", "Statistics", "Tape"]

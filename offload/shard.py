@@ -20,15 +20,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from offload.lane import Arrival
 from offload.materialize import Materializer
 from offload.partition import aligned
 from offload.tier import Block, Tier
 
-__all__ = ["Shard", "State", "make_shards"]
+__all__ = ["Pending", "Shard", "State", "make_shards"]
 
 
 class State(enum.Enum):
@@ -37,6 +39,22 @@ class State(enum.Enum):
     HOME = "home"  # its home block only
     LOADED = "loaded"  # home, and a slot that holds a copy or is about to; nobody computes with it
     BOUND = "bound"  # home and slot; its parameters point into the slot
+
+
+class Pending(Protocol):
+    """Work that must be done at a home before its bytes may be read or written: the update of an optimizer.
+
+    It is started by the thread that drives the model, once; further starts return the same arrival, or try again what
+    failed. When it is done, ``shard.pending`` is None again.
+    """
+
+    def start(self, slot: Tensor | None = None) -> Arrival:
+        """Starts it. ``slot`` is about to be filled with the shard, and may be worked in."""
+        ...
+
+    def filled(self, slot: Tensor) -> bool:
+        """Whether it left what the home holds in ``slot``."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -96,6 +114,7 @@ class Shard:
     slices: list[Slice] = field(default_factory=list)
     home: Block | None = None
     gradients: Block | None = None
+    pending: Pending | None = None
     state: State = State.HOME
     slot_bytes: int = 0
     #: ``_version`` of each parameter when the resident copy was made.
@@ -143,10 +162,15 @@ class Shard:
         self.loaded_versions = self.versions()
         self.state = State.LOADED
 
-    def fill(self, slot: Tensor) -> None:
-        """Copies the home's bytes into ``slot``. Runs on the load lane and touches no state."""
+    def fill(self, slot: Tensor, update: Pending | None = None) -> None:
+        """Copies the home's bytes into ``slot``. Runs on the load lane and touches no state.
+
+        ``update`` is what was pending when the load was given; it may have filled the slot already.
+        """
         borrowed = self.slices[len(self.own) :]
-        if self.home is not None and not self.casts:
+        if update is not None and update.filled(slot):
+            pass
+        elif self.home is not None and not self.casts:
             self.home.read_into(slot)
         elif self.home is not None:
             source = self.home.staged()

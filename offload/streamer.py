@@ -15,19 +15,41 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from offload.lane import Arrival, Lanes, naming
-from offload.shard import Shard, State
+from offload.norm import norm_of, note
+from offload.shard import Shard, Slice, State
 from offload.statistics import Meter
-from offload.tier import Tier
+from offload.tier import Block, Tier
 from offload.tier.contract import bytes_of
 
-__all__ = ["Streamer"]
+__all__ = ["Streamer", "Updater"]
+
+
+class Updater(Protocol):
+    """An optimizer that updates each shard in backward, as soon as its gradients are complete."""
+
+    def begin(self, waiting: int) -> None:
+        """A backward begins, while ``waiting`` other forwards still wait for theirs. May refuse it."""
+        ...
+
+    def keep(self, shard: Shard, gradients: list[Tensor | None]) -> dict[Slice, Tensor]:
+        """Takes the gradients that need not go home out of what a visit left."""
+        ...
+
+    def complete(self, shard: Shard, kept: dict[Slice, Tensor], after: Sequence[Arrival]) -> Arrival | None:
+        """Starts to update the shard, ``after`` its other gradients are home."""
+        ...
+
+    def end(self, *, failed: bool = False) -> None:
+        """The backward is over."""
+        ...
 
 
 class Streamer:
@@ -47,6 +69,11 @@ class Streamer:
         self._loads: dict[int, Arrival] = {}
         self._collected: dict[int, list[Tensor | None]] = {}
         self._drains: deque[tuple[Arrival, int, list[Tensor]]] = deque()
+        #: Whether the norm of each gradient is wanted, and what is known of those on their way.
+        self.note_norms = False
+        self._norms: list[tuple[nn.Parameter, Tensor]] = []
+        #: Who updates shards during backward, if anybody does.
+        self.updater: Updater | None = None
 
     # --- loads --------------------------------------------------------------------------------------------------
 
@@ -72,11 +99,35 @@ class Streamer:
         self._meter.shard_loads += 1
         self._meter.bytes_loaded += sum(s.nbytes for s in shard.at_home)
 
+        update = shard.pending
+
         def fill() -> None:
             with self._meter.loading.span():
-                shard.fill(slot)
+                shard.fill(slot, update)
 
-        self._loads[j] = self._lanes.load.submit(f"L{j}", fill)
+        owners = dict.fromkeys(loan.owner for loan in shard.loans)
+        # Update lane -> load lane. Without these, the slot is filled with values from before the optimizer's step.
+        updates = [] if update is None else [update.start(slot)]
+        updates += [pending.start() for owner in owners if (pending := owner.pending) is not None]
+        self._loads[j] = self._lanes.load.submit(f"L{j}", fill, updates)
+
+    def catch_up(self) -> None:
+        """Finishes what is pending at the homes, because somebody is about to read or write them.
+
+        Raises:
+            OSError: if a home cannot be read or written. What could be done is done, the rest is still pending.
+        """
+        started = [(shard, pending.start()) for shard in self.shards if (pending := shard.pending) is not None]
+        errors: list[BaseException] = []
+        for shard, arrival in started:
+            try:
+                with naming(f"updating shard {shard.index} in {self._tier.name}"):
+                    # Update lane -> host. Without this, parameters are read while they are being written.
+                    arrival.finish()
+            except BaseException as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def evict(self, j: int) -> None:
         """Drops shard ``j`` from its slot. The slot is free at once: a copy into it is queued behind its readers."""
@@ -124,12 +175,27 @@ class Streamer:
         A ``.grad`` that is None takes the first gradient as it is, instead of adding it to zeros.
         """
         shard, gradients = self.shards[j], self._collected.pop(j)
-        moves: list[Callable[[], object]] = []
-        nbytes = 0
+        if self.updater is None:
+            self._send_home(shard, gradients)
+            return
+        kept = self.updater.keep(shard, gradients)
+        self._send_home(shard, gradients)
+        # Drain lane -> update lane. Without ``after``, a shard is updated with gradients that are not complete.
+        update = self.updater.complete(shard, kept, after=[arrival for arrival, _, _ in self._drains])
+        if update is not None:
+            while len(self._drains) > 1:  # so that gradients do not pile up before a slow home
+                self._finish_drain()
+            nbytes = _nbytes(kept.values())
+            self._meter.hold(nbytes)
+            self._drains.append((update, nbytes, list(kept.values())))
+
+    def _send_home(self, shard: Shard, gradients: list[Tensor | None]) -> None:
+        moves: list[tuple[nn.Parameter, Callable[[], Tensor]]] = []
         for position, gradient in enumerate(gradients):
             if gradient is not None:
-                nbytes += gradient.numel() * gradient.element_size()
-                moves.extend(self._homeward(shard, position, gradient))
+                parameter = shard.owner_of(position)[1].parameter
+                moves.extend((parameter, move) for move in self._homeward(shard, position, gradient))
+        nbytes = _nbytes(gradient for gradient in gradients if gradient is not None)
         self._meter.bytes_stored += nbytes
         if not moves:
             return
@@ -141,15 +207,20 @@ class Streamer:
 
         def copy() -> None:
             with self._meter.draining.span():
-                for move in moves:
-                    move()
+                for parameter, move in moves:
+                    total = move()
+                    if self.note_norms and not total.is_sparse:
+                        self._norms.append((parameter, norm_of(total)))
 
-        arrival = self._lanes.drain.submit(f"D{j}", copy)
+        arrival = self._lanes.drain.submit(f"D{shard.index}", copy)
         # The tensors stay until the copy is done. Without this, their memory is reused while it is being read.
         self._drains.append((arrival, nbytes, [g for g in gradients if g is not None]))
 
-    def _homeward(self, shard: Shard, position: int, gradient: Tensor) -> Iterator[Callable[[], object]]:
-        """What must be copied to bring one gradient home. ``.grad`` is set at once, its bytes arrive with the lane."""
+    def _homeward(self, shard: Shard, position: int, gradient: Tensor) -> Iterator[Callable[[], Tensor]]:
+        """What must be copied to bring one gradient home; it returns all that is home then, on any device.
+
+        ``.grad`` is set at once, its bytes arrive with the lane.
+        """
         owner, s = shard.owner_of(position)
         parameter = s.parameter
         resting = parameter.grad
@@ -160,17 +231,19 @@ class Streamer:
             yield partial(_add, resting, gradient)
         elif gradient.device == parameter.device and not self._tier.blocking_io and gradient.dtype == parameter.dtype:
             parameter.grad = gradient
+            if self.note_norms:
+                yield lambda: gradient
         else:
             block, view = owner.gradient_home(s, self._tier)
             parameter.grad = view
             if gradient.stride() == s.stride and gradient.dtype == parameter.dtype:
-                yield partial(block.write, bytes_of(gradient), s.offset)
+                yield partial(_store, block, s.offset, gradient)
             else:
-                yield partial(view.copy_, gradient, non_blocking=True)
+                yield partial(_convert, view, gradient)
 
     def _finish_drain(self, *, on_host: bool = False) -> None:
         arrival, nbytes, _gradients = self._drains[0]
-        with self._meter.wait.span(), naming(f"storing gradients to {self._tier.name}"):
+        with self._meter.waiting("D"), naming(f"storing gradients to {self._tier.name}"):
             if on_host:
                 arrival.finish()
             else:
@@ -183,6 +256,13 @@ class Streamer:
         while self._drains:
             # Drain lane -> host. Without this, an optimizer on the host reads gradients that have not arrived.
             self._finish_drain(on_host=True)
+        # Only now: a note counts until the next write, and a block's writes are counted together.
+        for parameter, norm in self._norms:
+            if parameter.grad is not None:
+                note(parameter.grad, norm)
+        self._norms.clear()
+        if self.updater is not None:
+            self.updater.end()
 
     # --- ends ---------------------------------------------------------------------------------------------------
 
@@ -204,6 +284,9 @@ class Streamer:
                 arrival.finish()
             self._meter.release(nbytes)
         self._collected.clear()
+        self._norms.clear()
+        if self.updater is not None:
+            self.updater.end(failed=True)
         self.release()
 
 
@@ -217,10 +300,24 @@ class _Done(Arrival):
 _DONE = _Done()
 
 
-def _add(home: Tensor, gradient: Tensor) -> None:
+def _nbytes(gradients: Iterable[Tensor]) -> int:
+    return sum(gradient.numel() * gradient.element_size() for gradient in gradients)
+
+
+def _store(block: Block, offset: int, gradient: Tensor) -> Tensor:
+    block.write(bytes_of(gradient), offset)
+    return gradient
+
+
+def _convert(home: Tensor, gradient: Tensor) -> Tensor:
+    home.copy_(gradient, non_blocking=True)
+    return gradient
+
+
+def _add(home: Tensor, gradient: Tensor) -> Tensor:
     """Adds in the home's precision: on the spot, or where the gradient is if that is a device."""
     if gradient.device == home.device:
-        home.add_(gradient)
-        return
+        return home.add_(gradient)
     total = home.to(gradient.device, non_blocking=True)
     home.copy_(total.add_(gradient), non_blocking=True)
+    return total

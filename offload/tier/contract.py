@@ -32,8 +32,8 @@ class Block(ABC):
         return self.tensor.numel()
 
     @abstractmethod
-    def read_into(self, destination: Tensor) -> None:
-        """Copies all bytes into ``destination`` (uint8, at least ``nbytes``, on any device).
+    def read_into(self, destination: Tensor, offset: int = 0) -> None:
+        """Copies the bytes from ``offset`` on into ``destination`` (uint8, flat, on any device), as many as it holds.
 
         Raises:
             OSError: if the place cannot be read, or has fewer bytes than it must.

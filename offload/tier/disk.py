@@ -63,15 +63,15 @@ class DiskBlock(Block):
         self.tensor = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
         self._staging: Tensor | None = None
 
-    def read_into(self, destination: Tensor) -> None:
+    def read_into(self, destination: Tensor, offset: int = 0) -> None:
         """Reads the file, straight into ``destination`` where that is host memory."""
-        destination = destination[: self.nbytes]
+        destination = destination[: self.nbytes - offset]
         target = destination
         if destination.device.type != "cpu":
             if self._staging is None:
                 self._staging = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
-            target = self._staging
-        _transfer(os.preadv, self._fd, target, 0, str(self._path))
+            target = self._staging[: destination.numel()]
+        _transfer(os.preadv, self._fd, target, offset, str(self._path))
         if target is not destination:
             destination.copy_(target, non_blocking=True)
 

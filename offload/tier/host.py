@@ -19,9 +19,10 @@ class HostBlock(Block):
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
-    def read_into(self, destination: Tensor) -> None:
+    def read_into(self, destination: Tensor, offset: int = 0) -> None:
         """Copies to ``destination``; asynchronous on the current stream where both ends allow it."""
-        destination[: self.nbytes].copy_(self.tensor, non_blocking=True)
+        source = self.tensor[offset : offset + destination.numel()]
+        destination[: source.numel()].copy_(source, non_blocking=True)
 
     def staged(self) -> Tensor:
         """The block itself."""

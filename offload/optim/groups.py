@@ -1,0 +1,84 @@
+"""Parameter groups: as ``torch.optim`` takes them, or by patterns of the parameters' names."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["options_of", "resolve_groups", "stand_in"]
+
+
+def resolve_groups(named: Mapping[str, nn.Parameter], params: Any) -> list[dict[str, Any]]:
+    """Groups as ``torch.optim`` takes them, with every pattern replaced by the parameters whose names it matches.
+
+    Args:
+        named: all parameters of the model, by name.
+        params: None for all of them; an iterable of parameters, of ``(name, parameter)`` pairs or of groups. A group is
+            a dict whose ``"params"`` may also be a pattern or a list of patterns in the manner of the shell, such as
+            ``"*.bias"``. A parameter goes to the first group that names it.
+
+    Raises:
+        TypeError: if ``params`` is none of these.
+        ValueError: if a pattern matches no parameter that an earlier group has left, or a parameter is not the model's.
+    """
+    if params is None:
+        return [{"params": list(named.values())}]
+    if isinstance(params, (str, Tensor, Mapping)):
+        raise TypeError(f"expected an iterable of parameters or groups, got {type(params).__name__} (params)")
+    given = list(params)
+    if not given:
+        raise ValueError("expected at least one parameter or group, got an empty params")
+    if not isinstance(given[0], dict):
+        given = [{"params": given}]
+    ours = set(named.values())
+    taken = {p for group in given for p in _tensors(group.get("params", ()))}
+    groups, strangers = [], 0
+    for group in given:
+        if "params" not in group:
+            raise ValueError(f"expected a group with the key 'params', got the keys {sorted(group)}")
+        patterns = _patterns(group["params"])
+        if patterns:
+            matched = [p for name, p in named.items() if p not in taken and any(fnmatchcase(name, x) for x in patterns)]
+            if not matched:
+                raise ValueError(f"no parameter is left that matches params={group['params']!r}")
+            taken.update(matched)
+            groups.append({**group, "params": matched})
+        else:
+            members = group["params"] if isinstance(group["params"], Tensor) else list(group["params"])
+            strangers += sum(p not in ours for p in _tensors(members))
+            groups.append({**group, "params": members})
+    if strangers:
+        raise ValueError(
+            f"expected parameters of the model, got {strangers} that are not among them; give those to an optimizer "
+            f"of their own"
+        )
+    return groups
+
+
+def _patterns(params: Any) -> list[str]:
+    if isinstance(params, str):
+        return [params]
+    if isinstance(params, (list, tuple)) and params and all(isinstance(x, str) for x in params):
+        return list(params)
+    return []
+
+
+def _tensors(params: Any) -> Iterable[Any]:
+    if isinstance(params, Tensor):
+        return [params]
+    return [] if _patterns(params) else [x[1] if isinstance(x, tuple) else x for x in params]
+
+
+def stand_in(parameter: Tensor) -> Tensor:
+    """An empty tensor of the same number of dimensions and type: enough to check hyperparameters against."""
+    return torch.empty((0, *parameter.shape[1:]) if parameter.dim() else (), dtype=parameter.dtype)
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's hyperparameters as of now. A scheduler that changes the group later does not change them."""
+    return {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}

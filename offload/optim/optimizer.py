@@ -1,0 +1,412 @@
+"""``OffloadOptimizer``: the face. It decides what a step does; pieces and updates do it, beside compute."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from offload.lane import Arrival, Lane, ThreadLane
+from offload.model import OffloadModel
+from offload.norm import clip_coefficient, forget, norm_of, noted, total_norm
+from offload.optim.groups import options_of, resolve_groups, stand_in
+from offload.optim.piece import HostPiece, Piece, Recipe, Task
+from offload.optim.staged import Desk, StagedPiece, cut
+from offload.optim.update import Update
+from offload.shard import Shard, Slice
+
+__all__ = ["OffloadOptimizer", "open_update_lane"]
+
+
+def open_update_lane(device: torch.device) -> Lane:
+    """The lane that updates run on: a thread, since homes are updated by the host. It ends with its last user."""
+    return ThreadLane("update", device)
+
+
+class OffloadOptimizer(Optimizer):
+    """Any ``torch.optim`` class for an :class:`~offload.OffloadModel`; states rest beside the shards.
+
+    ``step()`` decides and returns. Each shard is updated just before its next load, in the order of loads, while the
+    shards before it compute. The result is that of the plain optimizer after ``clip_grad_norm_``, for any training
+    loop: what is pending is finished before anybody reads it through the model (a forward, ``state_dict()``,
+    ``parameters()``, a checkpoint). Code that kept a parameter or a gradient of its own must call :meth:`synchronize`
+    before it looks into it.
+
+    Args:
+        model: whose parameters are trained.
+        optimizer_class: a class of ``torch.optim``, or one that updates each parameter by itself as these do.
+        params: None for all parameters; or parameters, ``(name, parameter)`` pairs or groups as ``torch.optim`` takes
+            them. The ``"params"`` of a group may be a pattern of names such as ``"*.bias"``, or a list of patterns; a
+            parameter belongs to the first group that names it.
+        max_norm: clip gradients to this global 2-norm, with the coefficient of ``torch.nn.utils.clip_grad_norm_``. The
+            norm is summed while gradients go home; a write to a gradient through ``.data`` is not noticed.
+        update_in_backward: update a shard as soon as its gradients are complete, in backward; they never rest anywhere.
+            For loops with one backward per step. ``step()`` then only marks the end of the step.
+        optimizer_kwargs: what ``optimizer_class`` takes.
+
+    Raises:
+        TypeError: if ``model`` or ``optimizer_class`` is something else, or the class needs a closure.
+        ValueError: if hyperparameters are refused by the class, patterns match nothing, or ``max_norm`` is combined
+            with ``update_in_backward`` (the norm is known only after the last gradient).
+
+    After an error of a home (a full or failing disk) nothing is lost and nothing is applied twice: the same call may be
+    repeated. After an error in the middle of ``torch``'s own arithmetic, or of a backward that updates, the optimizer
+    is dead and says so: make model and optimizer anew and load the last checkpoint.
+    """
+
+    #: ``GradScaler`` hands the scale over instead of multiplying all gradients at home.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        model: OffloadModel,
+        optimizer_class: type[Optimizer],
+        *,
+        params: Any = None,
+        max_norm: float | None = None,
+        update_in_backward: bool = False,
+        **optimizer_kwargs: Any,
+    ) -> None:
+        _check(model, optimizer_class, max_norm, update_in_backward)
+        self.max_norm = max_norm
+        self.update_in_backward = update_in_backward
+        #: Number of steps that were decided.
+        self.steps = 0
+        #: Global norm of the gradients at the last step, before clipping; None without ``max_norm``.
+        self.last_norm: Tensor | None = None
+        self._model = model
+        self._streamer = model._walk.streamer
+        self._lane = open_update_lane(model.device)
+        self._desk = Desk()
+        self._recipe = Recipe(optimizer_class, optimizer_kwargs)
+        self._pieces: dict[Shard, list[Piece]] = {}
+        self._in_backward: _InBackward | None = None
+        groups = resolve_groups(dict(model.named_parameters()), params)
+        # The class checks its hyperparameters on empty tensors: some classes make states at once.
+        shadows = [{**group, "params": [_shadow(p) for p in _listed(group["params"])]} for group in groups]
+        template = optimizer_class(shadows, **optimizer_kwargs)
+        self._states_at_once = bool(template.state)
+        for group, shadow in zip(groups, template.param_groups, strict=True):
+            group.update(options_of(shadow))
+        super().__init__(groups, dict(template.defaults))
+        if update_in_backward:
+            if self._streamer.updater is not None:
+                raise ValueError("this model has an optimizer with update_in_backward=True already; use that one")
+            self._in_backward = _InBackward(self)
+            self._streamer.updater = self._in_backward
+        self._streamer.note_norms |= max_norm is not None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as in ``torch.optim``; its ``"params"`` may be patterns."""
+        if self.param_groups:
+            self.synchronize()
+        (group,) = resolve_groups(dict(self._model.named_parameters()), [param_group])
+        super().add_param_group(group)
+        index, members = len(self.param_groups) - 1, set(self.param_groups[-1]["params"])
+        tier = self._model._tier
+        for shard in self._model._walk.shards:
+            slices = [s for s in shard.own if s.parameter in members]
+            pieces = self._pieces.setdefault(shard, [])
+            if tier.blocking_io:
+                pieces += [StagedPiece(shard, part, index, self._recipe, tier, self._desk) for part in cut(slices)]
+            elif slices:
+                pieces.append(HostPiece(shard, slices, index, self._recipe))
+        if self._states_at_once:
+            for piece in self._all_pieces():
+                piece.prepare(self._options())
+                self._publish(piece)
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Decides the update of all parameters that have a gradient.
+
+        Raises:
+            ValueError: for a closure.
+            RuntimeError: in the middle of a forward or backward; or if an earlier update cannot be finished.
+        """
+        if closure is not None:
+            raise ValueError(
+                "expected no closure: a step is decided once, after all gradients are in, and a closure would run the "
+                "model again in the middle of it; call the closure yourself, then step()"
+            )
+        self._check_idle()
+        self.synchronize()
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found_inf is not None and float(found_inf) != 0:
+            return  # GradScaler skips this step
+        # Without a scale a GradScaler has unscaled in place, in a way that torch does not count.
+        trusted = not (hasattr(self, "grad_scale") and scale is None)
+        coefficient = self._coefficient(scale, trusted)
+        options = self._options()
+        updates = {shard: self._update(shard, options, coefficient) for shard in self._pieces}
+        self._run_sparse(updates)
+        for shard, update in updates.items():
+            if update is not None:
+                self._mark(shard, update)
+        self.steps += 1
+        if self._in_backward is not None:
+            self._in_backward.close()
+        if not self._model._tier.blocking_io:
+            # Host memory has no slot to update in, so there is nothing to wait for.
+            for update in updates.values():
+                if update is not None:
+                    update.start()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Takes all gradients away; a pending update keeps its own. ``set_to_none=False`` first finishes it."""
+        if not set_to_none:
+            self.synchronize()
+        super().zero_grad(set_to_none)
+
+    def synchronize(self) -> None:
+        """Finishes what is pending: afterwards every parameter, gradient and state holds what it should.
+
+        Raises:
+            OSError: if a home cannot be read or written. Call it again to go on from there.
+        """
+        self._streamer.catch_up()
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Marks backwards that must not update; their gradients accumulate at home. Only needed in backward updates."""
+        if self._in_backward is None:
+            yield
+            return
+        self._in_backward.accumulating += 1
+        try:
+            yield
+        finally:
+            self._in_backward.accumulating -= 1
+
+    # --- states -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the plain optimizer's ``state_dict()`` is. Its tensors are the states at rest, not copies."""
+        self.synchronize()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a ``state_dict()`` of this optimizer, or of the plain one; the tensors are copied."""
+        self._check_idle()
+        self.synchronize()
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        loaded = self.state
+        options = self._options()
+        for piece in self._all_pieces():
+            piece.adopt([loaded.get(p, {}) for p in piece.parameters], options)
+            for p in piece.parameters:
+                loaded.pop(p, None)
+            self._publish(piece)
+
+    def _publish(self, piece: Piece) -> None:
+        for parameter, state in zip(piece.parameters, piece.states(), strict=True):
+            if state:
+                self.state[parameter] = state
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("an OffloadOptimizer belongs to its model and is not copied; use state_dict()")
+
+    # --- what a step consists of --------------------------------------------------------------------------------
+
+    def _all_pieces(self) -> Iterator[Piece]:
+        for pieces in self._pieces.values():
+            yield from pieces
+
+    def _options(self) -> list[dict[str, Any]]:
+        return [options_of(group) for group in self.param_groups]
+
+    def _check_idle(self) -> None:
+        if self._model._walk.busy:
+            raise RuntimeError("expected no forward or backward under way; a layer or a hook of the model stepped it")
+        if self._in_backward is not None:
+            self._in_backward.check()
+
+    def _coefficient(self, scale: Tensor | None, trusted: bool) -> Tensor | None:
+        """What gradients are multiplied by; None for 1."""
+        if self.max_norm is None:
+            return None if scale is None else 1 / scale.to("cpu")
+        norms = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    norm = noted(parameter.grad) if trusted else None
+                    norms.append(norm_of(parameter.grad) if norm is None else norm)
+        total = total_norm(norms)
+        self.last_norm = total if scale is None else total / scale.to(total)
+        coefficient = clip_coefficient(self.last_norm, self.max_norm)
+        if scale is not None:
+            coefficient = coefficient / scale.to(coefficient)
+        return None if float(coefficient) == 1 else coefficient
+
+    def _update(
+        self,
+        shard: Shard,
+        options: list[dict[str, Any]],
+        coefficient: Tensor | None = None,
+        kept: dict[Slice, Tensor] | None = None,
+    ) -> Update | None:
+        """The update of one shard from the gradients at home, and those that were ``kept`` from going there."""
+        tasks = []
+        for piece in self._pieces[shard]:
+            gradients: list[Tensor | None] = [(kept or {}).get(s, s.parameter.grad) for s in piece.slices]
+            if any(gradient is not None for gradient in gradients):
+                tasks.append(Task(piece, gradients, options, coefficient))
+        if not tasks:
+            return None
+        in_slot = self._model._tier.blocking_io and self._model.device.type == "cpu"
+        # The update may outlive the optimizer, and must not keep it from being collected.
+        owner = weakref.ref(self)
+
+        def finished(task: Task) -> None:
+            if (optimizer := owner()) is not None:
+                optimizer._publish(task.piece)
+
+        return Update(shard, tasks, self._lane, in_slot=in_slot, finished=finished)
+
+    @staticmethod
+    def _mark(shard: Shard, update: Update) -> None:
+        """From here on the parameters count as changed, although the lane has still to write them."""
+        for task in update.tasks:
+            for parameter, gradient in zip(task.piece.parameters, task.gradients, strict=True):
+                if gradient is not None:
+                    # Without this, a clipped gradient that goes on would carry the norm it had before.
+                    forget(gradient)
+                    torch.autograd.graph.increment_version(parameter)
+        shard.pending = update
+
+    def _run_sparse(self, updates: dict[Shard, Update | None]) -> None:
+        """Runs updates with sparse gradients at once: few classes take them, and a refusal belongs to ``step()``."""
+        for shard, update in updates.items():
+            if update is None or not any(g is not None and g.is_sparse for t in update.tasks for g in t.gradients):
+                continue
+            self._mark(shard, update)
+            try:
+                update.start().finish()
+            except Exception:
+                if update.untouched:
+                    update.withdraw()
+                raise
+            updates[shard] = None
+
+
+class _InBackward:
+    """What the streamer asks while a backward brings gradients."""
+
+    def __init__(self, optimizer: OffloadOptimizer) -> None:
+        # The streamer must not keep an optimizer alive that everybody else has forgotten.
+        self._optimizer = weakref.ref(optimizer)
+        self.accumulating = 0
+        self._updated: list[int] | None = None  # shards that this step has updated; None between steps
+        self._running = False
+        self._dead: str | None = None
+        self._options: list[dict[str, Any]] = []
+
+    def check(self) -> None:
+        """Raises if a backward failed after it had updated a shard."""
+        if self._dead is not None:
+            raise RuntimeError(self._dead)
+
+    def close(self) -> None:
+        """The step is over: the next backward updates again."""
+        self._updated = None
+
+    def begin(self, waiting: int) -> None:
+        """A backward begins, and ``waiting`` other forwards still wait for theirs."""
+        optimizer = self._optimizer()
+        if optimizer is None or self.accumulating:
+            return
+        self.check()
+        if self._updated is not None:
+            raise RuntimeError(
+                "a second backward before step(): the first has updated the parameters already. Run all backwards of a "
+                "step but the last under `with optimizer.accumulate():`, and call step() after the last"
+            )
+        if waiting:
+            raise RuntimeError(
+                f"{waiting} more forwards of this model wait for their backward, and this backward would change the "
+                f"parameters under them; run it under `with optimizer.accumulate():`, or delete their outputs"
+            )
+        self._running, self._updated, self._options = True, [], optimizer._options()
+
+    def keep(self, shard: Shard, gradients: list[Tensor | None]) -> dict[Slice, Tensor]:
+        """Takes those gradients of a visit that are complete and need not go home."""
+        optimizer = self._optimizer()
+        if not self._running or optimizer is None:
+            return {}
+        ours = {s for piece in optimizer._pieces[shard] for s in piece.slices}
+        kept = {}
+        for position, s in enumerate(shard.own):
+            gradient = gradients[position]
+            # What rests at home already, from a tied layer or an earlier backward, is added to there.
+            if s in ours and gradient is not None and s.parameter.grad is None:
+                kept[s] = gradient
+                gradients[position] = None
+        return kept
+
+    def complete(self, shard: Shard, kept: dict[Slice, Tensor], after: Sequence[Arrival]) -> Arrival | None:
+        """All gradients of a shard are in: it is updated, beside the backward of the shards before it."""
+        optimizer = self._optimizer()
+        if not self._running or optimizer is None:
+            return None
+        update = optimizer._update(shard, self._options, kept=kept)
+        if update is None:
+            return None
+        assert self._updated is not None
+        optimizer._mark(shard, update)
+        self._updated.append(shard.index)
+        for piece in optimizer._pieces[shard]:
+            for parameter in piece.parameters:
+                parameter.grad = None
+        return update.start(after=after)
+
+    def end(self, *, failed: bool = False) -> None:
+        """The backward is over."""
+        if self._running and failed:
+            if self._updated:
+                self._dead = (
+                    f"a backward failed after it had updated the shards {self._updated} and before it could update the "
+                    f"others; make model and optimizer anew and load the last checkpoint"
+                )
+            self._updated = None
+        self._running = False
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _shadow(param: Any) -> Any:
+    """Stands in for a parameter, or for a pair of name and parameter."""
+    if isinstance(param, tuple):
+        return param[0], stand_in(param[1])
+    return stand_in(param) if isinstance(param, Tensor) else param
+
+
+def _check(model: Any, kind: Any, max_norm: Any, update_in_backward: bool) -> None:
+    if not isinstance(model, OffloadModel):
+        raise TypeError(f"expected an OffloadModel, got {type(model).__name__} (model); others take {kind!r} itself")
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or issubclass(kind, OffloadOptimizer):
+        raise TypeError(f"expected a class such as torch.optim.AdamW, got optimizer_class={kind!r}")
+    if kind is torch.optim.LBFGS or issubclass(kind, torch.optim.LBFGS):
+        raise TypeError("LBFGS needs a closure and one vector of all parameters; take a class that updates each alone")
+    if max_norm is not None:
+        if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
+            raise TypeError(f"expected a number, got max_norm={max_norm!r}")
+        if not max_norm > 0 or math.isnan(max_norm):
+            raise ValueError(f"expected a positive norm, got max_norm={max_norm!r}")
+        if update_in_backward:
+            raise ValueError(
+                f"max_norm={max_norm} and update_in_backward=True exclude each other: the global norm is known only "
+                f"after the last gradient. Without update_in_backward updates hide as well, behind the next forward"
+            )

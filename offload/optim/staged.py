@@ -1,0 +1,356 @@
+"""A piece whose parameters, gradients and states rest in files: read in large pieces, updated in memory, written back.
+
+An optimizer could work on the mapped files themselves. But then it reads by page faults in the middle of its
+arithmetic, a full or failing disk is a signal that kills the process, and what was half-written cannot be told from
+what was not. So a bite of the piece at a time is read onto a desk in memory, updated there, and written.
+
+::
+
+    weights    home file  --> slot, or desk ----+                +--> home file
+    gradient   its file   --> desk -------------+--> update -----+
+    states     their file --> desk -------------+                +--> their file
+
+Guarantees
+    * The desk holds one bite. A parameter larger than :data:`BITE_BYTES` is updated in several, where the class is
+      known to treat every element alone. So memory grows neither with the model nor with its largest parameter.
+    * What rests is written only after a bite's arithmetic is done, and a write that failed is repeated, not computed
+      again. So an update can be resumed after any error, and nothing is applied twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from offload.optim.piece import Piece, Recipe, Task, Write
+from offload.partition import aligned
+from offload.shard import Shard, Slice
+from offload.tier import Block, Tier
+from offload.tier.contract import bytes_of
+
+__all__ = ["BITE_BYTES", "Desk", "StagedPiece", "cut"]
+
+#: Bytes of weights that are updated at once.
+BITE_BYTES = 16 << 20
+
+#: Classes whose update of one element depends on no other element, and whose states have the parameter's shape.
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+)
+
+
+def cut(slices: Sequence[Slice]) -> Iterator[list[Slice]]:
+    """Groups consecutive parameters into pieces of at most :data:`BITE_BYTES`; a larger parameter is one of its own."""
+    piece: list[Slice] = []
+    for s in slices:
+        if piece and sum(member.nbytes for member in piece) + s.nbytes > BITE_BYTES:
+            yield piece
+            piece = []
+        piece.append(s)
+    if piece:
+        yield piece
+
+
+class Desk:
+    """Memory that bites take in turn. Only one lane works here, so there is one desk."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def clear(self, nbytes: int) -> None:
+        """Makes room for ``nbytes`` in pieces of any size, aligned."""
+        if self._memory.numel() < nbytes:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # before the larger one is made
+            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        self._used = 0
+
+    def take(self, nbytes: int) -> Tensor:
+        """The next ``nbytes``, flat, uint8."""
+        part = self._memory[self._used : self._used + nbytes]
+        self._used += aligned(nbytes)
+        return part
+
+    def leave(self) -> None:
+        """Leaves the memory to whoever holds parts of it; the next bite gets other memory."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Where a state tensor rests."""
+
+    block: Block
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def view(self) -> Tensor:
+        with torch.inference_mode(False):
+            flat = self.block.tensor[self.offset : self.offset + self.nbytes].view(self.dtype)
+            return flat.as_strided(self.shape, self.stride, flat.storage_offset())
+
+
+@dataclass(frozen=True)
+class Bite:
+    """Elements ``[begin, end)`` of the only parameter of a piece; or all of all its parameters."""
+
+    begin: int = 0
+    end: int | None = None
+
+    def span(self, nbytes: int, itemsize: int) -> tuple[int, int]:
+        """Offset and size of the bite in bytes, within a tensor of ``nbytes``."""
+        begin = self.begin * itemsize
+        return begin, (nbytes if self.end is None else self.end * itemsize) - begin
+
+    def shape(self, part: Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+        """``part`` (flat, uint8) as a tensor: of the whole shape, or flat where it is but a part of one."""
+        flat = part.view(dtype)
+        return flat.as_strided(tuple(shape), tuple(stride), flat.storage_offset()) if self.end is None else flat
+
+
+class StagedPiece(Piece):
+    """In files. ``tier`` is where states rest; ``desk`` is shared by all pieces of an optimizer."""
+
+    def __init__(
+        self, shard: Shard, slices: Sequence[Slice], group: int, recipe: Recipe, tier: Tier, desk: Desk
+    ) -> None:
+        super().__init__(shard, slices, group, recipe)
+        self._tier = tier
+        self._desk = desk
+        self._rest: dict[tuple[int, str], Rest] = {}
+
+    def adopt(self, states: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
+        """Replaces all states; they go to rest at once, straight from where they are given."""
+        kept, self._rest = self._rest, {}
+        try:
+            super().adopt(states, options)
+            self._put_to_rest()
+        except BaseException:
+            self._rest = kept
+            raise
+
+    @staticmethod
+    def _taken(value: Any) -> Any:
+        return value if isinstance(value, Tensor) and value.dim() else Piece._taken(value)
+
+    def prepare(self, options: Sequence[Mapping[str, Any]]) -> Optimizer:
+        """The optimizer, with these hyperparameters. States that it makes at once go to rest at once."""
+        new = self.optimizer is None
+        optimizer = super().prepare(options)
+        if new:
+            self._put_to_rest()
+        return optimizer
+
+    def run(self, task: Task, slot: Tensor | None) -> None:
+        """Updates bite by bite, from where an earlier attempt failed."""
+        self.flush(task)
+        self.prepare(task.options)
+        if task.before is None:
+            task.before = [self._small(state) if state else None for state in self.states()]
+        bites = self._bites(task)
+        while task.bites_done < len(bites):
+            self._run_bite(task, bites[task.bites_done], slot, task.before)
+
+    def flush(self, task: Task) -> None:
+        """Writes what is computed but not at rest yet."""
+        if task.unwritten:
+            while task.unwritten:
+                write = task.unwritten[0]
+                write.to(write.source)
+                task.unwritten.pop(0)
+            task.bites_done += 1
+
+    # --- one bite -----------------------------------------------------------------------------------------------
+
+    def _bites(self, task: Task) -> list[Bite]:
+        s = self.slices[0]
+        sparse = any(g is not None and g.is_sparse for g in task.gradients)
+        if len(self.slices) > 1 or s.nbytes <= BITE_BYTES or sparse or self.recipe.kind not in ELEMENTWISE:
+            return [Bite()]
+        step, count = BITE_BYTES // s.dtype.itemsize, s.parameter.numel()
+        return [Bite(begin, min(begin + step, count)) for begin in range(0, count, step)]
+
+    def _run_bite(
+        self, task: Task, bite: Bite, slot: Tensor | None, before: Sequence[Mapping[str, Any] | None]
+    ) -> None:
+        optimizer = self.optimizer
+        assert optimizer is not None
+        chosen = [k for k, gradient in enumerate(task.gradients) if gradient is not None]
+        self._desk.clear(self._desk_bytes(chosen, bite))
+        writes: list[Write] = []
+        try:
+            for k in chosen:
+                writes.extend(self._lay_out(task, k, bite, slot, before[k]))
+            optimizer.step()
+            self._make_room(chosen, bite)
+            for k in chosen:
+                writes.extend(self._state_writes(k, bite))
+        except BaseException:
+            # Nothing that rests has been written yet.
+            for k in chosen:
+                self._come_to_rest(k)
+                optimizer.state[self.proxies[k]].update(self._small(before[k] or {}))
+            raise
+        for k in chosen:
+            self._come_to_rest(k)
+        task.unwritten = writes
+        try:
+            self.flush(task)
+        except BaseException:
+            # The desk and the slot are about to be used again.
+            for write in task.unwritten:
+                write.source = write.source.clone()
+            raise
+
+    def _desk_bytes(self, chosen: Sequence[int], bite: Bite) -> int:
+        total = 0
+        for k in chosen:
+            s = self.slices[k]
+            total += 2 * aligned(bite.span(s.nbytes, s.dtype.itemsize)[1])
+            rests = [rest for (owner, _), rest in self._rest.items() if owner == k]
+            total += sum(aligned(bite.span(rest.nbytes, rest.dtype.itemsize)[1]) for rest in rests)
+        return total
+
+    def _lay_out(
+        self, task: Task, k: int, bite: Bite, slot: Tensor | None, before: Mapping[str, Any] | None
+    ) -> Iterator[Write]:
+        """Brings one parameter, its gradient and its states into memory; yields what must be written afterwards."""
+        s, proxy, home = self.slices[k], self.proxies[k], self.shard.home
+        assert self.optimizer is not None
+        assert home is not None
+        offset, nbytes = bite.span(s.nbytes, s.dtype.itemsize)
+        offset += s.offset
+        if slot is None:
+            weights = self._desk.take(nbytes)
+            home.read_into(weights, offset)
+        else:
+            weights = slot[offset : offset + nbytes]
+        proxy.data = bite.shape(weights, s.dtype, s.parameter.shape, s.stride)
+        yield Write(weights, partial(_write, home, offset))
+        proxy.grad, writes = self._gradient(task, k, bite)
+        yield from writes
+        state = self.optimizer.state[proxy]
+        state.clear()
+        if before is None:
+            return  # the optimizer starts from nothing, for each bite anew
+        state.update(self._small(before))
+        for (owner, key), rest in self._rest.items():
+            if owner == k:
+                offset, nbytes = bite.span(rest.nbytes, rest.dtype.itemsize)
+                part = self._desk.take(nbytes)
+                rest.block.read_into(part, rest.offset + offset)
+                state[key] = bite.shape(part, rest.dtype, rest.shape, rest.stride)
+
+    def _gradient(self, task: Task, k: int, bite: Bite) -> tuple[Tensor, list[Write]]:
+        s, gradient, coefficient = self.slices[k], task.gradients[k], task.coefficient
+        assert gradient is not None
+        if gradient.is_sparse:
+            return (gradient if coefficient is None else gradient * coefficient), []
+        offset, nbytes = bite.span(s.nbytes, s.dtype.itemsize)
+        block = self.shard.gradients
+        to: Callable[[Tensor], object]
+        if block is not None and gradient.data_ptr() == block.tensor.data_ptr() + s.offset:
+            part = self._desk.take(nbytes)
+            block.read_into(part, s.offset + offset)
+            to = partial(_write, block, s.offset + offset)
+        else:
+            if gradient.stride() != s.stride or gradient.device.type != "cpu":
+                dense = torch.empty_strided(s.parameter.shape, s.stride, dtype=s.dtype)
+                gradient = task.gradients[k] = dense.copy_(gradient)
+            resting = bytes_of(gradient)[offset : offset + nbytes]
+            part = resting if coefficient is None else self._desk.take(nbytes).copy_(resting)
+            to = resting.copy_
+        if coefficient is None:
+            return bite.shape(part, s.dtype, s.parameter.shape, s.stride), []
+        part.view(s.dtype).mul_(coefficient)
+        # A gradient that is not zeroed after a clipped step goes on clipped.
+        writes = [Write(part, to)] if s.parameter.grad is gradient else []
+        return bite.shape(part, s.dtype, s.parameter.shape, s.stride), writes
+
+    # --- states at rest -----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _small(state: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy of what does not rest in a file: counts of steps, and the like."""
+        return {
+            key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in state.items()
+            if not _rests(value)
+        }
+
+    def _make_room(self, chosen: Sequence[int], bite: Bite) -> None:
+        """One block, of exactly the size of the states that have no place yet."""
+        states, found, end = self.states(), [], 0
+        for k in chosen:
+            s = self.slices[k]
+            for key, value in states[k].items():
+                if not _rests(value) or (k, key) in self._rest:
+                    continue
+                whole = bite.end is None
+                shape = value.shape if whole else s.parameter.shape
+                stride = torch.empty_like(value, device="meta").stride() if whole else s.stride
+                nbytes = shape.numel() * value.element_size()
+                found.append((k, key, end, nbytes, value.dtype, shape, stride))
+                end += aligned(nbytes)
+        if found:
+            block = self._tier.allocate(end, f"shard{self.shard.index}-states")
+            for k, key, offset, nbytes, dtype, shape, stride in found:
+                self._rest[k, key] = Rest(block, offset, nbytes, dtype, shape, stride)
+
+    def _state_writes(self, k: int, bite: Bite) -> Iterator[Write]:
+        for key, value in self.states()[k].items():
+            if _rests(value):
+                rest = self._rest[k, key]
+                dense = value
+                if bite.end is None and value.stride() != rest.stride:
+                    dense = torch.empty_strided(rest.shape, rest.stride, dtype=rest.dtype).copy_(value)
+                offset = bite.span(rest.nbytes, rest.dtype.itemsize)[0]
+                yield Write(bytes_of(dense), partial(_write, rest.block, rest.offset + offset))
+
+    def _come_to_rest(self, k: int) -> None:
+        """Parameter and states are views of their files again; states that only the desk holds are dropped."""
+        assert self.optimizer is not None
+        proxy, state = self.proxies[k], self.optimizer.state[self.proxies[k]]
+        proxy.grad = None
+        proxy.data = self.shard.home_view(self.slices[k])
+        for key in [key for key, value in state.items() if _rests(value)]:
+            rest = self._rest.get((k, key))
+            if rest is None:
+                del state[key]
+            else:
+                state[key] = rest.view()
+
+    def _put_to_rest(self) -> None:
+        """Writes all states to files."""
+        everyone = range(len(self.slices))
+        self._make_room(everyone, Bite())
+        for k in everyone:
+            for write in self._state_writes(k, Bite()):
+                write.to(write.source)
+            if self.states()[k]:
+                self._come_to_rest(k)
+
+
+def _rests(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _write(block: Block, offset: int, source: Tensor) -> None:
+    block.write(source, offset)

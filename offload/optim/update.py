@@ -1,0 +1,93 @@
+"""What one step decided for one shard: gradients, hyperparameters, a coefficient; to be applied before its next load.
+
+``step()`` cannot wait for the homes to be updated: for a model larger than memory that takes as long as reading and
+writing all of it. So it writes down what is to be done, and each shard is updated on a lane just before the next copy
+of its bytes, while earlier shards compute. Nobody can see the difference, because nobody reads a home in between: the
+streamer waits for :meth:`Update.start`, and so does everything that reads through the model.
+
+Guarantees
+    * The update is applied once, however often it is started. If it fails, its arrival raises, what is done stays done,
+      and the next start goes on from there.
+    * The gradients belong to the update from ``step()`` on. ``zero_grad(set_to_none=True)`` takes the names away, not
+      the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from offload.lane import Arrival, Lane
+from offload.optim.piece import Task, Torn
+from offload.shard import Shard
+
+__all__ = ["Update"]
+
+
+class Update:
+    """The pending update of one shard. Started by the thread that drives the model, run on the update lane."""
+
+    def __init__(
+        self, shard: Shard, tasks: Sequence[Task], lane: Lane, *, in_slot: bool, finished: Callable[[Task], None]
+    ) -> None:
+        self._shard = shard
+        #: What is still to be done.
+        self.tasks = list(tasks)
+        self._lane = lane
+        #: Whether parameters may be updated in the slot that is about to be filled, which saves reading them twice.
+        self._in_slot = in_slot and not shard.casts
+        self._finished = finished
+        self._arrival: Arrival | None = None
+        self._failed = False
+        self._torn: Torn | None = None
+        self._filled: Tensor | None = None
+
+    def start(self, slot: Tensor | None = None, after: Sequence[Arrival] = ()) -> Arrival:
+        """Starts the update, unless it is under way or done. ``slot`` is where the shard is about to be loaded."""
+        if self._arrival is None or self._failed:
+            self._failed = False
+            slot = slot if self._in_slot else None
+            self._arrival = self._lane.submit(f"U{self._shard.index}", partial(self._run, slot), after)
+        return self._arrival
+
+    def filled(self, slot: Tensor) -> bool:
+        """Whether the update left the shard's new values in ``slot``."""
+        return self._filled is slot
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing was applied yet."""
+        return self._torn is None and not any(
+            task.done or task.scaled or task.bites_done or task.unwritten for task in self.tasks
+        )
+
+    def withdraw(self) -> None:
+        """Gives up an update that changed nothing."""
+        self.tasks.clear()
+        self._shard.pending = None
+
+    def _run(self, slot: Tensor | None) -> None:
+        if self._torn is not None:
+            raise self._torn
+        try:
+            for task in self.tasks:
+                task.piece.flush(task)
+            if slot is not None and self._shard.home is not None:
+                self._shard.home.read_into(slot)
+            for task in self.tasks:
+                if not task.done:
+                    task.piece.run(task, slot)
+                    task.done = True
+                    task.gradients = []  # their memory is free from here on
+                    self._finished(task)
+        except Torn as error:
+            self._torn, self._failed = error, True
+            raise
+        except BaseException:
+            self._failed = True
+            raise
+        self._filled = slot
+        self.tasks.clear()
+        self._shard.pending = None
