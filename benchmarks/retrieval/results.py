@@ -50,7 +50,7 @@ def table(outcomes: Sequence[Outcome], settings: Settings) -> str:
     rows = []
     for outcome in outcomes:
         if outcome.result is None:
-            rows.append([outcome.rung.name, f"failed: {outcome.failure}", *[""] * (len(header) - 2)])
+            rows.append([outcome.rung.name, "failed", *[""] * (len(header) - 2)])
             continue
         reference, result = finished[0], outcome.result
         rows.append(
@@ -68,6 +68,7 @@ def table(outcomes: Sequence[Outcome], settings: Settings) -> str:
             ]
         )
     notes = [markdown_table(header, rows)]
+    notes += [f"\n{outcome.rung.name}: {outcome.failure}" for outcome in outcomes if outcome.result is None]
     for outcome in finished[:1]:
         assert outcome.result is not None
         held_out = outcome.result["held_out"]

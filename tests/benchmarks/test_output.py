@@ -131,7 +131,7 @@ def test_the_table_holds_every_rung_also_the_one_that_failed() -> None:
         outcome("small", [3.0, 2.0], 150 * 2**20),
     ]
     shown = table(rungs, Settings())
-    assert "failed: killed by SIGKILL" in shown
+    assert "dead: killed by SIGKILL" in shown
     small = next(line for line in shown.splitlines() if line.startswith("| small"))
     cells = [cell.strip() for cell in small.strip("|").split("|")]
     assert cells == [
