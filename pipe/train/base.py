@@ -233,6 +233,8 @@ class TrainPipelineBase:
             if flight.read is not None and flight.read.kind is Kind.END and flight.source is self._source:
                 self._source = None
                 raise StopIteration
+            # Nothing to run here: an iterator that was left, or told of its end or failure. Never the present one.
+            assert flight.source is not self._source
 
     def _refuse_other_mode(self) -> None:
         if self._model.training is not self._training and any(

@@ -151,7 +151,6 @@ class ThreadLane(Lane):
                     return
                 job, ticket = self._jobs.popleft()
             ticket.run(job, self.stream)
-            del job, ticket  # the job holds its batch; without this, a lane at rest in Python's frame would keep it
 
     def _abandon(self) -> threading.Thread | None:
         with self._lock:

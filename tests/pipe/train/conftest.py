@@ -110,6 +110,8 @@ class FakeSparse(nn.Module):
 
     def compute_and_output_dist(self, ctx: dict[str, Any], dist_input: tuple[Tensor, Tensor]) -> Tensor:
         features, twice = dist_input[0], dist_input[1]
+        assert "used" not in ctx, "a context serves one forward"
+        ctx["used"] = True
         self.log.append(("compute", id(features)))
         return (twice.flip(1) if ctx["flip"] else twice) * self.scale
 

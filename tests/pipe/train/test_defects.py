@@ -83,17 +83,42 @@ def test_batches_in_flight_are_run_before_the_loader_ends_and_not_in_the_next_ep
 
 
 @BOTH
-def test_batches_in_flight_of_an_iterator_that_was_left_early_run_before_those_of_the_next(make):
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_batches_in_flight_of_an_iterator_that_was_left_early_run_before_those_of_the_next(lab, make, count):
     model = Counting()
     pipeline = make(model, Recording(model), "cpu")
-    first = iter(numbers(9))
+    first = iter(numbers(count))
     pipeline.progress(first)
-    second = iter(numbers(2))
-    with contextlib.suppress(StopIteration):
-        while True:
-            pipeline.progress(second)
-    assert model.ran == [0, 1, 2, 0, 1]
-    assert int(next(first)) == 3
+    lab.run(pipeline, iter(numbers(2)))
+    in_flight = list(range(min(count, 3)))
+    assert model.ran == [*in_flight, 0, 1]
+    assert [int(batch) for batch in first] == list(range(count))[3:]
+
+
+@BOTH
+def test_a_loader_that_has_ended_is_not_touched_again_before_the_caller_knows(make):
+    class Rewinding:
+        """Starts again after its end, as some endless loaders do: what is read too far belongs to the next epoch."""
+
+        def __init__(self):
+            self.reads = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.reads += 1
+            if self.reads % 3 == 0:
+                raise StopIteration
+            return torch.tensor(self.reads % 3)
+
+    model, loader = Counting(), Rewinding()
+    pipeline = make(model, Recording(model), "cpu", ahead={"load": 4})
+    for epoch in range(3):
+        assert [int(pipeline.progress(loader)) for _ in range(2)] == [1, 2]
+        with pytest.raises(StopIteration):
+            pipeline.progress(loader)
+        assert loader.reads == 3 * (epoch + 1)
 
 
 @BOTH

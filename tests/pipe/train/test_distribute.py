@@ -106,9 +106,10 @@ def test_a_batch_without_the_part_that_the_first_one_had_is_distributed_by_the_f
     assert "does not have the part" in pipeline.statistics().undistributed["sparse"]
 
 
-def test_a_module_called_twice_gets_the_distribution_of_each_call(lab):
+@pytest.mark.parametrize("flip", [True, False])
+def test_a_module_called_twice_gets_the_distribution_of_each_call(lab, flip):
     def use(self, batch):
-        return self.sparse(batch["x"]) + self.sparse(batch["x"], flip=True)
+        return self.sparse(batch["x"]) + self.sparse(batch["x"], flip=flip)
 
     pipeline, model = same_as_plain(lab, lambda: Outer(lab, use))
     assert pipeline.statistics().undistributed == {}
