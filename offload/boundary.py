@@ -96,7 +96,10 @@ class BoundaryStore:
                 self._fetch(entry, needed=now)
             assert entry.arriving is not None
             arrival, leaves = entry.arriving
-            with self._meter.wait.span(), naming(f"bringing back the boundary of shard {key} from {self._place}"):
+            with (
+                self._meter.waiting("boundary"),
+                naming(f"bringing back boundary {key} from {self._place}"),
+            ):
                 # Boundary lane -> compute. Without this, a layer reads a boundary that is still on its way.
                 arrival.wait()
             for leaf in leaves:
@@ -119,13 +122,14 @@ class BoundaryStore:
             self._fetch(entry, needed=entry.next_use)
 
     def _fetch(self, entry: _Entry, needed: float) -> None:
-        scratch = self._scratch
+        scratch, meter = self._scratch, self._meter  # a copy in flight must not keep the store itself
         assert scratch is not None
         leaves: list[Any] = []
 
         def fetch() -> None:
             assert entry.tickets is not None
-            leaves.extend(scratch.fetch(leaf.ticket) if isinstance(leaf, _Away) else leaf for leaf in entry.tickets)
+            with meter.on_lane("boundary", "fetch"):
+                leaves.extend(scratch.fetch(leaf.ticket) if isinstance(leaf, _Away) else leaf for leaf in entry.tickets)
 
         # Without ``after``, a boundary is read while it is still being written.
         after = [entry.written] if entry.written is not None else []
@@ -202,7 +206,7 @@ class BoundaryStore:
                 return
 
     def _spill(self, entry: _Entry) -> None:
-        leaves, scratch = entry.leaves, self._scratch
+        leaves, scratch, meter = entry.leaves, self._scratch, self._meter
         assert leaves is not None
         assert scratch is not None
         entry.leaves = None
@@ -212,7 +216,8 @@ class BoundaryStore:
         entry.tickets = []
 
         def store(tickets: list[Any] = entry.tickets) -> None:
-            tickets.extend(_Away(scratch.store(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+            with meter.on_lane("boundary", "spill"):
+                tickets.extend(_Away(scratch.store(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
 
         self._flush(WRITES_IN_FLIGHT - 1)
         entry.written = self._lane.submit("spill boundary", store)
@@ -225,7 +230,7 @@ class BoundaryStore:
     def _flush(self, remaining: int) -> None:
         while len(self._leaving) > remaining:
             arrival, _, nbytes = self._leaving.popleft()
-            with self._meter.wait.span(), naming(f"spilling a boundary to {self._place}"):
+            with self._meter.waiting("spill"), naming(f"spilling a boundary to {self._place}"):
                 arrival.wait()
             self._meter.release(nbytes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import weakref
@@ -22,6 +23,7 @@ from offload.shard import make_shards
 from offload.statistics import Meter, Statistics
 from offload.tape import Tape
 from offload.tier import open_tier
+from offload.trace import Event
 from offload.walk import Walk
 from pipe.microbatch import gather_nested, split_nested
 
@@ -247,18 +249,30 @@ class OffloadModel(nn.Module):
             home=self._tier.name,
         )
 
+    @contextlib.contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[list[Event]]:
+        """Records what compute and each lane do inside, and writes it to ``path`` for https://ui.perfetto.dev.
+
+        ``with model.trace("step.json") as events: ...``; the events carry the plan's tokens.
+        """
+        tracer = self._meter.tracer
+        with tracer.recording() as events:
+            yield events
+        tracer.write(path, events)
+
     def extra_repr(self) -> str:
         """One line about the shards."""
         shards = self._walk.shards
         largest = max(shard.slot_bytes for shard in shards)
-        return f"{len(shards)} shards of at most {largest:,} bytes at home in {self._tier.name}, device={self.device}"
+        return f"{len(shards)} shards of at most {largest:,} bytes at home in {self._tier.name}"
 
     # --- what is pending at home is finished before anybody reads it ----------------------------------------------
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """As in torch. Parameters and buffers are found through this, from a module around this one as well."""
         self._walk.streamer.catch_up()
-        return super().named_modules(*args, **kwargs)
+        found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
+        return found
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._walk.streamer.catch_up()
@@ -269,7 +283,7 @@ class OffloadModel(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. An update that is pending keeps its gradients, so with ``set_to_none`` it need not be finished."""
+        """As in torch. A pending update keeps its gradients, so only ``set_to_none=False`` has to finish it."""
         if not set_to_none:
             self._walk.streamer.catch_up()
         for layer in self.children():

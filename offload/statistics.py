@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.lane import Clock
+from offload.trace import Tracer
 
 __all__ = ["Meter", "Statistics"]
 
@@ -47,6 +48,7 @@ class Meter:
         #: Time that copies take on their lanes, which is what the bandwidths of a forecast are made of.
         self.loading = Clock(device)
         self.draining = Clock(device)
+        self.spilling = Clock(device)
         #: (forward or backward, shard) -> time of its cells, and the rows that passed.
         self.cells: dict[tuple[str, int], Clock] = {}
         self.rows: dict[tuple[str, int], int] = {}
@@ -55,15 +57,31 @@ class Meter:
         #: Largest number of bytes that autograd keeps of one row while a shard computes.
         self.activation_bytes_per_row = 0.0
         self._device = device
+        self.tracer = Tracer()
         self._held = 0
         self._peak = 0
 
     @contextlib.contextmanager
-    def cell(self, kind: str, shard: int, rows: int) -> Iterator[None]:
+    def on_lane(self, lane: str, token: str) -> Iterator[None]:
+        """Counts the time of one copy, in the thread or stream that makes it."""
+        clock = {"load": self.loading, "drain": self.draining, "boundary": self.spilling}[lane]
+        with clock.span(), self.tracer.span(f"{lane} lane", token):
+            yield
+
+    @contextlib.contextmanager
+    def waiting(self, token: str) -> Iterator[None]:
+        """Counts the time in which compute stands still for a copy."""
+        with self.wait.span(), self.tracer.span("compute", f"wait {token}"):
+            yield
+
+    @contextlib.contextmanager
+    def cell(self, kind: str, shard: int, microbatch: int, rows: int) -> Iterator[None]:
         """Counts the time of one cell."""
         clock = self.cells.setdefault((kind, shard), Clock(self._device))
-        with self.compute.span(), clock.span():
-            yield
+        token = f"{kind}{shard}.{microbatch}"
+        with self.compute.span(), clock.span(), self.tracer.span("compute", token):
+            with torch.profiler.record_function(token):
+                yield
         self.rows[kind, shard] = self.rows.get((kind, shard), 0) + rows
 
     def saw_activations(self, nbytes: int, rows: int) -> None:
@@ -74,10 +92,12 @@ class Meter:
         """Counts bytes that are now on the compute device."""
         self._held += nbytes
         self._peak = max(self._peak, self._held)
+        self.tracer.sample(self._held)
 
     def release(self, nbytes: int) -> None:
         """Counts bytes that are no longer there."""
         self._held -= nbytes
+        self.tracer.sample(self._held)
 
     @property
     def held_bytes(self) -> int:

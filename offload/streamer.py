@@ -102,7 +102,7 @@ class Streamer:
         update = shard.pending
 
         def fill() -> None:
-            with self._meter.loading.span():
+            with self._meter.on_lane("load", f"L{j}"):
                 shard.fill(slot, update)
 
         owners = dict.fromkeys(loan.owner for loan in shard.loans)
@@ -143,7 +143,7 @@ class Streamer:
     def visit(self, j: int) -> Iterator[Shard]:
         """Inside, shard ``j`` is on the compute device and its parameters are there."""
         shard = self.shards[j]
-        with self._meter.wait.span(), naming(f"loading shard {j} from {self._tier.name}"):
+        with self._meter.waiting(f"L{j}"), naming(f"loading shard {j} from {self._tier.name}"):
             # Load lane -> compute. Without this, layers read a slot that is still being filled.
             self._loads[j].wait()
         shard.bind()
@@ -206,7 +206,7 @@ class Streamer:
             self._finish_drain()
 
         def copy() -> None:
-            with self._meter.draining.span():
+            with self._meter.on_lane("drain", f"D{shard.index}"):
                 for parameter, move in moves:
                     total = move()
                     if self.note_norms and not total.is_sparse:

@@ -145,7 +145,7 @@ class Walk:
     def _forward_cell(self, tape: Tape, cell: Cell, boundary: Any) -> Any:
         runner = self._runners[cell.j]
         output_fn = self._output_fn(tape, cell)
-        with self._meter.cell("F", cell.j, tape.rows[cell.i]), torch.profiler.record_function(f"F{cell}"):
+        with self._meter.cell("F", cell.j, cell.i, tape.rows[cell.i]):
             if not tape.records or cell.j < tape.first:
                 return map_tensors(Tensor.detach, runner.forward(boundary, output_fn))
             source, value = self._source(tape, cell, boundary)
@@ -215,7 +215,7 @@ class Walk:
         self, tape: Tape, cell: Cell, boundary: Any, given: list[Any], consume: bool, accumulate: bool
     ) -> list[Any]:
         runner = self._runners[cell.j]
-        with self._meter.cell("B", cell.j, tape.rows[cell.i]), torch.profiler.record_function(f"B{cell}"):
+        with self._meter.cell("B", cell.j, cell.i, tape.rows[cell.i]):
             if self._recompute:
                 source, value = self._source(tape, cell, boundary)
                 outputs = flatten(runner.recompute(value, tape.cells[cell], self._output_fn(tape, cell)))[0]

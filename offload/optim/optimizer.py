@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.lane import Arrival, Lane, ThreadLane
+from offload.lane import Lane, ThreadLane
 from offload.model import OffloadModel
 from offload.norm import clip_coefficient, forget, norm_of, noted, total_norm
 from offload.optim.groups import options_of, resolve_groups, stand_in
+from offload.optim.in_backward import InBackward
 from offload.optim.piece import HostPiece, Piece, Recipe, Task
 from offload.optim.staged import Desk, StagedPiece, cut
 from offload.optim.update import Update
@@ -85,8 +86,8 @@ class OffloadOptimizer(Optimizer):
         self._lane = open_update_lane(model.device)
         self._desk = Desk()
         self._recipe = Recipe(optimizer_class, optimizer_kwargs)
-        self._pieces: dict[Shard, list[Piece]] = {}
-        self._in_backward: _InBackward | None = None
+        self.pieces: dict[Shard, list[Piece]] = {}
+        self._in_backward: InBackward | None = None
         groups = resolve_groups(dict(model.named_parameters()), params)
         # The class checks its hyperparameters on empty tensors: some classes make states at once.
         shadows = [{**group, "params": [_shadow(p) for p in _listed(group["params"])]} for group in groups]
@@ -98,7 +99,7 @@ class OffloadOptimizer(Optimizer):
         if update_in_backward:
             if self._streamer.updater is not None:
                 raise ValueError("this model has an optimizer with update_in_backward=True already; use that one")
-            self._in_backward = _InBackward(self)
+            self._in_backward = InBackward(self)
             self._streamer.updater = self._in_backward
         self._streamer.note_norms |= max_norm is not None
 
@@ -112,14 +113,14 @@ class OffloadOptimizer(Optimizer):
         tier = self._model._tier
         for shard in self._model._walk.shards:
             slices = [s for s in shard.own if s.parameter in members]
-            pieces = self._pieces.setdefault(shard, [])
+            pieces = self.pieces.setdefault(shard, [])
             if tier.blocking_io:
                 pieces += [StagedPiece(shard, part, index, self._recipe, tier, self._desk) for part in cut(slices)]
             elif slices:
                 pieces.append(HostPiece(shard, slices, index, self._recipe))
         if self._states_at_once:
             for piece in self._all_pieces():
-                piece.prepare(self._options())
+                piece.prepare(self.options())
                 self._publish(piece)
 
     # --- a step -------------------------------------------------------------------------------------------------
@@ -145,12 +146,12 @@ class OffloadOptimizer(Optimizer):
         # Without a scale a GradScaler has unscaled in place, in a way that torch does not count.
         trusted = not (hasattr(self, "grad_scale") and scale is None)
         coefficient = self._coefficient(scale, trusted)
-        options = self._options()
-        updates = {shard: self._update(shard, options, coefficient) for shard in self._pieces}
+        options = self.options()
+        updates = {shard: self.update(shard, options, coefficient) for shard in self.pieces}
         self._run_sparse(updates)
         for shard, update in updates.items():
             if update is not None:
-                self._mark(shard, update)
+                self.mark(shard, update)
         self.steps += 1
         if self._in_backward is not None:
             self._in_backward.close()
@@ -202,7 +203,7 @@ class OffloadOptimizer(Optimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
         loaded = self.state
-        options = self._options()
+        options = self.options()
         for piece in self._all_pieces():
             piece.adopt([loaded.get(p, {}) for p in piece.parameters], options)
             for p in piece.parameters:
@@ -220,10 +221,11 @@ class OffloadOptimizer(Optimizer):
     # --- what a step consists of --------------------------------------------------------------------------------
 
     def _all_pieces(self) -> Iterator[Piece]:
-        for pieces in self._pieces.values():
+        for pieces in self.pieces.values():
             yield from pieces
 
-    def _options(self) -> list[dict[str, Any]]:
+    def options(self) -> list[dict[str, Any]]:
+        """Hyperparameters of all groups as of now."""
         return [options_of(group) for group in self.param_groups]
 
     def _check_idle(self) -> None:
@@ -249,7 +251,7 @@ class OffloadOptimizer(Optimizer):
             coefficient = coefficient / scale.to(coefficient)
         return None if float(coefficient) == 1 else coefficient
 
-    def _update(
+    def update(
         self,
         shard: Shard,
         options: list[dict[str, Any]],
@@ -258,7 +260,7 @@ class OffloadOptimizer(Optimizer):
     ) -> Update | None:
         """The update of one shard from the gradients at home, and those that were ``kept`` from going there."""
         tasks = []
-        for piece in self._pieces[shard]:
+        for piece in self.pieces[shard]:
             gradients: list[Tensor | None] = [(kept or {}).get(s, s.parameter.grad) for s in piece.slices]
             if any(gradient is not None for gradient in gradients):
                 tasks.append(Task(piece, gradients, options, coefficient))
@@ -275,8 +277,8 @@ class OffloadOptimizer(Optimizer):
         return Update(shard, tasks, self._lane, in_slot=in_slot, finished=finished)
 
     @staticmethod
-    def _mark(shard: Shard, update: Update) -> None:
-        """From here on the parameters count as changed, although the lane has still to write them."""
+    def mark(shard: Shard, update: Update) -> None:
+        """Makes an update pending. From here on the parameters count as changed, although the lane has still to write them."""
         for task in update.tasks:
             for parameter, gradient in zip(task.piece.parameters, task.gradients, strict=True):
                 if gradient is not None:
@@ -290,7 +292,7 @@ class OffloadOptimizer(Optimizer):
         for shard, update in updates.items():
             if update is None or not any(g is not None and g.is_sparse for t in update.tasks for g in t.gradients):
                 continue
-            self._mark(shard, update)
+            self.mark(shard, update)
             try:
                 update.start().finish()
             except Exception:
@@ -298,88 +300,6 @@ class OffloadOptimizer(Optimizer):
                     update.withdraw()
                 raise
             updates[shard] = None
-
-
-class _InBackward:
-    """What the streamer asks while a backward brings gradients."""
-
-    def __init__(self, optimizer: OffloadOptimizer) -> None:
-        # The streamer must not keep an optimizer alive that everybody else has forgotten.
-        self._optimizer = weakref.ref(optimizer)
-        self.accumulating = 0
-        self._updated: list[int] | None = None  # shards that this step has updated; None between steps
-        self._running = False
-        self._dead: str | None = None
-        self._options: list[dict[str, Any]] = []
-
-    def check(self) -> None:
-        """Raises if a backward failed after it had updated a shard."""
-        if self._dead is not None:
-            raise RuntimeError(self._dead)
-
-    def close(self) -> None:
-        """The step is over: the next backward updates again."""
-        self._updated = None
-
-    def begin(self, waiting: int) -> None:
-        """A backward begins, and ``waiting`` other forwards still wait for theirs."""
-        optimizer = self._optimizer()
-        if optimizer is None or self.accumulating:
-            return
-        self.check()
-        if self._updated is not None:
-            raise RuntimeError(
-                "a second backward before step(): the first has updated the parameters already. Run all backwards of a "
-                "step but the last under `with optimizer.accumulate():`, and call step() after the last"
-            )
-        if waiting:
-            raise RuntimeError(
-                f"{waiting} more forwards of this model wait for their backward, and this backward would change the "
-                f"parameters under them; run it under `with optimizer.accumulate():`, or delete their outputs"
-            )
-        self._running, self._updated, self._options = True, [], optimizer._options()
-
-    def keep(self, shard: Shard, gradients: list[Tensor | None]) -> dict[Slice, Tensor]:
-        """Takes those gradients of a visit that are complete and need not go home."""
-        optimizer = self._optimizer()
-        if not self._running or optimizer is None:
-            return {}
-        ours = {s for piece in optimizer._pieces[shard] for s in piece.slices}
-        kept = {}
-        for position, s in enumerate(shard.own):
-            gradient = gradients[position]
-            # What rests at home already, from a tied layer or an earlier backward, is added to there.
-            if s in ours and gradient is not None and s.parameter.grad is None:
-                kept[s] = gradient
-                gradients[position] = None
-        return kept
-
-    def complete(self, shard: Shard, kept: dict[Slice, Tensor], after: Sequence[Arrival]) -> Arrival | None:
-        """All gradients of a shard are in: it is updated, beside the backward of the shards before it."""
-        optimizer = self._optimizer()
-        if not self._running or optimizer is None:
-            return None
-        update = optimizer._update(shard, self._options, kept=kept)
-        if update is None:
-            return None
-        assert self._updated is not None
-        optimizer._mark(shard, update)
-        self._updated.append(shard.index)
-        for piece in optimizer._pieces[shard]:
-            for parameter in piece.parameters:
-                parameter.grad = None
-        return update.start(after=after)
-
-    def end(self, *, failed: bool = False) -> None:
-        """The backward is over."""
-        if self._running and failed:
-            if self._updated:
-                self._dead = (
-                    f"a backward failed after it had updated the shards {self._updated} and before it could update the "
-                    f"others; make model and optimizer anew and load the last checkpoint"
-                )
-            self._updated = None
-        self._running = False
 
 
 def _listed(params: Any) -> list[Any]:

@@ -21,6 +21,7 @@ import itertools
 import os
 import shutil
 import tempfile
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -163,6 +164,14 @@ class DiskTier(Tier):
                 error.errno, f"offload_device must be a directory that can be written to: {error.strerror}", str(root)
             ) from error
         self.name = f"disk ({root})"
+        kind = _file_system(root)
+        if kind in ("tmpfs", "ramfs"):
+            warnings.warn(
+                f"offload_device {str(root)!r} is memory ({kind}): shards that rest there take as much of it as "
+                f"before; pass a directory on a disk",
+                RuntimeWarning,
+                stacklevel=5,
+            )
         self._device = device
         self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -180,6 +189,17 @@ class DiskTier(Tier):
     def close(self) -> None:
         """Removes the files' names; their room is free once nobody maps them."""
         self._finalizer()
+
+
+def _file_system(path: Path) -> str:
+    """Type of the file system that holds ``path``, or "" where the system does not tell."""
+    try:
+        mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return ""
+    resolved = path.resolve()
+    holding = [(len(mount[1]), mount[2]) for mount in mounts if resolved.is_relative_to(mount[1])]
+    return max(holding, default=(0, ""))[1]
 
 
 def _remove(folder: Path, lock: int) -> None:

@@ -48,7 +48,7 @@ def io_error(number: int) -> OSError:
             DiskScratch,
             "fetch",
             errno.EIO,
-            r"bringing back the boundary of shard .* from disk \(.*\): Input/output error",
+            r"bringing back boundary .* from disk \(.*\): Input/output error",
         ),
     ],
 )

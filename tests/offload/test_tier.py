@@ -204,3 +204,15 @@ def test_homes_by_name(tmp_path: Path) -> None:
     assert isinstance(open_tier(torch.device("cpu"), CPU), HostTier)
     assert isinstance(open_tier(tmp_path, CPU), DiskTier)
     assert isinstance(open_tier(str(tmp_path / "new") + "/", CPU), DiskTier)
+
+
+def test_a_directory_that_is_memory_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.tier.disk._file_system", lambda path: "tmpfs")
+    with pytest.warns(RuntimeWarning, match=r"is memory \(tmpfs\)"):
+        DiskTier(tmp_path, CPU)
+
+
+def test_the_file_system_of_a_path_is_that_of_its_longest_mount() -> None:
+    from offload.tier.disk import _file_system
+
+    assert _file_system(Path("/proc/self")) == "proc"
