@@ -142,9 +142,10 @@ def unused_parameters_and_gradients_of_before(rank: int) -> Report:
 def buffers_follow_rank_0(rank: int) -> Report:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6))
-    with torch.no_grad():
+    wrapped = DistributedDataParallel(model)
+    with torch.no_grad():  # after wrapping, which broadcasts too
         model[1].running_mean.fill_(float(rank))
-    GradCache([DistributedDataParallel(model)], 4, lambda r: r.exp().sum())(torch.zeros(4, 8))
+    GradCache([wrapped], 4, lambda r: r.exp().sum())(torch.zeros(4, 8))
     return {"running_mean": float(model[1].running_mean.mean()), "bias": float((model[0].bias * 0.1).mean())}
 
 

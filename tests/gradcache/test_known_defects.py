@@ -509,11 +509,15 @@ def test_autocast_in_bfloat16_equals_the_whole_batch_under_autocast(outer: bool,
 
 
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
-def test_weights_stay_trainable_inside_an_autocast_that_a_step_ran_in(precision: torch.dtype | None) -> None:
+@pytest.mark.parametrize("evaluate", [False, True])
+def test_weights_stay_trainable_inside_an_autocast_that_a_step_ran_in(
+    precision: torch.dtype | None, evaluate: bool
+) -> None:
     model = tower()
     x = torch.randn(4, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        GradCache([model], 2, energy, precision=precision)(x)
+        with torch.set_grad_enabled(not evaluate):
+            GradCache([model], 2, energy, precision=precision)(x)
         model.zero_grad()
         energy(model(x)).backward()
     assert model[0].weight.grad is not None
