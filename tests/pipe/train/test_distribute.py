@@ -106,10 +106,10 @@ def test_a_batch_without_the_part_that_the_first_one_had_is_distributed_by_the_f
     assert "does not have the part" in pipeline.statistics().undistributed["sparse"]
 
 
-@pytest.mark.parametrize("flip", [True, False])
-def test_a_module_called_twice_gets_the_distribution_of_each_call(lab, flip):
+@pytest.mark.parametrize("second", [{"flip": True}, {}], ids=["differently", "in_the_same_way"])
+def test_a_module_called_twice_gets_the_distribution_of_each_call(lab, second):
     def use(self, batch):
-        return self.sparse(batch["x"]) + self.sparse(batch["x"], flip=flip)
+        return self.sparse(batch["x"]) + self.sparse(batch["x"], **second)
 
     pipeline, model = same_as_plain(lab, lambda: Outer(lab, use))
     assert pipeline.statistics().undistributed == {}
