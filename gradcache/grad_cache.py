@@ -56,7 +56,8 @@ class GradCache:
 
     Args:
         models: the encoders ("towers"), one per input of a step; the same module may stand there more than once.
-            A model with ``forward_chunks`` (``offload.OffloadModel``) is walked shard by shard, see ``streamed``.
+            A model with ``forward_chunks`` (``offload.OffloadModel``) is walked shard by shard, see ``streamed``; make
+            it with ``checkpoint_activation=True``, or it keeps the activations of all chunks.
         chunk_sizes: rows of a chunk, for all towers or one number each; ``"auto"``: what ``memory_budget`` holds.
         loss_fn: ``loss_fn(*representations, **loss_kwargs)`` returns the scalar loss, or a tuple that starts with it.
         split_input_fn: ``split_input_fn(model_input, chunk_size)`` returns the chunks; default :meth:`split_inputs`.
@@ -269,6 +270,12 @@ class GradCache:
         self._auxiliary = ()
         # A subclass that calls the model in its own way gets it as it was given, wrapper and all.
         models = list(self.models if self.replaced("model_call") else map(unwrapped, self.models))
+        for model, inner in zip(self.models, models, strict=True):
+            if model is not inner and isinstance(inner, StreamedModel):
+                raise ValueError(
+                    f"expected a {type(inner).__name__} by itself, got one in {type(model).__name__}: its gradients "
+                    f"rest at home, where the wrapper does not reduce them; average them after the step"
+                )
         sizes = [self._rows(*parts) for parts in zip(models, model_inputs, self.chunk_sizes, strict=True)]
         split = [self.split_inputs(x, size) for x, size in zip(model_inputs, sizes, strict=True)]
         return Step(self, [Tower(model, chunks) for model, chunks in zip(models, split, strict=True)])

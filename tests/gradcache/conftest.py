@@ -88,11 +88,6 @@ def gradients_of(*modules: nn.Module) -> dict[str, Tensor | None]:
 
 
 @pytest.fixture(scope="session")
-def grads() -> Callable[..., dict[str, Tensor | None]]:
-    return gradients_of
-
-
-@pytest.fixture(scope="session")
 def assert_same_gradients() -> Callable[..., None]:
     def check(expected: Sequence[nn.Module], actual: Sequence[nn.Module], tolerance: float = 1e-6) -> None:
         mine, theirs = gradients_of(*actual), gradients_of(*expected)

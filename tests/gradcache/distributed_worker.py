@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcache import GradCache
 from gradcache.functional import cached, cat_input_tensor, gather_input_tensor
 from gradcache.loss import DistributedContrastiveLoss, SimpleContrastiveLoss
+from offload import OffloadModel
 
 Report = dict[str, Any]
 
@@ -183,6 +184,15 @@ def functional(rank: int) -> Report:
     return {"gradient": error([model], [expected]), "width": width(torch.zeros(2, 3 + rank))}
 
 
+def offloaded_tower_in_a_wrapper(rank: int) -> str:
+    model = OffloadModel(tower(1), "cpu", num_slices=2, checkpoint_activation=True)
+    try:
+        GradCache([DistributedDataParallel(model)], 2, lambda r: r.square().sum())(batch(4, rank))
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
 def narrow(rank: int) -> Report:
     """bfloat16 parameters are summed over chunks and processes in 32 bits."""
     torch.manual_seed(0)
@@ -210,6 +220,7 @@ def main(rank: int, world: int, store: str) -> None:
         "buffers": buffers_follow_rank_0(rank),
         "functional": functional(rank),
         "narrow": narrow(rank),
+        "offloaded": offloaded_tower_in_a_wrapper(rank),
     }
     dist.barrier()
     dist.destroy_process_group()

@@ -93,3 +93,9 @@ def test_decorators_gather_over_processes_of_different_sizes_and_axis_is_an_argu
 
 def test_bfloat16_gradients_of_many_chunks_are_summed_over_processes_in_32_bits(reports: list[dict[str, Any]]) -> None:
     assert all(report["narrow"]["error"] < 0.01 for report in reports)
+
+
+def test_offloaded_tower_in_a_wrapper_is_refused_since_nobody_would_average_its_gradients(
+    reports: list[dict[str, Any]],
+) -> None:
+    assert all("average them after the step" in report["offloaded"] for report in reports)

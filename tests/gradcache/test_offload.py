@@ -143,3 +143,20 @@ def test_hooks_of_a_subclass_win_over_the_streamed_walk(assert_same_gradients: A
     (2 * bare(x)).square().sum().backward()
     Doubled([ours], 2, lambda r: r.square().sum())(x)
     assert_same_gradients([bare], [ours])
+
+
+@pytest.mark.parametrize("kind", ["steady", "fickle"])
+def test_audit_compares_what_the_engine_recomputed(kind: str) -> None:
+    class Counting(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Counting.calls += kind == "fickle"
+            return x + Counting.calls
+
+    layers = nn.Sequential(*tower(dropout=0.5), Counting())
+    step = GradCache([offloaded(layers)], 2, lambda r: r.square().sum(), audit=True)
+    step(torch.randn(4, 8))
+    assert step.step_result is not None
+    assert step.step_result.greatest_difference is not None
+    assert (step.step_result.greatest_difference > 0.5) == (kind == "fickle")
