@@ -66,4 +66,10 @@ QUESTIONS = (
         "with a slow loader, slow embedding rows and compute in one loop: how near is a step to its slowest part?",
         "benchmarks.train_overlap.question",
     ),
+    Question(
+        "pipe-ladder",
+        "beside torchgpipe and fairscale, what do time, memory and bubble of our pipe come to, part by part?",
+        "benchmarks.pipe_ladder.question",
+        ("tqdm", "matplotlib", "torchgpipe", "fairscale"),
+    ),
 )

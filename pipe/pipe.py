@@ -220,9 +220,13 @@ class Pipe(nn.Module):
             ).run()
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[list[Action]]:
-        """Yields a list to which every action is added when it begins, in forward, backward and :meth:`train_step`."""
-        trace: list[Action] = []
+    def recording(self, trace: list[Action] | None = None) -> Iterator[list[Action]]:
+        """Appends every action to a list when it begins, in forward, backward and :meth:`train_step`; yields the list.
+
+        Args:
+            trace: the list, by default a new one. One whose ``append`` notes the time measures the actions.
+        """
+        trace = [] if trace is None else trace
         self._recorders.append(trace)
         try:
             yield trace

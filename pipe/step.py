@@ -105,13 +105,16 @@ class Step:
             for actions in self.schedule.clocks():
                 tasks = []
                 for action in actions:
-                    work = self._forward if action.kind == "F" else self._backward
-                    self.record(action)
-                    compute = partial(work, action.stage, action.micro_batch)
+                    compute = partial(self._act, action)
                     tasks.append((action.stage, Task(streams[action.stage], compute=compute, finalize=None)))
                 run(tasks)
         self._finish_inputs()
         return torch.stack([loss for _, loss in sorted(self._losses.items())]).sum()
+
+    def _act(self, action: Action) -> Batch:
+        self.record(action)
+        work = self._forward if action.kind == "F" else self._backward
+        return work(action.stage, action.micro_batch)
 
     @staticmethod
     def _depart(value: Any, cell: _Cell) -> _InFlight:

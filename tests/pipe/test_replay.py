@@ -36,6 +36,42 @@ def test_draws_repeat_inside_and_continue_outside(inside, between):
         assert np.random.get_state()[1].tolist() == states[2]
 
 
+NORMAL = {"uniform": np.random.rand, "normal": np.random.normal, "seed": lambda: np.random.seed(3)}
+
+
+@given(
+    st.lists(st.sampled_from(sorted(NORMAL)), max_size=4),
+    st.lists(st.sampled_from(["uniform", "normal"]), max_size=3),
+)
+def test_a_kept_normal_number_of_numpy_is_part_of_its_state(before, inside):
+    # The second normal number of a pair comes without moving the words of the generator.
+    for name in before:
+        NORMAL[name]()
+    replay = Replay.capture([CPU])
+    first = [NORMAL[name]() for name in inside]
+    replay.seal()
+    following = np.random.normal()
+    with replay.again():
+        assert [NORMAL[name]() for name in inside] == first
+    again = Replay.capture([CPU])
+    with again.again():
+        pass
+    assert np.random.normal() != following
+
+
+def test_another_bit_generator_of_numpy_is_replayed():
+    original = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.Philox(3))
+    try:
+        replay = Replay.capture([CPU])
+        first = np.random.rand(3).tolist()
+        assert replay.seal().drawn == ("numpy",)
+        with replay.again():
+            assert np.random.rand(3).tolist() == first
+    finally:
+        np.random.set_bit_generator(original)
+
+
 def test_a_forward_that_draws_nothing_touches_no_generator():
     replay = Replay.capture([CPU]).seal()
     with replay.again():

@@ -1,0 +1,230 @@
+"""The rungs of ``pipe-ladder``: one model in two CPU stages, stepped by several pipes.
+
+All pipes get the same layers, the same mini-batch and the same number of micro-batches. Two CPU stages have one CPU to
+themselves, so nobody can be faster by computing two things at once: what differs is what a pipe adds to the layers, and
+what it keeps in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.frame.child import Report
+from benchmarks.frame.extra import require
+from pipe import Pipe, worker
+from pipe import pipeline as running
+from pipe.checkpoint import Checkpointing
+from pipe.schedule import Action, fill_drain, one_forward_one_backward, simulate
+
+__all__ = ["FLOOR", "ONES", "STAGES", "Shape", "bubbles", "peak", "time_rounds"]
+
+STAGES = 2
+FLOOR = "model and batch alone"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Channels of the model, its blocks, and rows of the mini-batch."""
+
+    dim: int
+    blocks: int
+    rows: int
+    threads: int
+
+    def model(self) -> nn.Sequential:
+        """``blocks`` of four layers each: wide linear layers, between which activations are four times a boundary."""
+        torch.manual_seed(0)
+        torch.set_num_threads(self.threads)
+        layers: list[nn.Module] = []
+        for _ in range(self.blocks):
+            layers += [nn.Linear(self.dim, 4 * self.dim), nn.GELU(), nn.Linear(4 * self.dim, self.dim)]
+            layers.append(nn.LayerNorm(self.dim))
+        return nn.Sequential(*layers)
+
+    def batch(self) -> Tensor:
+        """The mini-batch; it needs no gradient."""
+        return torch.randn(self.rows, self.dim, generator=torch.Generator().manual_seed(1))
+
+    @property
+    def balance(self) -> list[int]:
+        """Layers of each stage."""
+        first = 4 * (self.blocks // STAGES)
+        return [first, 4 * self.blocks - first]
+
+
+def _loss(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+Step = Callable[[Tensor], object]
+
+
+def _through_autograd(pipe: nn.Module) -> Step:
+    return lambda x: _loss(pipe(x)).backward()
+
+
+def _ours(shape: Shape, chunks: int, checkpoint: str = "except_last") -> Pipe:
+    return Pipe(shape.model(), shape.balance, ["cpu"] * STAGES, chunks=chunks, checkpoint=checkpoint)
+
+
+def _torchgpipe(shape: Shape, chunks: int) -> Step:
+    pipe = require("torchgpipe").GPipe(shape.model(), shape.balance, devices=["cpu"] * STAGES, chunks=chunks)
+    return _through_autograd(pipe)
+
+
+def _fairscale(shape: Shape, chunks: int) -> Step:
+    pipe = require("fairscale.nn").Pipe(shape.model(), shape.balance, devices=["cpu"] * STAGES, chunks=chunks)
+    return _through_autograd(pipe)
+
+
+def _scheduled(name: str, checkpoint: str = "except_last") -> Callable[[Shape, int], Step]:
+    def make(shape: Shape, chunks: int) -> Step:
+        pipe = _ours(shape, chunks, checkpoint)
+        return lambda x: pipe.train_step(x, None, lambda output, target: _loss(output), schedule=name)
+
+    return make
+
+
+@contextlib.contextmanager
+def _in_threads() -> Iterator[None]:
+    """As if the stages were on two devices: the layers run in a worker thread, and number their nodes there."""
+    with mock.patch.object(worker, "needs_threads", return_value=True):
+        yield
+
+
+@contextlib.contextmanager
+def _without_order() -> Iterator[None]:
+    """No micro-batch depends on another in backward."""
+    with mock.patch.object(running, "_fork", return_value=None):
+        yield
+
+
+@contextlib.contextmanager
+def _without_early_recompute() -> Iterator[None]:
+    """A cell is recomputed when its gradient has arrived."""
+    with mock.patch.object(Checkpointing, "recompute", return_value=None):
+        yield
+
+
+def _ablated(*without: Callable[[], contextlib.AbstractContextManager[None]]) -> Callable[[Shape, int], Step]:
+    def make(shape: Shape, chunks: int) -> Step:
+        step = _through_autograd(_ours(shape, chunks))
+
+        def run(x: Tensor) -> None:
+            with contextlib.ExitStack() as stack:
+                for context in without:
+                    stack.enter_context(context())
+                step(x)
+
+        return run
+
+    return make
+
+
+ONES: dict[str, Callable[[Shape, int], Step]] = {
+    "ours": lambda shape, chunks: _through_autograd(_ours(shape, chunks)),
+    "torchgpipe": _torchgpipe,
+    "fairscale": _fairscale,
+    "ours, 1F1B": _scheduled("1f1b"),
+    "ours, 1F1B, nothing recomputed": _scheduled("1f1b", "never"),
+    "ours, nothing recomputed": lambda shape, chunks: _through_autograd(_ours(shape, chunks, "never")),
+    "ours, in a worker thread": _ablated(_in_threads),
+    "ours, in a worker thread, no order": _ablated(_in_threads, _without_order),
+    "ours, no order": _ablated(_without_order),
+    "ours, no early recompute": _ablated(_without_early_recompute),
+}
+"""The ways to step: a name, and what makes a step from a shape and a number of micro-batches."""
+
+
+def time_rounds(report: Report, shape: dict[str, Any], chunks: int, names: list[str], rounds: int) -> dict[str, Any]:
+    """Steps of all ways in turn, in one process; the way that begins changes from round to round.
+
+    Each round reports, for each way, seconds by the clock and seconds of processor time. On a machine that others use
+    as well, only the second says what a way costs.
+    """
+    warnings.simplefilter("ignore")  # the ancestors were written for older versions of torch
+    sizes = Shape(**shape)
+    x = sizes.batch()
+    steps = {name: ONES[name](sizes, chunks) for name in names}
+    for step in steps.values():
+        step(x)
+    gc.collect()
+    report.total(rounds)
+    for k in range(rounds):
+        taken: dict[str, float] = {}
+        begin = k % len(names)
+        for name in names[begin:] + names[:begin]:
+            clock, processor = time.perf_counter(), time.process_time()
+            steps[name](x)
+            taken[f"{name}: processor"] = time.process_time() - processor
+            taken[f"{name}: clock"] = time.perf_counter() - clock
+        report.step(**taken)
+    return {"chunks": chunks}
+
+
+def peak(report: Report, shape: dict[str, Any], chunks: int, name: str, steps: int) -> dict[str, Any]:
+    """Steps of one way; the parent counts the most memory of each."""
+    warnings.simplefilter("ignore")
+    sizes = Shape(**shape)
+    x = sizes.batch()
+    step = ONES[name](sizes, chunks)
+    step(x[:STAGES])  # makes gradients, loads libraries
+    gc.collect()
+    report.memory(FLOOR)
+    report.phase("steps")
+    report.total(steps)
+    for _ in range(steps):
+        began = time.perf_counter()
+        step(x)
+        report.step(seconds=time.perf_counter() - began)
+    return {"chunks": chunks}
+
+
+class _Stamped(list[Action]):
+    """A trace that notes when each action began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+
+    def append(self, action: Action) -> None:
+        self.times.append(time.perf_counter())
+        super().append(action)
+
+
+def bubbles(report: Report, shape: dict[str, Any], chunks: list[int], rounds: int) -> dict[str, Any]:
+    """The bubble that two devices of their own would see with the cells' measured times, for each schedule.
+
+    On one CPU cells run one after another, so a cell lasts from its beginning to that of the next. The schedule is then
+    simulated with these times.
+    """
+    sizes = Shape(**shape)
+    x = sizes.batch()
+    report.total(len(chunks))
+    for count in chunks:
+        pipe = _ours(sizes, count)
+        values: dict[str, float] = {}
+        for name, make in (("fill-drain", fill_drain), ("1F1B", one_forward_one_backward)):
+            schedule = make(count, STAGES)
+            measured: dict[Action, list[float]] = {}
+            for _ in range(rounds + 1):
+                stamped = _Stamped()
+                with pipe.recording(stamped):
+                    pipe.train_step(x, None, lambda output, target: _loss(output), schedule=schedule)
+                ends = [*stamped.times[1:], time.perf_counter()]
+                for action, begin, end in zip(stamped, stamped.times, ends, strict=True):
+                    measured.setdefault(action, []).append(end - begin)
+            simulation = simulate(schedule, lambda action, m=measured: min(m[action][1:]))  # type: ignore[misc]
+            values[name] = simulation.bubble
+        report.step(chunks=count, ideal=(STAGES - 1) / (count + STAGES - 1), **values)
+    return {}
