@@ -9,11 +9,11 @@ Two passes over a checkpointed model run every layer three times forward. Here w
 pass 2, and it is two times.
 
 Guarantees
-    * Only one layer's activations are alive at a time, for as many chunks together as the whole model's activations of
-      a single chunk would take (see ``grouping``).
-    * What is kept stays within ``boundary_bytes``: a group that finds no room keeps no more, and in pass 2 runs forward
-      once more from the last thing that it kept. Where room is left, the last chunk keeps its whole graph, and runs
-      once.
+    * Only one layer's activations of one chunk are alive at a time, and besides them no more than ``boundary_bytes``.
+    * These bytes first hold what enters layers. A chunk that finds no room keeps no more, and in pass 2 runs forward
+      once more from the last thing that it kept; what enters its layers then exists beyond the budget, for one chunk
+      at a time. Where room is left, chunks run together (see ``grouping``), and the
+      last chunk keeps its whole graph and runs once; the two never need the room at the same time.
     * Kept values rest in host memory if the model is on an accelerator.
 """
 
@@ -43,7 +43,9 @@ class _Profile:
     """What the first chunk taught about all chunks of its kind."""
 
     together: int
-    """Chunks that run at a time."""
+    """Chunks that may run at a time: whose layers keep no more than the whole model does for one chunk."""
+    layer_bytes: int
+    """What the largest layer's graph of a chunk keeps."""
     graph_bytes: int
     """What the whole model's graph of a chunk keeps."""
     kept_bytes: int
@@ -139,7 +141,7 @@ class LayeredModel:
                 self._may_group[modes] = grouping.can_group(self.call, self.layers, *pair)
             if self._may_group[modes]:
                 together = max(sum(saved) // max(*saved, 1), 1)
-        self._profiles[self._key(chunk)] = _Profile(together, sum(saved), kept_bytes)
+        self._profiles[self._key(chunk)] = _Profile(together, max(*saved, 1), sum(saved), kept_bytes)
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple(module.training for watched in self.watched for _, module in watched.modules)
@@ -173,13 +175,20 @@ class LayeredTape:
         if self._records and len(todo) > 1 and self._model.profile_of(self._calls[0]) is None:
             self._explore(todo.pop(0), todo[:2], outputs)
         profile = self._model.profile_of(self._calls[todo[0]])
-        together = profile.together if profile else 1
+        together = self._together(profile, len(todo)) if profile else 1
         last = todo.pop() if self._records and profile and self._graph_fits(profile, todo) else None
         for run in grouping.runs_of_like_chunks([self._calls[i] for i in todo], together):
             self._run_group(self._group([todo[k] for k in run]), outputs)
         if last is not None:
             self._run_with_graph(self._group([last]), outputs)
         return outputs
+
+    def _together(self, profile: _Profile, chunks: int) -> int:
+        """How many chunks run at a time. What more than one takes must find room beside what all of them keep."""
+        if not self._records:
+            return profile.together
+        room = max(self._bytes_left - chunks * profile.kept_bytes, 0)
+        return min(profile.together, 1 + room // profile.layer_bytes)
 
     def _graph_fits(self, profile: _Profile, todo: list[int]) -> bool:
         """Whether the last chunk's graph finds room beside what all others keep; known if all are of one kind."""

@@ -157,6 +157,18 @@ def test_chunks_run_together_from_the_second_step_on_as_many_as_one_chunk_s_acti
     assert len({tuple(runs) for runs in watch.runs}) == 1
 
 
+def test_chunks_run_together_only_in_room_that_the_budget_leaves() -> None:
+    """A chunk of 2 rows keeps 64 bytes before each of 3 layers; the largest layer's graph keeps 64 more."""
+    kinds = ["linear", "tanh"] * 2
+    for extra, most in [(0, 1), (63, 1), (64, 2), (128, 3)]:
+        model = layers(*kinds)
+        step = GradCache([model], 2, energy, boundary_bytes=8 * 3 * 64 + extra)
+        step(torch.randn(16, 8))
+        watch = Watch(model)
+        step(torch.randn(16, 8))
+        assert {max(runs) for runs in watch.runs} == {2 * most}
+
+
 @pytest.mark.parametrize("kind", ["norm", "across"])
 def test_chunks_never_run_together_across_a_layer_that_could_tell_them_apart(kind: str) -> None:
     model = layers("linear", kind, "linear", "tanh")
