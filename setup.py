@@ -21,6 +21,8 @@ setup(
     extras_require={
         "test": ["pytest>=8", "pytest-benchmark>=4", "hypothesis>=6", "numpy", "fairscale==0.4.13"],
         "bench": ["tokenizers>=0.20", "matplotlib>=3.8", "tqdm>=4.66", "numpy"],
+        # What the question pipe-ladder measures beside ours.
+        "ancestors": ["fairscale==0.4.13", "torchgpipe==0.0.7"],
         # What torchrec needs. It asks for a CUDA build of fbgemm, so it is installed by hand on a machine without one:
         # pip install --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0
         "torchrec": ["tensordict", "torchmetrics==1.0.3", "tqdm", "pyre-extensions", "numpy"],

@@ -1,0 +1,103 @@
+"""``pipe-ladder`` measures the same work for every way, and says when a bound does not hold."""
+
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from benchmarks.frame.rungs import Outcome, Rung
+from benchmarks.pipe_ladder import steps
+from benchmarks.pipe_ladder.question import PIPES, broken_bounds, ratio_of
+
+SHAPE = steps.Shape(dim=4, blocks=2, rows=6, threads=torch.get_num_threads())
+OURS = [name for name in steps.ONES if name.startswith("ours")]
+
+
+class FakeReport:
+    def __init__(self):
+        self.steps, self.moments, self.phases = [], [], []
+
+    def total(self, count):
+        self.expected = count
+
+    def step(self, **values):
+        self.steps.append(values)
+
+    def memory(self, moment):
+        self.moments.append(moment)
+        return 0
+
+    def phase(self, name):
+        self.phases.append(name)
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_every_way_of_ours_gives_the_gradients_of_the_bare_model(name, chunks, monkeypatch):
+    models = []
+    make = steps.Shape.model
+    monkeypatch.setattr(steps.Shape, "model", lambda shape: models.append(make(shape)) or models[-1])
+    x = SHAPE.batch()
+    steps.ONES[name](SHAPE, chunks)(x)
+    bare = make(SHAPE)
+    bare(x).square().mean().backward()
+    for p, q in zip(models[0].parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_rounds_time_every_way_by_clock_and_processor():
+    report = FakeReport()
+    steps.time_rounds(report, asdict(SHAPE), 2, OURS[:2], 3)
+    assert report.expected == len(report.steps) == 3
+    assert set(report.steps[0]) == {f"{name}: {kind}" for name in OURS[:2] for kind in ("clock", "processor")}
+
+
+def test_a_peak_is_counted_above_the_model_and_the_batch():
+    report = FakeReport()
+    steps.peak(report, asdict(SHAPE), 2, "ours", 2)
+    assert report.moments == [steps.FLOOR]
+    assert report.phases == ["steps"]
+    assert len(report.steps) == 2
+
+
+def test_bubbles_stand_beside_the_formula():
+    report = FakeReport()
+    steps.bubbles(report, asdict(SHAPE), [1, 3], 2)
+    assert [step["chunks"] for step in report.steps] == [1, 3]
+    assert [step["ideal"] for step in report.steps] == [0.5, 0.25]
+    for step in report.steps:
+        assert 0 <= step["fill-drain"] < 1
+        assert 0 <= step["1F1B"] < 1
+
+
+def outcomes(*, slower=1.0, larger=1):
+    rows = [{f"{name}: {kind}": 1.0 for name in PIPES for kind in ("clock", "processor")} for _ in range(3)]
+    for row in rows:
+        row["ours: processor"] = slower
+    timed = [Outcome(Rung("time", "", {}), result={"chunks": 2}, steps=rows)]
+    peaks = [
+        Outcome(
+            Rung(name, "", {}),
+            result={},
+            moments={steps.FLOOR: 10},
+            peaks={"steps": 110 + (larger if name == "ours" else 0)},
+        )
+        for name in PIPES
+    ]
+    return timed, peaks, Outcome(Rung("bubble", "", {}), result={})
+
+
+def test_bounds_hold_where_ours_is_as_fast_and_as_small():
+    assert ratio_of(outcomes()[0][0], "fairscale") == 1.0
+    assert broken_bounds(*outcomes()) == []
+
+
+def test_a_slower_or_larger_pipe_breaks_the_bounds():
+    assert [line.split(",")[0] for line in broken_bounds(*outcomes(slower=1.1))] == ["processor time"] * 2
+    assert [line.split(",")[0] for line in broken_bounds(*outcomes(larger=5))] == ["peak"] * 2
+
+
+def test_a_rung_that_failed_is_named():
+    timed, peaks, bubble = outcomes()
+    peaks[1].failure = "exit status 1"
+    assert broken_bounds(timed, peaks, bubble) == ["torchgpipe: exit status 1"]
