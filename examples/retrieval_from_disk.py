@@ -3,7 +3,8 @@
     python examples/retrieval_from_disk.py DIRECTORY
 
 * The word table rests in a file. While a batch computes, the rows of the next one are read (``OffloadEmbeddingBag``).
-* The encoder rests in files and streams past, shard by shard (``OffloadModel``).
+* The encoder and its optimizer's states rest in files and stream past, shard by shard (``OffloadModel``,
+  ``OffloadOptimizer``).
 * The contrastive batch goes through the encoder in chunks (``GradCache``), so every query sees every passage.
 * The loader is read ahead, and gradients are accumulated over windows of batches (``TrainPipelineSparseDist``).
 
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradcache import GradCache
-from offload import OffloadEmbeddingBag, OffloadModel, RowWiseAdagrad
+from offload import OffloadEmbeddingBag, OffloadModel, OffloadOptimizer, RowWiseAdagrad
 from pipe.train import TrainPipelineSparseDist
 
 WORDS, DIM, LAYERS = 500, 32, 3
@@ -83,7 +84,7 @@ def train(home: str | os.PathLike[str], batches: int = 60, grad_accum: int = 2) 
     model = Retriever(home)
     optimizers = [
         RowWiseAdagrad(model.words.parameters(), lr=0.05),
-        torch.optim.AdamW(model.encoder.parameters(), lr=2e-3),
+        OffloadOptimizer(model.encoder, torch.optim.AdamW, lr=2e-3),
     ]
     pipeline = TrainPipelineSparseDist(model, optimizers, "cpu", grad_accum=grad_accum)
     loader, losses = pairs_of_words(batches), []

@@ -85,8 +85,9 @@ class TrainPipelineBase:
         uneven: what ranks do when one loader ends early, ``"raise"`` or ``"stop"``; see
             :class:`~pipe.train.source.Agreement`.
 
-    A loader must give each batch memory of its own: several batches are in flight. It is read in another thread, so
-    it must not share a random generator with the model if the order of draws matters (or pass ``Lanes.serial()``).
+    A loader must give each batch memory of its own: several batches are in flight. It is read ahead in another thread;
+    if it shares a random generator with the model, ``Lanes.serial()`` makes the order of draws the same in every run,
+    and with ``ahead`` of 0 it is that of a plain loop.
 
     The model in ``eval`` mode, or under ``no_grad``, only runs forward. Use one pipeline for training and one for
     evaluation: batches in flight belong to the mode in which they were asked for.

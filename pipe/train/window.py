@@ -57,7 +57,8 @@ class Window:
     Raises:
         TypeError: if ``size`` is no integer, or an optimizer is none.
         ValueError: if ``size`` is not positive, or an optimizer updates inside backward where it would update with
-            part of a window's gradient or with a scaled one.
+            part of a window's gradient or with a scaled one. One with an ``accumulate()`` context, as that of
+            ``offload``, is deferred instead.
     """
 
     def __init__(
@@ -85,9 +86,13 @@ class Window:
         self.optimizers = optimizers
         self._static_graphs_known = False
         if self.size > 1:
-            _refuse_updates_in_backward(model, optimizers, f"accumulates {self.size} batches (grad_accum={self.size})")
+            _refuse_updates_in_backward(
+                model, optimizers, f"accumulates {self.size} batches (grad_accum={self.size})", deferred=True
+            )
         if scaler is not None:
-            _refuse_updates_in_backward(model, optimizers, "scales its loss for fp16 (enable_grad_scaling=True)")
+            _refuse_updates_in_backward(
+                model, optimizers, "scales its loss for fp16 (enable_grad_scaling=True)", deferred=False
+            )
 
     @property
     def must_know_the_end(self) -> bool:
@@ -135,12 +140,22 @@ class Window:
         loss = _total(losses)
         if weight != 1.0:
             loss = loss * weight
-        with self.synchronization(micro):
+        with self._deferral(micro), self.synchronization(micro):
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         self._static_graphs_known = True
         self.position = micro.number
         if micro.closes:
             self._step()
+
+    @contextlib.contextmanager
+    def _deferral(self, micro: MicroStep) -> Iterator[None]:
+        """Optimizers that update inside backward, and can be told to wait, wait for the backward that closes."""
+        with contextlib.ExitStack() as stack:
+            for optimizer in self.optimizers:
+                accumulate = getattr(optimizer, "accumulate", None)
+                if callable(accumulate) and not micro.closes:
+                    stack.enter_context(accumulate())
+            yield
 
     def _step(self) -> None:
         for optimizer in self.optimizers:
@@ -235,11 +250,13 @@ def _replicated(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def _refuse_updates_in_backward(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], because: str) -> None:
+def _refuse_updates_in_backward(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], because: str, *, deferred: bool
+) -> None:
     reasons = [
         f"{type(optimizer).__name__}(update_in_backward=True)"
         for optimizer in optimizers
-        if getattr(optimizer, "update_in_backward", False)
+        if getattr(optimizer, "update_in_backward", False) and not (deferred and hasattr(optimizer, "accumulate"))
     ]
     for name, parameter in model.named_parameters():
         if getattr(parameter, "_in_backward_optimizers", None):

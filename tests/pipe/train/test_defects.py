@@ -269,6 +269,31 @@ def test_an_optimizer_that_says_that_it_updates_inside_backward_is_refused_under
     TrainPipelineBase(model, optimizer, "cpu")
 
 
+def test_an_optimizer_that_can_be_told_to_wait_is_deferred_to_the_backward_that_closes(lab):
+    class Deferrable(Recording):
+        """Steps inside backward, save under ``accumulate``."""
+
+        update_in_backward = True
+        waiting = False
+
+        def __init__(self, model):
+            super().__init__(model)
+            model.weight.register_hook(lambda grad: waits.append(self.waiting))
+
+        @contextlib.contextmanager
+        def accumulate(self):
+            self.waiting = True
+            yield
+            self.waiting = False
+
+    waits = []
+    model = Counting()
+    lab.run(TrainPipelineBase(model, Deferrable(model), "cpu", grad_accum=3), iter(numbers(5)))
+    assert waits == [True, True, False, True, False]
+    with pytest.raises(ValueError, match="scales its loss"):
+        TrainPipelineBase(model, Deferrable(model), "cpu", amp_dtype=torch.float16)
+
+
 # 6 ------------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from offload import RowWiseAdagrad
+from offload import OffloadModel, OffloadOptimizer, RowWiseAdagrad
+from pipe.train import TrainPipelineBase
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "retrieval_from_disk.py"
 
@@ -70,3 +71,33 @@ def test_all_of_them_together_train_what_plain_torch_trains(example, tmp_path, m
 def test_the_example_learns_with_dropout_on(example, tmp_path):
     _, losses = example.train(tmp_path, batches=60)
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+@pytest.mark.parametrize("update_in_backward", [False, True])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_an_offloaded_model_and_its_optimizer_accumulate_windows_in_a_pipeline(
+    lab, tmp_path, update_in_backward, on_disk
+):
+    class Whole(nn.Module):
+        def __init__(self, layers):
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, batch):
+            output = self.layers(batch["x"])
+            return (output - batch["y"]).square().mean(), output.detach()
+
+    def layers():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    reference = Whole(layers())
+    lab.plain_loop(reference, [lab.batches(8)], 3, torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9))
+    home = tmp_path if on_disk else "cpu"
+    offloaded = OffloadModel(layers(), "cpu", offload_device=home, checkpoint_activation=True)
+    optimizer = OffloadOptimizer(
+        offloaded, torch.optim.SGD, update_in_backward=update_in_backward, lr=0.1, momentum=0.9
+    )
+    pipeline = TrainPipelineBase(Whole(offloaded), optimizer, "cpu", grad_accum=3)
+    assert len(lab.run(pipeline, iter(lab.batches(8)))) == 8
+    lab.assert_same(offloaded, reference.layers)
