@@ -97,7 +97,7 @@ class OffloadOptimizer(Optimizer):
             group.update(options_of(shadow))
         super().__init__(groups, dict(template.defaults))
         if update_in_backward:
-            if self._streamer.updater is not None:
+            if isinstance(self._streamer.updater, InBackward) and self._streamer.updater.alive:
                 raise ValueError("this model has an optimizer with update_in_backward=True already; use that one")
             self._in_backward = InBackward(self)
             self._streamer.updater = self._in_backward
@@ -278,7 +278,7 @@ class OffloadOptimizer(Optimizer):
 
     @staticmethod
     def mark(shard: Shard, update: Update) -> None:
-        """Makes an update pending. From here on the parameters count as changed, although the lane has still to write them."""
+        """Makes an update pending. From here on its parameters count as changed, although they are written later."""
         for task in update.tasks:
             for parameter, gradient in zip(task.piece.parameters, task.gradients, strict=True):
                 if gradient is not None:

@@ -1,0 +1,186 @@
+"""Updates run beside compute in any order, and each wait for them is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from offload.lane import Arrival
+from offload.optim.update import Update
+from offload.shard import Shard
+from offload.streamer import Streamer
+from tests.offload.late import LateLane
+from tests.offload.prompt import PromptLane
+from tests.offload.test_optimizer import Pair
+
+Late = Callable[..., list[LateLane]]
+
+
+@pytest.fixture
+def updates(monkeypatch: pytest.MonkeyPatch) -> Callable[[LateLane], LateLane]:
+    """Optimizers made after calling this run their updates on the given lane."""
+
+    def install(lane: LateLane) -> LateLane:
+        monkeypatch.setattr("offload.optim.optimizer.open_update_lane", lambda device: lane)
+        return lane
+
+    return install
+
+
+class Done(Arrival):
+    def wait(self) -> None: ...
+
+    finish = run = wait
+
+
+DONE = Done()
+
+
+def same(pair: Pair, steps: int = 3) -> bool:
+    """Trains, with an eval forward in between; whether both came to the same."""
+    try:
+        for step in range(steps):
+            pair.do("backward")
+            if step == 1:
+                pair.do("backward")
+            for action in ("step", "schedule", "zero", "eval") if step == 1 else ("step", "zero"):
+                pair.do(action)
+        pair.compare()
+        pair.compare_states()
+    except AssertionError:
+        return False
+    return True
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 10_000),
+    slices=st.integers(1, 6),
+    tied=st.booleans(),
+    max_norm=st.sampled_from([None, 0.1]),
+    in_backward=st.booleans(),
+)
+def test_training_is_exact_in_whatever_order_updates_and_copies_finish(
+    home: str,
+    late: Late,
+    updates: Callable[[LateLane], LateLane],
+    seed: int,
+    slices: int,
+    tied: bool,
+    max_norm: float | None,
+    in_backward: bool,
+) -> None:
+    late(seed)
+    updates(LateLane(seed + 7))
+    if in_backward:
+        pair = Pair("adamw", home, tied=tied, slices=slices, update_in_backward=True)
+        for _ in range(3):
+            for action in ("backward", "step", "zero"):
+                pair.do(action)
+        pair.compare()
+    else:
+        assert same(Pair("adamw", home, tied=tied, slices=slices, max_norm=max_norm))
+
+
+def test_a_load_waits_for_the_update_of_its_home(home: str, updates: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    updates(LateLane(1))
+    assert same(Pair("momentum", home))
+
+    original = Shard.fill
+    monkeypatch.setattr(Update, "filled", lambda self, slot: False)
+    monkeypatch.setattr(Update, "start", lambda self, slot=None, after=(): DONE)
+    monkeypatch.setattr(Shard, "fill", lambda self, slot, update=None: original(self, slot, None))
+    assert not same(Pair("momentum", home), steps=2)
+
+
+def test_a_load_of_a_tied_layer_waits_for_the_update_of_the_owner(
+    tmp_path: Path, updates: Any, late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The borrower's slot is filled from the owner's home, which has an update of its own."""
+
+    def all_same() -> bool:
+        results = []
+        for seed in range(6):
+            late(seed)
+            updates(LateLane(seed))
+            pair = Pair("sgd", f"{tmp_path}/", tied=True, kinds=("linear",), slices=2)
+            for action in ("backward", "step", "zero"):
+                pair.do(action)
+            try:
+                pair.eval()
+            except AssertionError:
+                results.append(False)
+        return all(results)
+
+    assert all_same()
+    start = Update.start
+    # Only the load of the owner itself gives a slot.
+    monkeypatch.setattr(
+        Update, "start", lambda self, slot=None, after=(): start(self, slot) if slot is not None else DONE
+    )
+    assert not all_same()
+
+
+def test_reading_through_the_model_waits_for_updates(home: str, updates: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    updates(LateLane(0, forgets="U"))
+    pair = Pair("sgd", home)
+    pair.backward()
+    pair.step()
+    pair.zero()
+    with pytest.raises(AssertionError):
+        pair.compare()
+    updates(LateLane(0))
+    pair = Pair("sgd", home)
+    pair.backward()
+    pair.step()
+    monkeypatch.setattr(Streamer, "catch_up", lambda self: None)
+    with pytest.raises(AssertionError):
+        pair.compare()
+
+
+def test_updates_follow_the_order_of_loads_and_stay_ahead_by_the_slots(tmp_path: Path, updates: Any) -> None:
+    """A home on disk is updated in the slot that it is about to fill: just before its load, not all at once."""
+    lane = updates(PromptLane())
+    pair = Pair("adamw", f"{tmp_path}/")
+    pair.backward()
+    pair.step()
+    pair.zero()
+    assert lane.log == []
+    seen: list[list[str]] = []
+    for layer in pair.model.children():
+        layer.register_forward_pre_hook(lambda *_: seen.append(list(lane.log)))
+    pair.eval()
+    assert seen[0] == ["U0", "U1"]
+    assert seen[-1] == ["U0", "U1", "U2", "U3"]
+
+
+def test_a_disk_home_is_read_once_for_update_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from offload.tier.disk import DiskBlock
+
+    pair = Pair("adamw", f"{tmp_path}/")
+    for action in ("backward", "step", "zero", "backward", "step", "zero"):
+        pair.do(action)
+    moved = {"read": 0, "write": 0}
+    read, write = DiskBlock.read_into, DiskBlock.write
+
+    def counted_read(self: DiskBlock, destination: torch.Tensor, offset: int = 0) -> None:
+        moved["read"] += min(destination.numel(), self.nbytes - offset)
+        read(self, destination, offset)
+
+    def counted_write(self: DiskBlock, source: torch.Tensor, offset: int) -> None:
+        moved["write"] += source.numel()
+        write(self, source, offset)
+
+    monkeypatch.setattr(DiskBlock, "read_into", counted_read)
+    monkeypatch.setattr(DiskBlock, "write", counted_write)
+    pair.eval()
+    trained = sum(p.numel() * 4 for n, p in pair.model.named_parameters() if "never" not in n)
+    homes = sum(shard.home.nbytes for shard in pair.model._walk.shards)
+    assert moved["read"] == homes + 3 * trained  # weights in whole shards; gradient and two moments
+    assert moved["write"] == 3 * trained  # weights and two moments
