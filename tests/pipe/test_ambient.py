@@ -118,6 +118,22 @@ def test_dispatch_modes_are_carried_and_entered_once():
     assert counting.calls == 2
 
 
+def test_a_function_mode_that_is_active_is_not_entered_twice():
+    calls = []
+
+    class Noting(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is torch.sin:
+                calls.append(1)
+            return func(*args, **(kwargs or {}))
+
+    with Noting():
+        ambient = Ambient.capture()
+        with ambient.again():
+            torch.sin(torch.ones(1))
+    assert calls == [1]
+
+
 def test_a_mode_is_pushed_without_the_effects_of_entering_it():
     mode = Named()
     with mode:

@@ -7,6 +7,7 @@ import pickle
 import random
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -290,20 +291,49 @@ class TestCheckpointModes:
         assert runs.count("a") == 6
 
 
+class Back(torch.autograd.Function):
+    """Notes when the gradient passes."""
+
+    @staticmethod
+    def forward(ctx, x, note):
+        ctx.note = note
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.note()
+        return gradient, None
+
+
 class TestOrderAndMemory:
-    def test_one_micro_batch_is_recomputed_at_a_time(self):
+    @pytest.mark.parametrize("threads", [False, True])
+    @pytest.mark.parametrize("mode", MODES)
+    def test_a_micro_batch_goes_back_before_the_previous_one_is_recomputed(self, threads, mode, monkeypatch):
+        """In threads nodes are numbered apart, and autograd by itself would recompute all micro-batches first."""
+        monkeypatch.setattr(workers, "needs_threads", lambda devices: threads)
         timeline = []
 
         class Probe(nn.Module):
-            def forward(self, x):
-                if is_recomputing():
-                    timeline.append("recomputed")
-                    x.register_hook(lambda g: timeline.append("back"))
-                return x * 2
+            def __init__(self, stage):
+                super().__init__()
+                self.stage = stage
+                self.weight = nn.Parameter(torch.ones(()))
 
-        pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Probe()), [1, 1], chunks=3, checkpoint="always")
-        pipe(torch.randn(3, WIDTH)).sum().backward()
-        assert timeline == ["recomputed", "back"] * 3
+            def forward(self, x):
+                i = int(x.detach().flatten()[0])
+                if is_recomputing():
+                    timeline.append((self.stage, i, "recomputed"))
+                y = x * self.weight.clamp(1, 1)
+                return Back.apply(y, lambda: timeline.append((self.stage, i, "back")))
+
+        pipe = Pipe(nn.Sequential(Probe(0), Probe(1)), [1, 1], chunks=4, checkpoint=mode)
+        pipe(torch.arange(4.0).view(4, 1)).sum().backward()
+        checkpointed = {"always": 4, "except_last": 3, "never": 0}[mode]
+        for stage in (0, 1):
+            expected = []
+            for i in reversed(range(4)):
+                expected += [(stage, i, "recomputed")] * (i < checkpointed) + [(stage, i, "back")]
+            assert [event for event in timeline if event[0] == stage] == expected
 
     def test_the_order_holds_for_integer_inputs(self):
         pipe = Pipe(nn.Sequential(nn.Embedding(9, WIDTH), nn.Linear(WIDTH, 1)), [1, 1], chunks=4, checkpoint="always")
@@ -588,6 +618,14 @@ class TestTheFace:
             assert other[1] is not pipe[1]
             other(x).sum().backward()
             assert pipe[1].weight.grad is None
+
+    def test_defect_pipe_8_streams_and_traces_belong_to_the_process(self):
+        pipe = Pipe(linears(), [1, 2])
+        pipe._copy_streams = [[threading.Lock()]]  # like a CUDA stream, it cannot be copied
+        with pipe.recording() as trace:
+            other = pickle.loads(pickle.dumps(pipe))
+            other(torch.randn(1, WIDTH))
+        assert trace == []
 
     def test_defect_pipe_8_a_pipe_that_is_a_module_global_lets_the_interpreter_exit(self):
         program = (

@@ -5,11 +5,12 @@ import random
 import threading
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipe.replay import Replay, autocast_without_cache, devices_of
+from pipe.replay import Replay, _shared_generators, autocast_without_cache, devices_of
 
 CPU = torch.device("cpu")
 DRAWS = {
@@ -128,6 +129,26 @@ def test_defect_pipe_5_replays_of_several_threads_take_turns_and_rewind_nothing(
         thread.join()
     assert not wrong
     assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_only_a_replay_that_rewinds_a_shared_generator_makes_others_wait(draws):
+    replay = Replay.capture([CPU])
+    if draws:
+        torch.rand(1)
+    replay.seal()
+    free = []
+
+    def try_to_enter():
+        free.append(_shared_generators.acquire(blocking=False))
+        if free[-1]:
+            _shared_generators.release()
+
+    with replay.again():
+        thread = threading.Thread(target=try_to_enter)
+        thread.start()
+        thread.join()
+    assert free == [not draws]
 
 
 def test_autocast_reads_as_at_capture_and_keeps_no_cast():

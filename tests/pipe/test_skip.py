@@ -106,6 +106,27 @@ def test_a_skip_is_copied_once_and_straight_to_the_device_of_its_consumer(monkey
     ]
 
 
+def test_a_skip_waits_for_the_stage_that_stashes_it_and_is_waited_for_by_the_one_that_pops_it(monkeypatch):
+    waits = []
+    monkeypatch.setattr(pipeline, "copy", lambda batch, prev, to: None)
+    monkeypatch.setattr(pipeline, "wait", lambda batch, prev, to: waits.append((prev, to, batch.value.sum().item())))
+    monkeypatch.setattr(pipeline, "current_stream", lambda device: f"compute {device.index}")
+    pipe = Pipe(nn.Sequential(StashA(), nn.Identity(), PopA()), [1, 1, 1], chunks=1)
+    for j, stage in enumerate(pipe._stages):
+        stage.device = torch.device("cpu", j)
+    pipe._copy_streams = [[f"copy {j}"] for j in range(3)]
+    pipe(torch.full((1, 3), 4.0))
+    value, skip = 15.0, 24.0
+    assert waits == [
+        ("compute 0", "copy 0", value),
+        ("compute 0", "copy 0", skip),
+        ("copy 1", "compute 1", value),
+        ("compute 1", "copy 1", value),
+        ("copy 2", "compute 2", value),
+        ("copy 2", "compute 2", skip),
+    ]
+
+
 def test_namespaces_keep_equal_names_apart():
     inner, outer = Namespace(), Namespace()
     model = nn.Sequential(

@@ -5,6 +5,7 @@ import contextvars
 import gc
 import threading
 import weakref
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from pipe.checkpoint import enable_recomputing, is_recomputing
 from pipe.microbatch import Batch
 from pipe.stream import CPUStream
-from pipe.worker import Task, needs_threads, spawn_workers, task_runner
+from pipe.worker import Task, needs_threads, spawn_workers, task_runner, worker
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -129,16 +130,25 @@ def test_a_worker_keeps_no_task_alive_while_it_waits():
     class Payload:
         pass
 
-    payload = Payload()
-    alive = weakref.ref(payload)
-    with spawn_workers([CPU]) as (in_queues, out_queues):
-        in_queues[0].put(task(lambda payload=payload: Batch(None)))
-        out_queues[0].get()
-        in_queues[0].put(task(lambda: Batch(None)))  # once this is done, the loop has left the first task behind
-        out_queues[0].get()
-        del payload
-        gc.collect()
-        assert alive() is None
+    class InQueue:
+        """Gives one task out; when asked for the next, notes whether the first is still alive."""
+
+        def __init__(self):
+            payload = Payload()
+            self.alive = weakref.ref(payload)
+            self.tasks = [task(lambda: Batch(payload) and Batch(None))]
+
+        def get(self):
+            if self.tasks:
+                return self.tasks.pop()
+            out_queue.get()  # a result refers to its task
+            gc.collect()
+            self.alive_while_waiting = self.alive() is not None
+            return None
+
+    in_queue, out_queue = InQueue(), SimpleQueue()
+    worker(in_queue, out_queue, CPU)
+    assert not in_queue.alive_while_waiting
 
 
 def test_finalize_runs_with_what_compute_returned():
