@@ -1,5 +1,6 @@
 """Models larger than memory: shards rest at home and stream to the compute device ahead of use."""
 
+from offload.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from offload.embedding import OffloadEmbeddingBag
 from offload.model import OffloadModel
 from offload.optim import OffloadOptimizer
@@ -8,4 +9,15 @@ from offload.rowwise import RowWiseAdagrad
 from offload.statistics import Statistics
 from offload.tape import Tape
 
-__all__ = ["OffloadEmbeddingBag", "OffloadModel", "OffloadOptimizer", "Plan", "RowWiseAdagrad", "Statistics", "Tape"]
+__all__ = [
+    "Checkpoint",
+    "OffloadEmbeddingBag",
+    "OffloadModel",
+    "OffloadOptimizer",
+    "Plan",
+    "RowWiseAdagrad",
+    "Statistics",
+    "Tape",
+    "load_checkpoint",
+    "save_checkpoint",
+]

@@ -1,0 +1,372 @@
+"""Checkpoints: a directory of safetensors files that other tools read, whole at any moment.
+
+::
+
+    model.safetensors.index.json            which file holds which tensor; the only file that is ever replaced
+    model-7-00001-of-00003.safetensors      parameters and buffers, under the bare model's names
+    state-7/optimizer-00001-of-00002...     states of the optimizer, as "state.<parameter>.<name>" of its state_dict()
+    state-7/state.pt                        the rest: groups, step, generator states, what the user adds
+
+Every save writes files under names that no earlier save has used, waits until they are on the disk, and then replaces
+the index, which is one action of the system. A process that is killed at any moment leaves an index whose files are all
+there: the old one before that action, the new one after it. What is left over is removed by the next save.
+
+Nothing in the files depends on slices or homes, so a checkpoint is loaded into any other arrangement of the same model,
+or into the bare one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from offload.optim import OffloadOptimizer
+from offload.tensor_file import TensorFile, write_all, write_tensors
+
+__all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
+
+INDEX = "model.safetensors.index.json"
+
+_OURS = re.compile(r"(?:model-(\d+)-\d+-of-\d+\.safetensors|state-(\d+)|index-(\d+)\.json)")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What :func:`load_checkpoint` found beside the tensors."""
+
+    #: Steps of the optimizer when it was saved.
+    step: int
+    #: What was given to :func:`save_checkpoint` as ``extra``.
+    extra: Any
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Any = None,
+    file_bytes: int = 2 << 30,
+) -> None:
+    """Writes a checkpoint; the one that was in the directory before stays whole until the new one is.
+
+    Save between ``zero_grad()`` and the next backward: gradients are not part of a checkpoint.
+
+    Args:
+        path: a directory; it is made if it does not exist.
+        model: an ``OffloadModel``, or any other module.
+        optimizer: an ``OffloadOptimizer``, or any other.
+        extra: what else a resumed run needs, such as the ``state_dict()`` of a schedule or of a ``GradScaler``:
+            numbers, strings and tensors, in lists and dicts.
+        file_bytes: size at which another file is begun.
+
+    Raises:
+        ValueError: if safetensors cannot hold the type of a tensor.
+        OSError: if the disk is full or fails; the previous checkpoint is whole, and nothing is left behind.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        _sync(folder.parent)
+    generation = max((number for _, number in _ours(folder)), default=0) + 1
+    tensors, others, tied = _model_parts(model)
+    states, rest = _optimizer_parts(optimizer)
+    state_folder = folder / f"state-{generation}"
+    try:
+        state_folder.mkdir()
+        weight_map = _write_files(folder, f"model-{generation}", tensors, file_bytes, tied)
+        state_map = _write_files(state_folder, "optimizer", states, file_bytes, {})
+        summary = {
+            "optimizer": rest,
+            "optimizer_files": sorted(set(state_map.values())),
+            "model": others,
+            "step": getattr(optimizer, "steps", 0),
+            "generators": _generators(),
+            "extra": extra,
+        }
+        _write_file(state_folder / "state.pt", _packed(summary))
+        index = {
+            "metadata": {
+                "total_size": sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+                "gradstream_state": state_folder.name,
+            },
+            "weight_map": weight_map,
+        }
+        new_index = folder / f"index-{generation}.json"
+        _write_file(new_index, json.dumps(index, indent=2).encode())
+        _sync(state_folder)
+        _sync(folder)
+        os.replace(new_index, folder / INDEX)
+    except BaseException:
+        # An interrupt may come just after the index was replaced. Without this, what it names would be removed.
+        if _state_of(folder) != state_folder.name:
+            _remove(folder, lambda number: number == generation)
+        raise
+    _sync(folder)
+    _remove(folder, lambda number: number < generation)
+
+
+@torch.no_grad()
+def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Checkpoint:
+    """Loads a checkpoint into a model of the same layers, with any number of slices and any home.
+
+    With an optimizer, its states, and the generators of torch, of Python and of NumPy (if it is in use) are as they
+    were, so that training goes on bit by bit as if it had never stopped. Without one only the model is loaded; that
+    works with any directory of safetensors files that has an index.
+
+    Raises:
+        FileNotFoundError: if there is no checkpoint.
+        ValueError: if it does not fit: every name and shape at fault is named, and nothing has been changed.
+    """
+    folder = Path(path)
+    try:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"expected a checkpoint, got a directory without {INDEX} (path={folder})") from error
+    files = {name: TensorFile(folder / name) for name in set(index["weight_map"].values())}
+    saved = {name: files[file] for name, file in index["weight_map"].items()}
+    state_name = index.get("metadata", {}).get("gradstream_state")
+    if state_name is None:
+        if optimizer is not None:
+            raise ValueError(f"{folder} holds a model but no optimizer; load it without one")
+        summary: dict[str, Any] = {"model": {}, "step": 0, "extra": None}
+    else:
+        summary = torch.load(folder / state_name / "state.pt", weights_only=True)
+    state_dict = None if optimizer is None else _state_dict(folder / str(state_name), summary, optimizer)
+    targets = _check_model(model, saved, set(summary["model"]))
+    for name, target in targets.items():
+        target.copy_(saved[name].tensor(name))
+    if summary["model"]:
+        model.load_state_dict(summary["model"], strict=False)
+    if optimizer is not None and state_dict is not None:
+        optimizer.load_state_dict(state_dict)
+        if isinstance(optimizer, OffloadOptimizer):
+            optimizer.steps = summary["step"]
+        _set_generators(summary["generators"])
+    return Checkpoint(summary["step"], summary["extra"])
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for two names of one tensor."""
+    if not tensor.numel():
+        return (id(tensor),)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _model_parts(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
+    """Tensors by name; what is no tensor; and further names of the same tensor with the one it is stored under."""
+    tensors: dict[str, Tensor] = {}
+    others: dict[str, Any] = {}
+    tied: dict[str, str] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            others[name] = value
+        elif (kept := first.setdefault(_place(value), name)) != name:
+            tied[name] = kept
+        else:
+            tensors[name] = value
+    return tensors, others, tied
+
+
+def _check_model(model: nn.Module, saved: Mapping[str, TensorFile], others: set[str]) -> dict[str, Tensor]:
+    """Where each saved tensor goes.
+
+    Raises:
+        ValueError: naming everything that does not fit.
+    """
+    targets: dict[str, Tensor] = {}
+    wrong: list[str] = []
+    here = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    places = {_place(here[name]) for name in saved if name in here}
+    wrong += [f"{name} is missing" for name, value in here.items() if name not in saved and _place(value) not in places]
+    for name, file in saved.items():
+        if name not in here:
+            wrong.append(f"{name} is not in the model")
+            continue
+        target = targets[name] = here[name]
+        if file.shape(name) != tuple(target.shape):
+            wrong.append(f"{name} is {file.shape(name)}, expected {tuple(target.shape)}")
+        elif torch.promote_types(file.dtype(name), target.dtype) != target.dtype:
+            wrong.append(f"{name} is {file.dtype(name)} and would lose digits as {target.dtype}")
+    extra = {name for name, value in model.state_dict().items() if not isinstance(value, Tensor)}
+    wrong += [f"{name} is missing" for name in sorted(extra - others)]
+    wrong += [f"{name} is not in the model" for name in sorted(others - extra)]
+    if wrong:
+        raise ValueError(f"the checkpoint does not fit the model, and nothing was loaded: {'; '.join(wrong)}")
+    return targets
+
+
+# --- the optimizer ----------------------------------------------------------------------------------------------------
+
+
+def _optimizer_parts(optimizer: Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    """State tensors by name; and groups and states that are no tensors."""
+    if optimizer is None:
+        return {}, None
+    state_dict = optimizer.state_dict()
+    tensors: dict[str, Tensor] = {}
+    rest: dict[int, dict[str, Any]] = {}
+    for number, state in state_dict["state"].items():
+        rest[number] = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.layout is torch.strided:
+                tensors[f"state.{number}.{key}"] = value
+            else:
+                rest[number][key] = value
+    return tensors, {"state": rest, "param_groups": state_dict["param_groups"]}
+
+
+def _state_dict(folder: Path, summary: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """The state_dict() that was saved; large tensors are mapped.
+
+    Raises:
+        ValueError: if it is not that of this optimizer's groups.
+    """
+    rest = summary["optimizer"]
+    if rest is None:
+        raise ValueError(f"{folder.parent} was saved without an optimizer; load it without one")
+    sizes = [len(group["params"]) for group in rest["param_groups"]]
+    expected = [len(group["params"]) for group in optimizer.param_groups]
+    if sizes != expected:
+        raise ValueError(
+            f"the checkpoint's optimizer has groups of {sizes} parameters, expected {expected}; nothing was loaded"
+        )
+    state: dict[int, dict[str, Any]] = {number: dict(values) for number, values in rest["state"].items()}
+    for name in summary["optimizer_files"]:
+        file = TensorFile(folder / name)
+        for full in file:
+            _, number, key = full.split(".", 2)
+            tensor = file.tensor(full)
+            # Others than ours keep what they are given, which must not be a mapped file for ever.
+            state[int(number)][key] = tensor if isinstance(optimizer, OffloadOptimizer) else tensor.clone()
+    return {"state": state, "param_groups": rest["param_groups"]}
+
+
+# --- generators -------------------------------------------------------------------------------------------------------
+
+
+def _generators() -> dict[str, Any]:
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *numbers = numpy.random.get_state()
+        states["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *numbers)
+    return states
+
+
+def _set_generators(states: Mapping[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if "cuda" in states and torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+    numpy = sys.modules.get("numpy")
+    if "numpy" in states and numpy is not None:
+        kind, keys, *numbers = states["numpy"]
+        numpy.random.set_state((kind, keys.numpy().astype("uint32"), *numbers))
+
+
+def _packed(summary: dict[str, Any]) -> bytes:
+    """The bytes of ``state.pt``.
+
+    Raises:
+        ValueError: if it holds what would not be loaded without running code of the file.
+    """
+    buffer = io.BytesIO()
+    torch.save(summary, buffer)
+    buffer.seek(0)
+    try:
+        torch.load(buffer, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"expected numbers, strings and tensors in lists and dicts as extra, and as hyperparameters of the "
+            f"optimizer, got what torch.load(weights_only=True) refuses: {str(error).splitlines()[0]}"
+        ) from error
+    return buffer.getvalue()
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def _write_files(
+    folder: Path, stem: str, tensors: Mapping[str, Tensor], file_bytes: int, tied: Mapping[str, str]
+) -> dict[str, str]:
+    """Writes tensors to as many files as it takes; returns the file of each."""
+    parts: list[dict[str, Tensor]] = [{}]
+    nbytes = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if parts[-1] and nbytes + size > file_bytes:
+            parts.append({})
+            nbytes = 0
+        parts[-1][name] = tensor
+        nbytes += size
+    places: dict[str, str] = {}
+    for number, part in enumerate(parts, 1):
+        file = f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors"
+        # As safetensors.torch.save_model does it: a tied tensor is stored once, and its other names are noted.
+        write_tensors(folder / file, part, {name: kept for name, kept in tied.items() if kept in part})
+        places.update(dict.fromkeys(part, file))
+    return places
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        write_all(fd, data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sync(folder: Path) -> None:
+    """Waits until the names in a directory are on the disk."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _state_of(folder: Path) -> str | None:
+    """The folder of states that the index names."""
+    with contextlib.suppress(OSError, ValueError):
+        name: str | None = json.loads((folder / INDEX).read_text(encoding="utf-8"))["metadata"].get("gradstream_state")
+        return name
+    return None
+
+
+def _ours(folder: Path) -> Iterator[tuple[Path, int]]:
+    """What saves have left in a directory, and the number of the save."""
+    for entry in list(folder.iterdir()):
+        match = _OURS.fullmatch(entry.name)
+        if match is not None:
+            yield entry, int(next(number for number in match.groups() if number is not None))
+
+
+def _remove(folder: Path, which: Any) -> None:
+    for entry, number in _ours(folder):
+        if which(number):
+            with contextlib.suppress(OSError):
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

@@ -1,0 +1,151 @@
+"""Files of named tensors in the safetensors format, written as a stream and read as a mapping.
+
+The format is a length, a header in JSON and the bytes. The package of that name would write it as well, but it needs all
+tensors of a file contiguous on the host at once, and it would be the third package that a training run depends on, for
+forty lines. So they are here, and the tests read and write the files with that package.
+
+Guarantees
+    * Writing takes memory for one tensor at the most, and none for one that is dense and on the host.
+    * When :func:`write_tensors` returns, the bytes are on the disk; when it raises, there is no file.
+    * A file that is shorter than its header says is refused when it is opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.tier.contract import bytes_of
+
+__all__ = ["TensorFile", "write_all", "write_tensors"]
+
+_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.bool: "BOOL",
+}
+_TYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+#: The data begins at a multiple of this, so that mapped tensors are aligned.
+_ALIGNMENT = 64
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Writes a new file and waits until it is on the disk.
+
+    Args:
+        path: must not exist.
+        tensors: of any device and layout; they are stored contiguous.
+        metadata: further strings for the header.
+
+    Raises:
+        ValueError: if the format has no name for a type.
+        OSError: if the file exists or cannot be written.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES or tensor.layout is not torch.strided:
+            raise ValueError(f"expected a dense tensor of a type that safetensors knows, got {tensor.dtype} ({name})")
+    # Wide types first: the format allows no gaps, and so every tensor is aligned to its type.
+    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            write_all(fd, len(text).to_bytes(8, "little") + text)
+            for name in order:
+                tensor = tensors[name].detach()
+                flat = bytes_of(tensor.resolve_conj().resolve_neg().cpu().contiguous())
+                write_all(fd, memoryview((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())).cast("B"))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Writes all of ``data``; one call of the system may take less."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+class TensorFile:
+    """A file that is mapped: its tensors are views, and take no memory of their own until they are changed.
+
+    Raises:
+        ValueError: if it is no such file, or not all of one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        nbytes = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if nbytes < 8 or length > nbytes - 8:
+                raise ValueError(f"{path}: expected a safetensors file, got {nbytes:,} bytes without a header")
+            try:
+                header = json.loads(file.read(length))
+                self.metadata: dict[str, str] = header.pop("__metadata__", {})
+                end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+                self._dtypes = {name: _TYPES[entry["dtype"]] for name, entry in header.items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path}: the header cannot be understood: {error!r}") from error
+        if nbytes != 8 + length + end:
+            raise ValueError(f"{path}: expected {8 + length + end:,} bytes, got {nbytes:,}; the file is not complete")
+        self._header: dict[str, dict[str, Any]] = header
+        self._begin = 8 + length
+        self._bytes: Tensor | None = None
+
+    def __iter__(self) -> Any:
+        return iter(self._header)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return tuple(self._header[name]["shape"])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor."""
+        return self._dtypes[name]
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor, mapped. What is written to it is seen by nobody else."""
+        if self._bytes is None:
+            size = self.path.stat().st_size
+            self._bytes = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.uint8)
+        begin, end = (self._begin + offset for offset in self._header[name]["data_offsets"])
+        dtype = self.dtype(name)
+        part = self._bytes[begin:end]
+        if begin % dtype.itemsize:
+            part = part.clone()  # a file of another tool
+        return part.view(dtype).view(self.shape(name))

@@ -1,0 +1,344 @@
+"""Checkpoints are read by other tools, fit any arrangement of the model, and are whole at any moment."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
+from offload.tensor_file import TensorFile, write_tensors
+from tests.offload.test_optimizer import Pair
+from tests.offload.zoo import WIDTH, build
+
+INDEX = "model.safetensors.index.json"
+ROOT = Path(__file__).parents[2]
+
+
+def make(
+    home: str, slices: int = 4, kinds: tuple[str, ...] = ("linear", "dropout", "batchnorm", "noise", "linear")
+) -> Any:
+    model = OffloadModel(build(kinds, seed=slices), "cpu", home, num_slices=slices, checkpoint_activation=True)
+    optimizer = OffloadOptimizer(
+        model,
+        torch.optim.AdamW,
+        params=[{"params": "*bias", "weight_decay": 0.0}, {"params": "*"}],
+        lr=0.01,
+        betas=(0.8, 0.95),
+        max_norm=0.5,
+    )
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, steps: range) -> None:
+    for step in steps:
+        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(step))
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    numpy_state = np.random.get_state()
+    return copy.deepcopy(
+        (
+            dict(model.state_dict()),
+            optimizer.state_dict(),
+            torch.get_rng_state(),
+            random.getstate(),
+            (numpy_state[0], torch.from_numpy(numpy_state[1].astype("int64")), *numpy_state[2:]),
+        )
+    )
+
+
+def assert_same_state(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual[0], expected[0], rtol=0, atol=0)
+    assert actual[1]["param_groups"] == expected[1]["param_groups"]
+    torch.testing.assert_close(actual[1]["state"], expected[1]["state"], rtol=0, atol=0)
+    assert torch.equal(actual[2], expected[2])
+    assert actual[3] == expected[3]
+    assert str(actual[4]) == str(expected[4])
+    assert torch.equal(actual[4][1], expected[4][1])
+
+
+@pytest.mark.parametrize("slices", [1, 2, 4, 7])
+def test_a_resumed_run_is_bit_by_bit_the_run_that_never_stopped(tmp_path: Path, home: str, slices: int) -> None:
+    """With another number of slices, and from a home in memory to one on disk and back."""
+    torch.manual_seed(0)
+    model, optimizer, schedule = make(home)
+    train(model, optimizer, schedule, range(3))
+    save_checkpoint(tmp_path / "run", model, optimizer, extra={"schedule": schedule.state_dict(), "epoch": 2})
+    train(model, optimizer, schedule, range(3, 6))
+    expected = state_of(model, optimizer)
+
+    other = f"{tmp_path}/other/" if home == "cpu" else "cpu"
+    model, optimizer, schedule = make(other, slices)
+    found = load_checkpoint(tmp_path / "run", model, optimizer)
+    assert (found.step, found.extra["epoch"], optimizer.steps) == (3, 2, 3)
+    schedule.load_state_dict(found.extra["schedule"])
+    train(model, optimizer, schedule, range(3, 6))
+    assert_same_state(state_of(model, optimizer), expected)
+
+
+def test_a_save_finishes_what_is_pending(tmp_path: Path, home: str) -> None:
+    pair = Pair("adamw", home)
+    for action in ("backward", "step", "zero"):
+        pair.do(action)
+    save_checkpoint(tmp_path / "run", pair.model, pair.ours)
+    again = Pair("adamw", home, slices=2)
+    load_checkpoint(tmp_path / "run", again.model, again.ours)
+    for (name, b), c in zip(pair.bare.named_parameters(), again.model.parameters(), strict=True):
+        torch.testing.assert_close(c, b, msg=name)
+    again.bare, again.plain = pair.bare, pair.plain
+    again.compare_states()
+
+
+def test_other_tools_read_it(tmp_path: Path, home: str) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    pair = Pair("adamw", home, kinds=("batchnorm", "linear"))
+    pair.do("backward")
+    pair.do("step")
+    save_checkpoint(tmp_path, pair.model, pair.ours, file_bytes=500)
+    index = json.loads((tmp_path / INDEX).read_text())
+    state = pair.model.state_dict()
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in state.values())
+    assert index["weight_map"].keys() == state.keys()
+    assert len(set(index["weight_map"].values())) > 1
+    for name, file in index["weight_map"].items():
+        with safe_open(tmp_path / file, framework="pt") as opened:
+            assert opened.metadata()["format"] == "pt"
+            assert torch.equal(opened.get_tensor(name), state[name])
+    folder = tmp_path / index["metadata"]["gradstream_state"]
+    saved = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+    expected = pair.ours.state_dict()["state"]
+    assert saved.keys() == {f"state.{n}.{key}" for n, state in expected.items() for key in state}
+    assert all(torch.equal(saved[f"state.{n}.{key}"], v) for n, s in expected.items() for key, v in s.items())
+
+
+def test_what_other_tools_wrote_is_read(tmp_path: Path, home: str) -> None:
+    from safetensors.torch import save_file
+
+    bare = build(["linear", "batchnorm"])
+    state = {name: tensor.clone() for name, tensor in bare.state_dict().items()}
+    first = dict(list(state.items())[:3])
+    second = {name: tensor for name, tensor in state.items() if name not in first}
+    save_file(first, tmp_path / "a.safetensors")
+    save_file(second, tmp_path / "b.safetensors")
+    places = {name: "a.safetensors" if name in first else "b.safetensors" for name in state}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
+    model = OffloadModel(build(["linear", "batchnorm"], seed=5), "cpu", home, num_slices=3)
+    assert load_checkpoint(tmp_path, model).step == 0
+    torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="holds a model but no optimizer"):
+        load_checkpoint(tmp_path, model, OffloadOptimizer(model, torch.optim.SGD, lr=0.1))
+
+
+def test_bare_modules_and_plain_optimizers_are_saved_and_loaded_too(tmp_path: Path) -> None:
+    pair = Pair("momentum", tied=True)
+    for action in ("backward", "step", "zero"):
+        pair.do(action)
+    save_checkpoint(tmp_path, pair.bare, pair.plain)
+    again = Pair("momentum", tied=True, slices=2)
+    load_checkpoint(tmp_path, again.model, again.ours)
+    load_checkpoint(tmp_path, again.bare, again.plain)
+    for action in ("backward", "step"):
+        again.do(action)
+    again.compare()
+    again.compare_states()
+
+
+def test_tied_weights_are_stored_once(tmp_path: Path, home: str) -> None:
+    pair = Pair("sgd", home, tied=True)
+    save_checkpoint(tmp_path, pair.model)
+    weight_map = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    missing = pair.model.state_dict().keys() - weight_map.keys()
+    assert len(missing) == 1
+    (file,) = set(weight_map.values())
+    assert TensorFile(tmp_path / file).metadata[missing.pop()] == "0.weight"
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def test_extra_states_and_strides_survive(tmp_path: Path, home: str) -> None:
+    def layers() -> nn.Sequential:
+        return nn.Sequential(
+            Extra(4, 4), nn.Unflatten(1, (4, 1, 1)), nn.Conv2d(4, 4, 1).to(memory_format=torch.channels_last)
+        )
+
+    bare = layers()
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=2)
+    save_checkpoint(tmp_path, model)
+    other = OffloadModel(layers(), "cpu", home, num_slices=3)
+    load_checkpoint(tmp_path, other)
+    assert other.get_submodule("0").calls == 3
+    for b, c in zip(bare.parameters(), other.parameters(), strict=True):
+        assert torch.equal(b, c)
+
+
+def test_a_checkpoint_that_does_not_fit_names_everything_and_changes_nothing(tmp_path: Path, home: str) -> None:
+    model, optimizer, _ = make(home)
+    save_checkpoint(tmp_path, model, optimizer)
+    other = OffloadModel(
+        nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, 2), nn.Linear(2, 1)), "cpu", home, num_slices=2
+    )
+    before = copy.deepcopy(dict(other.state_dict()))
+    with pytest.raises(
+        ValueError, match=r"nothing was loaded: 2\.weight is missing.*0\.weight is \(8, 8\), expected \(3, 8\)"
+    ) as e:
+        load_checkpoint(tmp_path, other)
+    assert "3.weight is not in the model" in str(e.value)
+    torch.testing.assert_close(dict(other.state_dict()), before, rtol=0, atol=0)
+    ours = OffloadOptimizer(model, torch.optim.AdamW)
+    with pytest.raises(ValueError, match="groups of"):
+        load_checkpoint(tmp_path, model, ours)
+    with pytest.raises(FileNotFoundError, match=INDEX):
+        load_checkpoint(tmp_path / "nothing", model)
+    half = OffloadModel(build(["linear"]).to(torch.bfloat16), "cpu", home, num_slices=2)
+    wide = tmp_path / "wide"
+    save_checkpoint(wide, build(["linear"]))
+    with pytest.raises(ValueError, match="would lose digits"):
+        load_checkpoint(wide, half)
+
+
+def test_what_only_code_could_load_is_refused_before_anything_is_replaced(tmp_path: Path) -> None:
+    model, optimizer, _ = make("cpu")
+    save_checkpoint(tmp_path, model, optimizer, extra=1)
+    names = sorted(entry.name for entry in tmp_path.iterdir())
+    with pytest.raises(ValueError, match="as extra"):
+        save_checkpoint(tmp_path, model, optimizer, extra=Extra)
+    with pytest.raises(ValueError, match=r"complex128 \(0\.weight\)"):
+        save_checkpoint(tmp_path, nn.Sequential(nn.Linear(1, 1, dtype=torch.complex128)))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == names
+    assert load_checkpoint(tmp_path, model, optimizer).extra == 1
+
+
+@pytest.mark.parametrize("action", ["write", "fsync", "replace", "open"])
+@pytest.mark.parametrize("fatal", [1, 2, 5])
+def test_a_full_disk_leaves_the_previous_checkpoint_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str, fatal: int
+) -> None:
+    model, optimizer, schedule = make("cpu")
+    train(model, optimizer, schedule, range(1))
+    save_checkpoint(tmp_path, model, optimizer, file_bytes=600)
+    names = sorted(entry.name for entry in tmp_path.iterdir())
+    expected = copy.deepcopy(dict(model.state_dict()))
+    train(model, optimizer, schedule, range(1, 2))
+    original, calls = getattr(os, action), 0
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == fatal or action == "replace":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, action, faulty)
+        with pytest.raises(OSError, match="No space left"):
+            save_checkpoint(tmp_path, model, optimizer, file_bytes=600)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == names
+    load_checkpoint(tmp_path, model, optimizer)
+    torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0, atol=0)
+
+
+def test_an_interrupt_after_the_index_was_replaced_removes_nothing_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer, _ = make("cpu")
+    save_checkpoint(tmp_path, model, optimizer)
+    replace = os.replace
+
+    def interrupted(*args: Any) -> None:
+        replace(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(tmp_path, model, optimizer)
+    load_checkpoint(tmp_path, model, optimizer)
+    save_checkpoint(tmp_path, model, optimizer)
+    assert {entry.name for entry in tmp_path.iterdir()} == {INDEX, "model-3-00001-of-00001.safetensors", "state-3"}
+
+
+def test_a_process_killed_at_any_action_of_a_save_resumes_from_a_whole_checkpoint(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """GRADSTREAM_KILLS=50 runs the long form."""
+    kills = os.environ.get("GRADSTREAM_KILLS", "5")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.offload.checkpoint_worker", str(tmp_path), "--kills", kills],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.replace(",", "").split()
+    assert words[1] == kills
+    assert words[3] == words[5], done.stdout
+
+
+# --- the files --------------------------------------------------------------------------------------------------------
+
+
+def test_every_type_and_layout_goes_to_the_file_and_back(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    tensors = {
+        "f64": torch.randn(3, dtype=torch.float64),
+        "bf16": torch.randn(5).bfloat16(),
+        "bool": torch.tensor([True, False, True]),
+        "scalar": torch.tensor(3),
+        "empty": torch.empty(0, 4),
+        "strided": torch.randn(4, 6)[:, ::2],
+        "transposed": torch.randn(4, 6).t(),
+        "complex": torch.randn(3, dtype=torch.complex64).conj(),
+        "f8": torch.randn(4).to(torch.float8_e4m3fn),
+    }
+    write_tensors(tmp_path / "x", tensors, {"note": "hello"})
+    opened, loaded = TensorFile(tmp_path / "x"), load_file(tmp_path / "x")
+    assert opened.metadata == {"format": "pt", "note": "hello"}
+    assert set(opened) == set(loaded) == set(tensors)
+    for name, tensor in tensors.items():
+        for found in (opened.tensor(name), loaded[name]):
+            assert found.dtype == tensor.dtype
+            assert found.shape == tensor.shape
+            assert torch.equal(found.double() if name == "f8" else found, tensor.double() if name == "f8" else tensor)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 20, -1])
+def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, keep: int) -> None:
+    write_tensors(tmp_path / "x", {"a": torch.ones(10)})
+    data = (tmp_path / "x").read_bytes()
+    (tmp_path / "y").write_bytes(data[:keep])
+    with pytest.raises(ValueError, match=r"without a header|not complete|cannot be understood"):
+        TensorFile(tmp_path / "y")
+
+
+def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"mine")
+    with pytest.raises(FileExistsError):
+        write_tensors(tmp_path / "x", {})
+    assert (tmp_path / "x").read_bytes() == b"mine"
