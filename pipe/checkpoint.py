@@ -291,9 +291,7 @@ class Checkpoint(torch.autograd.Function):
         outputs, leaves = cell.recomputed
         cell.recomputed = None
         pairs = [(y, gradient) for y, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
-        # A nested torch.utils.checkpoint runs its part once more in here.
-        with enable_recomputing():
-            torch.autograd.backward([y for y, _ in pairs], [gradient for _, gradient in pairs])
+        torch.autograd.backward([y for y, _ in pairs], [gradient for _, gradient in pairs])
         return (None, None, *(leaf.grad for leaf in leaves))
 
 

@@ -60,6 +60,22 @@ def test_a_kept_normal_number_of_numpy_is_part_of_its_state(before, inside):
     assert np.random.normal() != following
 
 
+def test_a_replay_inside_a_rewound_generator_notes_the_kept_normal_number():
+    # The same words, with and without a kept number: rewinding brings the former back.
+    np.random.seed(3)
+    np.random.normal()
+    outer = Replay.capture([CPU])
+    kept = np.random.normal()
+    Replay.capture([CPU])
+    outer.seal()
+    with outer.again():
+        inner = Replay.capture([CPU])
+        assert np.random.normal() == kept
+        inner.seal()
+        with inner.again():
+            assert np.random.normal() == kept
+
+
 def test_another_bit_generator_of_numpy_is_replayed():
     original = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.Philox(3))
