@@ -168,12 +168,10 @@ class Pipeline:
         if _anchor(batch) is not None:
             _join(batch, phony)
             return Task(compute_stream, compute=partial(batch.call, function), finalize=None)
-        # No input leads out of this cell's graph, so nothing tells when it has gone back. Its order is set by when it
-        # begins, and by the numbers of its nodes: autograd prefers the highest. Each thread counts for itself; without
-        # this, the nodes of a young worker thread would wait until the previous micro-batch has gone back.
-        return Task(
-            compute_stream, compute=partial(batch.call, function), finalize=partial(_join, phony=phony), inline=True
-        )
+        # No input leads out of this cell's graph, so nothing can wait until it has gone back. Its order is that of the
+        # numbers of its nodes: autograd prefers the highest. But each thread counts for itself; without this, the nodes
+        # of a young worker thread would wait until the previous micro-batch has gone back.
+        return Task(compute_stream, compute=partial(batch.call, function), finalize=None, inline=True)
 
     def _finish(self, i: int, j: int, task: Task, output: Batch) -> None:
         """Takes a cell's output: marks what leaves the device, then puts the second half of its checkpoint on top."""
