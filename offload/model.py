@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from offload.autograd import attach
 from offload.budget import Layout, fit, parse_bytes
 from offload.estimate import Estimate, estimate_step
+from offload.heap import return_freed_memory
 from offload.lane import open_lanes
 from offload.partition import cut_layers, layer_bytes
 from offload.plan import Plan, plan_step
@@ -159,6 +160,7 @@ class OffloadModel(nn.Module):
         # Children under the bare model's names, and nothing else: so are the keys of state_dict(). Written directly,
         # since a layer may be called like a method of this class.
         self._modules.update(named)
+        return_freed_memory()
         # Tied to the walk, which tapes refer to: a backward still runs after the last name of the model is gone.
         weakref.finalize(self._walk, _close, lanes, self._tier)
 

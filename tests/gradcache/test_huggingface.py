@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "huggingface_encoders.py"
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "huggingface_encoders.py"
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from torch import nn
 from offload import OffloadModel, OffloadOptimizer, RowWiseAdagrad
 from pipe.train import TrainPipelineBase
 
-EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "retrieval_from_disk.py"
+EXAMPLE = Path(__file__).resolve().parents[3] / "docs" / "examples" / "retrieval_from_disk.py"
 
 
 @pytest.fixture(scope="module")

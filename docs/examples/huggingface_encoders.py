@@ -1,6 +1,6 @@
 """Two Hugging Face encoders, one contrastive batch, three chunk sizes: the same loss and the same gradient.
 
-    pip install -e '.[huggingface]' && python examples/huggingface_encoders.py
+    pip install -e '.[huggingface]' && python docs/examples/huggingface_encoders.py
 
 The encoders are built from a configuration, so nothing is downloaded; ``BertModel.from_pretrained(...)`` takes their
 place in real use. With ``--dropout 0.1``

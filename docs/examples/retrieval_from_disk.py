@@ -1,6 +1,6 @@
 """Trains a text retriever none of whose parts fits: table, towers and batch are each larger than memory would like.
 
-    python examples/retrieval_from_disk.py DIRECTORY
+    python docs/examples/retrieval_from_disk.py DIRECTORY
 
 * The word table rests in a file. While a batch computes, the rows of the next one are read (``OffloadEmbeddingBag``).
 * The encoder and its optimizer's states rest in files and stream past, shard by shard (``OffloadModel``,
@@ -97,7 +97,7 @@ def train(home: str | os.PathLike[str], batches: int = 60, grad_accum: int = 2) 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python examples/retrieval_from_disk.py DIRECTORY")
+        sys.exit("usage: python docs/examples/retrieval_from_disk.py DIRECTORY")
     retriever, log = train(Path(sys.argv[1]))
     print(f"loss of the first five batches {sum(log[:5]) / 5:.3f}, of the last five {sum(log[-5:]) / 5:.3f}")
     print(retriever.words.statistics())
