@@ -19,7 +19,7 @@ from offload.heap import return_freed_memory
 from offload.lane import open_lanes
 from offload.partition import cut_layers, layer_bytes
 from offload.plan import Plan, plan_step
-from offload.regroup import RegroupedTape, join_chunks, looks_across_rows, split_output
+from offload.regroup import RegroupedTape, by_chunk, join_chunks, looks_across_rows, split_output
 from offload.shard import make_shards
 from offload.statistics import Meter, Statistics
 from offload.tape import Tape
@@ -203,7 +203,8 @@ class OffloadModel(nn.Module):
         most_rows = self._rows_together()
         if most_rows > 1:
             groups, rows = join_chunks(calls, most_rows)
-        tape = self._walk.tape(groups, output_fn)
+        output_fns = [output_fn and by_chunk(output_fn, sizes) for sizes in rows]
+        tape = self._walk.tape(groups, output_fns)
         outputs = self._walk.forward(tape, groups)
         if len(groups) == len(calls):
             return outputs, tape

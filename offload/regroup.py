@@ -10,7 +10,7 @@ layer is known to look across rows: batch normalisation, while it trains, keeps 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from offload.tape import Tape
+from pipe.microbatch import gather_nested
 from pipe.nested import flatten, unflatten
 
-__all__ = ["RegroupedTape", "join_chunks", "looks_across_rows", "split_output"]
+__all__ = ["RegroupedTape", "by_chunk", "join_chunks", "looks_across_rows", "split_output"]
 
 
 def looks_across_rows(layers: Sequence[nn.Module]) -> bool:
@@ -100,6 +101,13 @@ def split_output(output: Any, rows: Sequence[int]) -> list[Any]:
             )
         columns.append(leaf.split(list(rows)) if isinstance(leaf, Tensor) else [leaf] * len(rows))
     return [unflatten(list(row), spec) for row in zip(*columns, strict=True)]
+
+
+def by_chunk(output_fn: Callable[[Any], Any], rows: Sequence[int]) -> Callable[[Any], Any]:
+    """Applies a function of one chunk's output to each of the chunks that ran together."""
+    if len(rows) == 1:
+        return output_fn
+    return lambda output: gather_nested([output_fn(piece) for piece in split_output(output, rows)])
 
 
 class RegroupedTape:

@@ -199,24 +199,27 @@ class Shard:
         self.state = State.BOUND
 
     def widen_gradients(self) -> None:
-        """To be called after each micro-batch: where slots hold a narrower type, sums gradients in the home's type.
+        """To be called after each micro-batch: where slots hold 16-bit types, sums gradients in a wider one.
 
-        Autograd sums in the type of the parameter. Without this, many micro-batches would be summed in bfloat16.
+        Autograd sums in the type of the parameter. Without this, the sum over many micro-batches would stand still as
+        soon as it is some hundred times as large as what is added.
         """
-        if not self.casts:
-            return
         for k, (parameter, there) in enumerate(zip(self.parameters, self.at_home, strict=True)):
             gradient, wide = parameter.grad, self._wide[k]
-            if gradient is None or gradient.dtype == there.dtype:
+            if gradient is None or gradient.dtype not in (torch.bfloat16, torch.float16) or gradient.is_sparse:
                 continue
             parameter.grad = None
-            self._wide[k] = gradient.to(there.dtype) if wide is None else wide.add_(gradient)
+            dtype = torch.promote_types(there.dtype, torch.float32)
+            self._wide[k] = gradient.to(dtype) if wide is None else wide.add_(gradient)
 
     def unbind(self) -> list[Tensor | None]:
         """BOUND -> LOADED. The parameters are home again; returns the gradients that autograd left on the device."""
         assert self.state is State.BOUND, f"shard {self.index} is {self.state.value}"
         self.widen_gradients()
-        gradients = [p.grad if wide is None else wide for p, wide in zip(self.parameters, self._wide, strict=True)]
+        gradients = [
+            p.grad if wide is None else wide.to(there.dtype)
+            for p, wide, there in zip(self.parameters, self._wide, self.at_home, strict=True)
+        ]
         for parameter in self.parameters:
             parameter.grad = None  # a gradient must be where its parameter is, so it goes first and comes last
         for position, gradient in enumerate(self._gradients_at_home):

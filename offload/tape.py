@@ -43,7 +43,7 @@ class Tape:
     records: bool
     #: The first shard that backward has to reach: shards before it have nothing to train, nor has the input.
     first: int
-    output_fn: Callable[[Any], Any] | None = None
+    output_fns: Sequence[Callable[[Any], Any] | None] = ()
     cells: dict[Cell, Record] = field(default_factory=dict)
     kept: dict[Cell, KeptCell] = field(default_factory=dict)
     #: For the boundary that enters each cell, and for the outputs: which of its leaves need a gradient.

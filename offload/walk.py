@@ -81,8 +81,8 @@ class Walk:
 
     # --- forward ------------------------------------------------------------------------------------------------
 
-    def tape(self, chunks: Sequence[Any], output_fn: Callable[[Any], Any] | None = None) -> Tape:
-        """An empty tape for a forward over ``chunks``, each an (args, kwargs) pair."""
+    def tape(self, chunks: Sequence[Any], output_fns: Sequence[OutputFn | None] = ()) -> Tape:
+        """An empty tape for a forward over ``chunks``, each an (args, kwargs) pair with a function of its output."""
         inputs = [flatten(chunk)[0] for chunk in chunks]
         input_requires_grad = any(isinstance(x, Tensor) and x.requires_grad for leaves in inputs for x in leaves)
         first = 0 if input_requires_grad else next((s.index for s in self.shards if s.trainable), len(self.shards))
@@ -93,7 +93,7 @@ class Walk:
             microbatches=len(chunks),
             records=torch.is_grad_enabled() and first < len(self.shards),
             first=first,
-            output_fn=output_fn,
+            output_fns=output_fns or [None] * len(chunks),
             inputs=inputs,
             rows=[_rows(leaves) for leaves in inputs],
             input_versions=[_versions(leaves) for leaves in inputs],
@@ -336,7 +336,7 @@ class Walk:
         return BoundaryStore(scratch, self._lanes.boundary, self.boundary_bytes // 2, self._meter, strict=self._strict)
 
     def _output_fn(self, tape: Tape, cell: Cell) -> OutputFn | None:
-        return tape.output_fn if cell.j == len(self.shards) - 1 else None
+        return tape.output_fns[cell.i] if cell.j == len(self.shards) - 1 else None
 
     def _uses(self, tape: Tape, j: int, i: int) -> list[int]:
         n, m = len(self.shards), tape.microbatches

@@ -126,3 +126,25 @@ def test_wrong_gradients_of_joined_chunks_are_named() -> None:
     with pytest.raises(ValueError, match=r"chunk 2: expected a gradient of the shape \(2, 8\), got \(1, 8\)"):
         tape.backward([*outputs[:2], outputs[2][:1]])
     tape.backward(outputs)
+
+
+def test_output_fn_sees_one_chunk_at_a_time_also_when_chunks_run_together() -> None:
+    bare = build(["linear"])
+    seen = []
+
+    def centred(y: torch.Tensor) -> torch.Tensor:
+        seen.append(len(y))
+        return y - y.mean(0)
+
+    chunks = list(torch.randn(6, WIDTH).split(2))
+    gradients = []
+    for budget in (None, "1MiB"):
+        model = OffloadModel(copy.deepcopy(bare), "cpu", checkpoint_activation=True, activation_bytes=budget)
+        for _ in range(2):
+            model.zero_grad()
+            outputs, tape = model.forward_chunks(chunks, output_fn=centred)
+            tape.backward([y.sin() for y in outputs])
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert set(seen) == {2}
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)

@@ -469,10 +469,11 @@ def test_slots_in_bfloat16_with_float32_masters(home: str, recompute: bool, micr
         masters = [q.detach().clone() for q in model.parameters()]
 
 
-def test_many_microbatches_are_not_summed_in_bfloat16() -> None:
+@pytest.mark.parametrize("masters", [torch.float32, torch.bfloat16])
+def test_many_microbatches_are_not_summed_in_bfloat16(masters: torch.dtype) -> None:
     torch.manual_seed(0)
     rows = 1024
-    layer = nn.Linear(4, 1, bias=False)
+    layer = nn.Linear(4, 1, bias=False).to(masters)
     model = OffloadModel(
         nn.Sequential(layer, nn.Identity()),
         "cpu",
@@ -484,7 +485,8 @@ def test_many_microbatches_are_not_summed_in_bfloat16() -> None:
     x = torch.rand(rows, 4)
     model(x).float().sum().backward()
     exact = x.bfloat16().double().sum(0, keepdim=True)
-    assert ((layer.weight.grad.double() - exact).abs() / exact).max() < 1e-5
+    # in bfloat16 the sum would stand still at 256; at home it is rounded once
+    assert ((layer.weight.grad.double() - exact).abs() / exact).max() < (1e-5 if masters is torch.float32 else 1e-2)
 
 
 def test_meta_layers_initialise_themselves_as_the_whole_model_would(home: str) -> None:
