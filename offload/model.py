@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offload.arguments import as_call, compute_device, layers_of, layout_of
 from offload.autograd import attach
-from offload.budget import Layout, fit, parse_bytes
+from offload.budget import parse_bytes
 from offload.estimate import Estimate, estimate_step
 from offload.heap import return_freed_memory
 from offload.lane import open_lanes
-from offload.partition import cut_layers, layer_bytes
 from offload.plan import Plan, plan_step
 from offload.regroup import RegroupedTape, by_chunk, join_chunks, looks_across_rows, split_output
 from offload.shard import make_shards
@@ -29,9 +29,6 @@ from offload.walk import Walk
 from pipe.microbatch import gather_nested, split_nested
 
 __all__ = ["OffloadModel"]
-
-#: Device bytes for boundaries where the user sets no budget.
-DEFAULT_BOUNDARY_BYTES = 64 << 20
 
 
 class OffloadModel(nn.Module):
@@ -97,8 +94,8 @@ class OffloadModel(nn.Module):
         super().__init__()
         if param_dtype is not None and not (isinstance(param_dtype, torch.dtype) and param_dtype.is_floating_point):
             raise TypeError(f"expected a floating-point torch.dtype, got param_dtype={param_dtype!r}")
-        named = _layers_of(model)
-        self.device = _compute_device(device)
+        named = layers_of(model)
+        self.device = compute_device(device)
         for name, value, least in (("num_microbatches", num_microbatches, 1), ("num_slots", num_slots or 2, 2)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"expected an integer of at least {least}, got {name}={value!r}")
@@ -108,7 +105,7 @@ class OffloadModel(nn.Module):
             num_slices = len(named)
         if num_slices is not None and (not isinstance(num_slices, int) or isinstance(num_slices, bool)):
             raise TypeError(f"expected the number of shards, or None, got num_slices={num_slices!r}")
-        layout = _layout_of(
+        layout = layout_of(
             list(named.values()),
             num_slices,
             memory_budget,
@@ -198,7 +195,7 @@ class OffloadModel(nn.Module):
                 f"expected a sequence of at least one chunk, got {type(chunks).__name__}; cut a batch with "
                 f"batch.split(rows), for example"
             )
-        calls = [_as_call(i, chunk) for i, chunk in enumerate(chunks)]
+        calls = [as_call(i, chunk) for i, chunk in enumerate(chunks)]
         groups, rows = calls, [[0]] * len(calls)
         most_rows = self._rows_together()
         if most_rows > 1:
@@ -337,64 +334,3 @@ def _rebuild(layers: Any, cuts: list[int], arguments: dict[str, Any], training: 
 def _close(lanes: Any, tier: Any) -> None:
     lanes.close()
     tier.close()
-
-
-def _layers_of(model: Any) -> dict[str, nn.Module]:
-    """Names and modules of the layers."""
-    if isinstance(model, nn.Sequential):
-        if not len(model):
-            raise ValueError("expected a model with at least one layer, got an empty nn.Sequential")
-        return {name: layer for name, layer in model._modules.items() if layer is not None}
-    if isinstance(model, (list, tuple)) and model and all(isinstance(module, nn.Module) for module in model):
-        return {str(k): module for k, module in enumerate(model)}
-    raise TypeError(f"expected an nn.Sequential or a list of modules, got {type(model).__name__} (model)")
-
-
-def _layout_of(
-    layers: list[nn.Module],
-    num_slices: int | None,
-    memory_budget: int | str | None,
-    num_slots: int | None,
-    boundary_bytes: int | None,
-    recompute: bool,
-    param_dtype: torch.dtype | None,
-) -> Layout:
-    in_slot = layer_bytes(layers, param_dtype)
-    if memory_budget is None:
-        if num_slices is None:
-            raise ValueError("num_slices=None lets memory_budget choose the number of shards; pass a memory_budget")
-        cuts = cut_layers(in_slot, num_slices)
-        spare = DEFAULT_BOUNDARY_BYTES if boundary_bytes is None else boundary_bytes
-        return Layout(tuple(cuts), min(num_slots or 2, num_slices), spare)
-    if boundary_bytes is not None:
-        raise ValueError("memory_budget decides how many bytes boundaries get; do not pass boundary_bytes with it")
-    if not recompute:
-        raise ValueError("memory_budget needs checkpoint_activation=True: activations that are kept have no bound")
-    return fit(in_slot, layer_bytes(layers), parse_bytes(memory_budget), shards=num_slices, slots=num_slots)
-
-
-def _compute_device(device: Any) -> torch.device:
-    if isinstance(device, int) and not isinstance(device, bool):
-        device = f"cuda:{device}"  # what torch.device(0) means, also where torch cannot say so without an accelerator
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise TypeError(f"expected a device such as 'cpu', 'cuda:0' or 0, got device={device!r}") from error
-    if chosen.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device={str(chosen)!r}, but this machine has no CUDA device; pass device='cpu'")
-        if chosen.index is None:
-            chosen = torch.device("cuda", torch.cuda.current_device())
-    elif chosen.type != "cpu":
-        raise ValueError(f"expected a CPU or CUDA device to compute on, got device={str(chosen)!r}")
-    return chosen
-
-
-def _as_call(i: int, chunk: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(chunk, Tensor):
-        return (chunk,), {}
-    if isinstance(chunk, tuple) and len(chunk) == 2:
-        args, kwargs = chunk
-        if isinstance(args, (tuple, list)) and isinstance(kwargs, dict):
-            return tuple(args), kwargs
-    raise TypeError(f"expected a tensor or (args, kwargs) as chunk {i}, got {type(chunk).__name__}")

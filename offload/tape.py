@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,9 +13,6 @@ from offload.boundary import BoundaryStore
 from offload.cell import Cell, Record
 from offload.source import Source
 from pipe.nested import TreeSpec, flatten
-
-if TYPE_CHECKING:
-    from offload.walk import Walk
 
 __all__ = ["KeptCell", "Tape"]
 
@@ -28,6 +25,15 @@ class KeptCell:
     outputs: list[Any]
 
 
+class GoesBack(Protocol):
+    """What ran the forward of a tape, and can run its backward."""
+
+    def backward(
+        self, tape: Tape, output_gradients: Sequence[Sequence[Any]], *, consume: bool, accumulate: bool = True
+    ) -> list[list[Any]]:
+        """See :meth:`offload.walk.Walk.backward`."""
+
+
 @dataclass(eq=False)
 class Tape:
     """Boundaries and replays of one forward.
@@ -36,7 +42,7 @@ class Tape:
     once. A tape that is dropped instead frees all it holds.
     """
 
-    walk: Walk
+    walk: GoesBack
     boundaries: BoundaryStore
     microbatches: int
     #: Whether the forward noted what a backward needs.

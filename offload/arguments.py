@@ -1,0 +1,80 @@
+"""What a user passes, checked and brought into one form, before anything is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.budget import Layout, fit, parse_bytes
+from offload.partition import cut_layers, layer_bytes
+
+__all__ = ["as_call", "compute_device", "layers_of", "layout_of"]
+
+#: Device bytes for boundaries where the user sets no budget.
+DEFAULT_BOUNDARY_BYTES = 64 << 20
+
+
+def layers_of(model: Any) -> dict[str, nn.Module]:
+    """Names and modules of the layers."""
+    if isinstance(model, nn.Sequential):
+        if not len(model):
+            raise ValueError("expected a model with at least one layer, got an empty nn.Sequential")
+        return {name: layer for name, layer in model._modules.items() if layer is not None}
+    if isinstance(model, (list, tuple)) and model and all(isinstance(module, nn.Module) for module in model):
+        return {str(k): module for k, module in enumerate(model)}
+    raise TypeError(f"expected an nn.Sequential or a list of modules, got {type(model).__name__} (model)")
+
+
+def layout_of(
+    layers: list[nn.Module],
+    num_slices: int | None,
+    memory_budget: int | str | None,
+    num_slots: int | None,
+    boundary_bytes: int | None,
+    recompute: bool,
+    param_dtype: torch.dtype | None,
+) -> Layout:
+    """Shards, slots and room for boundaries, as the arguments of the same names ask for."""
+    in_slot = layer_bytes(layers, param_dtype)
+    if memory_budget is None:
+        if num_slices is None:
+            raise ValueError("num_slices=None lets memory_budget choose the number of shards; pass a memory_budget")
+        cuts = cut_layers(in_slot, num_slices)
+        spare = DEFAULT_BOUNDARY_BYTES if boundary_bytes is None else boundary_bytes
+        return Layout(tuple(cuts), min(num_slots or 2, num_slices), spare)
+    if boundary_bytes is not None:
+        raise ValueError("memory_budget decides how many bytes boundaries get; do not pass boundary_bytes with it")
+    if not recompute:
+        raise ValueError("memory_budget needs checkpoint_activation=True: activations that are kept have no bound")
+    return fit(in_slot, layer_bytes(layers), parse_bytes(memory_budget), shards=num_slices, slots=num_slots)
+
+
+def compute_device(device: Any) -> torch.device:
+    """The device to compute on, with its index."""
+    if isinstance(device, int) and not isinstance(device, bool):
+        device = f"cuda:{device}"  # what torch.device(0) means, also where torch cannot say so without an accelerator
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise TypeError(f"expected a device such as 'cpu', 'cuda:0' or 0, got device={device!r}") from error
+    if chosen.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device={str(chosen)!r}, but this machine has no CUDA device; pass device='cpu'")
+        if chosen.index is None:
+            chosen = torch.device("cuda", torch.cuda.current_device())
+    elif chosen.type != "cpu":
+        raise ValueError(f"expected a CPU or CUDA device to compute on, got device={str(chosen)!r}")
+    return chosen
+
+
+def as_call(i: int, chunk: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Chunk ``i`` as arguments and keyword arguments of the first layer."""
+    if isinstance(chunk, Tensor):
+        return (chunk,), {}
+    if isinstance(chunk, tuple) and len(chunk) == 2:
+        args, kwargs = chunk
+        if isinstance(args, (tuple, list)) and isinstance(kwargs, dict):
+            return tuple(args), kwargs
+    raise TypeError(f"expected a tensor or (args, kwargs) as chunk {i}, got {type(chunk).__name__}")
