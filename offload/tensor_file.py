@@ -1,8 +1,8 @@
 """Files of named tensors in the safetensors format, written as a stream and read as a mapping.
 
-The format is a length, a header in JSON and the bytes. The package of that name would write it as well, but it needs all
-tensors of a file contiguous on the host at once, and it would be the third package that a training run depends on, for
-forty lines. So they are here, and the tests read and write the files with that package.
+The format is a length, a header in JSON and the bytes. The package of that name would write it as well, but it needs
+all tensors of a file contiguous on the host at once, and it would be the third package that a training run depends on,
+for forty lines. So they are here, and the tests read and write the files with that package.
 
 Guarantees
     * Writing takes memory for one tensor at the most, and none for one that is dense and on the host.

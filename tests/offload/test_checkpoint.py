@@ -19,7 +19,7 @@ from torch import nn
 
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
 from offload.tensor_file import TensorFile, write_tensors
-from tests.offload.test_optimizer import Pair
+from tests.offload.pair import Pair
 from tests.offload.zoo import WIDTH, build
 
 INDEX = "model.safetensors.index.json"

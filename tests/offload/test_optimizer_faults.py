@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import offload.optim.staged
 from offload.tier.disk import DiskBlock, DiskTier
+from tests.offload.pair import Pair
 from tests.offload.test_faults import Faults
-from tests.offload.test_optimizer import Pair
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offload import OffloadModel, OffloadOptimizer
+from tests.offload.pair import CLASSES, Pair
 from tests.offload.prompt import PromptLane
-from tests.offload.test_optimizer import CLASSES, Pair
 from tests.offload.zoo import build
 
 

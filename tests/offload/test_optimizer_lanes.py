@@ -16,8 +16,8 @@ from offload.optim.update import Update
 from offload.shard import Shard
 from offload.streamer import Streamer
 from tests.offload.late import LateLane
+from tests.offload.pair import Pair
 from tests.offload.prompt import PromptLane
-from tests.offload.test_optimizer import Pair
 
 Late = Callable[..., list[LateLane]]
 

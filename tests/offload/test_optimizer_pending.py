@@ -1,0 +1,109 @@
+"""step() returns before anything is updated, and whoever reads through the model finishes what is pending."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.offload.pair import Pair, pending
+from tests.offload.zoo import WIDTH
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Updates run only when somebody waits for them; returns the tokens of those that ran."""
+    from tests.offload.late import LateLane
+
+    lane = LateLane()
+    monkeypatch.setattr("offload.optim.optimizer.open_update_lane", lambda device: lane)
+    return lane.log
+
+
+def test_step_returns_before_anything_is_updated(home: str, held: list[str]) -> None:
+    pair = Pair("adamw", home)
+    pair.backward()
+    pair.step()
+    pair.zero()
+    assert held == []
+    assert pending(pair.model) == [0, 1, 2, 3]
+    pair.eval()
+    assert sorted(held) == ["U0", "U1", "U2", "U3"]
+    assert pending(pair.model) == []
+    pair.compare()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda pair: list(pair.model.parameters()),
+        lambda pair: next(pair.model.named_parameters()),
+        lambda pair: pair.model.state_dict(),
+        lambda pair: nn.ModuleList([pair.model]).state_dict(),
+        lambda pair: list(nn.ModuleList([pair.model]).parameters()),
+        lambda pair: copy.deepcopy(pair.model),
+        lambda pair: pair.model.load_state_dict(pair.bare.state_dict()),
+        lambda pair: nn.ModuleList([pair.model]).load_state_dict(nn.ModuleList([pair.bare]).state_dict()),
+        lambda pair: pair.ours.state_dict(),
+        lambda pair: pair.ours.load_state_dict(pair.plain.state_dict()),
+        lambda pair: pair.ours.synchronize(),
+        lambda pair: pair.ours.step(),
+        lambda pair: pair.ours.zero_grad(set_to_none=False),
+        lambda pair: pair.model.zero_grad(set_to_none=False),
+        lambda pair: pair.model(torch.zeros(1, WIDTH)),
+    ],
+)
+def test_whoever_reads_through_the_model_finishes_what_is_pending(home: str, held: list[str], read: Any) -> None:
+    pair = Pair("adamw", home)
+    pair.backward()
+    pair.step()
+    pair.zero()
+    read(pair)
+    assert pending(pair.model) == []
+    assert len(held) == 4
+    pair.compare()
+
+
+def test_zero_grad_does_not_finish_what_is_pending(home: str, held: list[str]) -> None:
+    pair = Pair("adamw", home)
+    pair.backward()
+    pair.step()
+    pair.zero()
+    pair.model_zero()
+    assert len(pending(pair.model)) == 4
+
+
+def test_a_schedule_that_steps_after_step_does_not_change_the_pending_update(home: str, held: list[str]) -> None:
+    pair = Pair("sgd", home)
+    for action in ("backward", "step", "schedule", "zero", "backward", "step", "zero"):
+        pair.do(action)
+    for group in pair.ours.param_groups:
+        group["lr"] = 1e6
+    for group in pair.plain.param_groups:
+        group["lr"] = 1e6
+    pair.compare()
+
+
+def test_a_backward_after_step_belongs_to_neither_value_and_says_so(home: str) -> None:
+    pair = Pair("sgd", home)
+    pair.backward()
+    loss = pair.model(pair.batch()).sum()
+    pair.step()
+    with pytest.raises(RuntimeError, match="changed in place between the forward and its backward"):
+        loss.backward()
+    pair.compare()
+
+
+def test_an_update_is_not_spoilt_by_inference_mode(home: str) -> None:
+    pair = Pair("adamw", home)
+    for action in ("backward", "step", "zero"):
+        pair.do(action)
+    with torch.inference_mode():
+        pair.model(torch.zeros(2, WIDTH))
+    for action in ("backward", "step", "zero", "eval"):
+        pair.do(action)
+    pair.compare()
+    pair.compare_states()
