@@ -60,11 +60,17 @@ class Meter:
         self.tracer = Tracer()
         self._held = 0
         self._peak = 0
+        self._lane_clocks = {
+            "load": self.loading,
+            "drain": self.draining,
+            "boundary": self.spilling,
+            "update": Clock(torch.device("cpu")),  # an optimizer works on the host, whatever the layers compute on
+        }
 
     @contextlib.contextmanager
     def on_lane(self, lane: str, token: str) -> Iterator[None]:
         """Counts the time of one copy, in the thread or stream that makes it."""
-        clock = {"load": self.loading, "drain": self.draining, "boundary": self.spilling}[lane]
+        clock = self._lane_clocks[lane]
         with clock.span(), self.tracer.span(f"{lane} lane", token):
             yield
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from offload.lane import Arrival, Lane
 from offload.optim.piece import Task, Torn
 from offload.shard import Shard
+from offload.statistics import Meter
 
 __all__ = ["Update"]
 
@@ -30,12 +31,20 @@ class Update:
     """The pending update of one shard. Started by the thread that drives the model, run on the update lane."""
 
     def __init__(
-        self, shard: Shard, tasks: Sequence[Task], lane: Lane, *, in_slot: bool, finished: Callable[[Task], None]
+        self,
+        shard: Shard,
+        tasks: Sequence[Task],
+        lane: Lane,
+        meter: Meter,
+        *,
+        in_slot: bool,
+        finished: Callable[[Task], None],
     ) -> None:
         self._shard = shard
         #: What is still to be done.
         self.tasks = list(tasks)
         self._lane = lane
+        self._meter = meter
         #: Whether parameters may be updated in the slot that is about to be filled, which saves reading them twice.
         self._in_slot = in_slot and not shard.casts
         self._finished = finished
@@ -75,13 +84,10 @@ class Update:
             for task in self.tasks:
                 task.piece.flush(task)
             if slot is not None and self._shard.home is not None:
-                self._shard.home.read_into(slot)
-            for task in self.tasks:
-                if not task.done:
-                    task.piece.run(task, slot)
-                    task.done = True
-                    task.gradients = []  # their memory is free from here on
-                    self._finished(task)
+                with self._meter.on_lane("load", f"L{self._shard.index}"):
+                    self._shard.home.read_into(slot)
+            with self._meter.on_lane("update", f"U{self._shard.index}"):
+                self._run_tasks(slot)
         except Torn as error:
             self._torn, self._failed = error, True
             raise
@@ -91,3 +97,11 @@ class Update:
         self._filled = slot
         self.tasks.clear()
         self._shard.pending = None
+
+    def _run_tasks(self, slot: Tensor | None) -> None:
+        for task in self.tasks:
+            if not task.done:
+                task.piece.run(task, slot)
+                task.done = True
+                task.gradients = []  # their memory is free from here on
+                self._finished(task)

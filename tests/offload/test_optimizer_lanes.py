@@ -184,3 +184,13 @@ def test_a_disk_home_is_read_once_for_update_and_load(tmp_path: Path, monkeypatc
     homes = sum(shard.home.nbytes for shard in pair.model._walk.shards)
     assert moved["read"] == homes + 3 * trained  # weights in whole shards; gradient and two moments
     assert moved["write"] == 3 * trained  # weights and two moments
+
+
+def test_updates_stand_in_the_trace_beside_compute(home: str, tmp_path: Path) -> None:
+    pair = Pair("adamw", home)
+    pair.backward()
+    with pair.model.trace(tmp_path / "trace.json") as events:
+        pair.step()
+        pair.zero()
+        pair.eval()
+    assert sorted(event.token for event in events if event.track == "update lane") == ["U0", "U1", "U2", "U3"]
