@@ -70,6 +70,6 @@ QUESTIONS = (
         "pipe-ladder",
         "beside torchgpipe and fairscale, what do time, memory and bubble of our pipe come to, part by part?",
         "benchmarks.pipe_ladder.question",
-        ("tqdm", "matplotlib", "torchgpipe", "fairscale"),
+        ("tqdm", "matplotlib"),
     ),
 )

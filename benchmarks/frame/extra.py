@@ -12,11 +12,11 @@ __all__ = ["MissingExtraError", "require"]
 
 
 class MissingExtraError(ImportError):
-    """A package of the extra ``bench`` is not installed."""
+    """A package of an extra is not installed."""
 
 
-def require(name: str) -> ModuleType:
-    """The module ``name``, which the extra ``bench`` installs.
+def require(name: str, extra: str = "bench") -> ModuleType:
+    """The module ``name``, which the extra installs.
 
     Raises:
         MissingExtraError: if it cannot be imported; the message holds the command that installs it.
@@ -26,5 +26,5 @@ def require(name: str) -> ModuleType:
     except ImportError as error:
         raise MissingExtraError(
             f"expected the package {name.partition('.')[0]!r} for this benchmark, got {error}; "
-            f"run: python -m pip install 'gradstream[bench]'  (in a clone: python -m pip install -e '.[bench]')"
+            f"run: python -m pip install 'gradstream[{extra}]'  (in a clone: python -m pip install -e '.[{extra}]')"
         ) from error

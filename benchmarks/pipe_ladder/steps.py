@@ -78,12 +78,16 @@ def _ours(shape: Shape, chunks: int, checkpoint: str = "except_last") -> Pipe:
 
 
 def _torchgpipe(shape: Shape, chunks: int) -> Step:
-    pipe = require("torchgpipe").GPipe(shape.model(), shape.balance, devices=["cpu"] * STAGES, chunks=chunks)
+    pipe = require("torchgpipe", "ancestors").GPipe(
+        shape.model(), shape.balance, devices=["cpu"] * STAGES, chunks=chunks
+    )
     return _through_autograd(pipe)
 
 
 def _fairscale(shape: Shape, chunks: int) -> Step:
-    pipe = require("fairscale.nn").Pipe(shape.model(), shape.balance, devices=["cpu"] * STAGES, chunks=chunks)
+    pipe = require("fairscale.nn", "ancestors").Pipe(
+        shape.model(), shape.balance, devices=["cpu"] * STAGES, chunks=chunks
+    )
     return _through_autograd(pipe)
 
 
