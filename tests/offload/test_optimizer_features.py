@@ -11,6 +11,7 @@ from torch import nn
 
 import offload.optim.staged
 from offload import OffloadModel, OffloadOptimizer
+from offload.norm import norm_of, note, noted
 from tests.offload.pair import Pair, pending
 from tests.offload.zoo import WIDTH, build
 
@@ -184,3 +185,23 @@ def test_norms_come_with_the_gradients(home: str, monkeypatch: pytest.MonkeyPatc
 def test_an_optimizer_is_not_copied_away_from_its_model() -> None:
     with pytest.raises(TypeError, match="use state_dict"):
         copy.deepcopy(Pair().ours)
+
+
+def test_a_clipped_gradient_that_is_not_zeroed_has_the_norm_of_the_clipped_one(home: str) -> None:
+    pair = Pair("momentum", home, max_norm=0.1)
+    for action in ("backward", "step", "step", "look", "backward", "step"):
+        pair.do(action)
+    pair.compare()
+
+
+def test_a_note_is_not_inherited_by_a_copy_of_the_gradient() -> None:
+    gradient = torch.ones(4)
+    for _ in range(5):
+        gradient.mul_(1)
+    note(gradient, norm_of(gradient))
+    assert noted(gradient) == 2
+    other = copy.deepcopy(gradient)
+    while other._version < gradient._version:
+        other.mul_(2)
+    assert other._version == gradient._version
+    assert noted(other) is None

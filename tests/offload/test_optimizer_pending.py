@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from offload import OffloadModel, OffloadOptimizer
 from tests.offload.pair import Pair, pending
-from tests.offload.zoo import WIDTH
+from tests.offload.zoo import WIDTH, build
 
 
 @pytest.fixture
@@ -107,3 +108,17 @@ def test_an_update_is_not_spoilt_by_inference_mode(home: str) -> None:
         pair.do(action)
     pair.compare()
     pair.compare_states()
+
+
+def test_a_learning_rate_in_a_tensor_is_noted_too(home: str, held: list[str]) -> None:
+    """Schedules write into such a tensor in place."""
+    bare = build(["linear"])
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=2)
+    plain = torch.optim.SGD(bare.parameters(), lr=torch.tensor(0.1))
+    ours = OffloadOptimizer(model, torch.optim.SGD, lr=torch.tensor(0.1))
+    for run, optimizer in ((bare, plain), (model, ours)):
+        run(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"].fill_(1e6)
+    for b, c in zip(bare.parameters(), model.parameters(), strict=True):
+        assert torch.equal(b, c)
