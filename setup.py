@@ -29,7 +29,7 @@ setup(
         "jax": ["jax>=0.4.30"],
         "sentence-transformers": ["sentence-transformers>=3"],
         "huggingface": ["transformers>=4.40"],
-        "lint": ["ruff>=0.6", "mypy>=1.11", "types-psutil"],
+        "lint": ["ruff==0.17.6", "mypy==2.4.1", "types-psutil"],
     },
     classifiers=[
         "Development Status :: 3 - Alpha",
