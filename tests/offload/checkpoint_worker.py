@@ -116,8 +116,11 @@ def main() -> None:
                 break
             killed += 1
         agreed += result[1] == expected
-        left = {entry.name for entry in folder.iterdir()}
-        assert len({name.split("-")[1] for name in left if name.startswith(("model-", "state-"))}) == 1, left
+        # One that was killed after its last save had replaced the index had no time to remove the one before.
+        numbers = {
+            entry.name.split("-")[1] for entry in folder.iterdir() if entry.name.startswith(("model-", "state-"))
+        }
+        assert len(numbers) <= 2, numbers
     print(f"killed {killed}, agreed {agreed} of {rounds}")
 
 
