@@ -94,7 +94,9 @@ def _rungs(arguments: argparse.Namespace, home: str) -> list[Rung]:
         ("1 layer each", dict.fromkeys(arguments.shards, 1)),
     ):
         for shards, count in blocks.items():
-            settings = {"shape": shape(shards, count), "home": home, "steps": 2}
+            # A peak is a maximum over visits, of what happens to be in flight: deeper models get no more of them.
+            steps = 2 if count > 1 else 2 * layers // shards
+            settings = {"shape": shape(shards, count), "home": home, "steps": steps}
             rungs.append(Rung(f"{name}, {shards} shards", f"{MEASURE}:peak", settings, GIVE_BACK))
     deepest = rungs[-1]
     rungs.append(Rung(f"{deepest.name}, allocator as it comes", deepest.target, deepest.arguments))

@@ -40,6 +40,7 @@ OPTIONS = {
     "dropout": "probability",
     "learning_rate": "of AdamW, after the warm-up",
     "boundary_bytes": "of activations between shards that stay in memory; the others rest on disk",
+    "activation_bytes": "of activations inside a shard: over an OffloadModel chunks run together up to this",
 }
 
 

@@ -15,7 +15,7 @@ class Settings:
     depth: int = 6
     batch: int = 48
     chunk: int = 8
-    steps: int = 26
+    steps: int = 18
     seed: int = 0
     slices: int = 7
     vocabulary: int = 4096
@@ -29,6 +29,7 @@ class Settings:
     weight_decay: float = 0.01
     temperature: float = 0.05
     boundary_bytes: int = 8 << 20
+    activation_bytes: int = 24 << 20
 
     def __post_init__(self) -> None:
         """Refuses what no rung could run, all of it at once."""

@@ -59,7 +59,10 @@ def cached(encoder: nn.Sequential, settings: Settings, home: Path) -> tuple[nn.M
 
 
 def cached_and_offloaded(encoder: nn.Sequential, settings: Settings, home: Path) -> tuple[nn.Module, Step]:
-    """GradCache over an OffloadModel: the parameters and their gradients in files as well."""
+    """GradCache over an OffloadModel: parameters, gradients and the optimizer's moments in files as well.
+
+    Only one shard's activations are alive at a time, so several chunks run together where GradCache alone takes one.
+    """
     from offload import OffloadModel
 
     model = OffloadModel(
@@ -69,6 +72,7 @@ def cached_and_offloaded(encoder: nn.Sequential, settings: Settings, home: Path)
         num_slices=settings.slices,
         checkpoint_activation=True,
         boundary_bytes=settings.boundary_bytes,
+        activation_bytes=settings.activation_bytes,
     )
     return model, _cache_over(model, settings)
 
@@ -77,11 +81,14 @@ WAYS = {"whole": whole_batch, "gradcache": cached, "gradcache-offload": cached_a
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    """The optimizer of every rung: parameters are home between calls, so any one will do, over an OffloadModel too."""
+    """AdamW in every rung. Over an OffloadModel its moments rest beside the shards, and it updates behind compute."""
+    from offload import OffloadModel, OffloadOptimizer
+
     # fused: one pass over parameter, gradient and both moments, and no temporary copy of any of them.
-    return torch.optim.AdamW(
-        model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
-    )
+    options = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay, "fused": True}
+    if isinstance(model, OffloadModel):
+        return OffloadOptimizer(model, torch.optim.AdamW, **options)
+    return torch.optim.AdamW(model.parameters(), **options)
 
 
 def train(report: Report, way: str, settings: dict[str, Any], tokens: str, home: str) -> dict[str, Any]:
