@@ -8,7 +8,7 @@ Guarantees
     * ``wait()`` returns after the copy, or raises what the copy raised, every time it is called.
     * A copy starts only after the arrivals it was submitted ``after``, and after everything that compute had been given
       when it was submitted (on a stream by an event, on a thread because compute is the submitting thread).
-    * ``close()`` lets copies that were submitted finish, and joins the thread.
+    * ``close()`` never blocks: copies that were submitted still finish, and the thread ends after them.
 
 Assumes
     * The engine never relies on the order of two copies unless it says so with ``after``. The lane used by tests runs
@@ -51,7 +51,7 @@ class Lane(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finishes what was submitted; afterwards the lane takes no more."""
+        """Takes no more copies; those that were submitted still finish. Never blocks."""
 
 
 @contextlib.contextmanager
@@ -110,8 +110,12 @@ class ThreadLane(Lane):
         return _Future(self._thread.submit(job))
 
     def close(self) -> None:
-        """Finishes what was submitted and joins the thread."""
-        self._thread.shutdown(wait=True)
+        """The thread ends after what was submitted.
+
+        Without ``wait=False`` this can deadlock: it is called by finalizers, which run wherever garbage is collected,
+        also in a thread that is just starting and holds what an ending thread needs.
+        """
+        self._thread.shutdown(wait=False)
 
 
 # --- CUDA: a side stream --------------------------------------------------------------------------------------------
@@ -156,8 +160,7 @@ class StreamLane(Lane):
         return _Event(event, self._device)
 
     def close(self) -> None:
-        """Waits for the stream."""
-        self._stream.synchronize()
+        """Nothing to do: the stream finishes what it was given."""
 
 
 # --- what a model needs ---------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ class Tracer:
         self._events: list[Event] | None = None
         self._samples: list[tuple[float, int]] = []
         self._start = 0.0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a store that is collected while it is held samples too
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Event]]:
