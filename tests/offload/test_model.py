@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -470,9 +471,10 @@ def test_a_model_in_files_needs_the_memory_of_its_slots_only(tmp_path: Path) -> 
         "print(whole, grown)\n"
         "assert all(p.grad is not None for p in model.parameters())\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True, timeout=120
-    )
+    # glibc's heap keeps what was freed, how much is a matter of chance; with this it is given back at once.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
     whole, grown = map(int, result.stdout.split())
     assert whole == 64 << 20
-    assert grown < whole / 4  # the C heap keeps some of what came and went
+    assert grown < 8 << 20
