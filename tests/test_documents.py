@@ -1,4 +1,4 @@
-"""What the documents show is true: their Python runs as it stands and prints what they say; what they point to is there."""
+"""What the documents show is true: their Python runs and prints what they say; what they point to is there."""
 
 from __future__ import annotations
 
