@@ -6,7 +6,6 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from benchmarks.frame.extra import MissingExtraError
 from benchmarks.questions import QUESTIONS
@@ -20,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     width = max(len(question.name) for question in QUESTIONS)
     listing = "\n".join(f"  {question.name:<{width}}  {question.summary}" for question in QUESTIONS)
     if not words:
-        print(f"usage: python -m benchmarks QUESTION [--json FILE] [--plot FILE.png] [options]\n\n{listing}")
+        print(f"usage: python -m benchmarks QUESTION [--out STEM] [options]\n\n{listing}")
         print("\npython -m benchmarks QUESTION --help shows the options of one.")
         return 0
     parser = argparse.ArgumentParser(
@@ -42,8 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 formatter_class=argparse.ArgumentDefaultsHelpFormatter,
             )
             if question in asked and script is not None:
-                sub.add_argument("--json", type=Path, metavar="FILE", help="a line of JSON for each rung")
-                sub.add_argument("--plot", type=Path, metavar="FILE.png", help="where the picture goes")
+                from benchmarks.frame.report import add_output_arguments  # imports torch
+
+                add_output_arguments(sub)
+                sub.set_defaults(summary=question.summary)
                 script.add_arguments(sub)
         arguments = parser.parse_args(words)
         assert script is not None

@@ -19,7 +19,7 @@ class Script(Protocol):
     """What the module of a question has."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Adds the options that this question has besides ``--json`` and ``--plot``."""
+        """Adds the options that this question has besides those that say where results go."""
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Answers the question; the exit status is 0 only if what must hold did hold.

@@ -1,8 +1,9 @@
 """The other end of :mod:`benchmarks.frame.rungs`: runs one rung and writes what happens as JSON lines.
 
 ``python -m benchmarks.frame.child`` reads one JSON object, ``{"target": "package.module:function", "arguments": {}}``,
-from its standard input, and calls ``function(report, **arguments)``. Every line of its standard output is an event.
-Whatever else the rung prints goes to standard error, so that a stray ``print`` cannot break the protocol.
+from the first line of its standard input, and calls ``function(report, **arguments)``. Each further line is a turn.
+Every line of its standard output is an event. Whatever else the rung prints goes to standard error, so that a stray
+``print`` cannot break the protocol.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.frame.memory import resident_bytes
@@ -32,6 +34,20 @@ class Report:
         """How many calls of :meth:`step` will follow, for the progress bar."""
         self.event("total", steps=steps)
 
+    def turns(self) -> Iterator[int]:
+        """Waits for the parent before each turn, and ends when it wants no more: ``for k in report.turns(): ...``."""
+        k = 0
+        while True:
+            self.event("ready")
+            if not sys.stdin.readline():
+                return
+            yield k
+            k += 1
+
+    def skip(self, reason: str) -> None:
+        """This rung cannot run on this machine. What the function returns after this is not looked at."""
+        self.event("skip", reason=reason)
+
     def step(self, **values: Any) -> None:
         """One step is done, and this is what it gave."""
         self.event("step", values=values)
@@ -49,7 +65,7 @@ class Report:
 
 def main() -> None:
     """Runs the rung that standard input names."""
-    order = json.load(sys.stdin)
+    order = json.loads(sys.stdin.readline())
     report = Report(os.dup(1))
     os.dup2(2, 1)
     module, _, function = order["target"].partition(":")

@@ -44,18 +44,25 @@ class Environment:
         """A JSON object: the first line of the file that ``--json`` names."""
         return {"environment": asdict(self)}
 
-    def lines(self) -> list[str]:
-        """The header for a person to read."""
+    def facts(self) -> list[tuple[str, str]]:
+        """The header: what is told, and the words for it."""
         versions = ", ".join(f"{name} {version}" for name, version in self.packages.items())
         busy = "" if self.load is None else f", load {self.load:.1f} before"
         return [
-            f"date     {self.date}",
-            f"command  {self.command}",
-            f"machine  {self.cpu}, {self.cores} cores, {self.threads} torch threads, "
-            f"{self.memory_bytes / 2**30:.0f} GiB, {self.accelerator}{busy}",
-            f"software {self.system}, Python {self.python}, torch {self.torch}, {versions}",
-            f"memory   peak of {self.memory_kind} bytes of each rung's process",
+            ("date", self.date),
+            ("command", self.command),
+            (
+                "machine",
+                f"{self.cpu}, {self.cores} cores, {self.threads} torch threads, "
+                f"{self.memory_bytes / 2**30:.0f} GiB, {self.accelerator}{busy}",
+            ),
+            ("software", f"{self.system}, Python {self.python}, torch {self.torch}, {versions}"),
+            ("memory", f"peak of {self.memory_kind} bytes of each rung's process"),
         ]
+
+    def lines(self) -> list[str]:
+        """The header for a person to read."""
+        return [f"{name:<8} {text}" for name, text in self.facts()]
 
 
 def here() -> Environment:
@@ -89,10 +96,13 @@ def filesystem_of(path: Path) -> str:
 
 
 def _command() -> str:
-    """The command line as a user types it; a module run with ``-m`` shows itself as a path."""
+    """The command line as a user types it; a module run with ``-m`` shows itself as a path.
+
+    A result is for other machines too: an absolute path, which only this one has, is told by its last part.
+    """
     program = Path(sys.argv[0])
     words = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
-    return shlex.join(words + sys.argv[1:])
+    return shlex.join(words + [Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:]])
 
 
 def _version(name: str) -> str:

@@ -1,20 +1,102 @@
-"""What leaves a run: one JSON line for the environment and one for each rung."""
+"""What leaves a run: the tables on the screen, and the same run as Markdown, as JSON lines and as a picture.
+
+``--out STEM`` names all three at once (``STEM.md``, ``STEM.jsonl``, ``STEM.png``). Markdown and JSON are written
+whatever the outcome; the picture only where every rung that can run here did.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.frame.cache import write_whole
 from benchmarks.frame.environment import Environment
-from benchmarks.frame.rungs import Outcome
+from benchmarks.frame.limits import Limits
+from benchmarks.frame.outcome import Outcome
 
-__all__ = ["write_json_lines"]
+__all__ = ["add_output_arguments", "markdown_page", "publish", "write_json_lines"]
 
 
-def write_json_lines(path: Path, environment: Environment, outcomes: Sequence[Outcome]) -> Path:
-    """Writes the file, whole or not at all; it is replaced where it exists."""
-    objects = [environment.as_json(), *(outcome.as_json() for outcome in outcomes)]
-    text = "".join(json.dumps(value) + "\n" for value in objects)
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of every question that say where results go."""
+    parser.add_argument("--out", type=Path, metavar="STEM", help="writes STEM.md, STEM.jsonl and STEM.png")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="a line of JSON for each rung")
+    parser.add_argument("--markdown", type=Path, metavar="FILE.md", help="the tables, with what they were measured on")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="where the picture goes")
+
+
+def publish(
+    arguments: argparse.Namespace,
+    environment: Environment,
+    *,
+    sections: Sequence[str],
+    outcomes: Sequence[Outcome],
+    broken: Sequence[str] = (),
+    draw: Callable[[Path], Path] | None = None,
+    limits: Limits | None = None,
+    facts: Sequence[tuple[str, str]] = (),
+) -> int:
+    """Prints the sections, writes the files that were asked for, and says what does not hold; the exit status.
+
+    Args:
+        arguments: as parsed: the question and where results go.
+        environment: of the run, taken before it.
+        sections: tables and paragraphs in Markdown, in their order.
+        outcomes: of all rungs, a line of JSON each.
+        broken: what must hold and does not, one line each.
+        draw: makes the picture at a path.
+        limits: of the machine, if they were measured.
+        facts: what the header of the page tells besides: a name and the words for it.
+    """
+    print("\n" + "\n\n".join(sections) + "\n")
+    stem: Path | None = arguments.out
+    json_path = arguments.json or (stem and stem.with_name(f"{stem.name}.jsonl"))
+    markdown_path = arguments.markdown or (stem and stem.with_name(f"{stem.name}.md"))
+    picture_path = arguments.plot or (stem and stem.with_name(f"{stem.name}.png"))
+    picture = None
+    if picture_path and draw and not any(outcome.failure for outcome in outcomes):
+        picture = draw(picture_path)
+        print(f"picture in {picture}")
+    if json_path:
+        print(f"rungs in {write_json_lines(json_path, environment, outcomes, limits)}")
+    if markdown_path:
+        verdict = "".join(f"* does not hold: {line}\n" for line in broken) or "All bounds hold.\n"
+        shown = picture.name if picture is not None and picture.parent == markdown_path.parent else None
+        page = markdown_page(
+            arguments.question,
+            arguments.summary,
+            [*environment.facts(), *facts, *([("limits", limits.line())] if limits is not None else [])],
+            [*sections, verdict.rstrip()],
+            shown,
+        )
+        write_whole(markdown_path, lambda temporary: temporary.write_text(page, encoding="utf-8"))
+        print(f"page in {markdown_path}")
+    print("\n".join(broken) if broken else "all bounds hold", file=sys.stderr if broken else sys.stdout)
+    return 1 if broken else 0
+
+
+def markdown_page(
+    question: str,
+    summary: str,
+    facts: Sequence[tuple[str, str]],
+    sections: Sequence[str],
+    picture: str | None = None,
+) -> str:
+    """A page that can be read on its own: the question, what it was measured on, the tables, the picture."""
+    rows = [f"| {name} | {'`' + words + '`' if name == 'command' else words} |" for name, words in facts]
+    blocks = [f"# {question}", summary[:1].upper() + summary[1:], "\n".join(["| | |", "|---|---|", *rows]), *sections]
+    if picture is not None:
+        blocks.append(f"![{question}]({picture})")
+    return "\n\n".join(blocks) + "\n"
+
+
+def write_json_lines(
+    path: Path, environment: Environment, outcomes: Sequence[Outcome], limits: Limits | None = None
+) -> Path:
+    """One line for the environment and the limits, one for each rung; whole or not at all, replaced where it exists."""
+    first = environment.as_json() | ({"limits": limits.as_json()} if limits is not None else {})
+    text = "".join(json.dumps(value) + "\n" for value in (first, *(outcome.as_json() for outcome in outcomes)))
     return write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,7 +17,7 @@ from benchmarks.frame.cache import cache_directory
 from benchmarks.frame.environment import Environment, filesystem_of, here
 from benchmarks.frame.extra import require
 from benchmarks.frame.plot import COLOURS, new_figure, save
-from benchmarks.frame.report import write_json_lines
+from benchmarks.frame.report import publish
 from benchmarks.frame.rungs import Outcome, Rung, run_rungs
 from benchmarks.frame.table import markdown_table
 from benchmarks.train_overlap.steps import Shape
@@ -53,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("table_rows", "table_dim", "bags", "indices", "width", "rounds", "batches"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"expected at least 1, got {name}={getattr(arguments, name)}")
-    for package in ("tqdm", *(("matplotlib",) if arguments.plot else ())):
+    for package in ("tqdm", *(("matplotlib",) if arguments.plot or arguments.out else ())):
         require(package)
     environment = here()
     print("\n".join(environment.lines()))
@@ -61,14 +60,15 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="train-overlap-", dir=arguments.home) as home:
         print(f"homes    {home} ({filesystem_of(Path(home))})", flush=True)
         outcomes = run_rungs(_rungs(arguments, home))
-    print(f"\n{_table(outcomes)}\n")
-    if arguments.json:
-        print(f"rungs in {write_json_lines(arguments.json, environment, outcomes)}")
-    if arguments.plot and not any(outcome.failure for outcome in outcomes):
-        print(f"picture in {_draw(arguments.plot, outcomes, environment)}")
-    broken = _broken(outcomes)
-    print("\n".join(broken) if broken else "all bounds hold", file=sys.stderr if broken else sys.stdout)
-    return 1 if broken else 0
+    return publish(
+        arguments,
+        environment,
+        sections=[_table(outcomes)],
+        outcomes=outcomes,
+        broken=_broken(outcomes),
+        draw=lambda path: _draw(path, outcomes, environment),
+        facts=[("homes", f"a directory on {filesystem_of(arguments.home)}")],
+    )
 
 
 def _rungs(arguments: argparse.Namespace, home: str) -> list[Rung]:
@@ -100,7 +100,7 @@ def _table(outcomes: Sequence[Outcome]) -> str:
     rows = []
     for outcome in outcomes:
         if outcome.result is None:
-            rows.append([outcome.rung.name, f"failed: {outcome.failure}", *[""] * (len(header) - 2)])
+            rows.append([outcome.rung.name, outcome.reason, *[""] * (len(header) - 2)])
             continue
         ratios = sorted(step["ratio"] for step in outcome.steps)
         rows.append(

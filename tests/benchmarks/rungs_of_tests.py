@@ -63,3 +63,26 @@ def has_phases(report: Report, mebibytes: int) -> dict[str, Any]:
     report.phase("small")
     report.memory("after")
     return {}
+
+
+def takes_turns(report: Report, name: str, seconds: float, log: str) -> dict[str, Any]:
+    """Writes down who takes a turn when, in a file that two rungs share."""
+    taken = 0
+    for taken in report.turns():
+        with Path(log).open("a") as file:
+            file.write(name)
+        report.step(seconds=seconds * (taken + 1))
+    return {"turns": taken + 1}
+
+
+def ends_in_its_second_turn(report: Report) -> dict[str, Any]:
+    for k in report.turns():
+        if k == 1:
+            raise ArithmeticError("the reason it died of")
+        report.step(seconds=1.0)
+    return {}
+
+
+def cannot_run_here(report: Report) -> dict[str, Any]:
+    report.skip("needs what this machine has not")
+    return {"ignored": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.frame.environment import filesystem_of, here
 from benchmarks.frame.extra import MissingExtraError, require
-from benchmarks.frame.report import write_json_lines
+from benchmarks.frame.report import markdown_page, publish, write_json_lines
 from benchmarks.frame.rungs import Outcome, Rung
 from benchmarks.frame.table import markdown_table, mebibytes, ratio
 from benchmarks.offload_step.question import broken_bounds
@@ -57,8 +58,8 @@ def test_every_question_explains_its_options(question: Any, capsys: pytest.Captu
         main([question.name, "--help"])
     assert left.value.code == 0
     shown = capsys.readouterr().out
-    assert "--json" in shown
-    assert "--plot" in shown
+    for option in ("--out", "--json", "--markdown", "--plot"):
+        assert option in shown
 
 
 def test_a_question_that_is_not_there_names_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,6 +157,49 @@ def test_pictures_and_lines_are_written(tmp_path: Path) -> None:
     lines = write_json_lines(tmp_path / "a.json", here(), rungs).read_text().splitlines()
     assert [next(iter(json.loads(line))) for line in lines] == ["environment", "rung", "rung"]
     assert json.loads(lines[2])["failure"] == "killed"
+
+
+def asked(**files: Path) -> argparse.Namespace:
+    nowhere = dict.fromkeys(("out", "json", "markdown", "plot"))
+    return argparse.Namespace(question="a-question", summary="what is it?", **(nowhere | files))
+
+
+def test_one_stem_names_the_page_the_lines_and_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rungs = [outcome("whole", [3.0, 2.0])]
+    stem = tmp_path / "results" / "v1.2"
+
+    def picture(path: Path) -> Path:
+        path.write_bytes(PNG)
+        return path
+
+    (tmp_path / "results").mkdir()
+    assert publish(asked(out=stem), here(), sections=["| a |", "Words."], outcomes=rungs, draw=picture) == 0
+    page = (tmp_path / "results" / "v1.2.md").read_text()
+    assert page.startswith("# a-question\n\nWhat is it?\n\n| | |\n|---|---|\n| date | ")
+    assert page.endswith("| a |\n\nWords.\n\nAll bounds hold.\n\n![a-question](v1.2.png)\n")
+    assert str(tmp_path) not in page
+    assert len((tmp_path / "results" / "v1.2.jsonl").read_text().splitlines()) == 2
+    assert "all bounds hold" in capsys.readouterr().out
+
+
+def test_a_run_that_broke_a_bound_leaves_its_page_but_a_failed_one_no_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def picture(path: Path) -> Path:
+        raise AssertionError("there is nothing to draw")
+
+    rungs = [outcome("dead", [], failure="killed")]
+    arguments = asked(markdown=tmp_path / "a.md", plot=tmp_path / "a.png")
+    assert publish(arguments, here(), sections=["x"], outcomes=rungs, broken=["dead: killed"], draw=picture) == 1
+    assert (tmp_path / "a.md").read_text().endswith("x\n\n* does not hold: dead: killed\n")
+    assert "dead: killed" in capsys.readouterr().err
+
+
+def test_a_page_shows_no_path_that_only_this_machine_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "benchmarks" / "__main__.py"), "x", "--home", str(tmp_path)])
+    page = markdown_page("x", "y", here().facts(), [])
+    assert f"| command | `python -m benchmarks x --home {tmp_path.name}` |" in page
+    assert str(tmp_path.parent) not in page
 
 
 @pytest.mark.parametrize(

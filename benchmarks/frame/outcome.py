@@ -1,0 +1,60 @@
+"""What a rung is, and what comes of it: plain data, which the process of a rung fills and a table reads."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["Outcome", "Rung"]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One way: a name for the table, ``package.module:function``, and the function's arguments (JSON).
+
+    ``environment`` is set in the rung's process, where the user has not set it. ``peer`` names what
+    :mod:`benchmarks.frame.peers` must find for the rung to run; it then runs in the environment in which that one is.
+    """
+
+    name: str
+    target: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    peer: str = ""
+
+
+@dataclass
+class Outcome:
+    """What came of a rung.
+
+    Exactly one of three is not None: ``result``, what the function returned; ``skipped``, why it cannot run on this
+    machine; ``failure``, why it ended without a result. ``steps`` holds what each step reported, ``moments`` what the
+    process held (bytes) at the moments that it named, ``peaks`` the most it held in each phase.
+    """
+
+    rung: Rung
+    result: dict[str, Any] | None = None
+    failure: str | None = None
+    skipped: str | None = None
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    moments: dict[str, int] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    version: str | None = None  # of the peer
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that the rung's process held at any time."""
+        return max(self.peaks.values(), default=0)
+
+    @property
+    def reason(self) -> str:
+        """Why there is no result, for a cell of a table; empty where there is one."""
+        if self.result is not None:
+            return ""
+        return f"skipped: {self.skipped}" if self.skipped is not None else f"failed: {self.failure}"
+
+    def as_json(self) -> dict[str, Any]:
+        """A JSON object: one line of the file that ``--json`` names."""
+        fields = asdict(self)
+        return {"rung": fields.pop("rung")["name"], "peak_bytes": self.peak_bytes, **fields}

@@ -1,0 +1,88 @@
+"""Times that are compared are taken in turn: this one, that one, this one, that one, each in a process of its own.
+
+A machine has slow minutes. Measured one after the other, two ways are compared across minutes; measured in turn, each
+pair shares its moment, and the median of the pairs' ratios forgets the moments that hit only one of the two. Who goes
+first alternates from pair to pair, so that neither always finds the caches that the other one left. Between its turns a
+process sleeps on a pipe: it takes memory, but no time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from benchmarks.frame.extra import require
+from benchmarks.frame.outcome import Outcome, Rung
+from benchmarks.frame.process import RungProcess
+from benchmarks.frame.rungs import listener
+
+__all__ = ["Paired", "run_pairs", "spread"]
+
+
+@dataclass
+class Paired:
+    """What came of a rung beside the reference: for each pair its step, and the reference's step of the same moment."""
+
+    outcome: Outcome
+    steps: list[dict[str, float]] = field(default_factory=list)
+    reference: list[dict[str, float]] = field(default_factory=list)
+
+    def ratios(self, key: str = "seconds") -> list[float]:
+        """``key`` of the rung to that of the reference, pair by pair."""
+        return [mine[key] / theirs[key] for mine, theirs in zip(self.steps, self.reference, strict=True)]
+
+    def ratio(self, key: str = "seconds") -> float:
+        """The median of :meth:`ratios`; nan where there was no pair."""
+        return statistics.median(self.ratios(key)) if self.steps else float("nan")
+
+
+def run_pairs(
+    reference: Rung, rungs: Iterable[Rung], pairs: int, *, warmup: int = 1, progress: bool = True
+) -> tuple[Outcome, list[Paired]]:
+    """Runs each rung in turn with the reference: first ``warmup`` turns that are not counted, then ``pairs`` pairs.
+
+    Each function must call ``report.turns()`` and report one step (``seconds`` and more) for each turn. The reference
+    keeps its process throughout; a rung's process is there only while that rung is measured, so that at no time more
+    than two ways hold memory.
+
+    Returns:
+        the reference's outcome and, in the order of ``rungs``, what came of each. A rung that was skipped or failed has
+        the pairs that were complete by then.
+    """
+    tqdm = require("tqdm").tqdm
+    found: list[Paired] = []
+    with RungProcess(reference) as first:
+        first.prepare()
+        for _ in range(warmup):
+            first.turn()
+        for rung in rungs:
+            with tqdm(
+                desc=rung.name, unit="step", total=warmup + pairs, disable=not progress, dynamic_ncols=True
+            ) as bar:
+                with RungProcess(rung, listener(bar)) as second:
+                    paired = Paired(second.outcome)
+                    second.prepare()
+                    for _ in range(warmup):
+                        second.turn()
+                    for k in range(pairs):
+                        order = (first, second) if k % 2 == 0 else (second, first)
+                        taken = {id(process): process.turn() for process in order}
+                        if not all(taken.values()):
+                            break  # one of the two has ended; its outcome says why
+                        paired.reference.append(taken[id(first)][-1])
+                        paired.steps.append(taken[id(second)][-1])
+                    second.finish()
+                if second.outcome.reason:
+                    bar.write(f"{rung.name}: {second.outcome.reason}")
+            found.append(paired)
+        return first.finish(), found
+
+
+def spread(values: Iterable[float], digits: int = 3) -> str:
+    """The median, and from where to where the values go: ``1.050 (0.95 to 1.06)``; ``-`` where there are none."""
+    ordered = sorted(values)
+    if not ordered:
+        return "-"
+    middle = statistics.median(ordered)
+    return f"{middle:.{digits}f} ({ordered[0]:.2f} to {ordered[-1]:.2f})"

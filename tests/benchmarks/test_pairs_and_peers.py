@@ -1,0 +1,113 @@
+"""Rungs that take turns, and peers: what is compared shares its moment, and what cannot run here says why."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.frame import peers
+from benchmarks.frame.outcome import Rung
+from benchmarks.frame.pairs import Paired, run_pairs, spread
+from benchmarks.frame.peers import PEERS, Absent, Found, Peer, find_peer, variable_of
+from benchmarks.frame.process import RungProcess
+from benchmarks.frame.rungs import run_rung, run_rungs
+
+HERE = "tests.benchmarks.rungs_of_tests"
+
+
+@pytest.fixture(autouse=True)
+def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child finds ``tests`` from the root of the clone."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def turns(name: str, log: Path, seconds: float = 1.0) -> Rung:
+    return Rung(name, f"{HERE}:takes_turns", {"name": name, "seconds": seconds, "log": str(log)})
+
+
+def test_two_rungs_take_turns_and_who_goes_first_alternates(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    reference, (other,) = run_pairs(turns("r", log), [turns("a", log, 3.0)], 4, warmup=1, progress=False)
+    assert log.read_text() == "r" + "a" + "ra" + "ar" + "ra" + "ar"
+    assert reference.result == other.outcome.result == {"turns": 5}
+    assert other.ratios() == [3.0] * 4
+
+
+def test_the_reference_keeps_its_process_from_rung_to_rung(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    reference, others = run_pairs(turns("r", log), [turns("a", log), turns("b", log)], 2, warmup=1, progress=False)
+    assert reference.result == {"turns": 5}
+    assert [[step["seconds"] for step in paired.reference] for paired in others] == [[2.0, 3.0], [4.0, 5.0]]
+
+
+def test_a_rung_that_ends_between_its_turns_keeps_its_pairs_and_its_reason(tmp_path: Path) -> None:
+    dying = Rung("dying", f"{HERE}:ends_in_its_second_turn")
+    log = tmp_path / "log"
+    reference, (first, second) = run_pairs(turns("r", log), [dying, turns("b", log)], 3, warmup=0, progress=False)
+    assert first.ratios() == [1.0]
+    assert first.outcome.reason == "failed: exit status 1: ArithmeticError: the reason it died of"
+    assert reference.failure is None
+    assert len(second.steps) == 3
+
+
+def test_a_rung_that_waits_for_turns_also_runs_alone(tmp_path: Path) -> None:
+    assert run_rung(turns("a", tmp_path / "log"), turns=3).result == {"turns": 3}
+
+
+def test_a_rung_is_ready_before_its_first_turn_and_gone_after_its_context(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with RungProcess(turns("a", log)) as process:
+        process.prepare()
+        assert not log.exists()
+        assert [step["seconds"] for step in process.turn()] == [1.0]
+    assert process.outcome.failure == "killed by SIGKILL (out of memory?)"
+    assert process.turn() == []
+
+
+def test_a_rung_may_find_that_it_cannot_run_here(capsys: pytest.CaptureFixture[str]) -> None:
+    (outcome,) = run_rungs([Rung("x", f"{HERE}:cannot_run_here")], progress=False)
+    assert (outcome.result, outcome.failure) == (None, None)
+    assert outcome.reason == "skipped: needs what this machine has not"
+    assert outcome.reason in "".join(capsys.readouterr())
+
+
+def test_a_rung_without_its_peer_is_skipped_and_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(peers.PEERS, "nobody", Peer("no_such_module", "no-such", "no-such==1"))
+    outcome = run_rung(Rung("x", f"{HERE}:reports", {"steps": 1}, peer="nobody"), turns=2)
+    assert outcome.reason.startswith("skipped: no no_such_module in this environment; pip install no-such==1")
+    assert outcome.peaks == {}
+
+
+def test_a_peer_is_looked_for_where_its_variable_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(peers.PEERS, "for-test", Peer("pytest", "pytest", "pytest"))
+    assert variable_of("for-test") == "GRADSTREAM_PEER_PYTHON_FOR_TEST"
+    assert find_peer("for-test") == Found(sys.executable, pytest.__version__)
+    monkeypatch.setenv(variable_of("for-test"), str(tmp_path / "no-python"))
+    absent = find_peer("for-test")
+    assert isinstance(absent, Absent)
+    assert "in the environment of GRADSTREAM_PEER_PYTHON_FOR_TEST" in absent.reason
+    monkeypatch.setenv(variable_of("for-test"), sys.executable)
+    outcome = run_rung(Rung("x", f"{HERE}:reports", {"steps": 1}, peer="for-test"))
+    assert (outcome.result, outcome.version) == ({"steps": 1}, pytest.__version__)
+
+
+def test_a_peer_that_needs_an_accelerator_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(peers.PEERS, "on-a-gpu", Peer("pytest", "pytest", "pytest", needs_accelerator=True))
+    monkeypatch.setattr(peers, "_accelerator", lambda: False)
+    assert find_peer("on-a-gpu") == Absent("needs an accelerator, and there is none")
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_every_peer_is_found_or_gives_a_reason(name: str) -> None:
+    found = find_peer(name)
+    assert found.version if isinstance(found, Found) else found.reason
+
+
+def test_a_spread_is_the_median_and_both_ends() -> None:
+    assert spread([1.2, 1.0, 1.05]) == "1.050 (1.00 to 1.20)"
+    assert spread([]) == "-"
+    empty = Paired(run_rung(Rung("x", f"{HERE}:cannot_run_here")))
+    assert empty.ratio() != empty.ratio()  # nan: there was no pair
