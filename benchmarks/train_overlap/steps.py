@@ -9,16 +9,19 @@ Rows that must be read again because they were just updated carry no latency: th
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.frame.child import Report
 
-__all__ = ["Shape", "measure"]
+__all__ = ["IN_TURN", "OURS", "PIPELINED", "TORCHREC", "Shape", "measure"]
+
+IN_TURN, PIPELINED = "in turn", "pipelined"  # the ways that are timed
+OURS, TORCHREC = "ours", "torchrec"  # whose pipeline
 
 WARMUP = 4  # batches: as many as may have been fetched while the other ways ran, and one more
 
@@ -111,10 +114,69 @@ class _Workload:
         return {name: sum(values) / len(values) for name, values in seconds.items()}
 
 
+class _Pipeline(Protocol):
+    def progress(self, batches: Iterator[Any]) -> Any:
+        """Trains on the next batch; returns its loss."""
+        ...
+
+
+def _ours(workload: _Workload, *, in_turn: bool) -> _Pipeline:
+    from pipe.train import Lanes, TrainPipelineSparseDist
+
+    ahead = {"load": 0, "copy": 0, "distribute": 0} if in_turn else None
+    lanes = Lanes.serial() if in_turn else None
+    return TrainPipelineSparseDist(workload.model, workload.optimizers, "cpu", ahead=ahead, lanes=lanes)
+
+
+class _Movable(dict[str, Tensor]):
+    """A batch as torchrec wants it."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> _Movable:
+        return _Movable({name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.items()})
+
+    def record_stream(self, stream: Any) -> None:
+        """There is no stream on the CPU."""
+
+    def pin_memory(self) -> _Movable:
+        return self
+
+
+class _Together:
+    """Several optimizers as one."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def zero_grad(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+
+def _torchrec(workload: _Workload) -> _Pipeline:
+    """Its base pipeline: the sparse one wants tables that torchrec itself has sharded."""
+    from torchrec.distributed.train_pipeline import TrainPipelineBase
+    from torchrec.streamable import Pipelineable
+
+    Pipelineable.register(_Movable)
+    workload.loader = map(_Movable, workload.loader)
+    return TrainPipelineBase(workload.model, _Together(workload.optimizers), torch.device("cpu"))
+
+
 def measure(
-    report: Report, shape: dict[str, Any], home: str, load: float, rows: float, rounds: int, batches: int
+    report: Report,
+    shape: dict[str, Any],
+    home: str,
+    load: float,
+    rows: float,
+    rounds: int,
+    batches: int,
+    pipeline: str = OURS,
 ) -> dict[str, Any]:
-    """Rounds of the three alone, of all in turn, and of the pipeline, so that a slow minute of the machine hits all.
+    """Rounds of the three alone, of all in turn, and of a pipeline, so that a slow minute of the machine hits all.
 
     Args:
         report: where steps go.
@@ -123,21 +185,18 @@ def measure(
         load, rows: latency added to each, as a share of the time that compute takes alone.
         rounds: how often all of it is repeated.
         batches: timed batches of each way in a round.
+        pipeline: whose: :data:`OURS` or :data:`TORCHREC`.
     """
-    from pipe.train import Lanes, TrainPipelineSparseDist
-
     torch.set_num_threads(1)  # one core computes; reading and waiting have the rest
     chosen = Shape(**shape)
     reference = _Workload(chosen, home)
     reference.alone(WARMUP)
     compute = reference.alone(batches)["compute"]
     ways = {}
-    for name in ("in turn", "overlapped"):
+    for name in (IN_TURN, PIPELINED):
         workload = _Workload(chosen, home)
-        ahead = None if name == "overlapped" else {"load": 0, "copy": 0, "distribute": 0}
-        lanes = None if name == "overlapped" else Lanes.serial()
-        pipeline = TrainPipelineSparseDist(workload.model, workload.optimizers, "cpu", ahead=ahead, lanes=lanes)
-        ways[name] = (workload, pipeline)
+        peer = name == PIPELINED and pipeline == TORCHREC
+        ways[name] = (workload, _torchrec(workload) if peer else _ours(workload, in_turn=name == IN_TURN))
     for workload in (reference, *(workload for workload, _ in ways.values())):
         workload.load_latency, workload.rows_latency = load * compute, rows * compute
     losses: dict[str, list[float]] = {name: [] for name in ways}
@@ -146,21 +205,22 @@ def measure(
         alone = reference.alone(batches)
         seconds = {}
         for name in sorted(ways, reverse=k % 2 == 1):
-            workload, pipeline = ways[name]
+            workload, runner = ways[name]
             for _ in range(WARMUP):
-                losses[name].append(float(pipeline.progress(workload.loader)))
+                losses[name].append(float(runner.progress(workload.loader)))
             started = time.perf_counter()
             for _ in range(batches):
-                losses[name].append(float(pipeline.progress(workload.loader)))
+                losses[name].append(float(runner.progress(workload.loader)))
             seconds[name] = (time.perf_counter() - started) / batches
         slowest = max(alone.values())
-        report.step(**alone, **seconds, slowest=slowest, ratio=seconds["overlapped"] / slowest)
-    if losses["in turn"] != losses["overlapped"]:
-        raise AssertionError("the overlapped run does not compute the same losses as the one in turn")
-    pipeline = ways["overlapped"][1]
+        report.step(**alone, **seconds, slowest=slowest, ratio=seconds[PIPELINED] / slowest)
+    if losses[IN_TURN] != losses[PIPELINED]:
+        raise AssertionError("the pipeline does not compute the same losses as the run in turn")
+    workload, runner = ways[PIPELINED]
+    read = workload.bag.statistics()
     return {
-        "losses": len(losses["overlapped"]),
-        "rows_refreshed": ways["overlapped"][0].bag.statistics().rows_refreshed,
-        "rows_read": ways["overlapped"][0].bag.statistics().rows_read,
-        "undistributed": dict(pipeline.statistics().undistributed),
+        "losses": len(losses[PIPELINED]),
+        "rows_refreshed": read.rows_refreshed,
+        "rows_read": read.rows_read,
+        "undistributed": dict(runner.statistics().undistributed) if pipeline == OURS else {},
     }

@@ -35,14 +35,14 @@ def test_both_ways_train_the_same_model_and_every_part_is_timed(tmp_path):
     report = Report()
     result = measure(report, SHAPE, str(tmp_path), load=0.1, rows=0.1, rounds=2, batches=3)
     assert len(report.steps) == report.expected == 2
-    assert set(report.steps[0]) == {*PARTS, "in turn", "overlapped", "slowest", "ratio"}
+    assert set(report.steps[0]) == {*PARTS, "in turn", "pipelined", "slowest", "ratio"}
     assert result["losses"] == 2 * (3 + 4)
     assert result["undistributed"] == {}
     assert 0 < result["rows_refreshed"] < result["rows_read"]
 
 
 def outcome(ratio, undistributed=None):
-    step = {**dict.fromkeys((*PARTS, "in turn", "overlapped", "slowest"), 0.01), "ratio": ratio}
+    step = {**dict.fromkeys((*PARTS, "in turn", "pipelined", "slowest"), 0.01), "ratio": ratio}
     result = {"rows_refreshed": 1, "rows_read": 10, "undistributed": undistributed or {}}
     return Outcome(Rung("even", "module:function"), result=result, steps=[step] * 3)
 
@@ -59,3 +59,10 @@ def test_a_rung_that_failed_is_in_the_table_and_breaks_the_run():
     failed = Outcome(Rung("even", "module:function"), failure="killed by SIGKILL")
     assert "failed: killed by SIGKILL" in _table([outcome(1.0), failed])
     assert _broken([failed]) == ["even: killed by SIGKILL"]
+
+
+def test_a_peer_is_shown_and_held_to_no_bound():
+    peer = outcome(2.0)
+    peer = Outcome(Rung("even: torchrec", "module:function", peer="torchrec"), result=peer.result, steps=peer.steps)
+    assert "2.000" in _table([peer])
+    assert _broken([peer]) == []
