@@ -5,6 +5,7 @@ from offload.embedding import OffloadEmbeddingBag
 from offload.model import OffloadModel
 from offload.optim import OffloadOptimizer
 from offload.plan import Plan
+from offload.pretrained import Pretrained, load_pretrained
 from offload.rowwise import RowWiseAdagrad
 from offload.statistics import Statistics
 from offload.tape import Tape
@@ -15,9 +16,11 @@ __all__ = [
     "OffloadModel",
     "OffloadOptimizer",
     "Plan",
+    "Pretrained",
     "RowWiseAdagrad",
     "Statistics",
     "Tape",
     "load_checkpoint",
+    "load_pretrained",
     "save_checkpoint",
 ]

@@ -150,7 +150,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     state_dict = None if optimizer is None else _state_dict(folder / str(state_name), summary, optimizer)
     targets = _check_model(model, saved, set(summary["model"]))
     for name, target in targets.items():
-        target.copy_(saved[name].tensor(name))
+        saved[name].read_into(name, target)
     if summary["model"]:
         model.load_state_dict(summary["model"], strict=False)
     if optimizer is not None and state_dict is not None:

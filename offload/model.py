@@ -19,6 +19,7 @@ from offload.estimate import Estimate, estimate_step
 from offload.heap import return_freed_memory
 from offload.lane import open_lanes
 from offload.plan import Plan, plan_step
+from offload.pretrained import Pretrained, tensors_of
 from offload.regroup import RegroupedTape, by_chunk, join_chunks, looks_across_rows, split_output
 from offload.shard import make_shards
 from offload.statistics import Meter, Statistics
@@ -40,7 +41,7 @@ class OffloadModel(nn.Module):
 
     Args:
         model: an ``nn.Sequential``; or a list of modules, each of which is one shard. Layers on the meta device are
-            given memory and initialise themselves shard by shard, so the whole never has to fit in memory.
+            given memory and values shard by shard, so the whole never has to fit in memory.
         device: where layers compute; ``"cpu"`` included.
         offload_device: where shards rest: ``"cpu"`` for host memory, or a directory (an ``os.PathLike``, or a string
             with a path separator), for files that are removed with the model.
@@ -62,10 +63,13 @@ class OffloadModel(nn.Module):
         param_dtype: floating-point type in which layers compute, such as ``torch.bfloat16``: slots hold parameters in
             it and floating-point inputs are cast to it, while homes keep the parameters as they are (fp32 masters) and
             gradients are summed over micro-batches and at home in the home's type. Buffers stay as they are.
+        pretrained: a safetensors file, an index of several or the directory of one, or a :class:`~offload.Pretrained`:
+            parameters and buffers are read from there straight into their homes. What it supplies is not initialised
+            first, so layers on the meta device cost no more than the reading.
 
     Raises:
         TypeError, ValueError: if an argument cannot be used; the model that was passed is untouched.
-        OSError: if the home has no room.
+        OSError: if the home has no room, or ``pretrained`` cannot be read.
 
     After an exception in forward or backward the model is usable, and every parameter holds its last value.
 
@@ -89,6 +93,7 @@ class OffloadModel(nn.Module):
         boundary_bytes: int | None = None,
         activation_bytes: int | str | None = None,
         param_dtype: torch.dtype | None = None,
+        pretrained: Pretrained | str | os.PathLike[str] | None = None,
         _cuts: list[int] | None = None,
     ) -> None:
         super().__init__()
@@ -115,6 +120,7 @@ class OffloadModel(nn.Module):
             param_dtype,
         )
         cuts = list(layout.cuts) if _cuts is None else _cuts
+        stored = {} if pretrained is None else Pretrained.at(pretrained).match(tensors_of(named))[0]
         self._arguments = {
             "device": self.device,
             "offload_device": offload_device,
@@ -133,7 +139,7 @@ class OffloadModel(nn.Module):
         self._num_microbatches = num_microbatches
         self._tier = open_tier(offload_device, self.device)
         self._meter = Meter(self.device)
-        shards = make_shards(list(named.items()), cuts, self._tier, param_dtype)
+        shards = make_shards(list(named.items()), cuts, self._tier, param_dtype, stored)
         for layer in named.values():
             for module in layer.modules():
                 for key, buffer in module._buffers.items():

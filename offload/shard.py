@@ -18,7 +18,7 @@ and their gradients go to the one home.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from offload.lane import Arrival
 from offload.materialize import Materializer
 from offload.partition import aligned
+from offload.pretrained import Stored
 from offload.tier import Block, Tier
 
 __all__ = ["Pending", "Shard", "State", "make_shards"]
@@ -266,24 +267,29 @@ class Shard:
 
 
 def make_shards(
-    layers: Sequence[tuple[str, nn.Module]], cuts: Sequence[int], tier: Tier, dtype: torch.dtype | None = None
+    layers: Sequence[tuple[str, nn.Module]],
+    cuts: Sequence[int],
+    tier: Tier,
+    dtype: torch.dtype | None = None,
+    stored: Mapping[Tensor, Stored] | None = None,
 ) -> list[Shard]:
     """Groups layers into shards and moves their parameters home, one shard after the other.
 
     Args:
-        layers: name and module of each layer; those on the meta device are given memory and initialise themselves.
+        layers: name and module of each layer; those on the meta device are given memory and values.
         cuts: number of layers of each shard.
         tier: where the homes are.
         dtype: of floating-point parameters in slots; homes keep the parameter's own.
+        stored: parameters and buffers whose values are read from files.
     """
-    materializer = Materializer()
+    materializer = Materializer(stored)
     shards: list[Shard] = []
     resting: dict[nn.Parameter, tuple[Shard, Slice]] = {}
     first = 0
     for index, count in enumerate(cuts):
         part = layers[first : first + count]
         for name, module in part:
-            materializer.materialize(name, module)
+            materializer.give_memory(name, module)
         shard = Shard(index, first, [module for _, module in part])
         named = {p: f"{name}.{path}" for name, module in part for path, p in reversed([*module.named_parameters()])}
         used = list(dict.fromkeys(p for module in shard.layers for p in module.parameters()))
@@ -293,11 +299,13 @@ def make_shards(
             shard.home = tier.allocate(home_bytes, f"shard{index}-weights")
         for s in shard.own:
             home = shard.home_view(s)
-            home.copy_(s.parameter.detach())
+            if materializer.has_values(s.parameter):
+                home.copy_(s.parameter.detach())
             s.parameter.data = home
             if s.parameter.grad is not None:
                 s.parameter.grad = s.parameter.grad.to(home.device)
             resting[s.parameter] = (shard, s)
+        materializer.give_values()
         borrowed = [(named[p], p) for p in used if resting[p][0] is not shard]
         shard.loans = [Loan(*resting[p]) for _, p in borrowed]
         shard.slices, shard.slot_bytes = _layout([*new, *borrowed], dtype=dtype)

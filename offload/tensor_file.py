@@ -7,7 +7,8 @@ for forty lines. So they are here, and the tests read and write the files with t
 Guarantees
     * Writing takes memory for one tensor at the most, and none for one that is dense and on the host.
     * When :func:`write_tensors` returns, the bytes are on the disk; when it raises, there is no file.
-    * A file that is shorter than its header says is refused when it is opened.
+    * A file whose header disagrees with itself or with the file's length is refused when it is opened.
+    * :meth:`TensorFile.read_into` takes memory for one window, and none where types and layouts agree.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,8 @@ _NAMES: dict[torch.dtype, str] = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.complex64: "C64",
     torch.int64: "I64",
     torch.int32: "I32",
@@ -49,6 +54,9 @@ _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 #: The data begins at a multiple of this, so that mapped tensors are aligned.
 _ALIGNMENT = 64
+
+#: Bytes that a read with a conversion holds in memory at once.
+WINDOW_BYTES = 4 << 20
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -83,7 +91,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             for name in order:
                 tensor = tensors[name].detach()
                 flat = bytes_of(tensor.resolve_conj().resolve_neg().cpu().contiguous())
-                write_all(fd, memoryview((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())).cast("B"))
+                write_all(fd, _memory_of(flat))
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -100,8 +108,23 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
         rest = rest[os.write(fd, rest) :]
 
 
+def _memory_of(flat: Tensor) -> memoryview:
+    """The memory of a flat uint8 tensor on the host."""
+    return memoryview((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())).cast("B")
+
+
+def _windows(tensor: Tensor, most: int) -> Iterator[Tensor]:
+    """Cuts a tensor into views of at most ``most`` elements, in the order in which a file holds them."""
+    if tensor.numel() <= most:
+        yield tensor
+        return
+    rows = max(1, most // tensor[0].numel())
+    for part in tensor.split(rows):
+        yield from _windows(part[0], most) if rows == 1 else (part,)
+
+
 class TensorFile:
-    """A file that is mapped: its tensors are views, and take no memory of their own until they are changed.
+    """A file to read tensors from: into memory that is there already, or as views of the mapped file.
 
     Raises:
         ValueError: if it is no such file, or not all of one.
@@ -119,6 +142,10 @@ class TensorFile:
                 self.metadata: dict[str, str] = header.pop("__metadata__", {})
                 end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
                 self._dtypes = {name: _TYPES[entry["dtype"]] for name, entry in header.items()}
+                for name, entry in header.items():
+                    begin, end_of_it = entry["data_offsets"]
+                    if begin < 0 or end_of_it - begin != math.prod(entry["shape"]) * self._dtypes[name].itemsize:
+                        raise ValueError(f"{name} of shape {entry['shape']} cannot lie at {entry['data_offsets']}")
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path}: the header cannot be understood: {error!r}") from error
         if nbytes != 8 + length + end:
@@ -126,9 +153,13 @@ class TensorFile:
         self._header: dict[str, dict[str, Any]] = header
         self._begin = 8 + length
         self._bytes: Tensor | None = None
+        self._fd: int | None = None
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[str]:
         return iter(self._header)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._header
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
@@ -137,6 +168,48 @@ class TensorFile:
     def dtype(self, name: str) -> torch.dtype:
         """Type of a tensor."""
         return self._dtypes[name]
+
+    def read_into(self, name: str, destination: Tensor, *, window_bytes: int = WINDOW_BYTES) -> None:
+        """Copies a tensor to one of the same shape and of any type, layout and device.
+
+        The bytes are read straight into a contiguous tensor of the same type on the host, and window by window into any
+        other. Counts as a change of ``destination``, as a copy does.
+
+        Raises:
+            OSError: if the file cannot be read; ``destination`` may have been written to in part.
+        """
+        assert tuple(destination.shape) == self.shape(name)
+        destination = destination.detach()
+        dtype, position = self.dtype(name), self._begin + self._header[name]["data_offsets"][0]
+        if destination.device.type == "cpu" and destination.dtype == dtype and destination.is_contiguous():
+            try:
+                self._read(bytes_of(destination), position)
+            finally:
+                # torch cannot see this write. Without this, who has a copy would take it for a current one.
+                if not destination.is_inference():
+                    torch.autograd.graph.increment_version(destination)
+            return
+        if not destination.numel():
+            return
+        most = max(1, min(window_bytes // dtype.itemsize, destination.numel()))
+        window = torch.empty(most, dtype=dtype)
+        for part in _windows(destination, most):
+            piece = window[: part.numel()]
+            self._read(piece.view(torch.uint8), position)
+            part.copy_(piece.view(part.shape))
+            position += part.numel() * dtype.itemsize
+
+    def _read(self, flat: Tensor, position: int) -> None:
+        """Reads at a position of the file; explicitly, since a private mapping counts as memory of the process."""
+        if self._fd is None:
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._fd)
+        rest = _memory_of(flat)
+        while rest:
+            count = os.preadv(self._fd, [rest], position)
+            if count == 0:
+                raise OSError(f"{self.path}: the file ends after {position:,} bytes, {len(rest):,} too early")
+            rest, position = rest[count:], position + count
 
     def tensor(self, name: str) -> Tensor:
         """A tensor, mapped. What is written to it is seen by nobody else."""

@@ -1,0 +1,217 @@
+"""Weights from safetensors files, read straight to where they rest.
+
+A checkpoint of a model larger than memory is itself larger than memory, so nobody may build a ``state_dict`` of it.
+Its files say in their headers what they hold. So it is first decided, from names, shapes and types alone, which bytes
+go where; then each tensor is read once, into the very memory in which the parameter rests.
+
+Guarantees
+    * Whatever does not fit is told at once, all of it, before anything is written.
+    * Reading takes memory for one window where types differ, and none where they agree.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from offload.tensor_file import TensorFile
+
+__all__ = ["KeyMap", "Pretrained", "Stored", "Unmatched", "load_pretrained", "tensors_of"]
+
+KeyMap = Callable[[str], str | None] | Mapping[str, str]
+
+_INDEX_SUFFIX = ".safetensors.index.json"
+
+
+class Unmatched(NamedTuple):
+    """What only one side has: names that no file holds, and names (as in the files) that the model does not have."""
+
+    missing: list[str]
+    unexpected: list[str]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor in a file."""
+
+    name: str
+    file: TensorFile
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.file.shape(self.name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its type."""
+        return self.file.dtype(self.name)
+
+    def read_into(self, destination: Tensor) -> None:
+        """See :meth:`offload.tensor_file.TensorFile.read_into`."""
+        self.file.read_into(self.name, destination)
+
+
+class Pretrained:
+    """Named tensors in safetensors files, and which parameter each of them is for.
+
+    Args:
+        path: a file; an index file (``*.safetensors.index.json``) that names the file of each tensor; or a directory
+            that holds one index, or else one file, as Hugging Face and :func:`~offload.save_checkpoint` write them.
+            Of several, those called ``model`` are taken.
+        key_map: how names in the files become names in the model. A function, which returns None for what is to be left
+            out; or a mapping from beginnings of names to what stands there instead, of which the longest that matches
+            counts: ``{"transformer.wte.": "0.", "transformer.h.0.": "1."}``. What matches none keeps its name.
+        strict: whether both sides must have the same names. If False, parameters that are in no file stay as they are,
+            or initialise themselves if they are on the meta device.
+
+    Raises:
+        FileNotFoundError: if there is no such file, or an index names files that are not there.
+        ValueError: if a file is damaged or not in the format, it is not clear which of several is meant, or ``key_map``
+            gives two tensors one name.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, key_map: KeyMap | None = None, strict: bool = True) -> None:
+        self.path = Path(path)
+        self.strict = strict
+        self._stored: dict[str, Stored] = {}
+        for stored in _stored_in(_resolved(self.path)):
+            name = _renamed(stored.name, key_map)
+            if name is None:
+                continue
+            if (other := self._stored.setdefault(name, stored)) is not stored:
+                raise ValueError(f"key_map gives {other.name!r} and {stored.name!r} of {self.path} one name, {name!r}")
+
+    @classmethod
+    def at(cls, given: Pretrained | str | os.PathLike[str]) -> Pretrained:
+        """``given``, or what lies at that path."""
+        return given if isinstance(given, Pretrained) else cls(given)
+
+    def match(self, tensors: Mapping[str, Tensor]) -> tuple[dict[Tensor, Stored], Unmatched]:
+        """What each tensor of a model is to be read from. A tensor with several names needs only one of them.
+
+        Raises:
+            ValueError: if shapes or kinds of types differ, or, if ``strict``, names: everything that does is named.
+        """
+        names: dict[Tensor, list[str]] = {}
+        for name, tensor in tensors.items():
+            names.setdefault(tensor, []).append(name)
+        found: dict[Tensor, Stored] = {}
+        missing: list[str] = []
+        wrong: list[str] = []
+        for tensor, same in names.items():
+            candidates = [name for name in same if name in self._stored]
+            if not candidates:
+                missing += same
+            for name in candidates:
+                stored = found[tensor] = self._stored[name]  # the last one counts, as in load_state_dict()
+                if stored.shape != tuple(tensor.shape):
+                    wrong.append(f"{name} has shape {stored.shape}, expected {tuple(tensor.shape)}")
+                elif not torch.can_cast(stored.dtype, tensor.dtype):
+                    wrong.append(f"{name} is {stored.dtype}, which does not become {tensor.dtype}")
+        unexpected = [stored.name for name, stored in self._stored.items() if name not in tensors]
+        if self.strict:
+            wrong += [f"missing: {', '.join(missing)}"] if missing else []
+            wrong += [f"not in the model: {', '.join(unexpected)}"] if unexpected else []
+        if wrong:
+            raise ValueError(f"{self.path} does not fit the model, and nothing was loaded: {'; '.join(wrong)}")
+        return found, Unmatched(missing, unexpected)
+
+
+def load_pretrained(
+    model: nn.Module, path: str | os.PathLike[str], *, key_map: KeyMap | None = None, strict: bool = True
+) -> Unmatched:
+    """Reads the tensors of safetensors files into the parameters and buffers of a model, where they rest.
+
+    Types are converted as ``load_state_dict()`` does; tied parameters need to be there once. Only tensors are loaded:
+    what a layer keeps as ``get_extra_state()`` is in no safetensors file. A model that is still on the meta device
+    takes them as it is wrapped: ``OffloadModel(layers, ..., pretrained=path)``.
+
+    Args:
+        model: an ``OffloadModel``, or any other module with memory.
+        path: see :class:`Pretrained`, as for ``key_map`` and ``strict``.
+
+    Returns:
+        The names that only one side has; both empty if ``strict``.
+
+    Raises:
+        FileNotFoundError, ValueError: see :class:`Pretrained`; or if shapes, kinds of types or, if ``strict``, names
+            differ. Nothing has been written then.
+        OSError: if a file cannot be read; some parameters hold new values then, others old ones.
+
+    Source: what accelerate's ``load_checkpoint_in_model`` does, without a ``state_dict`` in between.
+    """
+    tensors = tensors_of({"": model})
+    found, unmatched = Pretrained(path, key_map=key_map, strict=strict).match(tensors)
+    empty = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if empty:
+        raise ValueError(
+            f"expected a model with memory, got {len(empty)} tensors on the meta device, such as {empty[0]}; wrap its "
+            f"layers by OffloadModel(layers, ..., pretrained={str(path)!r})"
+        )
+    for tensor, stored in found.items():
+        stored.read_into(tensor)
+    return unmatched
+
+
+def tensors_of(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by the names that ``state_dict()`` gives them; the objects themselves."""
+    return {
+        f"{prefix}.{name}" if prefix else name: tensor
+        for prefix, module in modules.items()
+        for name, tensor in module.state_dict(keep_vars=True).items()
+        if isinstance(tensor, Tensor)
+    }
+
+
+def _renamed(name: str, key_map: KeyMap | None) -> str | None:
+    if key_map is None:
+        return name
+    if not isinstance(key_map, Mapping):
+        return key_map(name)
+    beginning = max((key for key in key_map if name.startswith(key)), key=len, default="")
+    return key_map.get(beginning, "") + name[len(beginning) :]
+
+
+def _resolved(path: Path) -> Path:
+    """The file or index that is meant by a path."""
+    if not path.is_dir():
+        if not path.exists():
+            raise FileNotFoundError(f"expected safetensors files, got a path where nothing is (path={path})")
+        return path
+    for pattern in (f"*{_INDEX_SUFFIX}", "*.safetensors"):
+        candidates = sorted(path.glob(pattern))
+        chosen = [c for c in candidates if c.name in (f"model{_INDEX_SUFFIX}", "model.safetensors")] or candidates
+        if len(chosen) > 1:
+            raise ValueError(
+                f"expected one index or one file in {path}, got {', '.join(c.name for c in chosen)}; pass one of them"
+            )
+        if chosen:
+            return chosen[0]
+    raise FileNotFoundError(f"expected *{_INDEX_SUFFIX} or *.safetensors, got a directory without (path={path})")
+
+
+def _stored_in(path: Path) -> list[Stored]:
+    """All tensors of a file, or those that an index names."""
+    if path.suffix != ".json":
+        file = TensorFile(path)
+        return [Stored(name, file) for name in file]
+    try:
+        weight_map = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: expected an index with a weight_map: {error!r}") from error
+    names = sorted(set(weight_map.values()))
+    if absent := [name for name in names if not (path.parent / name).is_file()]:
+        raise FileNotFoundError(f"{path} names files that are not there: {', '.join(absent)}")
+    files = {name: TensorFile(path.parent / name) for name in names}
+    stored = [Stored(name, files[where]) for name, where in weight_map.items()]
+    if lost := [f"{s.name} in {s.file.path.name}" for s in stored if s.name not in s.file]:
+        raise ValueError(f"{path} names tensors that are not there: {', '.join(lost)}")
+    return stored

@@ -1,0 +1,493 @@
+"""Weights of safetensors files arrive where they rest: all of them or none, once each, and never twice in memory."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from offload import OffloadModel, Pretrained, load_pretrained, save_checkpoint
+from offload.tensor_file import TensorFile, write_tensors
+from tests.offload.zoo import WIDTH
+
+INDEX = "model.safetensors.index.json"
+
+
+def write_sharded(folder: Path, tensors: Mapping[str, Tensor], files: int = 3, stem: str = "model") -> Path:
+    """What Hugging Face's ``save_pretrained`` leaves: files that another package wrote, and their index."""
+    folder.mkdir(exist_ok=True)
+    weight_map = {}
+    for number in range(files):
+        part = {name: tensors[name].contiguous() for name in sorted(tensors)[number::files]}
+        file = f"{stem}-{number + 1:05d}-of-{files:05d}.safetensors"
+        safetensors.torch.save_file(part, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(part, file))
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    index = folder / f"{stem}.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
+    return folder
+
+
+def layers(seed: int, *, tied: bool = True) -> nn.Sequential:
+    """Linear layers, of which two share their weight, batch normalisation with buffers, and a convolution."""
+    torch.manual_seed(seed)
+    first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    if tied:
+        last.weight = first.weight
+    inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    nn.init.uniform_(inner[1].running_mean)
+    return nn.Sequential(first, inner, nn.Conv1d(1, 1, 3, padding=1), last)
+
+
+class Reshaped(nn.Module):
+    """Lets a convolution stand between linear layers."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.unsqueeze(1)).squeeze(1)
+
+
+def model_of(seed: int, home: str = "cpu", **more: Any) -> OffloadModel:
+    bare = layers(seed)
+    bare[2] = Reshaped(bare[2])
+    return OffloadModel(bare, "cpu", home, num_slices=4, checkpoint_activation=True, **more)
+
+
+def on_meta(tied: bool = True) -> nn.Sequential:
+    with torch.device("meta"):
+        bare = layers(0, tied=tied)
+    bare[2] = Reshaped(bare[2])
+    return bare
+
+
+def saved(model: nn.Module) -> dict[str, Tensor]:
+    """The state_dict as files have it: a tied weight once."""
+    return {name: value.clone() for name, value in model.state_dict().items() if name != "3.weight"}
+
+
+def assert_equal(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    state = model.state_dict()
+    for name, tensor in tensors.items():
+        assert torch.equal(state[name], tensor.to(state[name].dtype)), name
+
+
+# --- what is loaded ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["file", "directory of one file", "index", "directory", "our own checkpoint"])
+def test_every_form_in_which_weights_come_is_read(home: str, form: str, tmp_path: Path) -> None:
+    source = model_of(1)
+    tensors, folder = saved(source), tmp_path / "weights"
+    folder.mkdir()
+    path = folder
+    if form in ("file", "directory of one file"):
+        path = folder / "weights.safetensors" if form == "file" else folder
+        safetensors.torch.save_file(tensors, folder / "weights.safetensors")
+    elif form == "our own checkpoint":
+        save_checkpoint(folder, source, file_bytes=300)
+    else:
+        write_sharded(folder, tensors)
+        path = folder / INDEX if form == "index" else folder
+    later = model_of(2, home)
+    assert load_pretrained(later, path) == ([], [])
+    at_once = OffloadModel(on_meta(), "cpu", home, num_slices=4, pretrained=path)
+    x = torch.randn(5, WIDTH)
+    expected = source.eval()(x)
+    for model in (later, at_once):
+        assert_equal(model, tensors)
+        first, last = (dict(model.named_modules())[name] for name in "03")
+        assert first.weight is last.weight
+        assert torch.equal(model.eval()(x), expected)
+
+
+def test_a_plain_module_is_loaded_too(tmp_path: Path) -> None:
+    tensors = layers(1).state_dict()
+    write_sharded(tmp_path / "weights", tensors)
+    plain = layers(2, tied=False)
+    load_pretrained(plain, tmp_path / "weights")
+    assert_equal(plain, tensors)
+
+
+def test_a_resident_copy_is_stale_after_a_load(tmp_path: Path) -> None:
+    write_sharded(tmp_path / "weights", saved(model_of(1)))
+    model = model_of(2)
+    loss = model(torch.randn(5, WIDTH)).sum()
+    load_pretrained(model, tmp_path / "weights")
+    with pytest.raises(RuntimeError, match="changed in place between the forward and its backward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
+def test_types_become_those_of_the_home(home: str, stored: torch.dtype, tmp_path: Path) -> None:
+    tensors = {
+        name: tensor.to(stored) if tensor.is_floating_point() else tensor for name, tensor in saved(model_of(1)).items()
+    }
+    write_sharded(tmp_path / "weights", tensors)
+    model = OffloadModel(on_meta(), "cpu", home, num_slices=4, pretrained=tmp_path / "weights")
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+    assert_equal(model, tensors)
+
+
+def test_float32_files_fill_bfloat16_homes(tmp_path: Path) -> None:
+    tensors = saved(model_of(1))
+    write_sharded(tmp_path / "weights", tensors)
+    model = OffloadModel(on_meta().bfloat16(), "cpu", num_slices=4, pretrained=tmp_path / "weights")
+    assert next(model.parameters()).dtype is torch.bfloat16
+    assert_equal(model, tensors)
+
+
+def test_weights_in_another_memory_format_keep_it(home: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = nn.Conv2d(3, 5, 3).state_dict()
+    safetensors.torch.save_file({f"0.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "a.safetensors")
+    with torch.device("meta"):
+        bare = nn.Sequential(nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last))
+    model = OffloadModel(bare, "cpu", home, num_slices=1, pretrained=tmp_path / "a.safetensors")
+    weight = next(model.parameters())
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(weight, tensors["weight"])
+
+
+class Counted(nn.Linear):
+    """Counts how often it initialises itself."""
+
+    resets = 0
+
+    def reset_parameters(self) -> None:
+        type(self).resets += 1
+        super().reset_parameters()
+
+
+def test_what_the_files_supply_is_never_initialised(tmp_path: Path) -> None:
+    bare = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    safetensors.torch.save_file(bare.state_dict(), tmp_path / "a.safetensors")
+    with torch.device("meta"):
+        layers_of_meta = nn.Sequential(*(Counted(WIDTH, WIDTH) for _ in range(3)))
+    Counted.resets = 0
+    state = torch.get_rng_state()
+    model = OffloadModel(layers_of_meta, "cpu", num_slices=3, pretrained=tmp_path)
+    assert Counted.resets == 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_equal(model, bare.state_dict())
+
+
+def test_each_tensor_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    read_into = TensorFile.read_into
+    monkeypatch.setattr(
+        TensorFile, "read_into", lambda file, name, to: (names.append(name), read_into(file, name, to))[1]
+    )
+    tensors = saved(model_of(1))
+    write_sharded(tmp_path / "weights", tensors)
+    OffloadModel(on_meta(), "cpu", num_slices=4, pretrained=tmp_path / "weights")
+    assert sorted(names) == sorted(tensors)
+
+
+def test_what_the_files_lack_initialises_itself_and_nothing_else_does(tmp_path: Path) -> None:
+    """The last layer's bias is in no file, and its weight is the first one's, which rests already."""
+    tensors = {name: tensor for name, tensor in saved(model_of(1)).items() if name != "3.bias"}
+    write_sharded(tmp_path / "weights", tensors)
+    weights = Pretrained(tmp_path / "weights", strict=False)
+    model = OffloadModel(on_meta(), "cpu", num_slices=4, pretrained=weights)
+    assert_equal(model, tensors)
+    bias = model.state_dict()["3.bias"]
+    assert bias.any()
+    assert bias.abs().max() <= WIDTH**-0.5
+
+
+class Assigning(nn.Linear):
+    """Initialises itself by assignment instead of in place."""
+
+    def reset_parameters(self) -> None:
+        self.weight = nn.Parameter(torch.full_like(self.weight, 2.0))
+        self.bias.data = torch.full_like(self.bias, 3.0)
+
+
+def test_a_layer_that_assigns_its_initial_values_has_them_at_home(home: str) -> None:
+    with torch.device("meta"):
+        bare = nn.Sequential(Assigning(WIDTH, WIDTH), Assigning(WIDTH, WIDTH))
+        bare[1].weight = bare[0].weight
+    model = OffloadModel(bare, "cpu", home, num_slices=2)
+    assert bare[0].weight is bare[1].weight
+    assert len(list(model.parameters())) == 3
+    assert torch.equal(model(torch.ones(1, WIDTH)), torch.full((1, WIDTH), 2.0 * WIDTH * (2 * WIDTH + 3) + 3))
+
+
+class Table(nn.Module):
+    """Has a buffer that no file holds and nothing to initialise it with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+
+def test_a_buffer_that_no_file_can_hold_is_named(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"0.weight": torch.ones(1, 1), "0.bias": torch.ones(1)}, tmp_path / "a.safetensors")
+    with torch.device("meta"):
+        bare = nn.Sequential(nn.Linear(1, 1), Table())
+    with pytest.raises(ValueError, match=r"Table '1' is on the meta device and has no reset_parameters"):
+        OffloadModel(bare, "cpu", num_slices=1, pretrained=tmp_path)
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Names as a transformer of Hugging Face has them."""
+    places = {"0.": "model.embed.", "1.": "model.h.0.", "2.": "model.h.1.", "3.": "model.h.10."}
+    return {places[name[:2]] + name[2:]: tensor for name, tensor in tensors.items()}
+
+
+PLACES = {"model.embed.": "0.", "model.h.0.": "1.", "model.h.1.": "2.", "model.h.10.": "3."}
+
+
+def by_hand(name: str) -> str | None:
+    """Leaves one name out."""
+    if name == "optimizer.step":
+        return None
+    return next(to + name[len(beginning) :] for beginning, to in PLACES.items() if name.startswith(beginning))
+
+
+KEY_MAPS: dict[str, Any] = {
+    "mapping": PLACES,
+    "the longest beginning": {"model.": "nowhere.", **PLACES},
+    "function": by_hand,
+}
+
+
+@pytest.mark.parametrize("key_map", list(KEY_MAPS))
+def test_names_of_the_files_become_names_of_the_model(key_map: str, tmp_path: Path) -> None:
+    tensors = saved(model_of(1))
+    extra = {"optimizer.step": torch.zeros(())} if key_map == "function" else {}
+    write_sharded(tmp_path / "weights", {**renamed(tensors), **extra})
+    model = model_of(2)
+    load_pretrained(model, tmp_path / "weights", key_map=KEY_MAPS[key_map])
+    assert_equal(model, tensors)
+    made = OffloadModel(
+        on_meta(), "cpu", num_slices=2, pretrained=Pretrained(tmp_path / "weights", key_map=KEY_MAPS[key_map])
+    )
+    assert_equal(made, tensors)
+
+
+def test_two_names_that_become_one_are_refused(tmp_path: Path) -> None:
+    write_sharded(tmp_path / "weights", saved(model_of(1)))
+    with pytest.raises(ValueError, match=r"key_map gives '[\w.]+' and '[\w.]+' of .* one name, 'a'"):
+        Pretrained(tmp_path / "weights", key_map=lambda name: "a")
+
+
+def wrong(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    del tensors["0.bias"]
+    tensors["stranger"] = torch.zeros(1)
+    tensors["3.bias"] = torch.zeros(3)
+    tensors["1.0.bias"] = torch.zeros(WIDTH, dtype=torch.complex64)
+    return tensors
+
+
+@pytest.mark.parametrize("when", ["construction", "later"])
+def test_everything_that_does_not_fit_is_named_and_nothing_is_written(when: str, tmp_path: Path) -> None:
+    write_sharded(tmp_path / "weights", wrong(saved(model_of(1))))
+    model, bare = model_of(2), on_meta()
+    before = copy.deepcopy(model.state_dict())
+    load: dict[str, Callable[[], object]] = {
+        "later": lambda: load_pretrained(model, tmp_path / "weights"),
+        "construction": lambda: OffloadModel(bare, "cpu", tmp_path / "home", pretrained=tmp_path / "weights"),
+    }
+    with pytest.raises(ValueError, match="nothing was loaded") as caught:
+        load[when]()
+    for part in (
+        r"missing: 0.bias;",
+        "not in the model: stranger",
+        f"3.bias has shape (3,), expected ({WIDTH},)",
+        "1.0.bias is torch.complex64, which does not become torch.float32",
+    ):
+        assert part in f"{caught.value};"
+    assert_equal(model, before)
+    assert all(p.is_meta for p in bare.parameters())
+    assert not (tmp_path / "home").exists()
+
+
+def test_without_strict_only_shapes_and_types_are_in_the_way(tmp_path: Path) -> None:
+    tensors = saved(model_of(1))
+    del tensors["0.bias"]
+    write_sharded(tmp_path / "weights", {**tensors, "stranger": torch.zeros(1)})
+    model = model_of(2)
+    kept = model.state_dict()["0.bias"].clone()
+    assert load_pretrained(model, tmp_path / "weights", strict=False) == (["0.bias"], ["stranger"])
+    assert_equal(model, {**tensors, "0.bias": kept})
+    write_sharded(tmp_path / "weights", wrong(saved(model_of(1))))
+    with pytest.raises(ValueError, match=r"^(?!.*(missing|stranger)).*3\.bias has shape"):
+        load_pretrained(model, tmp_path / "weights", strict=False)
+
+
+def test_a_tied_weight_under_both_names_counts_as_in_load_state_dict(tmp_path: Path) -> None:
+    tensors = {**saved(model_of(1)), "3.weight": torch.randn(WIDTH, WIDTH)}
+    write_sharded(tmp_path / "weights", tensors)
+    expected, model = model_of(2), model_of(3)
+    expected.load_state_dict(tensors)
+    load_pretrained(model, tmp_path / "weights")
+    assert_equal(model, expected.state_dict())
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def break_index(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["lost"] = "model-00001-of-00003.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+FAULTS: list[tuple[str, Callable[[Path], object], type[Exception], str]] = [
+    ("empty", lambda f: [p.unlink() for p in f.iterdir()], FileNotFoundError, "a directory without"),
+    (
+        "gone",
+        lambda f: [(f / INDEX).unlink(), *(p.unlink() for p in f.iterdir()), f.rmdir()],
+        FileNotFoundError,
+        "path",
+    ),
+    ("a file gone", lambda f: (f / "model-00002-of-00003.safetensors").unlink(), FileNotFoundError, "00002-of-00003"),
+    ("no map", lambda f: (f / INDEX).write_text("{}"), ValueError, "expected an index with a weight_map"),
+    ("lost tensor", break_index, ValueError, "lost in model-00001-of-00003"),
+    ("several", lambda f: (f / INDEX).unlink(), ValueError, "expected one index or one file"),
+    ("cut", lambda f: os.truncate(f / "model-00001-of-00003.safetensors", 200), ValueError, "00001-of-00003"),
+]
+
+
+@pytest.mark.parametrize(("fault", "error", "match"), [f[1:] for f in FAULTS], ids=[f[0] for f in FAULTS])
+def test_files_that_are_not_whole_are_named(
+    fault: Callable[[Path], object], error: type[Exception], match: str, tmp_path: Path
+) -> None:
+    folder = write_sharded(tmp_path / "weights", saved(model_of(1)))
+    fault(folder)
+    with pytest.raises(error, match=match):
+        load_pretrained(model_of(2), folder)
+
+
+def test_of_several_indices_the_one_of_the_model_is_meant(tmp_path: Path) -> None:
+    tensors = saved(model_of(1))
+    write_sharded(tmp_path, tensors)
+    write_sharded(tmp_path, {"x": torch.ones(1)}, files=1, stem="adapter")
+    model = model_of(2)
+    load_pretrained(model, tmp_path)
+    assert_equal(model, tensors)
+
+
+def test_a_header_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    safetensors.torch.save_file({"a": torch.ones(4), "b": torch.ones(4)}, path)
+    path.write_bytes(path.read_bytes().replace(b'"shape":[4]', b'"shape":[3]', 1))
+    with pytest.raises(ValueError, match="cannot lie at"):
+        TensorFile(path)
+
+
+def test_a_failing_disk_is_an_error_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_sharded(tmp_path / "weights", saved(model_of(1)))
+
+    def failing(fd: int, buffers: object, offset: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    model = model_of(2)
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        load_pretrained(model, tmp_path / "weights")
+    monkeypatch.undo()
+    load_pretrained(model, tmp_path / "weights")
+    assert_equal(model, saved(model_of(1)))
+
+
+def test_a_file_cut_while_it_is_read_is_an_error_and_not_zeros(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    safetensors.torch.save_file({"a": torch.ones(400)}, path)
+    file = TensorFile(path)
+    os.truncate(path, 1000)
+    with pytest.raises(OSError, match=r"a\.safetensors: the file ends after 1,000 bytes"):
+        file.read_into("a", torch.empty(400))
+
+
+def test_a_model_without_memory_is_told_how(tmp_path: Path) -> None:
+    write_sharded(tmp_path / "weights", saved(model_of(1)))
+    with pytest.raises(ValueError, match=r"on the meta device, .*pretrained="):
+        load_pretrained(on_meta(), tmp_path / "weights")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_tensor_is_read_into_any_other_through_any_window(data: st.DataObject, tmp_path_factory: Any) -> None:
+    shape = data.draw(st.lists(st.integers(0, 5), max_size=4), label="shape")
+    kinds = [torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.uint8]
+    kind = data.draw(st.sampled_from(kinds), label="in the file")
+    to = data.draw(st.sampled_from([k for k in [*kinds, torch.float64] if torch.can_cast(kind, k)]), label="at home")
+    order = data.draw(st.permutations(range(len(shape))), label="order of dimensions")
+    window_bytes = data.draw(st.integers(1, 64), label="window")
+    tensor = (torch.randn(shape) * 9).to(kind)
+    path = tmp_path_factory.mktemp("file") / "a.safetensors"
+    write_tensors(path, {"other": torch.zeros(3, dtype=torch.bool), "a": tensor})
+    strides = torch.empty([shape[k] for k in order], dtype=to)
+    destination = strides.permute([order.index(k) for k in range(len(shape))])
+    version = destination._version
+    TensorFile(path).read_into("a", destination, window_bytes=window_bytes)
+    assert torch.equal(destination, tensor.to(to))
+    assert destination._version > version or not destination.numel()
+
+
+WATCHED = """
+import sys, torch
+from torch import nn
+from offload import OffloadModel
+
+def anonymous():
+    fields = dict(line.split(":") for line in open("/proc/self/status"))
+    return (int(fields["RssAnon"].split()[0]) + int(fields["RssShmem"].split()[0])) * 1024
+
+class Layer(nn.Linear):
+    def reset_parameters(self):
+        nn.init.constant_(self.weight, 15)
+
+held = []
+
+def watched(module, *arguments, **more):
+    held.append(anonymous())
+    return named_modules(module, *arguments, **more)
+
+torch.set_num_threads(1)
+with torch.device("meta"):
+    layers = [Layer(2048, 512, bias=False) for _ in range(16)]
+named_modules, Layer.named_modules = Layer.named_modules, watched
+model = OffloadModel(layers, "cpu", sys.argv[1] + "/home/", pretrained=sys.argv[2] or None)
+held.append(anonymous())
+weights = list(model.parameters())
+second_half = held[len(held) // 2:]  # the first layer brings modules of torch along
+print(sum(p.numel() * 4 for p in weights), max(second_half) - second_half[0], float(weights[15][-1, -1]))
+"""
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, None])
+def test_a_model_from_nothing_is_never_in_memory(stored: torch.dtype | None, tmp_path: Path) -> None:
+    """Anonymous memory while 64 MiB are read or initialise themselves in files."""
+    if stored is not None:
+        write_tensors(
+            tmp_path / "model.safetensors",
+            {f"{k}.weight": torch.full((512, 2048), float(k), dtype=stored) for k in range(16)},
+        )
+    command = [sys.executable, "-c", WATCHED, str(tmp_path), "" if stored is None else str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    whole, grown, last = map(float, result.stdout.split())
+    assert whole == 64 << 20
+    assert last == 15
+    assert grown < 6 << 20  # one layer of 4 MiB, or a window; not half of all
