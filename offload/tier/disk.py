@@ -3,19 +3,20 @@
 The same bytes are seen in two ways. ``Block.tensor`` is a shared mapping of the file, so that an optimizer, a
 ``state_dict`` or any other code finds current values in ``Parameter.data`` and may write there; its pages are the
 kernel's to drop. The streaming engine reads and writes with explicit calls instead, in large pieces and on a lane,
-because a page fault in the middle of a matrix product is a wait that nobody can hide.
+because a page fault in the middle of a matrix product is a wait that nobody can hide. Those calls go past the page
+cache where that is faster (:mod:`offload.tier.cache`).
 
 Guarantees
     * Files are made new, under a name that did not exist; nothing that lay in the directory before is ever read.
     * All bytes of a file are reserved when it is made, so a full disk is an error at construction, not a lost page.
     * The files go with the model, at interpreter exit at the latest. What a killed process left behind is removed by
       the next model that is made in the same directory.
+    * A block outlives its file: what is still used then is the mapping.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import itertools
 import os
@@ -23,137 +24,89 @@ import shutil
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from offload.tier.contract import Block, Scratch, Tier, bytes_of
+from offload.tier.buffer import host_buffer, whole_pages
+from offload.tier.cache import PageCache
+from offload.tier.contract import Block, Scratch, Tier
+from offload.tier.scratch import DiskScratch
+from offload.tier.staging import Link, open_link
+from offload.tier.transfer import Transfers
 
-__all__ = ["DiskTier"]
+__all__ = ["DiskBlock", "DiskTier"]
 
 _PREFIX = "gradstream-"
 
 
-def _transfer(call: Callable[..., int], fd: int, tensor: Tensor, offset: int, what: str) -> None:
-    """Reads or writes all bytes of a flat uint8 host tensor at a file offset; one call moves 2 GiB at the most."""
-    buffer = memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
-    done = 0
-    while done < len(buffer):
-        moved = call(fd, [buffer[done:]], offset + done)
-        if moved == 0:
-            raise OSError(f"{what}: the file ends after {offset + done:,} bytes, expected {offset + len(buffer):,}")
-        done += moved
-
-
 class DiskBlock(Block):
-    """One file, mapped."""
+    """One file, mapped; its last page is filled up with zeros."""
 
-    def __init__(self, path: Path, nbytes: int, device: torch.device) -> None:
+    def __init__(self, path: Path, nbytes: int, transfers: Transfers) -> None:
         self._path = path
-        self._device = device
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        weakref.finalize(self, os.close, self._fd)
-        try:
-            os.posix_fallocate(self._fd, 0, nbytes)
-        except OSError as error:
-            os.unlink(path)
-            raise OSError(error.errno, f"cannot reserve {nbytes:,} bytes: {error.strerror}", str(path)) from error
+        self._transfers = transfers
+        reserve(path, whole_pages(nbytes), nbytes)
         self.tensor = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
-        self._staging: Tensor | None = None
+        transfers.cache.add(nbytes)
+        weakref.finalize(self, transfers.cache.add, -nbytes)
 
     def read_into(self, destination: Tensor, offset: int = 0) -> None:
         """Reads the file, straight into ``destination`` where that is host memory."""
         destination = destination[: self.nbytes - offset]
-        target = destination
-        if destination.device.type != "cpu":
-            if self._staging is None:
-                self._staging = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
-            target = self._staging[: destination.numel()]
-        _transfer(os.preadv, self._fd, target, offset, str(self._path))
-        if target is not destination:
-            destination.copy_(target, non_blocking=True)
+        try:
+            self._transfers.read(self._path, destination, offset)
+        except FileNotFoundError:
+            destination.copy_(self.tensor[offset : offset + destination.numel()])
 
     def staged(self) -> Tensor:
         """A copy, read in one go: page faults piece by piece would be slower."""
-        copy = torch.empty(self.nbytes, dtype=torch.uint8)
-        _transfer(os.preadv, self._fd, copy, 0, str(self._path))
+        copy = host_buffer(self.nbytes)
+        self.read_into(copy)
         return copy
 
     def write(self, source: Tensor, offset: int) -> None:
         """Writes to the file."""
-        _transfer(os.pwritev, self._fd, source.cpu(), offset, str(self._path))
+        assert offset + source.numel() <= self.nbytes
+        try:
+            self._transfers.write(self._path, source, offset)
+        except FileNotFoundError:
+            self.tensor[offset : offset + source.numel()].copy_(source)
 
 
-class _Ticket(NamedTuple):
-    offset: int
-    nbytes: int
-    like: Tensor  # on the meta device: shape, strides and type
-
-
-class DiskScratch(Scratch):
-    """Boundaries in a file without a name, which the system removes whatever happens."""
-
-    def __init__(self, tier: DiskTier, device: torch.device) -> None:
-        self.name = tier.name
-        self._tier = tier  # whose folder must live until the file is open
-        self._device = device
-        self._opened: int | None = None
-        self._end = 0
-        self._free: dict[int, list[int]] = {}
-
-    @property
-    def _fd(self) -> int:
-        if self._opened is None:  # at the first use: most steps keep their boundaries in memory
-            self._opened, path = tempfile.mkstemp(prefix="boundaries-", dir=self._tier.folder)
-            os.unlink(path)
-            self._finalizer = weakref.finalize(self, os.close, self._opened)
-        return self._opened
-
-    def store(self, tensor: Tensor) -> object:
-        """Writes a tensor; room of the same size that was released is used again."""
-        tensor = tensor.resolve_conj().resolve_neg()
-        like = torch.empty_like(tensor, device="meta")
-        dense = (
-            tensor.cpu() if like.stride() == tensor.stride() else torch.empty_like(tensor, device="cpu").copy_(tensor)
-        )
-        data = bytes_of(dense)
-        nbytes = data.numel()
-        free = self._free.get(nbytes)
-        offset = free.pop() if free else self._end
-        if offset == self._end:
-            self._end += nbytes
-        if nbytes:
-            _transfer(os.pwritev, self._fd, data, offset, "boundary file")
-        return _Ticket(offset, nbytes, like)
-
-    def fetch(self, ticket: object) -> Tensor:
-        """Reads a tensor back."""
-        assert isinstance(ticket, _Ticket)
-        rest = torch.empty_like(ticket.like, device="cpu")
-        if ticket.nbytes:
-            _transfer(os.preadv, self._fd, bytes_of(rest), ticket.offset, "boundary file")
-        return rest.to(self._device)
-
-    def release(self, ticket: object) -> None:
-        """Gives room back."""
-        assert isinstance(ticket, _Ticket)
-        self._free.setdefault(ticket.nbytes, []).append(ticket.offset)
-
-    def close(self) -> None:
-        """Removes the file."""
-        if self._opened is not None:
-            self._finalizer()
+def reserve(path: Path, file_bytes: int, wanted_bytes: int) -> None:
+    """Makes a new file of zeros, all of whose room is taken."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, file_bytes)
+    except OSError as error:
+        os.unlink(path)
+        raise OSError(error.errno, f"cannot reserve {wanted_bytes:,} bytes: {error.strerror}", str(path)) from error
+    finally:
+        os.close(fd)
 
 
 class DiskTier(Tier):
-    """Blocks as files in a folder of their own below ``directory``."""
+    """Blocks as files in a folder of their own below ``directory``.
+
+    Args:
+        directory: is made if it does not exist.
+        device: where the layers compute.
+        direct: whether to go past the page cache; None lets the sizes decide.
+        link: how bytes reach the compute device; tests pass one that runs late.
+    """
 
     blocking_io = True
 
-    def __init__(self, directory: str | os.PathLike[str], device: torch.device) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        device: torch.device,
+        *,
+        direct: bool | None = None,
+        link: Link | None = None,
+    ) -> None:
         root = Path(directory)
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -176,15 +129,16 @@ class DiskTier(Tier):
         self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._numbers = itertools.count()
+        self.transfers = Transfers(PageCache(self.folder, direct), link or open_link(device))
         self._finalizer = weakref.finalize(self, _remove, self.folder, self._lock)
 
     def allocate(self, nbytes: int, label: str) -> Block:
         """A new file of ``nbytes``."""
-        return DiskBlock(self.folder / f"{next(self._numbers):04d}-{label}", nbytes, self._device)
+        return DiskBlock(self.folder / f"{next(self._numbers):04d}-{label}", nbytes, self.transfers)
 
     def scratch(self) -> Scratch | None:
         """A file without a name."""
-        return DiskScratch(self, self._device)
+        return DiskScratch(self.name, self.folder, self, self._device)
 
     def close(self) -> None:
         """Removes the files' names; their room is free once nobody maps them."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-import weakref
-
 import torch
 from torch import Tensor
 
+from offload.tier.buffer import host_buffer, page_lock
 from offload.tier.contract import Block, Scratch, Tier
 
 __all__ = ["HostTier"]
@@ -34,12 +32,7 @@ class HostBlock(Block):
 
 
 class HostTier(Tier):
-    """Blocks in host memory for a compute device.
-
-    torch's page-locking allocator rounds each request to a power of two, up to 1.9 times the bytes; here ordinary
-    memory of the exact size is registered with the driver instead. Where that fails, copies still work, but they no
-    longer overlap with compute: a warning says so.
-    """
+    """Blocks in host memory for a compute device: exact to the page, and page-locked beside an accelerator."""
 
     name = "host"
     blocking_io = False
@@ -49,9 +42,9 @@ class HostTier(Tier):
 
     def allocate(self, nbytes: int, label: str) -> Block:
         """A zeroed block."""
-        tensor = torch.zeros(nbytes, dtype=torch.uint8)
+        tensor = host_buffer(nbytes)
         if self._device.type == "cuda" and nbytes:
-            _page_lock(tensor, label)
+            page_lock(tensor, label)
         return HostBlock(tensor)
 
     def scratch(self) -> Scratch | None:
@@ -60,21 +53,6 @@ class HostTier(Tier):
 
     def close(self) -> None:
         """Nothing to do: memory goes with the blocks."""
-
-
-def _page_lock(tensor: Tensor, label: str) -> None:
-    runtime = torch.cuda.cudart()
-    address = tensor.data_ptr()
-    code = int(runtime.cudaHostRegister(address, tensor.numel(), 0))
-    if code != 0:
-        warnings.warn(
-            f"{label}: cannot page-lock {tensor.numel():,} bytes of host memory (CUDA error {code}); copies will not "
-            f"overlap with compute. Raise the limit on locked memory (ulimit -l) or use a directory as home",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return
-    weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, address)
 
 
 class HostScratch(Scratch):

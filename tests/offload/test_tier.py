@@ -11,13 +11,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offload.tier import DiskTier, HostTier, Tier, open_tier
+from offload.tier.buffer import host_buffer
 from offload.tier.contract import bytes_of
+from offload.tier.transfer import PIECE_BYTES
 
 CPU = torch.device("cpu")
+
+
+#: Larger than a few pieces of a transfer, and no multiple of one.
+MANY = 3 * PIECE_BYTES + 5 * 4096
+
+
+NOISE = torch.randint(0, 256, (2 * MANY,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def noise(nbytes: int, seed: int) -> torch.Tensor:
+    """Other bytes for each seed."""
+    return NOISE[seed * 1009 : seed * 1009 + nbytes].clone()
 
 
 class TierContract:
@@ -46,6 +60,56 @@ class TierContract:
         block = tier.allocate(64, "weights")
         block.write(torch.tensor([1, 2, 3], dtype=torch.uint8), 10)
         assert block.tensor[9:14].tolist() == [0, 1, 2, 3, 0]
+
+    @pytest.mark.parametrize("nbytes", [MANY, MANY + 4096, MANY + 100])
+    def test_large_blocks_come_back_bit_for_bit_whichever_way_they_were_written(self, tier: Tier, nbytes: int) -> None:
+        """Through the tensor and by calls, in turn: each way sees what the other one wrote."""
+        block = tier.allocate(nbytes, "weights")
+        expected = torch.zeros(nbytes, dtype=torch.uint8)
+        for k in range(4):
+            source = noise(nbytes, k)
+            (block.tensor.copy_ if k % 2 else lambda source, block=block: block.write(source, 0))(source)
+            expected = source
+            slot = host_buffer(nbytes)
+            block.read_into(slot)
+            assert torch.equal(slot, expected)
+            assert torch.equal(block.tensor, expected)
+            assert torch.equal(block.staged(), expected)
+
+    @settings(
+        max_examples=10,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
+    )
+    @given(
+        moves=st.lists(
+            st.tuples(
+                st.sampled_from(["write", "assign", "read"]),
+                st.integers(0, MANY - 1),
+                st.sampled_from([1, 64, 4096, 300_000, 2_000_000, MANY]),
+                st.booleans(),
+            ),
+            max_size=8,
+        )
+    )
+    def test_any_ranges_at_any_offsets_and_addresses(self, tier: Tier, moves: list[tuple[str, int, int, bool]]) -> None:
+        block, model = tier.allocate(MANY, "weights"), torch.zeros(MANY, dtype=torch.uint8)
+        for k, (kind, offset, size, on_a_page) in enumerate(moves):
+            offset = offset // 4096 * 4096 if on_a_page else offset
+            size = min(size, MANY - offset)
+            memory = host_buffer(size + 64)[0 if on_a_page else 64 :][:size]
+            if kind == "read":
+                block.read_into(memory, offset)
+                assert torch.equal(memory, model[offset : offset + size])
+                continue
+            memory.copy_(noise(size, k))
+            model[offset : offset + size] = memory
+            if kind == "write":
+                block.write(memory, offset)
+            else:
+                block.tensor[offset : offset + size] = memory
+        assert torch.equal(block.staged(), model)
+        assert torch.equal(block.tensor, model)
 
     def test_blocks_do_not_overlap(self, tier: Tier) -> None:
         blocks = [tier.allocate(100, "weights") for _ in range(3)]
@@ -76,10 +140,11 @@ class TestDiskTier(TierContract):
     def tier(self, tmp_path: Path) -> Tier:
         return DiskTier(tmp_path, CPU)
 
-    def test_the_files_have_exactly_the_bytes_of_their_blocks(self, tier: Tier, tmp_path: Path) -> None:
+    def test_the_files_have_the_bytes_of_their_blocks_in_whole_pages(self, tier: Tier, tmp_path: Path) -> None:
         block = tier.allocate(5000, "weights")
         (path,) = tmp_path.glob("*/*weights")
-        assert path.stat().st_size == block.nbytes == 5000
+        assert block.nbytes == 5000
+        assert path.stat().st_size == 8192
 
     def test_scratch_returns_what_was_stored(self, tier: Tier) -> None:
         scratch = tier.scratch()

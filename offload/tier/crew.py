@@ -1,0 +1,48 @@
+"""A few threads that do what blocks, such as a read from a disk, while their caller does more of it.
+
+Guarantees
+    * ``finish()`` returns after the job, or raises what it raised. A job that no thread has begun is done by whoever
+      waits for it. So nothing waits for ever, also where the threads are gone: in a forked process, or at the end.
+    * Nobody ever joins the threads, finalizers least of all. They end when the crew is no longer referenced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+__all__ = ["Crew", "Job"]
+
+
+class Job:
+    """Something to be done once."""
+
+    def __init__(self, work: Callable[[], None], future: Future[None] | None) -> None:
+        self._work = work
+        self._future = future
+
+    def finish(self) -> None:
+        """Returns when the job is done; raises what it raised."""
+        if self._future is None or self._future.cancel():
+            self._work()
+        else:
+            self._future.result()
+
+    def abandon(self) -> None:
+        """Returns when the job will touch nothing any more, whether it was done or not."""
+        if self._future is not None and not self._future.cancel():
+            wait([self._future])
+
+
+class Crew:
+    """``helpers`` threads, which are started when there is work for them."""
+
+    def __init__(self, helpers: int) -> None:
+        self._threads = ThreadPoolExecutor(helpers, thread_name_prefix="offload-io")
+
+    def give(self, work: Callable[[], None]) -> Job:
+        """Queues a job."""
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending: no thread takes anything
+            return Job(work, self._threads.submit(work))
+        return Job(work, None)
