@@ -23,6 +23,7 @@ from offload.pretrained import Pretrained, tensors_of
 from offload.regroup import RegroupedTape, by_chunk, join_chunks, looks_across_rows, split_output
 from offload.shard import make_shards
 from offload.statistics import Meter, Statistics
+from offload.streamer import Streamer
 from offload.tape import Tape
 from offload.tier import open_tier
 from offload.trace import Event
@@ -220,6 +221,20 @@ class OffloadModel(nn.Module):
         if self._activation_bytes is None or not per_row or looks_across_rows(list(self.children())):
             return 0
         return int(self._activation_bytes // per_row)
+
+    # --- taking turns in a Pipe -----------------------------------------------------------------------------------
+
+    def take_turns(self, stages: Sequence[Sequence[object]]) -> None:
+        """Shares device memory with models that never compute at the same time: see :mod:`pipe.turn`."""
+        Streamer.share_room([[m._walk.streamer for m in s if isinstance(m, OffloadModel)] for s in stages])
+
+    def held_still(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, nobody changes parameters: what one call loaded serves the next as well."""
+        return self._walk.held_still()
+
+    def expect(self, *, backward: bool = False) -> None:
+        """Begins to load what the next pass uses first, into memory that nobody else needs."""
+        self._walk.expect(backward=backward)
 
     # --- looking ------------------------------------------------------------------------------------------------
 

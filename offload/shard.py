@@ -236,6 +236,11 @@ class Shard:
         self._slot = None
         self.state = State.HOME
 
+    def forget_slots(self) -> None:
+        """To be called when other slots take the place of those that it was in: nothing of them is kept alive."""
+        assert self.state is State.HOME, f"shard {self.index} is {self.state.value}"
+        self._views.clear()
+
     # --- views --------------------------------------------------------------------------------------------------
 
     @property

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from offload.lane import Arrival, Lanes, naming
 from offload.norm import norm_of, note
+from offload.room import Room
 from offload.shard import Shard, Slice, State
 from offload.statistics import Meter
 from offload.tier import Block, Tier
@@ -65,7 +66,8 @@ class Streamer:
         self._lanes = lanes
         self._meter = meter
         self._slot_bytes = max((shard.slot_bytes for shard in shards), default=0)
-        self._free: list[Tensor] | None = None  # the slots are made at the first use
+        #: The slots, of this model alone or shared with others that take turns.
+        self.room = Room(device, slots, self._slot_bytes)
         self._loads: dict[int, Arrival] = {}
         self._collected: dict[int, list[Tensor | None]] = {}
         self._drains: deque[tuple[Arrival, int, list[Tensor]]] = deque()
@@ -86,15 +88,10 @@ class Streamer:
 
     def load(self, j: int) -> None:
         """Starts to copy shard ``j`` into a free slot."""
-        if self._free is None:
-            # Without this, slots made by a first call inside inference mode could never be filled outside it.
-            with torch.inference_mode(False):
-                self._free = [
-                    torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device) for _ in range(self.slots)
-                ]
-            self._meter.hold(self.slots * self._slot_bytes)
+        self._fill(j, self.room.take(self._meter))
+
+    def _fill(self, j: int, slot: Tensor) -> None:
         shard = self.shards[j]
-        slot = self._free.pop()
         shard.load(slot)
         self._meter.shard_loads += 1
         self._meter.bytes_loaded += sum(s.nbytes for s in shard.at_home)
@@ -136,8 +133,55 @@ class Streamer:
         self._loads.pop(j).wait()
         slot = shard.slot
         shard.drop()
-        assert self._free is not None
-        self._free.append(slot)
+        self.room.give(slot)
+
+    # --- turns --------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def share_room(stages: Sequence[Sequence[Streamer]]) -> None:
+        """Gives streamers of one device a common room: those of a stage work together, stages take turns.
+
+        Its size is that of the largest turn; and where that turn keeps all its shards, one slot more, for the next.
+        """
+        streamers = [streamer for stage in stages for streamer in stage]
+        slots = 0
+        for stage in stages:
+            held = sum(streamer.slots for streamer in stage)
+            keeps_all = held == sum(len(streamer.shards) for streamer in stage)
+            slots = max(slots, held + (keeps_all and len(stages) > 1))
+        slot_bytes = max(streamer._slot_bytes for streamer in streamers)
+        room = Room(streamers[0]._device, slots, slot_bytes, streamers)
+        for streamer in streamers:
+            streamer.release()
+            if not streamer.room.shared:
+                streamer.room.leave()
+            for shard in streamer.shards:
+                shard.forget_slots()
+            streamer.room = room
+
+    @property
+    def backward_order(self) -> Sequence[int]:
+        """The shards, last first."""
+        return range(len(self.shards) - 1, -1, -1)
+
+    def look_ahead(self, order: Sequence[int]) -> None:
+        """Begins to load shards in this order, as far as there is room that nobody needs."""
+        there = set(self.resident())
+        for j in order:
+            if j in there:
+                continue
+            slot = self.room.spare(self) if len(there) < self.slots else None
+            if slot is None:
+                return
+            self._fill(j, slot)
+            there.add(j)
+
+    def give_up(self) -> bool:
+        """Drops the first shard in a slot; a backward would use it last. False if there is none."""
+        j = next((shard.index for shard in self.shards if shard.state is State.LOADED), None)
+        if j is not None:
+            self.evict(j)
+        return j is not None
 
     @contextlib.contextmanager
     def visit(self, j: int) -> Iterator[Shard]:

@@ -38,6 +38,7 @@ from offload.streamer import Streamer
 from offload.tape import KeptCell, Tape
 from offload.tier import Tier
 from pipe.nested import flatten, map_tensors, unflatten
+from pipe.phase import is_recomputing
 
 __all__ = ["Walk"]
 
@@ -72,12 +73,29 @@ class Walk:
         self.boundary_bytes = boundary_bytes
         self._recompute = recompute
         self._busy = False
+        self._held_still = 0
         self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
 
     @property
     def busy(self) -> bool:
         """Whether a forward or backward is under way."""
         return self._busy
+
+    @contextlib.contextmanager
+    def held_still(self) -> Iterator[None]:
+        """Inside, nobody changes parameters: a forward finds there what the one before left in slots."""
+        if not self._held_still:
+            self.streamer.release()
+        self._held_still += 1
+        try:
+            yield
+        finally:
+            self._held_still -= 1
+
+    def expect(self, *, backward: bool) -> None:
+        """The next turn on the device is this model's."""
+        if not self._busy:
+            self.streamer.look_ahead(self.streamer.backward_order if backward else range(len(self.shards)))
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -105,13 +123,18 @@ class Walk:
         """Runs all chunks through all shards. Returns one detached output for each chunk."""
         n, m = len(self.shards), tape.microbatches
         with self._exclusively(on_failure=tape.close):
-            self.streamer.release()
+            # Inside a turn the next micro-batch comes at once, and a backward recomputes with what its forward saw.
+            # Otherwise anything may have happened to the homes, also what no version counts.
+            in_turn = self._held_still > 0 or (self.streamer.room.shared and is_recomputing())
+            if not in_turn:
+                self.streamer.release()
             plan = plan_pass(
                 range(n),
                 Kind.FORWARD,
                 slots=self.streamer.slots,
                 microbatches=m,
-                later=range(n - 1, tape.first - 1, -1) if tape.records else (),
+                resident=self.streamer.resident(),
+                later=range(n) if in_turn else range(n - 1, tape.first - 1, -1) if tape.records else (),
             )
             outputs: list[Any] = [None] * m
 
@@ -138,7 +161,7 @@ class Walk:
                 tape.output_shapes.append([x.shape if isinstance(x, Tensor) else None for x in leaves])
             if tape.records:
                 self._tapes.add(tape)
-            else:
+            elif not in_turn:
                 self.streamer.release()
         return outputs
 
@@ -185,7 +208,15 @@ class Walk:
             if accumulate and self.streamer.updater is not None:
                 self.streamer.updater.begin(waiting=sum(other is not tape and not other.used for other in self._tapes))
             order = range(n - 1, tape.first - 1, -1)
-            plan = plan_pass(order, Kind.BACKWARD, slots=self.streamer.slots, microbatches=m, resident=resident)
+            in_turn = self.streamer.room.shared
+            plan = plan_pass(
+                order,
+                Kind.BACKWARD,
+                slots=self.streamer.slots,
+                microbatches=m,
+                resident=resident,
+                later=order if in_turn else (),
+            )
             for i, given in enumerate(output_gradients):
                 gradients.put((n, i), list(given), [last + i])
 
@@ -208,7 +239,11 @@ class Walk:
 
             self._follow(plan, visit)
             self.streamer.settle()
-            self.streamer.release()
+            # In a turn the next micro-batch comes at once; a new forward begins with empty slots anyway.
+            if not in_turn:
+                self.streamer.release()
+        if in_turn and not self._held_still:
+            self.streamer.room.look_back(self.streamer)
         return input_gradients
 
     def _backward_cell(
@@ -274,7 +309,8 @@ class Walk:
             )
         self._busy = True
         try:
-            yield
+            with self.streamer.room.turn(self.streamer):
+                yield
         except BaseException:
             self.streamer.abandon()
             if on_failure is not None:

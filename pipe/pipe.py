@@ -9,7 +9,7 @@ names in ``state_dict()`` are those of the bare module.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -23,15 +23,19 @@ from pipe.schedule import Action, Schedule, fill_drain, one_forward_one_backward
 from pipe.skip.layout import inspect_skip_layout
 from pipe.skip.skippable import verify_skippables
 from pipe.stage import Stage
-from pipe.step import Step, reduction_of, restored_gradients, split_target
+from pipe.step import Step, parameters_of, reduction_of, restored_gradients, split_target
 from pipe.stream import AbstractStream, new_stream, normalize_device
+from pipe.turn import TakesTurns, held_still, share_places, takers_in, takes_turns
 
 __all__ = ["BalanceError", "Pipe"]
 
 Device = torch.device | int | str
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"1f1b": one_forward_one_backward, "fill_drain": fill_drain}
+SCHEDULES: dict[str, Callable[[int, int, Sequence[Hashable]], Schedule]] = {
+    "1f1b": one_forward_one_backward,
+    "fill_drain": fill_drain,
+}
 
 
 class BalanceError(ValueError):
@@ -48,7 +52,9 @@ class Pipe(nn.Module):
     Args:
         module: the layers. They are moved to their devices and shared with the Pipe.
         balance: number of layers of each stage. By default as even in bytes of parameters as can be, over ``devices``.
-        devices: device of each stage, repeated ones allowed. By default all CUDA devices; without any, the CPU.
+        devices: device of each stage, repeated ones allowed. By default all CUDA devices; without any, the CPU. With
+            fewer devices than stages, stage ``j`` gets device ``j % len(devices)``; its layers must be able to take
+            turns there (see :mod:`pipe.turn`), as an ``OffloadModel`` does.
         chunks: number of micro-batches of a mini-batch.
         checkpoint: which micro-batches keep only their boundaries: ``"always"``, ``"except_last"`` or ``"never"``. The
             last goes back first, so recomputing it saves nothing.
@@ -57,7 +63,7 @@ class Pipe(nn.Module):
     Raises:
         TypeError: if ``module`` is not a plain ``nn.Sequential``, or skip connections do not match.
         ValueError: if another argument does not fit (:class:`BalanceError` for the balance).
-        IndexError: if there are fewer devices than stages.
+        IndexError: if there are fewer devices than stages, and these cannot take turns.
 
     Source: GPipe (Huang et al., 2019), and the interface of torchgpipe.
     """
@@ -81,19 +87,23 @@ class Pipe(nn.Module):
             raise ValueError(f"number of chunks must be a positive integer, got chunks={chunks}")
         if checkpoint not in CHECKPOINT_MODES:
             raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', got {checkpoint!r}")
+        balance = None if balance is None else list(balance)
         verify_skippables(module)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, int(chunks))
 
-        places = _devices(devices, balance)
-        self.balance = _balance(module, balance, len(places), automatic_devices=devices is None)
-        self.devices: list[torch.device] = places[: len(self.balance)]
+        found = _devices(devices, balance)
+        self.balance = _balance(module, balance, len(found))
+        self.devices = _dealt(module, self.balance, found, automatic_devices=devices is None)
         self.chunks = int(chunks)
         self.checkpoint = checkpoint
         # The children of the module become those of the Pipe, so that names stay.
         self._modules = dict(module._modules)
         self.training = module.training
         self._stages = _stages(module, self.balance, self.devices)
+        self._places = [j % len(found) for j in range(len(self.balance))]
+        self._takers: list[TakesTurns] | None = None
+        self._ensure_turns()
         self._copy_streams: list[list[AbstractStream]] = []
         self._recorders: list[list[Action]] = []
 
@@ -114,8 +124,8 @@ class Pipe(nn.Module):
         return iter([self[k] for k in range(len(self))])
 
     def __getstate__(self) -> dict[str, Any]:
-        # Streams belong to the process.
-        return {**self.__dict__, "_copy_streams": [], "_recorders": []}
+        # Streams belong to the process, and who shares memory to the modules of this very pipe.
+        return {**self.__dict__, "_copy_streams": [], "_recorders": [], "_takers": None}
 
     def train(self, mode: bool = True) -> Pipe:
         """Sets the mode of all layers."""
@@ -162,13 +172,15 @@ class Pipe(nn.Module):
             return input
         batches = [microbatch.Batch(value) for value in self._micro_batches(input)]
         record = self._record if self._recorders else None
-        Pipeline(
-            batches,
-            self._stages,
-            self._ensure_copy_streams(),
-            checkpoint_stop=self._checkpoint_stop(len(batches)),
-            record=record,
-        ).run()
+        with held_still(self._ensure_turns()):
+            Pipeline(
+                batches,
+                self._stages,
+                self._ensure_copy_streams(),
+                places=self._places,
+                checkpoint_stop=self._checkpoint_stop(len(batches)),
+                record=record,
+            ).run()
         return microbatch.gather(batches)
 
     def train_step(
@@ -195,7 +207,9 @@ class Pipe(nn.Module):
 
         Raises:
             TypeError: if there is no tensor in ``input``.
-            ValueError: if rows, schedule, or loss do not fit. Gradients are then those of before.
+            ValueError: if rows, schedule, or loss do not fit.
+
+        After an exception gradients are those of before, except of stages that take turns: what has gone home stays.
         """
         microbatch.check(input)
         if not self._stages:
@@ -207,7 +221,8 @@ class Pipe(nn.Module):
         plan = self._schedule(schedule, count)
         rows = [microbatch.rows_of(value) for value in inputs]
         total = max(sum(rows), 1)
-        with restored_gradients(self):
+        takers = self._ensure_turns()
+        with restored_gradients(parameters_of(self, without=takers)), held_still(takers):
             return Step(
                 self._stages,
                 plan,
@@ -255,17 +270,31 @@ class Pipe(nn.Module):
 
     def _schedule(self, schedule: str | Schedule, count: int) -> Schedule:
         stages = len(self._stages)
-        if isinstance(schedule, Schedule):
-            schedule.validate()
-            if (schedule.stages, schedule.micro_batches) != (stages, count):
+        if not isinstance(schedule, Schedule):
+            if schedule not in SCHEDULES:
+                raise ValueError(f"expected a schedule among {sorted(SCHEDULES)}, got {schedule!r}")
+            return SCHEDULES[schedule](count, stages, self._places)
+        schedule.validate()
+        if (schedule.stages, schedule.micro_batches) != (stages, count):
+            raise ValueError(
+                f"expected a schedule of {stages} stages and {count} micro-batches, got one of "
+                f"{schedule.stages} and {schedule.micro_batches}"
+            )
+        for line in range(len(schedule.orders)):
+            on_line = {str(self.devices[j]) for j, other in enumerate(schedule.lines_of_stages) if other == line}
+            if len(on_line) > 1:
                 raise ValueError(
-                    f"expected a schedule of {stages} stages and {count} micro-batches, got one of "
-                    f"{schedule.stages} and {schedule.micro_batches}"
+                    f"expected stages on one line of the schedule to share a device, got {sorted(on_line)} on line "
+                    f"{line}; give each device a line\n{schedule.lines()}"
                 )
-            return schedule
-        if schedule not in SCHEDULES:
-            raise ValueError(f"expected a schedule among {sorted(SCHEDULES)}, got {schedule!r}")
-        return SCHEDULES[schedule](count, stages)
+        return schedule
+
+    def _ensure_turns(self) -> list[TakesTurns]:
+        # Again at the first use of a copy, which has modules of its own.
+        if self._takers is None:
+            share_places(self.partitions, self.devices, self._places)
+            self._takers = takers_in(self.partitions)
+        return self._takers
 
     def _ensure_copy_streams(self) -> list[list[AbstractStream]]:
         # Kept from call to call: the allocator holds memory for each stream.
@@ -281,17 +310,15 @@ def _denied(call: str) -> TypeError:
     )
 
 
-def _devices(devices: Iterable[Device] | None, balance: Iterable[int] | None) -> list[torch.device]:
+def _devices(devices: Iterable[Device] | None, balance: Sequence[int] | None) -> list[torch.device]:
     if devices is not None:
         return [normalize_device(device) for device in devices]
     if torch.cuda.is_available():
         return [torch.device("cuda", k) for k in range(torch.cuda.device_count())]
-    return [torch.device("cpu")] * (1 if balance is None else len(list(balance)))
+    return [torch.device("cpu")] * (1 if balance is None else len(balance))
 
 
-def _balance(
-    module: nn.Sequential, balance: Iterable[int] | None, devices: int, *, automatic_devices: bool
-) -> list[int]:
+def _balance(module: nn.Sequential, balance: Sequence[int] | None, devices: int) -> list[int]:
     if balance is None:
         if not len(module):
             return []
@@ -305,13 +332,22 @@ def _balance(
         )
     if any(layers <= 0 for layers in given):
         raise BalanceError(f"all balance numbers must be positive integer (balance: {given}); use pipe.balance")
-    if len(given) > devices:
+    return given
+
+
+def _dealt(
+    module: nn.Sequential, balance: Sequence[int], devices: list[torch.device], *, automatic_devices: bool
+) -> list[torch.device]:
+    """The device of each stage."""
+    if len(balance) <= len(devices):
+        return devices[: len(balance)]
+    if not devices or not takes_turns(module):
         source = "found" if automatic_devices else "given"
         raise IndexError(
-            f"too few devices to hold given partitions (devices {source}: {devices}, partitions: {len(given)}); "
-            f"repeat a device to put several stages on it"
+            f"too few devices to hold given partitions (devices {source}: {len(devices)}, partitions: {len(balance)}); "
+            f"repeat a device to put several stages on it, or offload every stage so that they take turns"
         )
-    return given
+    return [devices[j % len(devices)] for j in range(len(balance))]
 
 
 def _stages(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]) -> list[Stage]:
@@ -333,6 +369,8 @@ def _stages(module: nn.Sequential, balance: Sequence[int], devices: Sequence[tor
         partitions.append(partition)
         begin += size
     for partition, device in zip(partitions, devices, strict=True):
-        partition.to(device)
+        for layer in partition:
+            if not takers_in([layer]):
+                layer.to(device)
     layout = inspect_skip_layout(partitions)
     return [Stage(p, d, j, layout) for j, (p, d) in enumerate(zip(partitions, devices, strict=True))]

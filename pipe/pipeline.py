@@ -26,6 +26,7 @@ Invariants
     * On each stage, micro-batch i goes back before micro-batch i-1 begins, so one cell's activations are alive there.
     * A skip tensor is copied once, straight to the device of the stage that pops it.
     * Between stages on one device there are no copies and no waits.
+    * Where stages take turns at one place, their turns go back in the reverse order.
 
 After an exception nothing is kept: the micro-batches and their graph are dropped, the layers are as they were except
 for buffers that finished cells wrote.
@@ -35,7 +36,7 @@ Source: torchgpipe (Kim et al., 2020), section 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,7 +48,7 @@ from pipe.copy import Copy, Wait
 from pipe.dependency import fork, join
 from pipe.guard import Watched
 from pipe.microbatch import Batch
-from pipe.schedule import Action, clock_cycles
+from pipe.schedule import Action, clock_cycles, coming_turns, forward_clocks
 from pipe.skip.namespace import Key
 from pipe.stage import Stage
 from pipe.stream import AbstractStream, current_stream, use_device
@@ -99,6 +100,7 @@ class Pipeline:
         batches: the micro-batches; :meth:`run` replaces their values by the outputs.
         stages: the stages, in order.
         copy_streams: for each stage, a stream for each micro-batch.
+        places: for each stage, the place where it takes turns; by default each has its own.
         checkpoint_stop: the micro-batches before this one are checkpointed.
         record: called with each action when it begins, those of backward included.
     """
@@ -109,6 +111,7 @@ class Pipeline:
         stages: Sequence[Stage],
         copy_streams: Sequence[Sequence[AbstractStream]],
         *,
+        places: Sequence[Hashable] | None = None,
         checkpoint_stop: int = 0,
         record: Callable[[Action], None] | None = None,
     ) -> None:
@@ -120,11 +123,27 @@ class Pipeline:
         self._streams = [current_stream(stage.device) for stage in stages]
         self._skips: list[dict[Key, Batch]] = [{} for _ in batches]
         self._watched: dict[int, Watched] = {}
+        self._places = tuple(range(len(stages)) if places is None else places)
+        self._clocks = forward_clocks(len(batches), self._places)
+        #: For the first cell of each turn, the stage that has the next turn at its place.
+        self._coming: dict[tuple[int, int], Stage] = {}
+        #: For each stage, the first cell of the next turn at its place; for that cell, what must go back after it.
+        self._next_turn: dict[int, tuple[int, int]] = {}
+        self._handover: dict[tuple[int, int], Tensor] = {}
+        if len(set(self._places)) < len(stages):
+            self._plan_turns()
+
+    def _plan_turns(self) -> None:
+        numbers = [self._places.index(place) for place in self._places]
+        for first, following in coming_turns(self._clocks, numbers).items():
+            self._coming[first.micro_batch, first.stage] = self.stages[following.stage]
+            self._next_turn[first.stage] = (following.micro_batch, following.stage)
 
     def run(self) -> None:
         """Runs all cells."""
         with task_runner([stage.device for stage in self.stages]) as run:
-            for cells in clock_cycles(len(self.batches), len(self.stages)):
+            for actions in self._clocks:
+                cells = [(action.micro_batch, action.stage) for action in actions]
                 phonies = self._fence(cells)
                 tasks = [(j, self._task(i, j, phony)) for (i, j), phony in zip(cells, phonies, strict=True)]
                 outputs = run(tasks)
@@ -138,7 +157,7 @@ class Pipeline:
         phonies: list[Tensor | None] = []
         for i, j in cells:
             # batches[i - 1] still is the output of stage j here: it moves on later in this very loop.
-            phonies.append(_fork(self.batches[i - 1]) if i > 0 else None)
+            phonies.append(_fork(self.batches[i - 1]) if i > 0 else self._handover.pop((i, j), None))
             stage, target = self.stages[j], self.copy_streams[j][i]
             if j > 0 and self.stages[j - 1].device != stage.device:
                 copy(self.batches[i], self.copy_streams[j - 1][i], target)
@@ -160,18 +179,20 @@ class Pipeline:
             popped.append(skip.value)
         batch = Batch((self.batches[i].value, popped))
         function = partial(_recorded, stage, self.record, Action("F", j, i)) if self.record else stage
+        after = self._coming.get((i, j))
         if i < self.checkpoint_stop:
             if j not in self._watched:
                 self._watched[j] = stage.watched()
             halves = Checkpointing(function, batch, watched=self._watched[j], phony=phony)
-            return Task(compute_stream, compute=halves.checkpoint, finalize=halves.recompute)
+            return Task(compute_stream, compute=_then(halves.checkpoint, after), finalize=halves.recompute)
+        compute = _then(partial(batch.call, function), after)
         if _anchor(batch) is not None:
             _join(batch, phony)
-            return Task(compute_stream, compute=partial(batch.call, function), finalize=None)
+            return Task(compute_stream, compute=compute, finalize=None)
         # No input leads out of this cell's graph, so nothing can wait until it has gone back. Its order is that of the
         # numbers of its nodes: autograd prefers the highest. But each thread counts for itself; without this, the nodes
         # of a young worker thread would wait until the previous micro-batch has gone back.
-        return Task(compute_stream, compute=partial(batch.call, function), finalize=None, inline=True)
+        return Task(compute_stream, compute=compute, finalize=None, inline=True)
 
     def _finish(self, i: int, j: int, task: Task, output: Batch) -> None:
         """Takes a cell's output: marks what leaves the device, then puts the second half of its checkpoint on top."""
@@ -192,7 +213,27 @@ class Pipeline:
             _mark(output, self.record, Action("B", j, i))
         value, stashed = output.value
         self.batches[i] = Batch(value)
+        if j in self._next_turn:
+            # Without this, autograd may go back and forth between the stages of a place. All micro-batches are held,
+            # not only the last: one whose input needs no gradient cannot hold the one before it.
+            phony, following = _fork(self.batches[i]), self._next_turn[j]
+            if phony is not None:
+                held = self._handover.get(following)
+                self._handover[following] = phony if held is None else join(held, phony)
         self._skips[i].update((route.key, Batch(skip)) for route, skip in zip(stage.leaving, stashed, strict=True))
+
+
+def _then(compute: Callable[[], Batch], coming: Stage | None) -> Callable[[], Batch]:
+    """``compute``, after which the stage that has the next turn is told so."""
+    if coming is None:
+        return compute
+
+    def run() -> Batch:
+        batch = compute()
+        coming.expect()
+        return batch
+
+    return run
 
 
 def _recorded(stage: Stage, record: Callable[[Action], None], action: Action, input: Any) -> Any:

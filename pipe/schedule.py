@@ -1,20 +1,26 @@
 """Schedules as data: which cell runs when, known, checked and simulated before anything runs.
 
 A cell is one micro-batch ``i`` on one stage ``j``. It goes forward once (``F{j}.{i}``) and back once (``B{j}.{i}``). A
-schedule is the order of these actions for each stage; everything else (the clock of each action, the bubble, how many
-boundaries a device holds) follows from it.
+schedule is the order of these actions on each device; everything else (the clock of each action, the bubble, how many
+boundaries a device holds, how often it changes from one stage to another) follows from it.
+
+A line of a schedule is what one device does. Usually that is one stage; where there are fewer devices than stages, the
+stages of a device take turns on its line.
 
 Invariant: what runs is what is written. The executor walks :meth:`Schedule.clocks`, and the trace that it records is
 that list.
 
-Source: fill-drain from GPipe (Huang et al., 2019); 1F1B from PipeDream-Flush (Narayanan et al., 2021).
+Source: fill-drain from GPipe (Huang et al., 2019), with turns the breadth-first schedule (Lamy-Poirier, 2023); 1F1B
+from PipeDream-Flush, with turns its interleaved form (Narayanan et al., 2021).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from itertools import chain
 
 __all__ = ["Action", "Schedule", "Simulation", "clock_cycles", "fill_drain", "one_forward_one_backward", "simulate"]
@@ -57,37 +63,50 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of actions on each stage."""
+    """The order of actions on each device: a line for each."""
 
     orders: tuple[tuple[Action, ...], ...]
 
     @property
     def stages(self) -> int:
         """Number of stages."""
-        return len(self.orders)
+        return max((action.stage + 1 for action in chain(*self.orders)), default=0)
 
     @property
     def micro_batches(self) -> int:
         """Number of micro-batches."""
         return len({action.micro_batch for action in chain(*self.orders)})
 
+    @cached_property
+    def lines_of_stages(self) -> tuple[int, ...]:
+        """For each stage, the line that it stands in first; stages of one line take turns on a device."""
+        found: dict[int, int] = {}
+        for line, order in enumerate(self.orders):
+            for action in order:
+                found.setdefault(action.stage, line)
+        return tuple(found.get(j, -1) for j in range(self.stages))
+
     @staticmethod
     def parse(text: str) -> Schedule:
-        """A schedule from one line of actions for each stage, as :meth:`lines` gives it."""
+        """A schedule from one line of actions for each device, as :meth:`lines` gives it."""
         lines = [line.split() for line in text.strip().splitlines()]
         return Schedule(tuple(tuple(Action.parse(token) for token in line) for line in lines))
 
     def lines(self) -> str:
-        """One line of actions for each stage."""
+        """One line of actions for each device."""
         return "\n".join(" ".join(map(str, order)) for order in self.orders)
 
     def __str__(self) -> str:
-        """A table: one row for each clock, one column for each stage."""
-        width = max((len(str(action)) for action in chain(*self.orders)), default=1)
-        rows = ["clock " + " ".join(f"{f'j={j}':<{width}}" for j in range(self.stages))]
+        """A table: one row for each clock, one column for each device, named by its stages."""
+        names = [
+            "j=" + ",".join(str(j) for j, line in enumerate(self.lines_of_stages) if line == k)
+            for k in range(len(self.orders))
+        ]
+        width = max(map(len, [*map(str, chain(*self.orders)), *names]), default=1)
+        rows = ["clock " + " ".join(f"{name:<{width}}" for name in names)]
         for clock, actions in enumerate(self.clocks()):
-            cells = {action.stage: str(action) for action in actions}
-            rows.append(f"{clock:5} " + " ".join(f"{cells.get(j, ''):<{width}}" for j in range(self.stages)))
+            cells = {self.lines_of_stages[action.stage]: str(action) for action in actions}
+            rows.append(f"{clock:5} " + " ".join(f"{cells.get(k, ''):<{width}}" for k in range(len(names))))
         return "\n".join(row.rstrip() for row in rows)
 
     def clocks(self) -> list[list[Action]]:
@@ -96,40 +115,54 @@ class Schedule:
         Raises:
             ValueError: if some actions wait for each other, or for one that is missing.
         """
-        position = [0] * self.stages
+        return self._clocks
+
+    @cached_property
+    def _clocks(self) -> list[list[Action]]:
+        stages = self.stages
+        position = [0] * len(self.orders)
         done: set[Action] = set()
         clocks: list[list[Action]] = []
-        while any(k < len(order) for k, order in zip(position, self.orders, strict=True)):
-            following = [order[k] for k, order in zip(position, self.orders, strict=True) if k < len(order)]
-            ready = [action for action in following if done.issuperset(action.needs(self.stages))]
+        while True:
+            following = [
+                (k, order[p]) for k, (p, order) in enumerate(zip(position, self.orders, strict=True)) if p < len(order)
+            ]
+            if not following:
+                return clocks
+            ready = [(k, action) for k, action in following if done.issuperset(action.needs(stages))]
             if not ready:
                 waits = ", ".join(
-                    f"{action} waits for {'and '.join(str(n) for n in action.needs(self.stages) if n not in done)}"
-                    for action in following
+                    f"{action} waits for {'and '.join(str(n) for n in action.needs(stages) if n not in done)}"
+                    for _, action in following
                 )
                 raise ValueError(f"expected a schedule that can run, got one that stands still: {waits}")
-            for action in ready:
-                position[action.stage] += 1
-            done.update(ready)
+            for k, action in ready:
+                position[k] += 1
+                done.add(action)
             # In the direction of flow, which is also the order in which autograd takes the cells of a clock.
-            clocks.append(sorted(ready, key=lambda a: (a.kind == "B", a.stage if a.kind == "F" else -a.stage)))
-        return clocks
+            clocks.append(
+                sorted((a for _, a in ready), key=lambda a: (a.kind == "B", a.stage if a.kind == "F" else -a.stage))
+            )
 
     def validate(self) -> Schedule:
-        """Checks that every cell goes forward once and back once, and that the schedule can run. Returns itself.
+        """Checks that every cell goes forward once and back once, all of a stage on one device, and that the schedule
+        can run. Returns itself.
 
         Raises:
             ValueError: naming all violations.
         """
         wrong: list[str] = []
-        micro_batches = {action.micro_batch for action in chain(*self.orders)}
-        for j, order in enumerate(self.orders):
-            wrong += [f"{action} stands in the line of stage {j}" for action in order if action.stage != j]
-            for kind in "FB":
-                for i in sorted(micro_batches):
-                    count = order.count(Action(kind, j, i))
-                    if count != 1:
-                        wrong.append(f"{Action(kind, j, i)} stands {count} times")
+        micro_batches = sorted({action.micro_batch for action in chain(*self.orders)})
+        for line, order in enumerate(self.orders):
+            for action in order:
+                home = self.lines_of_stages[action.stage]
+                if home != line:
+                    wrong.append(f"{action} stands in line {line}, but its stage began in line {home}")
+        counts = Counter(chain(*self.orders))
+        for j in range(self.stages):
+            for action in (Action(kind, j, i) for kind in "FB" for i in micro_batches):
+                if counts[action] != 1:
+                    wrong.append(f"{action} stands {counts[action]} times")
         if not wrong:
             try:
                 self.clocks()
@@ -141,29 +174,52 @@ class Schedule:
 
     def follows_at_once(self, stage: int, micro_batch: int) -> bool:
         """Whether the cell goes back as soon as it went forward, so that nothing can be saved by forgetting it."""
-        order = self.orders[stage]
+        order = self.orders[self.lines_of_stages[stage]]
         position = order.index(Action("F", stage, micro_batch))
         return order[position + 1 : position + 2] == (Action("B", stage, micro_batch),)
 
 
-def fill_drain(micro_batches: int, stages: int) -> Schedule:
-    """All micro-batches forward, then all back in reverse order. Each stage holds all boundaries in between."""
+def _lines(stages: int, devices: Sequence[Hashable] | None) -> list[list[int]]:
+    """The stages of each line, from the device of each stage."""
+    places = list(range(stages)) if devices is None else list(devices)
+    if len(places) != stages:
+        raise ValueError(f"expected a device for each of {stages} stages, got {len(places)}")
+    lines: dict[Hashable, list[int]] = {}
+    for j, place in enumerate(places):
+        lines.setdefault(place, []).append(j)
+    return list(lines.values())
+
+
+def fill_drain(micro_batches: int, stages: int, devices: Sequence[Hashable] | None = None) -> Schedule:
+    """All micro-batches forward, then all back in reverse order. Each stage holds all boundaries in between.
+
+    Args:
+        micro_batches: their number.
+        stages: their number.
+        devices: the device of each stage. Stages on one device take turns, one turn forward and one back, in which all
+            micro-batches pass: what must be loaded for a turn is loaded as rarely as can be. By default each stage has
+            a device of its own.
+    """
     return Schedule(
         tuple(
             (
-                *(Action("F", j, i) for i in range(micro_batches)),
-                *(Action("B", j, i) for i in reversed(range(micro_batches))),
+                *(Action("F", j, i) for j in line for i in range(micro_batches)),
+                *(Action("B", j, i) for j in reversed(line) for i in reversed(range(micro_batches))),
             )
-            for j in range(stages)
+            for line in _lines(stages, devices)
         )
     )
 
 
-def one_forward_one_backward(micro_batches: int, stages: int) -> Schedule:
+def one_forward_one_backward(micro_batches: int, stages: int, devices: Sequence[Hashable] | None = None) -> Schedule:
     """Each micro-batch goes back as early as it can: stage ``j`` holds at most ``stages - j`` boundaries.
 
-    The bubble is that of :func:`fill_drain`; what it saves is memory.
+    The bubble is that of :func:`fill_drain`; what it saves is memory. Stages on one device (see there) take turns of as
+    many micro-batches as there are devices: they change often, which suits stages that stay where they are.
     """
+    lines = _lines(stages, devices)
+    if len(lines) < stages:
+        return _interleaved(micro_batches, stages, lines)
     orders = []
     for j in range(stages):
         ahead = min(stages - j, micro_batches)
@@ -174,6 +230,57 @@ def one_forward_one_backward(micro_batches: int, stages: int) -> Schedule:
                 order.append(Action("F", j, i + ahead))
         orders.append(tuple(order))
     return Schedule(tuple(orders))
+
+
+def _interleaved(micro_batches: int, stages: int, lines: list[list[int]]) -> Schedule:
+    """1F1B with turns: on paper each device goes back where it can, and else forward as far ahead as it must."""
+    turn = len(lines)
+    groups = [range(k, min(k + turn, micro_batches)) for k in range(0, micro_batches, turn)]
+    forward = [deque(Action("F", j, i) for group in groups for j in line for i in group) for line in lines]
+    back = [deque(Action("B", j, i) for group in groups for j in reversed(line) for i in group) for line in lines]
+    # As far as the first micro-batch of the last stage needs, and a round trip to it for each device on the way.
+    ahead = [(len(line) - 1) * turn + 2 * (len(lines) - 1 - k) + 1 for k, line in enumerate(lines)]
+    orders: list[list[Action]] = [[] for _ in lines]
+    done: set[Action] = set()
+    while any(back):
+
+        def ready(queue: deque[Action]) -> bool:
+            return bool(queue) and done.issuperset(queue[0].needs(stages))
+
+        chosen: list[tuple[int, deque[Action]]] = []
+        for k in range(len(lines)):
+            if ready(back[k]):
+                chosen.append((k, back[k]))
+            elif ready(forward[k]) and len(back[k]) - len(forward[k]) < ahead[k]:
+                chosen.append((k, forward[k]))
+        # Uneven lines or a short last group may need one more ahead; the earliest forward can always run.
+        chosen = chosen or [(k, queue) for k, queue in enumerate(forward) if ready(queue)][:1]
+        taken = [(k, queue.popleft()) for k, queue in chosen]
+        for k, action in taken:
+            orders[k].append(action)
+        done.update(action for _, action in taken)
+    return Schedule(tuple(map(tuple, orders)))
+
+
+def coming_turns(clocks: Iterable[Iterable[Action]], lines_of_stages: Sequence[int]) -> dict[Action, Action]:
+    """For the first action of each turn, the first action of the next turn on its line, if there is another."""
+    coming: dict[Action, Action] = {}
+    began: dict[int, Action] = {}
+    for action in chain.from_iterable(clocks):
+        line = lines_of_stages[action.stage]
+        before = began.get(line)
+        if before is None or before.stage != action.stage:
+            began[line] = action
+            if before is not None:
+                coming[before] = action
+    return coming
+
+
+@cache
+def forward_clocks(micro_batches: int, devices: tuple[Hashable, ...]) -> list[list[Action]]:
+    """The clocks of a forward alone, in the order of :func:`fill_drain`."""
+    orders = fill_drain(micro_batches, len(devices), devices).orders
+    return Schedule(tuple(tuple(action for action in order if action.kind == "F") for order in orders)).clocks()
 
 
 def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
@@ -197,33 +304,44 @@ class Simulation:
     step: float
     """Time from the first action to the last, in the unit of the costs."""
     bubble: float
-    """Share of the devices' time in which they wait."""
+    """Share of the devices' time in which they wait for a cell of another device."""
     peak_boundaries: tuple[int, ...]
     """For each device, the most cells that are forward and not yet back at the same time."""
+    turns: tuple[int, ...]
+    """For each device, how often a stage begins a turn there, and has to be loaded if it does not stay."""
 
 
 def simulate(
     schedule: Schedule,
     cost: Callable[[Action], float] = lambda action: 1.0 if action.kind == "F" else 2.0,
     *,
-    devices: Sequence[object] | None = None,
+    devices: Sequence[Hashable] | None = None,
+    load: Callable[[int], float] = lambda stage: 0.0,
 ) -> Simulation:
-    """Runs a schedule on paper. Copies take no time.
+    """Runs a schedule on paper. Copies between devices take no time.
 
     Args:
         schedule: a valid schedule.
         cost: time of each action; by default 1 forward and 2 back. Pass measured times to learn the bubble they make.
-        devices: the device of each stage; stages on one device take turns. By default each stage has its own.
+        devices: the device of each stage; stages on one device take turns. By default each line has its own.
+        load: time that a device spends before a turn of a stage; none by default.
     """
-    places = list(range(schedule.stages)) if devices is None else list(devices)
-    names = list(dict.fromkeys(places))
+    places = list(schedule.lines_of_stages) if devices is None else list(devices)
+    names = list(dict.fromkeys(places if devices is not None else range(len(schedule.orders))))
     free = dict.fromkeys(names, 0.0)
     busy = dict.fromkeys(names, 0.0)
     held = dict.fromkeys(names, 0)
     peak = dict.fromkeys(names, 0)
+    turns = dict.fromkeys(names, 0)
+    there: dict[Hashable, int] = {}
     end: dict[Action, float] = {}
     for action in chain(*schedule.clocks()):
         place = places[action.stage]
+        if there.get(place) != action.stage:
+            there[place] = action.stage
+            turns[place] += 1
+            free[place] += load(action.stage)
+            busy[place] += load(action.stage)
         start = max([free[place], *(end[before] for before in action.needs(schedule.stages))])
         duration = cost(action)
         free[place] = end[action] = start + duration
@@ -232,4 +350,4 @@ def simulate(
         peak[place] = max(peak[place], held[place])
     step = max(free.values(), default=0.0)
     bubble = 1 - sum(busy.values()) / (step * len(names)) if step else 0.0
-    return Simulation(step, bubble, tuple(peak[name] for name in names))
+    return Simulation(step, bubble, tuple(peak[name] for name in names), tuple(turns[name] for name in names))

@@ -19,6 +19,7 @@ from pipe.nested import map_tensors
 from pipe.skip.layout import SkipLayout
 from pipe.skip.namespace import Key
 from pipe.skip.tracker import SkipTracker, use_skip_tracker
+from pipe.turn import takers_in
 
 __all__ = ["Stage", "writes_input"]
 
@@ -54,6 +55,12 @@ class Stage:
         self.leaving = layout.leaving(index)
         self._entering: tuple[Key, ...] = tuple(route.key for route in self.arriving)
         self._copies_input = writes_input(layers)
+        self._takers = takers_in(layers)
+
+    def expect(self, *, backward: bool = False) -> None:
+        """Tells modules that take turns that the next turn on the device is theirs."""
+        for taker in self._takers:
+            taker.expect(backward=backward)
 
     def watched(self) -> Watched:
         """What a checkpoint watches in the layers."""

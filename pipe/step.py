@@ -8,13 +8,14 @@ Invariants
     * The actions run in the order of the schedule's clocks, and the trace says so.
     * Gradients accumulate to those of the loss of the whole batch: with a mean, a micro-batch weighs its share of rows.
     * A cell's graph goes as soon as it went back.
-    * After an exception every parameter has the gradient that it had before the step.
+    * After an exception every parameter has the gradient that it had before the step; but gradients of a stage that
+      takes turns accumulate where they rest, so there what had arrived stays.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,13 +27,13 @@ from pipe.checkpoint import Checkpointing
 from pipe.guard import Watched
 from pipe.microbatch import Batch, rows_of, split_nested
 from pipe.nested import flatten, map_tensors, tensors_in, unflatten
-from pipe.schedule import Action, Schedule
+from pipe.schedule import Action, Schedule, coming_turns
 from pipe.skip.namespace import Key
 from pipe.stage import Stage
 from pipe.stream import current_stream
 from pipe.worker import Task, task_runner
 
-__all__ = ["Step", "reduction_of", "restored_gradients"]
+__all__ = ["Step", "parameters_of", "reduction_of", "restored_gradients", "split_target"]
 
 
 @dataclass
@@ -97,6 +98,7 @@ class Step:
         self._cells: dict[tuple[int, int], _Cell] = {}
         self._watched: dict[int, Watched] = {}
         self._losses: dict[int, Tensor] = {}
+        self._coming = coming_turns(schedule.clocks(), schedule.lines_of_stages)
 
     def run(self) -> Tensor:
         """Runs the step; returns the loss of the batch, detached."""
@@ -114,7 +116,11 @@ class Step:
     def _act(self, action: Action) -> Batch:
         self.record(action)
         work = self._forward if action.kind == "F" else self._backward
-        return work(action.stage, action.micro_batch)
+        batch = work(action.stage, action.micro_batch)
+        coming = self._coming.get(action)
+        if coming is not None:
+            self.stages[coming.stage].expect(backward=coming.kind == "B")
+        return batch
 
     @staticmethod
     def _depart(value: Any, cell: _Cell) -> _InFlight:
@@ -230,10 +236,25 @@ def split_target(target: Any, inputs: Sequence[Any], device: torch.device) -> li
     return targets if len(targets) == len(inputs) else targets * len(inputs)
 
 
+def parameters_of(module: nn.Module, *, without: Iterable[object]) -> list[nn.Parameter]:
+    """The parameters of a module, but not those of some modules in it, which are not even looked at."""
+    hidden = {id(other) for other in without}
+    if not hidden:
+        return list(module.parameters())
+    found: dict[int, nn.Parameter] = {}
+    waiting: list[nn.Module | None] = [module]
+    while waiting:
+        inner = waiting.pop()
+        if inner is not None and id(inner) not in hidden:
+            found.update((id(p), p) for p in inner._parameters.values() if p is not None)
+            waiting.extend(inner._modules.values())
+    return list(found.values())
+
+
 @contextlib.contextmanager
-def restored_gradients(module: nn.Module) -> Iterator[None]:
+def restored_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Inside, gradients accumulate from nothing. At the end they are added to those of before; on an error, dropped."""
-    before = [(parameter, parameter.grad) for parameter in module.parameters()]
+    before = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in before:
         parameter.grad = None
     try:

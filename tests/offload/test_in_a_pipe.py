@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from gradcache import GradCache
-from offload import OffloadModel
+from offload import OffloadModel, OffloadOptimizer
 from pipe import Pipe
+from pipe.schedule import fill_drain, simulate
 from tests.offload.zoo import WIDTH, build
+from tests.pipe.turns import Turner
 
 
 def stages(home: str, bare: nn.Sequential, cuts: tuple[int, int]) -> nn.Sequential:
@@ -63,6 +68,239 @@ def test_a_grad_cache_over_a_pipe_of_offloaded_stages(home: str) -> None:
 
     bare = build(["linear", "inplace"])
     pipe = Pipe(stages(home, bare, (2, len(bare) - 2)), [1, 1], ["cpu", "cpu"], 2, "never")
+    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    expected = loss(bare(x), bare(y))
+    expected.backward()
+    got = GradCache([pipe, pipe], 4, loss)(x, y)
+    torch.testing.assert_close(got, expected.detach())
+    for p, q in zip(bare.parameters(), pipe.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+# --- fewer devices than stages: stages take turns, loaded for their turn ----------------------------------------------
+
+ROWS = 6
+
+
+def blocks(count: int, *, dropout: float = 0.3) -> list[nn.Sequential]:
+    """Stages of equal size, each of two layers with weights."""
+    torch.manual_seed(0)
+    return [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(dropout), nn.Linear(WIDTH, WIDTH))
+        for _ in range(count)
+    ]
+
+
+def offloaded(parts: list[nn.Sequential], home: str, *, slices: int = 1, **arguments: Any) -> nn.Sequential:
+    """Stages with the weights of ``parts``, at home."""
+    arguments = {"checkpoint_activation": True, **arguments}
+    return nn.Sequential(
+        *(OffloadModel(copy.deepcopy(part), "cpu", home, num_slices=slices, **arguments) for part in parts)
+    )
+
+
+def standing(parts: list[nn.Sequential]) -> nn.Sequential:
+    """The same stages, which take turns in the same order but stay where they are."""
+    return nn.Sequential(*(Turner(*copy.deepcopy(part)) for part in parts))
+
+
+def stepped(pipe: Pipe, schedule: str | None, steps: int = 2) -> list[torch.Tensor]:
+    """Trains a little; returns all that can be seen of it."""
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.5)
+    seen: list[torch.Tensor] = []
+    torch.manual_seed(1)
+    for step in range(steps):
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step)).requires_grad_()
+        if schedule is None:
+            loss = pipe(x).square().mean()
+            loss.backward()
+        else:
+            loss = pipe.train_step(x, torch.zeros(ROWS, WIDTH), nn.MSELoss(), schedule=schedule)
+        assert x.grad is not None
+        seen += [loss.detach(), x.grad, *(p.grad.clone() for p in pipe.parameters() if p.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, *(t.clone() for t in pipe.state_dict().values()), torch.get_rng_state()]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    count=st.integers(2, 5),
+    devices=st.integers(1, 2),
+    chunks=st.integers(1, 3),
+    mode=st.sampled_from(["never", "except_last", "always"]),
+    schedule=st.sampled_from([None, "fill_drain", "1f1b"]),
+    slices=st.sampled_from([1, 3]),
+    recompute=st.booleans(),
+    disk=st.booleans(),
+)
+def test_stages_loaded_for_their_turn_train_bit_for_bit_like_those_that_stay(
+    tmp_path_factory: pytest.TempPathFactory,
+    count: int,
+    devices: int,
+    chunks: int,
+    mode: str,
+    schedule: str | None,
+    slices: int,
+    recompute: bool,
+    disk: bool,
+) -> None:
+    home = f"{tmp_path_factory.mktemp('home')}/" if disk else "cpu"
+    parts = blocks(count)
+    stay = Pipe(standing(parts), [1] * count, ["cpu"] * devices, chunks, mode)
+    stages = offloaded(parts, home, slices=slices, checkpoint_activation=recompute)
+    loaded = Pipe(stages, [1] * count, ["cpu"] * devices, chunks, mode)
+    for expected, got in zip(stepped(stay, schedule), stepped(loaded, schedule), strict=True):
+        assert torch.equal(expected, got)
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("schedule", [None, "fill_drain"])
+def test_a_stage_is_loaded_once_for_each_turn_whatever_the_number_of_micro_batches(
+    home: str, mode: str, chunks: int, schedule: str | None
+) -> None:
+    stages = offloaded(blocks(4, dropout=0.0), home)
+    pipe = Pipe(stages, [1] * 4, ["cpu"], chunks, mode)
+    for step in range(1, 4):
+        x = torch.randn(2 * ROWS, WIDTH)
+        if schedule is None:
+            pipe(x).sum().backward()
+        else:
+            pipe.train_step(x, x, nn.MSELoss(), schedule=schedule)
+        # A turn forward and one back; the room for two keeps the last two stages from one to the other.
+        assert [stage.statistics().shard_loads for stage in stages] == [2 * step, 2 * step, step, step]
+
+
+def test_what_a_device_holds_is_a_turn_and_one_slot_more_whatever_the_number_of_stages(home: str) -> None:
+    def held(count: int, slices: int) -> int:
+        stages = offloaded(blocks(count), home, slices=slices)
+        pipe = Pipe(stages, [1] * count, ["cpu"], 2, "never")
+        pipe(torch.randn(ROWS, WIDTH)).sum().backward()
+        slot = max(shard.slot_bytes for shard in stages[0]._walk.shards)
+        return sum(stage._meter.held_bytes for stage in stages) // slot
+
+    # A stage of one shard: that and the next one's. Of four shards in two slots: no more than it has alone.
+    assert [held(count, 1) for count in (2, 3, 6)] == [2, 2, 2]
+    assert [held(count, 4) for count in (2, 3, 6)] == [2, 2, 2]
+
+
+def test_the_next_stage_is_on_its_way_while_the_one_before_it_computes(home: str) -> None:
+    stages = offloaded(blocks(3), home)
+    pipe = Pipe(stages, [1] * 3, ["cpu"], 3, "never")
+    resident: list[list[int]] = []
+
+    def note(*_: object) -> None:
+        resident.append([k for k, stage in enumerate(stages) if stage._walk.streamer.resident()])
+
+    for stage in stages:
+        stage.register_forward_hook(note)
+    pipe(torch.randn(ROWS, WIDTH))
+    # After the first micro-batch of each turn the following stage is told, and begins.
+    assert resident == [[0], [0, 1], [0, 1], [0, 1], [1, 2], [1, 2], [1, 2], [1, 2], [1, 2]]
+
+
+def test_as_many_loads_as_the_table_says_turns(home: str) -> None:
+    stages = offloaded(blocks(4), home)
+    pipe = Pipe(stages, [1] * 4, ["cpu", "cpu"], 2, "never")
+    pipe.train_step(torch.randn(ROWS, WIDTH), torch.zeros(ROWS, WIDTH), nn.MSELoss(), schedule="fill_drain")
+    turns = simulate(fill_drain(2, 4, [0, 1, 0, 1])).turns
+    assert turns == (3, 3)
+    loads = [stage.statistics().shard_loads for stage in stages]
+    # Room for two keeps both stages of a device from forward to backward.
+    assert loads == [1, 1, 1, 1]
+
+
+def test_a_stage_of_its_own_place_is_loaded_once_for_a_step(home: str) -> None:
+    stages = offloaded(blocks(2), home)
+    pipe = Pipe(stages, [1, 1], ["cpu", "cpu"], 3, "never")
+    pipe.train_step(torch.randn(ROWS, WIDTH), torch.zeros(ROWS, WIDTH), nn.MSELoss())
+    assert [stage.statistics().shard_loads for stage in stages] == [1, 1]
+
+
+@pytest.mark.parametrize("write", [lambda p: p.data.fill_(0.5), lambda p: p.detach().fill_(0.5)])
+def test_weights_written_between_two_calls_are_loaded_anew(home: str, write: Any) -> None:
+    stages = offloaded(blocks(3, dropout=0.0), home)
+    pipe = Pipe(stages, [1] * 3, ["cpu"], 2)
+    x = torch.randn(ROWS, WIDTH)
+    pipe(x).sum().backward()
+    for parameter in pipe.parameters():
+        write(parameter)
+    pipe.eval()
+    expected = x
+    for part, stage in zip(blocks(3, dropout=0.0), stages, strict=True):
+        part.load_state_dict(stage.state_dict())
+        expected = part.eval()(expected)
+    torch.testing.assert_close(pipe(x), expected)
+
+
+def test_gradients_at_home_accumulate_over_steps(home: str) -> None:
+    parts = blocks(2, dropout=0.0)
+    bare = nn.Sequential(*copy.deepcopy(parts))
+    pipe = Pipe(offloaded(parts, home), [1, 1], ["cpu"], 1)
+    for step in range(3):
+        x, y = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+        pipe.train_step(x, y, nn.MSELoss())
+        nn.functional.mse_loss(bare(x), y).backward()
+    for p, q in zip(bare.parameters(), pipe.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_an_offloaded_optimizer_updates_stages_that_take_turns(home: str) -> None:
+    parts = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+    bare, stages = nn.Sequential(*copy.deepcopy(parts)), offloaded(parts, home)
+    pipe = Pipe(stages, [1] * 3, ["cpu"], 1)
+    plain = torch.optim.AdamW(bare.parameters(), lr=0.01)
+    optimizers = [OffloadOptimizer(stage, torch.optim.AdamW, lr=0.01) for stage in stages]
+    for step in range(3):
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+        for model, users in ((bare, [plain]), (pipe, optimizers)):
+            model(x).square().mean().backward()
+            for optimizer in users:
+                optimizer.step()
+                optimizer.zero_grad()
+    for p, q in zip(bare.parameters(), pipe.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_after_an_exception_in_a_turn_the_pipe_is_usable(home: str, mode: str) -> None:
+    class Fails(nn.Module):
+        failing = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.failing:
+                raise KeyError("told to")
+            return x
+
+    fails = Fails()
+    parts = [*blocks(2, dropout=0.0), nn.Sequential(nn.Linear(WIDTH, WIDTH), fails)]
+    stages = offloaded(parts[:2], home)
+    stages.append(OffloadModel(parts[2], "cpu", home, num_slices=1, checkpoint_activation=True))
+    pipe = Pipe(stages, [1] * 3, ["cpu"], 2, mode)
+    x = torch.randn(ROWS, WIDTH)
+    with pytest.raises(KeyError, match="told to"):
+        pipe(x)
+    fails.failing = False
+    pipe(x).sum().backward()
+    assert all(p.grad is not None for p in pipe.parameters())
+
+
+def test_two_models_of_a_room_cannot_compute_at_once(home: str) -> None:
+    first, second = offloaded(blocks(2), home)
+    Pipe(nn.Sequential(first, second), [1, 1], ["cpu"])
+    next(iter(first.children())).register_forward_hook(lambda *_: second(torch.ones(2, WIDTH)))
+    with pytest.raises(RuntimeError, match="two models that take turns on one device compute at once"):
+        first(torch.ones(2, WIDTH))
+
+
+def test_a_grad_cache_over_stages_that_take_turns(home: str) -> None:
+    def loss(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(a @ b.T, torch.arange(len(a)))
+
+    parts = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+    bare = nn.Sequential(*copy.deepcopy(parts))
+    pipe = Pipe(offloaded(parts, home), [1] * 3, ["cpu"], 2, "never")
     x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     expected = loss(bare(x), bare(y))
     expected.backward()

@@ -89,7 +89,7 @@ def test_the_table_prints_clocks_and_stages():
     [
         ("F0.0 F0.0 B0.0", "F0.0 stands 2 times"),
         ("F0.0 B0.0\nF1.0", "B1.0 stands 0 times"),
-        ("F0.0 B0.0\nF0.0 F1.0 B1.0", "F0.0 stands in the line of stage 1"),
+        ("F0.0 B0.0\nF0.0 F1.0 B1.0", "F0.0 stands in line 1, but its stage began in line 0"),
         ("B0.0 F0.0", "stands still: B0.0 waits for F0.0"),
         ("F0.0 B0.0 F0.1 B0.1\nF1.0 F1.1 B1.0 B1.1", "B0.0 waits for B1.0, F1.1 waits for F0.1"),
     ],
