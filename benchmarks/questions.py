@@ -62,6 +62,18 @@ QUESTIONS = (
         ("numpy", "tqdm", "matplotlib"),
     ),
     Question(
+        "optimizer",
+        "clipping and AdamW with parameters, gradients and moments on disk: what do they cost in time and in memory?",
+        "benchmarks.optimizer.question",
+        ("numpy", "tqdm", "matplotlib"),
+    ),
+    Question(
+        "build-huge",
+        "under a cap on its memory, can a process build, load and train a model whose parameters exceed the cap?",
+        "benchmarks.build_huge.question",
+        ("tqdm", "matplotlib"),
+    ),
+    Question(
         "train-overlap",
         "with a slow loader, slow embedding rows and compute in one loop: how near is a step to its slowest part?",
         "benchmarks.train_overlap.question",
