@@ -1,0 +1,276 @@
+"""What do clipping and AdamW cost when parameters, gradients and moments rest on disk?
+
+Training steps of the same model, clipped by their global norm: resident and checkpointed, with torch's fused AdamW; and
+streamed, with the updates hidden behind the next forward. Each way has a process of its own and they take turns, so the
+ratios are of steps that shared their moment. An update that runs on between two turns would cost its way nothing: a way
+that leaves one is given a step that is not timed, one that is, and finishes what is left before others go on. What a
+way leaves to the kernel's page cache is written out before others go on, and the time of that stands in the table.
+
+With ``--parameters 1e9`` one way runs alone, the one that needs no memory to be built: how little does a model need
+whose parameters, gradients and moments are larger than the memory that it may take?
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.frame.cache import cache_directory
+from benchmarks.frame.environment import Environment, filesystem_of, here
+from benchmarks.frame.limits import Limits, measure_limits
+from benchmarks.frame.outcome import Outcome, Rung
+from benchmarks.frame.pairs import Paired, run_pairs
+from benchmarks.frame.plot import bars, level_line, new_figure, save
+from benchmarks.frame.report import publish
+from benchmarks.frame.rungs import run_rungs
+from benchmarks.optimizer.shape import Shape, parameters_of_block
+from benchmarks.optimizer.steps import FLOOR, STEPS, greatest_difference
+from benchmarks.optimizer.tables import alone_table, paired_table
+
+__all__ = ["add_arguments", "broken_alone", "broken_bounds", "run"]
+
+MAXIMUM_RATIO = 1.05  # of the step on disk to the resident one
+MAXIMUM_DIFFERENCE = 1e-6  # of any parameter tensor at the end, relative
+MINIMUM_SPEEDUP = 1.5  # over DeepSpeed
+MAXIMUM_MEMORY_SHARE = 0.25  # of DeepSpeed's
+MAXIMUM_ALONE_BYTES = 2 << 30  # for a billion parameters
+BYTES_AT_REST = 16  # of each parameter: itself, its gradient and two moments
+REFERENCE = "resident"
+DISK = "disk"
+PEER = "deepspeed"
+NAMES = {
+    REFERENCE: "resident, checkpointed, fused AdamW",
+    DISK: "on disk",
+    "host": "in host memory",
+    "in backward": "on disk, updates in backward, not clipped",
+    "serial": "on disk, all updates in step()",
+    PEER: "DeepSpeed ZeRO-3, NVMe",
+}
+COMPARED = (DISK, "host", "serial")  # with the reference's parameters: same clipping, our arithmetic
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Sizes, which ways to run, how often, and where homes are."""
+    defaults = Shape()
+    parser.add_argument("--blocks", type=int, default=defaults.blocks, metavar="N", help="transformer blocks")
+    parser.add_argument("--dim", type=int, default=defaults.dim, metavar="N", help="channels, a multiple of 64")
+    parser.add_argument("--rows", type=int, default=defaults.rows, metavar="N", help="rows of the batch")
+    parser.add_argument("--positions", type=int, default=defaults.positions, metavar="N", help="tokens of a row")
+    parser.add_argument("--pairs", type=int, default=5, metavar="N", help="pairs of steps of the main way")
+    parser.add_argument("--other-pairs", type=int, default=3, metavar="N", help="pairs of steps of each other way")
+    ways = [name for name in NAMES if name != REFERENCE]
+    parser.add_argument("--ways", nargs="+", choices=ways, default=ways, help="which to run beside the resident one")
+    parser.add_argument(
+        "--parameters", type=float, metavar="N", help="one way alone, with blocks for about so many parameters"
+    )
+    parser.add_argument("--steps", type=int, default=2, metavar="N", help="steps of the one that runs alone")
+    parser.add_argument("--home", type=Path, default=cache_directory(), help="a directory on disk for the shards")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the rungs and prints the tables; 0 if the bounds at the head of this module hold."""
+    small = [name for name in ("pairs", "other_pairs", "steps") if getattr(arguments, name) < 1]
+    if small:
+        raise ValueError("expected at least 1, got " + ", ".join(f"{n}={getattr(arguments, n)}" for n in small))
+    sizes: dict[str, Any] = {name: getattr(arguments, name) for name in ("blocks", "dim", "rows", "positions")}
+    if arguments.parameters is not None:
+        sizes["blocks"] = max(1, round(arguments.parameters / parameters_of_block(arguments.dim)))
+    shape = Shape(**sizes)
+    arguments.home.mkdir(parents=True, exist_ok=True)
+    room = shutil.disk_usage(arguments.home).free
+    if room < 1.2 * BYTES_AT_REST * shape.parameters:
+        raise ValueError(
+            f"expected {1.2 * BYTES_AT_REST * shape.parameters / 1e9:.0f} GB of free disk for a model of "
+            f"{shape.parameters / 1e6:,.0f} M parameters, got {room / 1e9:.0f} GB in home={arguments.home}"
+        )
+    environment = here()
+    print("\n".join(environment.lines()))
+    with tempfile.TemporaryDirectory(prefix="optimizer-", dir=arguments.home) as folder:
+        print(f"homes    {folder} ({filesystem_of(Path(folder))})", flush=True)
+        limits = measure_limits(Path(folder))
+        answer = _run_alone if arguments.parameters is not None else _run_beside
+        return answer(arguments, shape, Path(folder), environment, limits)
+
+
+def _facts(arguments: argparse.Namespace) -> list[tuple[str, str]]:
+    return [("homes", f"a directory on {filesystem_of(arguments.home)}")]
+
+
+# --- beside the resident model ------------------------------------------------------------------------------------
+
+
+def _run_beside(
+    arguments: argparse.Namespace, shape: Shape, folder: Path, environment: Environment, limits: Limits
+) -> int:
+    reference: Outcome | None = None
+    found: list[Paired] = []
+    differences: dict[str, float] = {}
+    for ways, pairs in (
+        ([way for way in arguments.ways if way == DISK], arguments.pairs),
+        ([way for way in arguments.ways if way != DISK], arguments.other_pairs),
+    ):
+        if not ways:
+            continue
+        # The first step, a turn that is not counted, and the pairs. The reference goes on for other ways after that.
+        save_after = 2 + pairs
+        outcome, paired = run_pairs(
+            _rung(REFERENCE, shape, folder, save_after),
+            [_rung(way, shape, folder, save_after) for way in ways],
+            pairs,
+        )
+        reference = reference or outcome
+        for way, result in zip(ways, paired, strict=True):
+            if way in (*COMPARED, PEER) and result.outcome.result is not None and outcome.result is not None:
+                differences[way] = greatest_difference(_saved(folder, REFERENCE), _saved(folder, way))
+        found += paired
+    assert reference is not None
+    by_way = {_way_of(paired.outcome): paired for paired in found}
+    outcomes = [reference, *(paired.outcome for paired in found)]
+    return publish(
+        arguments,
+        environment,
+        sections=[paired_table(reference, by_way, differences, shape, limits), _sentence(by_way)],
+        outcomes=outcomes,
+        broken=broken_bounds(reference, by_way, differences),
+        draw=lambda path: _draw(path, reference, found, environment),
+        limits=limits,
+        facts=_facts(arguments),
+    )
+
+
+def _rung(way: str, shape: Shape, folder: Path, save_after: int) -> Rung:
+    home = folder / way.replace(" ", "-")
+    home.mkdir(exist_ok=True)
+    settings = {"shape": asdict(shape), "home": str(home), "save_after": save_after}
+    settings["save_to"] = str(_saved(folder, way)) if way in (REFERENCE, *COMPARED, PEER) else None
+    if way == PEER:
+        return Rung(
+            NAMES[way],
+            "benchmarks.optimizer.deepspeed_way:train",
+            settings,
+            {"DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1"},
+            peer=PEER,
+        )
+    return Rung(NAMES[way], "benchmarks.optimizer.steps:train", {"way": way, **settings})
+
+
+def _saved(folder: Path, way: str) -> Path:
+    return folder / f"{way.replace(' ', '-')}.pt"
+
+
+def _way_of(outcome: Outcome) -> str:
+    return next(way for way, name in NAMES.items() if name == outcome.rung.name)
+
+
+def broken_bounds(reference: Outcome, found: dict[str, Paired], differences: dict[str, float]) -> list[str]:
+    """What must hold and does not, one line each."""
+    outcomes = [reference, *(paired.outcome for paired in found.values())]
+    broken = [f"{outcome.rung.name}: {outcome.failure}" for outcome in outcomes if outcome.failure]
+    for way in COMPARED:
+        if way in differences and not differences[way] <= MAXIMUM_DIFFERENCE:
+            broken.append(
+                f"{NAMES[way]}: parameters must agree with the resident model's to {MAXIMUM_DIFFERENCE:.0e}, "
+                f"they differ by {differences[way]:.1e}"
+            )
+    ours, theirs = found.get(DISK), found.get(PEER)
+    if ours is not None and ours.outcome.result is not None:
+        if not ours.ratio() <= MAXIMUM_RATIO:
+            broken.append(
+                f"{NAMES[DISK]}: a step must take at most {MAXIMUM_RATIO:.2f} of the resident one, "
+                f"takes {ours.ratio():.3f}"
+            )
+        if theirs is not None and theirs.outcome.result is not None:
+            speedup, share = _against(ours, theirs)
+            if not speedup >= MINIMUM_SPEEDUP:
+                broken.append(
+                    f"{NAMES[DISK]}: at least {MINIMUM_SPEEDUP} times as fast as {NAMES[PEER]}, is {speedup:.2f}"
+                )
+            if not share <= MAXIMUM_MEMORY_SHARE:
+                broken.append(
+                    f"{NAMES[DISK]}: at most {MAXIMUM_MEMORY_SHARE:.2f} of the memory of {NAMES[PEER]}, "
+                    f"takes {share:.2f}"
+                )
+    return broken
+
+
+def _against(ours: Paired, theirs: Paired) -> tuple[float, float]:
+    """How many times as fast, by the ratios to the same reference; and the share of the memory."""
+    return theirs.ratio() / ours.ratio(), ours.outcome.peaks[STEPS] / theirs.outcome.peaks[STEPS]
+
+
+def _sentence(found: dict[str, Paired]) -> str:
+    ours, theirs = found.get(DISK), found.get(PEER)
+    words = (
+        "A ratio is the median of the pairs' and from where to where they go. `kernel` is the time that the kernel "
+        "took afterwards to write out what was left in its page cache. Bytes are what passed read and write (or "
+        "reached the device, where that is more), for each parameter and step, boundaries between blocks included."
+    )
+    if ours is not None and theirs is not None and ours.outcome.result and theirs.outcome.result:
+        speedup, share = _against(ours, theirs)
+        words += (
+            f" On disk, ours takes 1/{speedup:.2f} of the time of {NAMES[PEER]} {theirs.outcome.version or ''} and "
+            f"{share:.2f} of its memory."
+        )
+    return words
+
+
+def _draw(path: Path, reference: Outcome, found: Sequence[Paired], environment: Environment) -> Path:
+    shown = [paired for paired in found if paired.outcome.result is not None]
+    names = [_way_of(reference), *(_way_of(paired.outcome) for paired in shown)]
+    figure, axes = new_figure(2, "Training steps with clipping and AdamW")
+    ratios = [1.0, *(paired.ratio() for paired in shown)]
+    bars(axes[0], names, ratios, "time of a step beside the resident one", "{:.2f}")
+    level_line(axes[0], MAXIMUM_RATIO, f"{MAXIMUM_RATIO:.2f}")
+    peaks = [outcome.peaks[STEPS] / 2**20 for outcome in (reference, *(paired.outcome for paired in shown))]
+    bars(axes[1], names, peaks, "peak memory, MiB")
+    level_line(axes[1], reference.moments[FLOOR] / 2**20, "interpreter and torch alone")
+    return save(figure, path, environment)
+
+
+# --- alone --------------------------------------------------------------------------------------------------------
+
+
+def _run_alone(
+    arguments: argparse.Namespace, shape: Shape, folder: Path, environment: Environment, limits: Limits
+) -> int:
+    settings = {"way": "from meta", "shape": asdict(shape), "home": str(folder), "save_after": 0}
+    rung = Rung(f"{shape.parameters / 1e6:,.0f} M on disk", "benchmarks.optimizer.steps:train", settings)
+    outcomes = run_rungs([rung], turns=arguments.steps)
+    return publish(
+        arguments,
+        environment,
+        sections=[alone_table(outcomes[0], shape, limits)],
+        outcomes=outcomes,
+        broken=broken_alone(outcomes[0], shape),
+        draw=lambda path: _draw_alone(path, outcomes[0], shape, environment),
+        limits=limits,
+        facts=_facts(arguments),
+    )
+
+
+def broken_alone(outcome: Outcome, shape: Shape) -> list[str]:
+    """What must hold and does not, one line each. A model of another size is held to its share of the memory."""
+    if outcome.failure:
+        return [f"{outcome.rung.name}: {outcome.failure}"]
+    losses = [step["loss"] for step in outcome.steps]
+    broken = [] if all(loss == loss for loss in losses) else ["losses must be numbers"]
+    if outcome.peak_bytes > MAXIMUM_ALONE_BYTES:
+        broken.append(f"at most {MAXIMUM_ALONE_BYTES / 2**30:.0f} GiB, takes {outcome.peak_bytes / 2**30:.2f} GiB")
+    return broken
+
+
+def _draw_alone(path: Path, outcome: Outcome, shape: Shape, environment: Environment) -> Path:
+    figure, axes = new_figure(
+        2, f"{shape.parameters / 1e9:.2f} billion parameters, their gradients and moments on disk"
+    )
+    at_rest = BYTES_AT_REST * shape.parameters / 2**30
+    bars(axes[0], ["on disk", "in memory"], [at_rest, outcome.peak_bytes / 2**30], "GiB", "{:.2f}")
+    seconds = statistics.median(step["seconds"] for step in outcome.steps)
+    bars(axes[1], ["a step"], [seconds], "seconds", "{:.0f}")
+    return save(figure, path, environment)

@@ -1,0 +1,115 @@
+"""The tables of the question: times beside the resident model's and beside the machine's limit, bytes, memory."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.frame.limits import LIMIT_HEADER, Limits, limit_cells
+from benchmarks.frame.outcome import Outcome
+from benchmarks.frame.pairs import Paired, spread
+from benchmarks.frame.table import markdown_table, mebibytes, reasons
+from benchmarks.optimizer.shape import Shape
+from benchmarks.optimizer.steps import FLOOR, STEPS
+
+__all__ = ["alone_table", "bytes_of_step", "paired_table"]
+
+
+def paired_table(
+    reference: Outcome, found: Mapping[str, Paired], differences: Mapping[str, float], shape: Shape, limits: Limits
+) -> str:
+    """A row for the reference and for each way beside it."""
+    header = [
+        "way",
+        "s/step",
+        "beside the resident",
+        "kernel",
+        "waiting",
+        "read B/parameter",
+        "written",
+        "peak memory",
+        "less torch",
+        "parameters differ",
+        *LIMIT_HEADER,
+    ]
+    rows = [_row(reference, reference.steps, None, None, shape, limits)] if reference.result else []
+    for way, paired in found.items():
+        if paired.outcome.result is not None:
+            ratio = spread(paired.ratios())
+            rows.append(_row(paired.outcome, paired.steps, ratio, differences.get(way), shape, limits))
+    notes = reasons([reference, *(paired.outcome for paired in found.values())])
+    words = (
+        f"{shape.parameters / 1e6:.0f} M parameters in {shape.blocks} blocks, fp32, {shape.tokens:,} tokens a step, "
+        f"AdamW, gradients clipped to a global norm of {shape.max_norm:g}."
+    )
+    return "\n\n".join(filter(None, (words, markdown_table(header, rows) if rows else "", notes)))
+
+
+def _row(
+    outcome: Outcome,
+    steps: Sequence[Mapping[str, Any]],
+    ratio: str | None,
+    difference: float | None,
+    shape: Shape,
+    limits: Limits,
+) -> list[str]:
+    seconds = _median(steps, "seconds")
+    read, written = bytes_of_step(steps)
+    return [
+        outcome.rung.name,
+        f"{seconds:.2f}",
+        ratio or "1",
+        f"{_median(steps, 'kernel'):.2f} s",
+        f"{_median(steps, 'waited') / seconds:.1%}",
+        f"{read / shape.parameters:.1f}",
+        f"{written / shape.parameters:.1f}",
+        mebibytes(outcome.peaks[STEPS]),
+        mebibytes(outcome.peaks[STEPS] - outcome.moments[FLOOR]),
+        "-" if difference is None else f"{difference:.0e}" if difference else "0",
+        *limit_cells(seconds, limits.step_seconds(flops=shape.flops, read_bytes=read, written_bytes=written)),
+    ]
+
+
+def alone_table(outcome: Outcome, shape: Shape, limits: Limits) -> str:
+    """The one way that runs where no other can."""
+    if outcome.result is None:
+        return reasons([outcome])
+    read, written = bytes_of_step(outcome.steps)
+    seconds = _median(outcome.steps, "seconds")
+    header = ["steps", "s/step", "waiting", "read B/parameter", "written", "peak memory", "less torch", *LIMIT_HEADER]
+    row = [
+        f"{len(outcome.steps)} after a first one",
+        f"{seconds:.1f}",
+        f"{_median(outcome.steps, 'waited') / seconds:.1%}",
+        f"{read / shape.parameters:.1f}",
+        f"{written / shape.parameters:.1f}",
+        mebibytes(outcome.peak_bytes),
+        mebibytes(outcome.peak_bytes - outcome.moments[FLOOR]),
+        *limit_cells(seconds, limits.step_seconds(flops=shape.flops, read_bytes=read, written_bytes=written)),
+    ]
+    losses = ", ".join(f"{loss:.2f}" for loss in (outcome.result["first"]["loss"], *(s["loss"] for s in outcome.steps)))
+    words = (
+        f"{shape.parameters / 1e9:.3f} billion parameters in {shape.blocks} blocks, fp32: "
+        f"{16 * shape.parameters / 1e9:.1f} GB of parameters, gradients and moments in files. {shape.tokens:,} tokens "
+        f"a step, AdamW, gradients clipped to a global norm of {shape.max_norm:g}. Losses: {losses}."
+    )
+    return f"{words}\n\n{markdown_table(header, [row])}"
+
+
+def bytes_of_step(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Bytes read and written in a step: by calls, or at the device where that is more (asynchronous I/O has no calls).
+
+    The device writes late what the page cache holds, so its count is of all steps together.
+    """
+    read = max(_median(steps, "read"), _mean(steps, "from_disk"))
+    written = max(_median(steps, "written"), _mean(steps, "to_disk"))
+    return read, written
+
+
+def _median(steps: Sequence[Mapping[str, Any]], key: str) -> float:
+    return float(statistics.median(step.get(key, 0.0) for step in steps))
+
+
+def _mean(steps: Sequence[Mapping[str, Any]], key: str) -> float:
+    return float(statistics.fmean(step.get(key, 0.0) for step in steps))

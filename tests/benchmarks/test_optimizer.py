@@ -1,0 +1,214 @@
+"""The question ``optimizer``: every way trains the same model, is timed fairly, and its bounds are bounds."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.frame.outcome import Outcome, Rung
+from benchmarks.frame.pairs import Paired
+from benchmarks.optimizer.question import COMPARED, DISK, NAMES, PEER, broken_alone, broken_bounds
+from benchmarks.optimizer.shape import Shape, parameters_of_block
+from benchmarks.optimizer.steps import FLOOR, STEPS, greatest_difference, run_way, train
+from benchmarks.optimizer.tables import bytes_of_step
+from benchmarks.optimizer.ways import WAYS, Way
+
+SHAPE = Shape(blocks=3, dim=64, rows=2, positions=4)
+TURNS = 3
+
+
+class Recorder:
+    """A report whose parent gives ``turns`` turns, and that fills an outcome."""
+
+    def __init__(self, turns: int, outcome: Outcome | None = None) -> None:
+        self._turns = turns
+        self.outcome = outcome or Outcome(Rung("recorded", "module:function"))
+
+    def turns(self) -> Any:
+        yield from range(self._turns)
+
+    def step(self, **values: Any) -> None:
+        self.outcome.steps.append(values)
+
+    def memory(self, moment: str) -> int:
+        self.outcome.moments[moment] = 1 << 20
+        return 1 << 20
+
+    def phase(self, name: str) -> None:
+        self.outcome.peaks[name] = 2 << 20
+
+    def event(self, event: str, **values: Any) -> None:
+        pass
+
+
+def trained(way: str, folder: Path) -> tuple[Path, Outcome]:
+    report = Recorder(TURNS)
+    saved = folder / f"{way}.pt"
+    home = folder / way
+    home.mkdir()
+    report.outcome.result = train(report, way, asdict(SHAPE), str(home), 1 + TURNS, str(saved))  # type: ignore[arg-type]
+    return saved, report.outcome
+
+
+def test_every_clipped_way_ends_at_the_resident_model_and_counts_its_bytes(tmp_path: Path) -> None:
+    reference, _ = trained("resident", tmp_path)
+    for way in COMPARED:
+        saved, outcome = trained(way, tmp_path)
+        assert greatest_difference(reference, saved) <= 1e-6
+        assert len(outcome.steps) == TURNS
+        if way == DISK and "written" in outcome.steps[0]:
+            written = bytes_of_step(outcome.steps)[1] / SHAPE.parameters
+            assert 16 <= written < 21  # parameter, two moments, gradient; boundaries between blocks
+
+
+def test_clipping_clips_at_every_step(tmp_path: Path) -> None:
+    way = WAYS["serial"](SHAPE, tmp_path)
+    for k in range(3):
+        way.step(*SHAPE.batch(k))
+        assert way.optimizer.last_norm > 2 * SHAPE.max_norm  # type: ignore[attr-defined]
+
+
+def test_the_model_that_needs_no_memory_trains(tmp_path: Path) -> None:
+    _, outcome = trained("from meta", tmp_path)
+    losses = [step["loss"] for step in outcome.steps]
+    assert len(set(losses)) == TURNS
+    assert all(map(math.isfinite, losses))
+
+
+def test_a_model_is_counted_and_made_block_by_block() -> None:
+    assert SHAPE.parameters == sum(p.numel() for block in SHAPE.model() for p in block.parameters())
+    assert parameters_of_block(64) * 3 == SHAPE.parameters
+    for once, again in zip(SHAPE.block(1).parameters(), SHAPE.model()[1].parameters(), strict=True):
+        assert once.equal(again)
+
+
+@pytest.mark.parametrize("leaves_work", [False, True])
+def test_a_way_that_leaves_work_behind_is_timed_on_a_second_step_and_finishes_before_others(leaves_work: bool) -> None:
+    calls: list[str] = []
+
+    class Recorded(Way):
+        def step(self, state: Any, target: Any) -> float:
+            calls.append("step")
+            return 0.0
+
+        def settle(self) -> None:
+            calls.append("settle")
+
+        def parameters(self) -> Any:
+            return iter(())
+
+    way = Recorded(SHAPE, Path())
+    way.leaves_work = leaves_work
+    report = Recorder(2)
+    assert run_way(report, way, 0, None)["steps"] == (5 if leaves_work else 3)  # type: ignore[arg-type]
+    turn = ["step", "step", "settle"] if leaves_work else ["step", "settle"]
+    assert calls == ["step", *turn, *turn]
+    assert len(report.outcome.steps) == 2
+
+
+def test_sizes_that_nobody_could_train_are_refused_all_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["optimizer", "--dim", "100", "--blocks", "0"]) == 2
+    shown = capsys.readouterr().err
+    assert "dim=100" in shown
+    assert "blocks=0" in shown
+
+
+def paired(way: str, seconds: float = 1.0, peak: int = 100) -> Paired:
+    outcome = Outcome(Rung(NAMES[way], "module:function"), result={}, peaks={STEPS: peak}, moments={FLOOR: 10})
+    steps = [{"seconds": seconds, "kernel": 0.0, "waited": 0.0}] * 3
+    outcome.steps = list(steps)
+    return Paired(outcome, steps, [{"seconds": 1.0}] * 3)
+
+
+@pytest.mark.parametrize(
+    ("found", "differences", "complaints"),
+    [
+        ({DISK: paired(DISK, 1.05), PEER: paired(PEER, 1.6, 400)}, {DISK: 1e-7, PEER: 1e-3}, []),
+        ({DISK: paired(DISK, 1.06)}, {DISK: 0.0}, ["at most 1.05"]),
+        ({DISK: paired(DISK)}, {DISK: 2e-6}, ["must agree"]),
+        ({DISK: paired(DISK)}, {DISK: math.nan}, ["must agree"]),
+        ({DISK: paired(DISK), PEER: paired(PEER, 1.4, 300)}, {}, ["at least 1.5 times as fast", "of the memory"]),
+    ],
+)
+def test_each_bound_is_checked(found: dict[str, Paired], differences: dict[str, float], complaints: list[str]) -> None:
+    broken = broken_bounds(paired("resident").outcome, found, differences)
+    assert len(broken) == len(complaints)
+    for line, complaint in zip(broken, complaints, strict=True):
+        assert complaint in line
+
+
+def test_a_rung_that_failed_breaks_the_run_and_one_that_was_skipped_does_not() -> None:
+    dead, absent = paired(DISK), paired(PEER)
+    dead.outcome.result, dead.outcome.failure = None, "killed by SIGKILL"
+    absent.outcome.result, absent.outcome.skipped = None, "not installed"
+    assert broken_bounds(paired("resident").outcome, {DISK: dead, PEER: absent}, {}) == ["on disk: killed by SIGKILL"]
+
+
+def test_the_one_that_runs_alone_is_held_to_its_memory() -> None:
+    outcome = Outcome(Rung("1,000 M on disk", "m:f"), result={}, steps=[{"loss": 1.0}], peaks={STEPS: 3 << 30})
+    assert "at most 2 GiB, takes 3.00 GiB" in broken_alone(outcome, SHAPE)[0]
+    outcome.peaks[STEPS] = 1 << 30
+    assert broken_alone(outcome, SHAPE) == []
+    outcome.steps.append({"loss": math.nan})
+    assert broken_alone(outcome, SHAPE) == ["losses must be numbers"]
+
+
+def run_here(rung: Rung, turns: int) -> Outcome:
+    outcome = Outcome(rung)
+    outcome.result = train(Recorder(turns, outcome), **rung.arguments)  # type: ignore[arg-type]
+    return outcome
+
+
+def pairs_here(reference: Rung, rungs: Any, pairs: int) -> tuple[Outcome, list[Paired]]:
+    first = run_here(reference, 1 + pairs)
+    others = [run_here(rung, 1 + pairs) for rung in rungs]
+    return first, [Paired(other, other.steps[1:], first.steps[1:]) for other in others]
+
+
+SIZES = ["--dim", "64", "--rows", "2", "--positions", "4", "--blocks", "2", "--pairs", "2", "--other-pairs", "1"]
+
+
+def test_the_question_ends_in_a_page_and_a_picture(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At sizes where times mean nothing: what cannot depend on them is there, and equal."""
+    monkeypatch.setattr("benchmarks.optimizer.question.run_pairs", pairs_here)
+    ways = ["--ways", "disk", "host", "in backward", "serial"]
+    status = main(["optimizer", *SIZES, *ways, "--home", str(tmp_path / "home"), "--out", str(tmp_path / "o")])
+    shown = capsys.readouterr()
+    assert status == (1 if "at most" in shown.err else 0), shown.err
+    assert "must agree" not in shown.err
+    page = (tmp_path / "o.md").read_text()
+    for way in ("resident", DISK, "host", "in backward", "serial"):
+        assert f"| {NAMES[way]}" in page
+    rungs = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()[1:]]
+    assert len(rungs) == 5
+    assert (tmp_path / "o.png").stat().st_size > 10_000
+    assert list((tmp_path / "home").iterdir()) == []
+
+
+def test_one_way_runs_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "benchmarks.optimizer.question.run_rungs", lambda rungs, turns: [run_here(rung, turns) for rung in rungs]
+    )
+    options = ["--parameters", "150e3", "--home", str(tmp_path / "home"), "--out", str(tmp_path / "o")]
+    assert main(["optimizer", *SIZES, *options]) == 0
+    shown = capsys.readouterr().out
+    assert "0.000 billion parameters in 3 blocks" in shown
+    assert "2 after a first one" in shown
+    assert (tmp_path / "o.png").exists()
+
+
+def test_a_model_that_the_disk_cannot_hold_is_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["optimizer", "--parameters", "1e15", "--home", str(tmp_path)]) == 2
+    assert "of free disk" in capsys.readouterr().err
