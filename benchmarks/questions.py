@@ -51,6 +51,12 @@ class Question:
 
 QUESTIONS = (
     Question(
+        "memory-latency",
+        "slices, micro-batches, homes, budgets, and what others offer: what does each save in memory and cost in time?",
+        "benchmarks.memory_latency.question",
+        ("tqdm", "matplotlib"),
+    ),
+    Question(
         "retrieval",
         "train a text encoder on a contrastive batch three ways: what memory, what time, and the same losses?",
         "benchmarks.retrieval.question",
@@ -83,5 +89,23 @@ QUESTIONS = (
         "beside torchgpipe and fairscale, what do time, memory and bubble of our pipe come to, part by part?",
         "benchmarks.pipe_ladder.question",
         ("tqdm", "matplotlib"),
+    ),
+    Question(
+        "gradcache-batch",
+        "how large may an exact contrastive batch be in fixed memory, and what does a step cost, way by way?",
+        "benchmarks.gradcache_batch.question",
+        ("numpy", "tqdm", "matplotlib"),
+    ),
+    Question(
+        "gpu-train",
+        "up to 7B parameters with full Adam on one GPU: what memory does each way need there and on the host?",
+        "benchmarks.gpu_train.question",
+        ("tqdm", "matplotlib"),
+    ),
+    Question(
+        "gpu",
+        "all of it that needs a GPU, in under ten minutes: the CUDA tests, memory-latency, gpu-train small to 7B",
+        "benchmarks.gpu.question",
+        ("tqdm", "matplotlib", "pytest"),
     ),
 )

@@ -17,7 +17,7 @@ from types import TracebackType
 
 import psutil
 
-__all__ = ["PeakMeter", "memory_kind", "resident_bytes"]
+__all__ = ["PeakMeter", "data_bytes", "memory_kind", "resident_bytes"]
 
 
 def resident_bytes(pid: int) -> int:
@@ -35,6 +35,18 @@ def resident_bytes(pid: int) -> int:
         return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024
     except KeyError:  # a process that has ended but is not yet waited for has a status without memory
         raise ProcessLookupError(f"process {pid} has ended") from None
+
+
+def data_bytes(pid: int) -> int:
+    """Bytes of private writable memory that process ``pid`` has mapped, used or not: what ``RLIMIT_DATA`` limits.
+
+    0 where the system does not tell.
+    """
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
+            return next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:")), 0)
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
 
 
 def memory_kind() -> str:
@@ -63,6 +75,8 @@ class PeakMeter:
         self.pid = pid
         self.interval_seconds = interval_seconds
         self.peaks: dict[str, int] = {}
+        #: The most private memory that was mapped, see :func:`data_bytes`.
+        self.data_peak_bytes = 0
         self._phase = "start"
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -103,4 +117,5 @@ class PeakMeter:
             except (ProcessLookupError, PermissionError):
                 return False
             self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), held)
+            self.data_peak_bytes = max(self.data_peak_bytes, data_bytes(self.pid))
             return True

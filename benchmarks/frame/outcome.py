@@ -39,6 +39,7 @@ class Outcome:
     steps: list[dict[str, Any]] = field(default_factory=list)
     moments: dict[str, int] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
+    data_peak_bytes: int = 0  # private memory that was mapped, used or not: what a cap on it must leave
     seconds: float = 0.0
     version: str | None = None  # of the peer
 
@@ -48,11 +49,14 @@ class Outcome:
         return max(self.peaks.values(), default=0)
 
     @property
+    def status(self) -> str:
+        """``skipped`` or ``failed``, for a cell of a table; empty where there is a result."""
+        return "" if self.result is not None else "skipped" if self.skipped is not None else "failed"
+
+    @property
     def reason(self) -> str:
-        """Why there is no result, for a cell of a table; empty where there is one."""
-        if self.result is not None:
-            return ""
-        return f"skipped: {self.skipped}" if self.skipped is not None else f"failed: {self.failure}"
+        """Why there is no result, for the lines below a table; empty where there is one."""
+        return f"{self.status}: {self.skipped or self.failure}" if self.status else ""
 
     def as_json(self) -> dict[str, Any]:
         """A JSON object: one line of the file that ``--json`` names."""

@@ -23,7 +23,7 @@ ASK_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Peer:
-    """One library: the module that must be importable, its distribution, and what it needs besides."""
+    """One library: the module that must be importable, if one must, its distribution, and what it needs besides."""
 
     module: str
     distribution: str
@@ -35,7 +35,8 @@ PEERS = {
     "torchgpipe": Peer("torchgpipe", "torchgpipe", "torchgpipe==0.0.7"),
     "fairscale": Peer("fairscale", "fairscale", "fairscale==0.4.13"),
     "fairscale-offload": Peer("fairscale", "fairscale", "fairscale==0.4.13", needs_accelerator=True),
-    "gradcache": Peer("grad_cache", "gradcache", "gradcache==0.0.1"),
+    # Its module is called as ours: installed beside it, one would hide the other.
+    "gradcache": Peer("", "gradcache", "--no-deps --target FOLDER gradcache==0.0.1 and set PYTHONPATH=FOLDER"),
     "sentence-transformers": Peer("sentence_transformers", "sentence-transformers", "sentence-transformers>=3"),
     "torchrec": Peer("torchrec", "torchrec", "torchrec==1.8.0"),
     "accelerate": Peer("accelerate", "accelerate", "accelerate"),
@@ -81,7 +82,8 @@ def _find(name: str, python: str) -> Found | Absent:
     if version is None:
         where = f"the environment of {variable_of(name)}" if python else "this environment"
         return Absent(
-            f"no {peer.module} in {where}; pip install {peer.install}, or name another in {variable_of(name)}"
+            f"no {peer.module or peer.distribution} in {where}; pip install {peer.install}, or name another in "
+            f"{variable_of(name)}"
         )
     if peer.needs_accelerator and not _accelerator():
         return Absent("needs an accelerator, and there is none")
@@ -89,18 +91,18 @@ def _find(name: str, python: str) -> Found | Absent:
 
 
 def _version_here(peer: Peer) -> str | None:
-    if importlib.util.find_spec(peer.module) is None:
+    if peer.module and importlib.util.find_spec(peer.module) is None:
         return None
     try:
         return importlib.metadata.version(peer.distribution)
     except importlib.metadata.PackageNotFoundError:  # a source tree on the path
-        return "of unknown version"
+        return "of unknown version" if peer.module else None
 
 
 def _version_there(python: str, peer: Peer) -> str | None:
     program = (
         "import importlib.metadata as m, importlib.util as u\n"
-        f"print(m.version({peer.distribution!r}) if u.find_spec({peer.module!r}) else '')"
+        f"print(m.version({peer.distribution!r}) if not {peer.module!r} or u.find_spec({peer.module!r}) else '')"
     )
     try:
         asked = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=ASK_SECONDS)

@@ -160,6 +160,7 @@ class RungProcess:
                 pipe.close()
         outcome = self.outcome
         outcome.peaks = self._meter.peaks
+        outcome.data_peak_bytes = self._meter.data_peak_bytes
         outcome.seconds = time.perf_counter() - self._started
         with self._errors:
             if outcome.skipped is not None:

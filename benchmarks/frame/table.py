@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-__all__ = ["markdown_table", "mebibytes", "ratio"]
+from benchmarks.frame.outcome import Outcome
+
+__all__ = ["markdown_table", "mebibytes", "ratio", "reasons"]
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -34,3 +36,8 @@ def mebibytes(count: float) -> str:
 def ratio(value: float, reference: float) -> str:
     """How many times ``reference`` it is: ``0.42x``; ``-`` where there is no reference."""
     return f"{value / reference:.2f}x" if reference else "-"
+
+
+def reasons(outcomes: Iterable[Outcome]) -> str:
+    """A line for each rung without a result, to stand below the table; empty where all have one."""
+    return "\n".join(f"* {outcome.rung.name}: {outcome.reason}" for outcome in outcomes if outcome.reason)

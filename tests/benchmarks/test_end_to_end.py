@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.frame.child import Report
-from benchmarks.frame.rungs import Outcome, Rung
 from benchmarks.retrieval.corpus import build_corpus
+from tests.benchmarks.here import run_here
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,29 +52,6 @@ def test_three_ways_train_with_the_same_losses(
     assert statistics["bytes_spilled"] > 0
     assert Path("r.png").stat().st_size > 10_000
     assert not [path for path in (tmp_path / "cache" / "gradstream").iterdir() if path.is_dir()]  # homes are gone
-
-
-class Recorder(Report):
-    """A report that fills an outcome in this process: the parts of a run without the seconds of its interpreters."""
-
-    def __init__(self, outcome: Outcome) -> None:
-        self.outcome = outcome
-
-    def event(self, event: str, **values: Any) -> None:
-        if event == "step":
-            self.outcome.steps.append(values["values"])
-        elif event == "memory":
-            self.outcome.moments[values["moment"]] = values["bytes"]
-            self.outcome.peaks["steps"] = max(self.outcome.peaks.get("steps", 0), values["bytes"])
-
-
-def run_here(rungs: Iterable[Rung]) -> list[Outcome]:
-    outcomes = [Outcome(rung) for rung in rungs]
-    for outcome in outcomes:
-        module, _, function = outcome.rung.target.partition(":")
-        run = getattr(importlib.import_module(module), function)
-        outcome.result = run(Recorder(outcome), **outcome.rung.arguments)
-    return outcomes
 
 
 def test_shards_are_loaded_as_often_for_one_chunk_as_for_many(

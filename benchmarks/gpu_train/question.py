@@ -1,0 +1,152 @@
+"""Full Adam in bf16 over fp32 masters: what does each way need on the device and on the host, and how fast is it?
+
+Made for a GPU; on the CPU the same rungs run with a small model, which shows that they work and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.frame.cache import cache_directory
+from benchmarks.frame.environment import Environment, here
+from benchmarks.frame.limits import LIMIT_HEADER, Limits, limit_cells, measure_limits
+from benchmarks.frame.outcome import Outcome, Rung
+from benchmarks.frame.plot import bars, new_figure, save
+from benchmarks.frame.report import publish
+from benchmarks.frame.rungs import run_rungs
+from benchmarks.frame.table import markdown_table, mebibytes, reasons
+from benchmarks.gpu_train.steps import FLOOR
+from benchmarks.memory_latency.shape import Shape
+
+__all__ = ["add_arguments", "broken_bounds", "run"]
+
+#: Of the first loss to the others': weights are drawn alike, and bf16 has eight bits.
+MAXIMUM_DIFFERENCE = 0.05
+WAYS: list[tuple[str, str, str]] = [  # name, function of ``steps.py``, peer
+    ("ours: OffloadModel, OffloadOptimizer", "ours", ""),
+    ("torch, all on the device, checkpoint", "resident", ""),
+    ("torch, save_on_cpu", "saved_on_cpu", ""),
+    ("torchao CPUOffloadOptimizer, checkpoint", "torchao_optimizer", "torchao"),
+    ("fairscale OffloadModel", "fairscale_offload", "fairscale-offload"),
+]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Sizes, the device and the number of steps."""
+    parser.add_argument("--device", default="cuda", help="where layers compute")
+    parser.add_argument("--layers", type=int, default=12, metavar="N", help="transformer blocks")
+    parser.add_argument("--dim", type=int, default=1024, metavar="N", help="channels, a multiple of 64")
+    parser.add_argument("--rows", type=int, default=8, metavar="N", help="rows of the batch")
+    parser.add_argument("--positions", type=int, default=512, metavar="N", help="tokens of a row")
+    parser.add_argument("--steps", type=int, default=4, metavar="N", help="of which the first is not timed; at least 2")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="WORD", help="only rungs with one of these in their names"
+    )
+    parser.add_argument("--home", type=Path, default=cache_directory(), help="a directory on the disk to be measured")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the rungs; 0 if all that can run here did, and began with the same loss."""
+    if arguments.dim < 64 or arguments.dim % 64:
+        raise ValueError(f"expected a multiple of 64 channels, got dim={arguments.dim}")
+    for name, least in (("layers", 1), ("rows", 1), ("positions", 1), ("steps", 2)):
+        if getattr(arguments, name) < least:
+            raise ValueError(f"expected at least {least}, got {name}={getattr(arguments, name)}")
+    device = torch.device(arguments.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"expected a device of this machine, got device={arguments.device!r}; --device cpu runs anywhere"
+        )
+    environment = here()
+    print("\n".join(environment.lines()))
+    size = {"file_bytes": 32 << 20, "side": 256} if device.type == "cpu" else {"side": 8192}
+    limits = measure_limits(arguments.home, device=str(device), dtype=torch.bfloat16, **size)
+    print(f"limits   {limits.line()}", flush=True)
+    shape = Shape(arguments.layers, arguments.dim, arguments.rows, arguments.positions)
+    common: dict[str, Any] = {"shape": asdict(shape), "device": str(device)}
+    outcomes = run_rungs(
+        [
+            Rung(name, "benchmarks.gpu_train.steps:train", {"way": way, **common}, peer=peer)
+            for name, way, peer in WAYS
+            if any(word in name for word in arguments.only)
+        ],
+        turns=arguments.steps,
+    )
+    words = (
+        f"{shape.layers} blocks, {shape.parameters / 1e6:,.0f} M parameters, {shape.rows} rows of {shape.positions} "
+        "tokens. bf16 arithmetic, fp32 masters, AdamW. Limits count arithmetic with recomputation, and the bytes that "
+        "the way itself counts."
+    )
+    return publish(
+        arguments,
+        environment,
+        sections=list(filter(None, [_table(outcomes, shape, limits), reasons(outcomes), words])),
+        outcomes=outcomes,
+        broken=broken_bounds(outcomes),
+        draw=lambda path: _draw(path, outcomes, shape, environment),
+        limits=limits,
+    )
+
+
+def broken_bounds(outcomes: Sequence[Outcome]) -> list[str]:
+    """What must hold and does not: rungs run, losses are numbers, and all begin with the same."""
+    broken = [f"{outcome.rung.name}: {outcome.failure}" for outcome in outcomes if outcome.failure]
+    done = [outcome for outcome in outcomes if outcome.result is not None and outcome.steps]
+    for outcome in done:
+        losses = [step["loss"] for step in outcome.steps]
+        if not all(math.isfinite(loss) for loss in losses):
+            broken.append(f"{outcome.rung.name}: losses are {losses}")
+        elif abs(losses[0] / done[0].steps[0]["loss"] - 1) > MAXIMUM_DIFFERENCE:
+            first = done[0].steps[0]["loss"]
+            broken.append(
+                f"{outcome.rung.name}: begins with loss {losses[0]:.4f}, {done[0].rung.name} with {first:.4f}"
+            )
+    return broken
+
+
+def _seconds(outcome: Outcome) -> float:
+    return float(statistics.median(step["seconds"] for step in outcome.steps[1:]))
+
+
+def _table(outcomes: Sequence[Outcome], shape: Shape, limits: Limits) -> str:
+    header = ["way", "device peak", "host peak", "s/step", "tokens/s", *LIMIT_HEADER, "first loss", "last loss"]
+    rows = []
+    for outcome in outcomes:
+        if outcome.result is None:
+            rows.append([outcome.rung.name, outcome.status, *[""] * (len(header) - 2)])
+            continue
+        step = outcome.steps[-1]
+        moved = {"loaded_bytes": step.get("bytes_loaded", 0), "drained_bytes": step.get("bytes_stored", 0)}
+        if limits.host_to_device_bytes is None:
+            moved = {"copied_bytes": sum(moved.values())}
+        seconds = _seconds(outcome)
+        rows.append(
+            [
+                f"{outcome.rung.name} ({outcome.version})" if outcome.version else outcome.rung.name,
+                mebibytes(outcome.result["device_peak"]),
+                mebibytes(outcome.peaks["steps"] - outcome.moments[FLOOR]),
+                f"{seconds:.3g}",
+                f"{shape.rows * shape.positions / seconds:,.0f}",
+                *limit_cells(seconds, limits.step_seconds(flops=shape.flops(4), **moved)),
+                *(f"{outcome.steps[k]['loss']:.4f}" for k in (0, -1)),
+            ]
+        )
+    return markdown_table(header, rows)
+
+
+def _draw(path: Path, outcomes: Sequence[Outcome], shape: Shape, environment: Environment) -> Path:
+    done = [outcome for outcome in outcomes if outcome.result is not None]
+    names = [outcome.rung.name.split(",")[0].removeprefix("ours: ") for outcome in done]
+    figure, axes = new_figure(2, f"Full Adam, {shape.parameters / 1e6:,.0f} M parameters")
+    figure.set_size_inches(10, 4.5)
+    bars(axes[0], names, [(o.result or {})["device_peak"] / 2**20 for o in done], "peak on the device, MiB")
+    bars(axes[1], names, [_seconds(outcome) for outcome in done], "seconds a step", "{:.3g}")
+    return save(figure, path, environment)

@@ -1,0 +1,190 @@
+"""What does each way to save memory save, and what does it cost in time? The picture that a user decides by.
+
+Every way trains the same ``nn.Sequential`` on the same batch: the whole in memory, torch's own ways to use less, peers,
+and ``OffloadModel`` with each of its settings changed in turn. Each has a process of its own and takes its steps in
+turn with plain torch. After its timed steps it takes one more with glibc's heap told to give freed blocks back at once:
+that one's peak is what the way needs, and the peak with the heap as it comes stands beside it.
+
+What ``estimate()`` predicts after one step stands beside what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.frame.cache import cache_directory
+from benchmarks.frame.environment import filesystem_of, here
+from benchmarks.frame.limits import measure_limits
+from benchmarks.frame.outcome import Outcome, Rung
+from benchmarks.frame.pairs import Paired, run_pairs
+from benchmarks.frame.report import publish
+from benchmarks.frame.table import reasons
+from benchmarks.memory_latency.results import Measured, draw, forward_table, prediction_table, training_table
+from benchmarks.memory_latency.shape import Shape
+
+__all__ = ["add_arguments", "broken_bounds", "run"]
+
+REFERENCE = "torch, all in memory"
+MAXIMUM_DIFFERENCE = 1e-4  # of gradients and outputs, relative to the greatest element of the tensor
+MEASURE = "benchmarks.memory_latency.steps"
+
+#: Ways beside ours: name, function of ``ways.py``, settings, peer.
+OTHERS: list[tuple[str, str, dict[str, Any], str]] = [
+    ("torch, 4 micro-batches", "plain", {"microbatches": 4}, ""),
+    ("torch.utils.checkpoint", "checkpointed", {}, ""),
+    ("torch.utils.checkpoint, 4 micro-batches", "checkpointed", {"microbatches": 4}, ""),
+    ("save_on_cpu", "saved_on_cpu", {}, ""),
+    ("FSDP2, CPUOffloadPolicy", "fsdp2", {}, ""),
+    ("DeepSpeed ZeRO-3, offload_param", "deepspeed_zero3", {}, "deepspeed"),
+    ("fairscale OffloadModel", "fairscale_offload", {}, "fairscale-offload"),
+]
+KEEP: dict[str, Any] = {"checkpoint_activation": False}
+CHECKPOINT: dict[str, Any] = {"checkpoint_activation": True}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Sizes, the number of pairs, where homes are, and which rungs."""
+    parser.add_argument("--device", default="cpu", help="where layers compute")
+    parser.add_argument("--layers", type=int, default=12, metavar="N", help="transformer blocks")
+    parser.add_argument("--dim", type=int, default=512, metavar="N", help="channels, a multiple of 64")
+    parser.add_argument("--rows", type=int, default=16, metavar="N", help="rows of the batch, at least 4")
+    parser.add_argument("--positions", type=int, default=32, metavar="N", help="tokens of a row")
+    parser.add_argument("--pairs", type=int, default=3, metavar="N", help="steps in turn with plain torch")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="WORD", help="only rungs with one of these in their names"
+    )
+    parser.add_argument("--home", type=Path, default=cache_directory(), help="a directory on disk for the shards")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the rungs, prints the tables; 0 if the gradients agree and every budget was kept."""
+    if arguments.dim < 64 or arguments.dim % 64:
+        raise ValueError(f"expected a multiple of 64 channels, got dim={arguments.dim}")
+    for name, least in (("layers", 4), ("rows", 4), ("positions", 1), ("pairs", 1)):
+        if getattr(arguments, name) < least:
+            raise ValueError(f"expected at least {least}, got {name}={getattr(arguments, name)}")
+    environment = here()
+    print("\n".join(environment.lines()))
+    arguments.home.mkdir(parents=True, exist_ok=True)
+    limits = measure_limits(arguments.home, device=arguments.device)
+    print(f"limits   {limits.line()}", flush=True)
+    shape = Shape(arguments.layers, arguments.dim, arguments.rows, arguments.positions)
+    with tempfile.TemporaryDirectory(prefix="memory-latency-", dir=arguments.home) as home:
+        common = {"shape": asdict(shape), "home": home, "device": arguments.device}
+        reference, *training = _training(shape, common, arguments.only)
+        first, paired = run_pairs(reference, training, arguments.pairs)
+        forward: list[Paired] = []
+        if rungs := _forward(shape, common, arguments.only):
+            forward_first, forward = run_pairs(rungs[0], rungs[1:], arguments.pairs)
+            forward.insert(0, _with_itself(forward_first))
+    measured = [Measured(pair) for pair in (_with_itself(first), *paired)]
+    sections = [
+        training_table(measured, shape, limits),
+        prediction_table(measured),
+        forward_table(forward, shape, limits),
+        reasons([*(pair.outcome for pair in paired), *(pair.outcome for pair in forward)]),
+        f"{shape.layers} blocks, {shape.parameters / 1e6:.0f} M parameters in fp32, {shape.rows} rows of "
+        f"{shape.positions} tokens. A step is forward, loss and backward, gradients at home. Peaks are above a process "
+        "that took a step of two such blocks in the same way: libraries, threads and their scratch memory. Limits "
+        "count the arithmetic and the bytes of each way itself, the recomputation where it recomputes; bytes of peers "
+        "are not counted. Ratios: to the step of plain torch in the same pair, median (least to greatest).",
+    ]
+    return publish(
+        arguments,
+        environment,
+        sections=[section for section in sections if section],
+        outcomes=[*(way.paired.outcome for way in measured), *(pair.outcome for pair in forward)],
+        broken=broken_bounds(measured, [pair.outcome for pair in forward]),
+        draw=lambda path: draw(path, measured, environment),
+        limits=limits,
+        facts=[("homes", f"a directory on {filesystem_of(arguments.home)}")],
+    )
+
+
+def _training(shape: Shape, common: dict[str, Any], only: Sequence[str]) -> list[Rung]:
+    """The reference first; then the other ways, then ours."""
+    ways = [*OTHERS, *((f"ours: {name}", "ours", settings, "") for name, settings in _ours(shape).items())]
+    return [
+        Rung(name, f"{MEASURE}:train", {"way": way, "settings": settings, **common}, peer=peer)
+        for name, way, settings, peer in [
+            (REFERENCE, "plain", {}, ""),
+            *(way for way in ways if any(word in way[0] for word in only)),
+        ]
+    ]
+
+
+def _ours(shape: Shape) -> dict[str, dict[str, Any]]:
+    """Each setting of OffloadModel changed in turn: home, slices, keep or checkpoint, micro-batches, slots, budget."""
+    most, half, few = shape.layers, shape.layers // 2, shape.layers // 4
+    chosen = {
+        f"host, {few} slices, keep": {"disk": False, "num_slices": few, **KEEP},
+        f"host, {few} slices, checkpoint": {"disk": False, "num_slices": few, **CHECKPOINT},
+        f"host, {most} slices, checkpoint": {"disk": False, "num_slices": most, **CHECKPOINT},
+        f"disk, {few} slices, keep": {"num_slices": few, **KEEP},
+        f"disk, {most} slices, keep": {"num_slices": most, **KEEP},
+        f"disk, {few} slices, checkpoint": {"num_slices": few, **CHECKPOINT},
+        f"disk, {half} slices, checkpoint": {"num_slices": half, **CHECKPOINT},
+        f"disk, {most} slices, checkpoint": {"num_slices": most, **CHECKPOINT},
+        f"disk, {most} slices, checkpoint, {half} slots": {"num_slices": most, "num_slots": half, **CHECKPOINT},
+        f"disk, {most} slices, checkpoint, 2 micro-batches": {
+            "num_slices": most,
+            "num_microbatches": 2,
+            **CHECKPOINT,
+        },
+        f"disk, {most} slices, checkpoint, 4 micro-batches": {
+            "num_slices": most,
+            "num_microbatches": 4,
+            **CHECKPOINT,
+        },
+    }
+    layer_bytes = 4 * shape.parameters // shape.layers
+    for layers in (5, 8, 16):  # two slots and two sets of gradients of one layer are 4; the rest is for boundaries
+        budget = layers * layer_bytes
+        chosen[f"disk, budget {budget >> 20} MiB"] = {"num_slices": None, "memory_budget": budget, **CHECKPOINT}
+    return chosen
+
+
+def _forward(shape: Shape, common: dict[str, Any], only: Sequence[str]) -> list[Rung]:
+    ways: list[tuple[str, str, dict[str, Any], str]] = [
+        (f"ours: disk, {shape.layers} slices", "ours", {"num_slices": shape.layers}, ""),
+        ("accelerate disk_offload", "accelerate_disk", {}, "accelerate"),
+        ("diffusers group offloading, disk", "diffusers_groups", {}, "diffusers"),
+    ]
+    ways = [way for way in ways if any(word in way[0] for word in only)]
+    return ways and [
+        Rung(f"forward, {name}", f"{MEASURE}:forward", {"way": way, "settings": settings, **common}, peer=peer)
+        for name, way, settings, peer in [
+            (REFERENCE, "plain", {}, ""),
+            *ways,
+        ]
+    ]
+
+
+def _with_itself(reference: Outcome) -> Paired:
+    """The reference as a row among the others; its first turn was the warm-up."""
+    steps = reference.steps[1:]
+    return Paired(reference, steps, steps)
+
+
+def broken_bounds(measured: Sequence[Measured], forward: Sequence[Outcome]) -> list[str]:
+    """What must hold and does not, one line each: rungs run, gradients are those of plain torch, budgets are kept."""
+    outcomes = [*(way.paired.outcome for way in measured), *forward]
+    broken = [f"{outcome.rung.name}: {outcome.failure}" for outcome in outcomes if outcome.failure]
+    for outcome in outcomes:
+        if outcome.result is None:
+            continue
+        if not outcome.result["difference"] <= MAXIMUM_DIFFERENCE:
+            broken.append(
+                f"{outcome.rung.name}: differs from plain torch by {outcome.result['difference']:.1e}, "
+                f"at most {MAXIMUM_DIFFERENCE:.0e} is allowed"
+            )
+        budget = outcome.rung.arguments["settings"].get("memory_budget")
+        held = outcome.result.get("statistics", {}).get("peak_device_bytes", 0)
+        if budget is not None and held > budget:
+            broken.append(f"{outcome.rung.name}: the engine held {held:,} bytes, over its budget of {budget:,}")
+    return broken

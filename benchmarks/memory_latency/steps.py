@@ -1,0 +1,154 @@
+"""What the process of a rung does: builds one way, waits for its turns, takes a step in each, compares gradients."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from benchmarks.frame.child import Report
+from benchmarks.frame.heap import give_back_at_once, return_freed_memory
+from benchmarks.memory_latency.forward import FORWARD_WAYS
+from benchmarks.memory_latency.shape import Shape
+from benchmarks.memory_latency.ways import WAYS, CannotRunError, Way
+
+T = TypeVar("T")
+
+__all__ = ["FLOOR", "IN_USE", "forward", "train"]
+
+FLOOR = "after a step of two layers"
+IN_USE = "a step with freed memory given back"
+COUNTED = ("bytes_loaded", "bytes_stored", "bytes_spilled", "wait_seconds")
+
+
+def train(
+    report: Report, way: str, shape: dict[str, Any], home: str, device: str, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Steps (forward, loss, backward) of one way. The way "plain" leaves its gradients in ``home`` for the others."""
+    chosen = Shape(**shape)
+    small = replace(chosen, layers=2)
+    try:
+        # Libraries, threads, their scratch memory, and whatever else is made once: a process that took this step and
+        # gave back what it could is the floor of the peak.
+        first = WAYS[way](small.build(), _folder(home, "small"), device, **_for_small(settings))
+        _step(first, small.batch().to(device))
+        del first
+        _note_floor(report)
+        prepared = WAYS[way](chosen.build(), _folder(home, way), device, **settings)
+    except CannotRunError as reason:
+        report.skip(str(reason))
+        return {}
+    batch = chosen.batch().to(device)
+    report.phase("steps")
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats(device)
+    estimate: dict[str, Any] = {}
+    statistics: dict[str, Any] = {}
+    for k in report.turns():
+        before = prepared.statistics()
+        seconds, _ = _timed(lambda: _step(prepared, batch), device)
+        statistics = prepared.statistics()
+        report.step(
+            seconds=seconds, **{name: statistics[name] - before[name] for name in COUNTED if name in statistics}
+        )
+        if k == 0:  # what a user sees who asks after one step
+            estimate = prepared.estimate(chosen.rows)
+            if way == "plain" and prepared.microbatches == 1:
+                torch.save({name: g.cpu() for name, g in prepared.gradients().items()}, Path(home, "gradients.pt"))
+    if device == "cpu":
+        give_back_at_once()
+        report.phase(IN_USE)
+        _step(prepared, batch)
+    device_peak = torch.cuda.max_memory_allocated(device) if device != "cpu" else 0
+    report.phase("end")
+    expected = torch.load(Path(home, "gradients.pt"), mmap=True)
+    return {
+        "difference": greatest_difference(prepared.gradients(), expected),
+        "estimate": estimate,
+        "statistics": statistics,
+        "device_peak": device_peak,
+    }
+
+
+def forward(
+    report: Report, way: str, shape: dict[str, Any], home: str, device: str, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Forward passes of one way. The way "plain" leaves its output in ``home`` for the others."""
+    chosen = Shape(**shape)
+    small = replace(chosen, layers=2)
+    try:
+        with torch.no_grad():
+            first = FORWARD_WAYS[way](small.build(), _folder(home, "small"), device, **_for_small(settings))
+            first(small.batch().to(device))
+        del first
+        _note_floor(report)
+        run = FORWARD_WAYS[way](chosen.build(), _folder(home, way), device, **settings)
+    except CannotRunError as reason:
+        report.skip(str(reason))
+        return {}
+    batch, output = chosen.batch().to(device), torch.empty(0)
+    report.phase("steps")
+    with torch.no_grad():
+        for _ in report.turns():
+            seconds, output = _timed(lambda: run(batch), device)
+            report.step(seconds=seconds)
+    report.phase("end")
+    where = Path(home, "output.pt")
+    if not where.exists():
+        torch.save(output.cpu(), where)
+    return {"difference": greatest_difference({"output": output}, {"output": torch.load(where)})}
+
+
+def greatest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The greatest difference of any element, relative to the greatest element of its tensor; inf if one is missing."""
+    if found.keys() != expected.keys():
+        return float("inf")
+    return max(
+        float((found[name].detach().cpu() - tensor).abs().max() / tensor.abs().max().clamp(min=1e-30))
+        for name, tensor in expected.items()
+    )
+
+
+def _folder(home: str, name: str) -> Path:
+    """A folder of its own for the files of one model."""
+    return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=home))
+
+
+def _for_small(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same settings, as far as a model of two layers can have them."""
+    small = {name: value for name, value in settings.items() if name not in ("num_slots", "memory_budget")}
+    return small | ({"num_slices": 2} if "num_slices" in settings else {})
+
+
+def _note_floor(report: Report) -> None:
+    gc.collect()
+    return_freed_memory()
+    report.memory(FLOOR)
+
+
+def _step(way: Way, batch: Tensor) -> None:
+    way.zero()
+    for piece in batch.chunk(way.microbatches):
+        # The mean over the batch, whatever the pieces: their gradients add up to those of the whole.
+        way.backward(way.run(piece).float().square().sum() / batch.numel())
+
+
+def _timed(work: Callable[[], T], device: str) -> tuple[float, T]:
+    """Seconds until ``work`` is done, on the device as well; and what it returned."""
+    _wait_for(device)
+    started = time.perf_counter()
+    value = work()
+    _wait_for(device)
+    return time.perf_counter() - started, value
+
+
+def _wait_for(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize(device)
