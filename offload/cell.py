@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.shard import Shard
+from offload.tail import Listener, OtherOperations, Skipper, Tail
 from pipe.checkpoint import enable_checkpointing, enable_recomputing
 from pipe.guard import Guard, Watched
 from pipe.nested import map_tensors, tensors_in
@@ -54,6 +55,8 @@ class Record:
     replay: Replay
     guard: Guard
     copies_input: bool
+    #: What the recomputation leaves out, since nobody reads it.
+    tail: Tail | None
 
 
 @dataclass(eq=False)
@@ -86,8 +89,10 @@ class CellRunner:
         """
         replay, guard = Replay.capture([self.device]), Guard(self.watched)
         sizes: dict[int, int] = {}
+        listener = Listener()
 
         def drop(tensor: Tensor) -> None:
+            listener.saved()
             # The graph of a first run only tells which outputs need a gradient, and how much it would have kept.
             if tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
@@ -98,35 +103,60 @@ class CellRunner:
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(drop, _never),
         ):
-            output, copied = self._first_run(boundary, output_fn)
+            output, copied = self._first_run(boundary, output_fn, listener)
         sizes.pop(self.shard.slot.untyped_storage().data_ptr(), None)
         self.activation_bytes = sum(sizes.values())
-        return output, Record(replay.seal(), guard.seal(), copied)
+        return output, Record(replay.seal(), guard.seal(), copied, listener.tail())
 
     def recompute(self, boundary: Any, record: Record, output_fn: OutputFn | None = None) -> Any:
-        """Runs the cell once more, with a graph from ``boundary`` and the parameters to its output."""
+        """Runs the cell once more, with a graph from ``boundary`` and the parameters to its output.
+
+        The output is of the right shape, but its values may be left out.
+        """
+        if record.tail is not None:
+            with contextlib.suppress(OtherOperations):
+                skipper = Skipper(record.tail)
+                output = self._recompute(boundary, record, output_fn, skipper)
+                skipper.check()
+                return output
+        return self._recompute(boundary, record, output_fn, contextlib.nullcontext())
+
+    def _recompute(
+        self,
+        boundary: Any,
+        record: Record,
+        output_fn: OutputFn | None,
+        mode: contextlib.AbstractContextManager[Any],
+    ) -> Any:
         with contextlib.ExitStack() as stack:
             stack.enter_context(record.guard.again(strict=False))
             stack.enter_context(record.replay.again())
             stack.enter_context(enable_checkpointing(False))
             stack.enter_context(enable_recomputing())
             stack.enter_context(torch.enable_grad())
-            return self._call(map_tensors(Tensor.clone, boundary) if record.copies_input else boundary, output_fn)
+            value = map_tensors(Tensor.clone, boundary) if record.copies_input else boundary
+            with mode:
+                return self._call(value, output_fn)
 
     def forward_with_graph(self, boundary: Any, output_fn: OutputFn | None = None) -> Any:
         """Runs the cell once and for all, with its graph: what a step without recomputation does."""
         with torch.enable_grad():
             return self._first_run(boundary, output_fn)[0]
 
-    def _first_run(self, boundary: Any, output_fn: OutputFn | None) -> tuple[Any, bool]:
-        """Output, and whether the input must be copied to survive it."""
+    def _first_run(
+        self,
+        boundary: Any,
+        output_fn: OutputFn | None,
+        mode: contextlib.AbstractContextManager[Any] | None = None,
+    ) -> tuple[Any, bool]:
+        """Output, and whether the input must be copied to survive it. ``mode`` is around the layers only."""
         modes = tuple(module.training for _, module in self.watched.modules)
         copies_input = self._writes_input.get(modes, True)
         value = map_tensors(Tensor.clone, boundary) if copies_input else boundary
         counted = not any(t.is_inference() for t in tensors_in(value))  # inference tensors do not count their changes
         before = [(t, t._version) for t in tensors_in(value)] if counted else []
         # The cache of casted weights would hold all shards' weights at once, and casts whose graph is gone.
-        with autocast_without_cache([self.device]):
+        with autocast_without_cache([self.device]), mode or contextlib.nullcontext():
             output = self._call(value, output_fn)
         writes = any(t._version != version for t, version in before)
         if writes and not copies_input:

@@ -1,0 +1,180 @@
+"""A recomputation leaves out what nobody reads, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from offload import OffloadModel
+
+WIDTH = 8
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products whose factors are no stand-ins on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and args[-1].device.type != "meta":
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Block(nn.Module):
+    """As a transformer's: it ends in a linear layer and a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Stash(torch.autograd.Function):
+    """Keeps a tensor for its backward as an attribute, where no hook sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.product = torch.mm(x, weight)
+        return ctx.product + 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.product, None
+
+
+class Stashing(Block):
+    """No tensor is saved in its custom function: a product in there looks like a tail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Stash.apply(super().forward(x), self.square)
+
+
+class Elsewhere(Block):
+    """Saves what its products need under hooks of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x)  # saves its result, here where it is seen
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            return self.down(self.up(x))
+
+
+class Inner(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(checkpoint(self.up, x, use_reentrant=False))
+
+
+class Looking(Block):
+    """Decides by a value of its tail what it does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * 2 if y.sum() > -1e9 else y
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(F.gelu(self.up(x)))
+        y += x
+        return y
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv1d(1, 2, 3), nn.Conv1d(2, 1, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.tanh(self.one(x[:, None])))[:, 0]
+
+
+def run(model: nn.Module, x: Tensor) -> tuple[list[Tensor], int]:
+    """Gradients of the input and of all parameters; and the number of products in backward."""
+    x = x.clone().requires_grad_()
+    loss = model(x).pow(2).sum()
+    with Products() as products:
+        loss.backward()
+    assert x.grad is not None
+    return [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)], products.count
+
+
+@pytest.mark.parametrize("kind", [Block, Stashing, Elsewhere, Inner, Looking, InPlace, Convolution])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_gradients_are_those_of_the_bare_model(kind: Callable[[], nn.Module], microbatches: int) -> None:
+    torch.manual_seed(0)
+    bare = nn.Sequential(kind(), nn.Tanh(), kind())
+    x = torch.randn(4, WIDTH if kind is not Convolution else 12)
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True)
+    model._num_microbatches = microbatches
+    for _ in range(2):
+        for expected, actual in zip(run(bare, x)[0], run(model, x)[0], strict=True):
+            torch.testing.assert_close(actual, expected)
+
+
+def test_the_last_product_of_a_block_is_not_recomputed() -> None:
+    bare = nn.Sequential(Block(), Block())
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True)
+    x = torch.randn(4, WIDTH)
+    # Each block multiplies twice forward, of which one is recomputed.
+    assert run(model, x)[1] == run(bare, x)[1] + 2
+
+
+def test_a_layer_that_looks_at_its_tail_is_recomputed_in_full() -> None:
+    model = OffloadModel(nn.Sequential(Looking(), Looking()), "cpu", num_slices=2, checkpoint_activation=True)
+    bare = nn.Sequential(Looking(), Looking())
+    x = torch.randn(4, WIDTH)
+    assert run(model, x)[1] == run(bare, x)[1] + 4
+
+
+class Fickle(Block):
+    """Does one more product in its recomputation than it did before."""
+
+    calls: Iterator[bool]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if next(self.calls) else self.down(self.up(y))
+
+
+def test_a_recomputation_that_does_other_things_is_not_trusted() -> None:
+    """Nothing is left out of it: it meets the same checks as before."""
+    layer = Fickle()
+    layer.calls = iter([True, False, False])
+    model = OffloadModel(nn.Sequential(layer), "cpu", num_slices=1, checkpoint_activation=True)
+    gradients, _ = run(model, torch.randn(4, WIDTH))
+    assert not any(gradient.isnan().any() for gradient in gradients)
+
+
+def test_what_is_left_out_holds_no_number() -> None:
+    """A result that escapes must not look like one."""
+    seen: list[Tensor] = []
+    model = OffloadModel(nn.Sequential(Block()), "cpu", num_slices=1, checkpoint_activation=True)
+    model.get_submodule("0").register_forward_hook(lambda module, args, output: seen.append(output))
+    run(model, torch.randn(4, WIDTH))
+    assert [bool(output.isnan().all()) for output in seen] == [False, True]
+
+
+def test_layers_behind_a_tail_that_is_saved_are_counted_in() -> None:
+    counts = Counter[str]()
+    bare = nn.Sequential(Block(), nn.Tanh())
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=1, checkpoint_activation=True)
+    x = torch.randn(4, WIDTH)
+    counts["ours"], counts["bare"] = run(model, x)[1], run(bare, x)[1]
+    assert counts["ours"] == counts["bare"] + 2
