@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.plan import Costs, plan_step, simulate
+from offload.plan import Costs, Updates, plan_step, simulate
 from offload.shard import Shard
 from offload.statistics import Meter
 
@@ -16,7 +16,8 @@ __all__ = ["Estimate", "estimate_step"]
 class Estimate:
     """Prediction for one step, forward and backward."""
 
-    #: Seconds from the first load to the last gradient at home, without the user's loss and optimizer.
+    #: Seconds from the first load to the last gradient at home, without the user's loss; with the updates of an
+    #: ``OffloadOptimizer``, without any other optimizer.
     seconds: float
     #: Of these, seconds in which compute stands still for a load.
     wait_seconds: float
@@ -31,7 +32,14 @@ class Estimate:
 
 
 def estimate_step(
-    shards: Sequence[Shard], meter: Meter, *, slots: int, rows: Sequence[int], boundary_budget_bytes: int, home: str
+    shards: Sequence[Shard],
+    meter: Meter,
+    *,
+    slots: int,
+    rows: Sequence[int],
+    boundary_budget_bytes: int,
+    home: str,
+    updates: Updates,
 ) -> Estimate:
     """Predicts a training step with ``rows[i]`` rows in micro-batch i.
 
@@ -41,6 +49,7 @@ def estimate_step(
     if any(("B", shard.index) not in meter.rows for shard in shards if shard.trainable) or not meter.bytes_loaded:
         raise RuntimeError("run one training step first: estimate() predicts from the bandwidths that it measures")
     load_bandwidth = meter.bytes_loaded / max(meter.loading.seconds, 1e-9)
+    update_seconds = meter.updating.seconds / max(meter.bytes_applied, 1)  # for each byte of gradients
     drain_bandwidth = meter.bytes_stored / max(meter.draining.seconds, 1e-9)
     home_bytes = [sum(s.nbytes for s in shard.at_home) for shard in shards]
     gradient_bytes = [sum(s.nbytes for s in shard.at_home if s.parameter.requires_grad) for shard in shards]
@@ -50,7 +59,7 @@ def estimate_step(
         counted = meter.rows.get((kind, j), 0)
         return meter.cells[kind, j].seconds / counted * mean_rows if counted else 0.0
 
-    plan = plan_step(len(shards), slots=slots, microbatches=len(rows))
+    plan = plan_step(len(shards), slots=slots, microbatches=len(rows), **updates)
     forecast = simulate(
         plan,
         Costs(
@@ -59,6 +68,7 @@ def estimate_step(
             backward=[cell_seconds("B", shard.index) for shard in shards],
             drain=[nbytes / drain_bandwidth if drain_bandwidth else 0.0 for nbytes in gradient_bytes],
             slot_bytes=max(shard.slot_bytes for shard in shards),
+            update=[nbytes * update_seconds for nbytes in gradient_bytes],
         ),
     )
     levels = [int(nbytes * sum(rows)) for nbytes in meter.boundary_bytes_per_row.values()]

@@ -7,7 +7,7 @@ import copy
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from offload.budget import parse_bytes
 from offload.estimate import Estimate, estimate_step
 from offload.heap import return_freed_memory
 from offload.lane import open_lanes
-from offload.plan import Plan, plan_step
+from offload.plan import Plan, Updates, plan_step
 from offload.pretrained import Pretrained, tensors_of
 from offload.regroup import RegroupedTape, by_chunk, join_chunks, looks_across_rows, split_output
 from offload.shard import make_shards
@@ -31,6 +31,17 @@ from offload.walk import Walk
 from pipe.microbatch import gather_nested, split_nested
 
 __all__ = ["OffloadModel"]
+
+
+class Updating(Protocol):
+    """An optimizer whose updates are a part of the model's steps."""
+
+    max_norm: float | None
+    update_in_backward: bool
+
+    @property
+    def updated_shards(self) -> frozenset[int]:
+        """The shards that it updates."""
 
 
 class OffloadModel(nn.Module):
@@ -138,6 +149,8 @@ class OffloadModel(nn.Module):
         if activation_bytes is not None:
             self._activation_bytes = parse_bytes(activation_bytes, "activation_bytes")
         self._num_microbatches = num_microbatches
+        #: The optimizers whose updates are a part of this model's steps.
+        self._optimizers: weakref.WeakSet[Updating] = weakref.WeakSet()
         self._tier = open_tier(offload_device, self.device)
         self._meter = Meter(self.device)
         shards = make_shards(list(named.items()), cuts, self._tier, param_dtype, stored)
@@ -243,13 +256,26 @@ class OffloadModel(nn.Module):
         return self._meter.read()
 
     def plan(self, batch_rows: int | None = None, *, training: bool = True) -> Plan:
-        """The plan of a step from empty slots: ``print(model.plan())``. A batch of few rows has fewer micro-batches."""
+        """The plan of a step from empty slots: ``print(model.plan())``. A batch of few rows has fewer micro-batches.
+
+        With an ``OffloadOptimizer`` it is a step that follows another one, whose updates it begins with.
+        """
         return plan_step(
             len(self._walk.shards),
             slots=self._walk.streamer.slots,
             microbatches=min(self._num_microbatches, batch_rows or self._num_microbatches),
             training=training,
+            **self._updates(),
         )
+
+    def _updates(self) -> Updates:
+        """What the optimizers of this model add to a plan."""
+        optimizers = list(self._optimizers)
+        return {
+            "pending": frozenset[int]().union(*(o.updated_shards for o in optimizers if not o.update_in_backward)),
+            "updates": any(o.update_in_backward for o in optimizers),
+            "clips": any(o.max_norm is not None for o in optimizers),
+        }
 
     def estimate(self, batch_rows: int) -> Estimate:
         """Predicts a training step on a batch of ``batch_rows`` rows: seconds, bytes moved, peak bytes by tier.
@@ -268,6 +294,7 @@ class OffloadModel(nn.Module):
             rows=[batch_rows // count + (i < batch_rows % count) for i in range(count)],
             boundary_budget_bytes=self._walk.boundary_bytes,
             home=self._tier.name,
+            updates=self._updates(),
         )
 
     @contextlib.contextmanager

@@ -8,6 +8,8 @@ used last in forward are still there when backward begins.
 A plan prints as short tokens and parses back; the same text stands in logs, errors, test expectations and traces::
 
     L0 L1 F0.0 F0.1 E0 L2 F1.0 F1.1 F2.0 F2.1 B2.0 B2.1 D2 E2 L0 B1.0 B1.1 D1 B0.0 B0.1 D0
+    U0 L0 U1 L1 F0.0 E0 U2 L2 F1.0 F2.0 B2.0 D2 E2 L0 B1.0 D1 B0.0 D0       the same after an optimizer's step
+    L0 L1 F0.0 E0 L2 F1.0 F2.0 B2.0 D2 U2 E2 L0 B1.0 D1 U1 B0.0 D0 U0       with updates in backward
 
 ========  =====================================================================
 token     meaning
@@ -17,7 +19,11 @@ token     meaning
 ``Fj.i``  run cell (shard j, micro-batch i) forward
 ``Bj.i``  push the gradient back through cell (j, i)
 ``Dj``    start to send the gradients of shard j home
+``Uj``    start the optimizer's update of shard j, where it rests
 ========  =====================================================================
+
+An update belongs to gradients that were drained before: by the step before, whose updates are ``pending`` when a plan
+starts, or by the plan itself. A gradient clipped by the norm of all (``clips``) is updated after the last drain.
 
 This module knows nothing of tensors or torch.
 """
@@ -28,8 +34,21 @@ import enum
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
-__all__ = ["Action", "Costs", "Forecast", "Kind", "Plan", "PlanError", "plan_pass", "plan_step", "simulate", "validate"]
+__all__ = [
+    "Action",
+    "Costs",
+    "Forecast",
+    "Kind",
+    "Plan",
+    "PlanError",
+    "Updates",
+    "plan_pass",
+    "plan_step",
+    "simulate",
+    "validate",
+]
 
 
 class Kind(enum.Enum):
@@ -40,6 +59,7 @@ class Kind(enum.Enum):
     FORWARD = "F"
     BACKWARD = "B"
     DRAIN = "D"
+    UPDATE = "U"
 
 
 @dataclass(frozen=True)
@@ -55,22 +75,30 @@ class Action:
         return f"{self.kind.value}{self.shard}{cell}"
 
 
-_TOKEN = re.compile(r"([LED])(\d+)|([FB])(\d+)\.(\d+)")
+_TOKEN = re.compile(r"([LEDU])(\d+)|([FB])(\d+)\.(\d+)")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Ordered actions for ``slots`` device slots. ``resident`` are the shards that are in a slot before it starts."""
+    """Ordered actions for ``slots`` device slots.
+
+    ``resident`` are the shards that are in a slot before it starts, ``pending`` those that an earlier step left to be
+    updated. ``clips``: an update needs the norm of all gradients.
+    """
 
     actions: tuple[Action, ...]
     slots: int
     resident: frozenset[int] = frozenset()
+    pending: frozenset[int] = frozenset()
+    clips: bool = False
 
     def __str__(self) -> str:
         return " ".join(map(str, self.actions))
 
     @classmethod
-    def parse(cls, text: str, slots: int, resident: Iterable[int] = ()) -> Plan:
+    def parse(
+        cls, text: str, slots: int, resident: Iterable[int] = (), pending: Iterable[int] = (), *, clips: bool = False
+    ) -> Plan:
         """Reads what ``str(plan)`` wrote.
 
         Raises:
@@ -80,10 +108,10 @@ class Plan:
         for word in text.split():
             match = _TOKEN.fullmatch(word)
             if match is None:
-                raise ValueError(f"expected a token such as L3, E2, F3.0, B3.0 or D3, got {word!r}")
+                raise ValueError(f"expected a token such as L3, E2, F3.0, B3.0, D3 or U3, got {word!r}")
             move, moved, cell, shard, microbatch = match.groups()
             actions.append(Action(Kind(move), int(moved)) if move else Action(Kind(cell), int(shard), int(microbatch)))
-        return cls(tuple(actions), slots, frozenset(resident))
+        return cls(tuple(actions), slots, frozenset(resident), frozenset(pending), clips)
 
     @property
     def loads(self) -> tuple[int, ...]:
@@ -122,6 +150,8 @@ def plan_pass(
     microbatches: int,
     resident: Collection[int] = (),
     later: Sequence[int] = (),
+    pending: Collection[int] = (),
+    updates: bool = False,
 ) -> Plan:
     """Plans one pass over the shards in ``order``, each used once.
 
@@ -132,11 +162,14 @@ def plan_pass(
         microbatches: cells of each visit.
         resident: shards that are in a slot already.
         later: the order of use after this pass, as far as it is known; it decides what is worth keeping.
+        pending: shards that must be updated before they are loaded.
+        updates: whether a shard is updated as soon as its gradients are drained.
     """
     if slots < 1:
         raise ValueError(f"expected at least 1 slot, got slots={slots}")
     uses = [*order, *later]
     there = set(resident)
+    left = set(pending)
     actions: list[Action] = []
 
     def next_use(shard: int, position: int) -> int:
@@ -161,25 +194,65 @@ def plan_pass(
             if not make_room(position, wanted):
                 break
             there.add(uses[wanted])
+            if uses[wanted] in left:
+                left.discard(uses[wanted])
+                actions.append(Action(Kind.UPDATE, uses[wanted]))
             actions.append(Action(Kind.LOAD, uses[wanted]))
         actions.extend(Action(kind, shard, i) for i in range(microbatches))
         if kind is Kind.BACKWARD:
             actions.append(Action(Kind.DRAIN, shard))
-    return Plan(tuple(actions), slots, frozenset(resident))
+            if updates:
+                actions.append(Action(Kind.UPDATE, shard))
+    return Plan(tuple(actions), slots, frozenset(resident), frozenset(pending))
 
 
-def plan_step(shards: int, *, slots: int, microbatches: int = 1, training: bool = True) -> Plan:
-    """Plans a whole step from empty slots: forward, and backward where ``training``."""
+class Updates(TypedDict):
+    """What an optimizer adds to a plan: see :func:`plan_step`."""
+
+    pending: frozenset[int]
+    updates: bool
+    clips: bool
+
+
+def plan_step(
+    shards: int,
+    *,
+    slots: int,
+    microbatches: int = 1,
+    training: bool = True,
+    pending: Collection[int] = (),
+    updates: bool = False,
+    clips: bool = False,
+) -> Plan:
+    """Plans a whole step from empty slots: forward, and backward where ``training``. See :func:`plan_pass`."""
     forward, backward = range(shards), range(shards - 1, -1, -1)
+    first = plan_pass(
+        forward,
+        Kind.FORWARD,
+        slots=slots,
+        microbatches=microbatches,
+        later=backward if training else (),
+        pending=pending,
+    )
     if not training:
-        return plan_pass(forward, Kind.FORWARD, slots=slots, microbatches=microbatches)
-    first = plan_pass(forward, Kind.FORWARD, slots=slots, microbatches=microbatches, later=backward)
-    second = plan_pass(backward, Kind.BACKWARD, slots=slots, microbatches=microbatches, resident=first.resident_after)
-    return Plan(first.actions + second.actions, slots)
+        return Plan(first.actions, slots, pending=first.pending, clips=clips)
+    second = plan_pass(
+        backward,
+        Kind.BACKWARD,
+        slots=slots,
+        microbatches=microbatches,
+        resident=first.resident_after,
+        updates=updates,
+    )
+    return Plan(first.actions + second.actions, slots, pending=first.pending, clips=clips)
 
 
 def validate(plan: Plan) -> None:
-    """Proves that a plan can run: each cell finds its shard resident, slots suffice, each gradient is drained once.
+    """Proves that a plan can run.
+
+    Each cell finds its shard resident, slots suffice, each gradient is drained once. A shard is updated once for each
+    drain at the most, after it, before its next load, and after the last drain if gradients are clipped; a copy from
+    before is not used any more.
 
     Raises:
         PlanError: at the first action that breaks one of these.
@@ -187,6 +260,8 @@ def validate(plan: Plan) -> None:
     there = set(plan.resident)
     undrained: set[int] = set()
     done: set[Action] = set()
+    pending, drained, stale = set(plan.pending), set[int](), set[int]()
+    last_drain = max((k for k, action in enumerate(plan.actions) if action.kind is Kind.DRAIN), default=-1)
     if len(there) > plan.slots:
         raise PlanError(plan, 0, f"{len(there)} shards are resident in {plan.slots} slots")
     for position, action in enumerate(plan.actions):
@@ -196,18 +271,33 @@ def validate(plan: Plan) -> None:
                 raise PlanError(plan, position, f"shard {shard} is loaded while it is resident")
             if len(there) == plan.slots:
                 raise PlanError(plan, position, f"shard {shard} is loaded, but all {plan.slots} slots are taken")
+            if shard in pending:
+                raise PlanError(plan, position, f"shard {shard} is loaded before its pending update")
             there.add(shard)
+            stale.discard(shard)
             continue
         if action.kind is Kind.DRAIN:
             if shard not in undrained:
                 raise PlanError(plan, position, f"shard {shard} has no gradients to drain")
             undrained.discard(shard)
+            drained.add(shard)
+            continue
+        if action.kind is Kind.UPDATE:
+            if shard not in pending | drained:
+                raise PlanError(plan, position, f"shard {shard} has no drained gradients to be updated with")
+            if shard not in pending and plan.clips and position < last_drain:
+                raise PlanError(plan, position, f"shard {shard} is updated before the norm of all gradients is known")
+            pending.discard(shard)
+            drained.discard(shard)
+            stale.update({shard} & there)
             continue
         if shard not in there:
             raise PlanError(plan, position, f"shard {shard} is not resident")
         if action.kind is Kind.EVICT:
             there.discard(shard)
             continue
+        if shard in stale:
+            raise PlanError(plan, position, f"shard {shard} was updated since it was loaded")
         if action in done:
             raise PlanError(plan, position, f"cell {action} runs twice")
         done.add(action)
@@ -226,6 +316,7 @@ class Costs:
     backward: Sequence[float]
     drain: Sequence[float]
     slot_bytes: int
+    update: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -239,20 +330,24 @@ class Forecast:
 
 
 def simulate(plan: Plan, costs: Costs) -> Forecast:
-    """Runs a plan on three clocks, compute and one lane in each direction, that meet only where the plan says."""
+    """Runs a plan on clocks of its own for compute and for each lane, which meet only where the plan says."""
     validate(plan)
-    compute = loading = draining = waited = computed = 0.0
+    compute = loading = draining = updating = waited = computed = 0.0
     arrival = dict.fromkeys(plan.resident, 0.0)
+    home: dict[int, float] = {}  # when gradients are home
+    updated: dict[int, float] = {}
     for action in plan.actions:
         shard = action.shard
         if action.kind is Kind.LOAD:
-            loading = arrival[shard] = max(loading, compute) + costs.load[shard]
+            loading = arrival[shard] = max(loading, compute, updated.get(shard, 0.0)) + costs.load[shard]
         elif action.kind is Kind.DRAIN:
-            draining = max(draining, compute) + costs.drain[shard]
+            draining = home[shard] = max(draining, compute) + costs.drain[shard]
+        elif action.kind is Kind.UPDATE:
+            updating = updated[shard] = max(updating, compute, home.get(shard, 0.0)) + costs.update[shard]
         elif action.kind is not Kind.EVICT:
             start = max(compute, arrival[shard])
             seconds = (costs.forward if action.kind is Kind.FORWARD else costs.backward)[shard]
             waited += start - compute
             computed += seconds
             compute = start + seconds
-    return Forecast(max(compute, loading, draining), waited, computed, plan.slots * costs.slot_bytes)
+    return Forecast(max(compute, loading, draining, updating), waited, computed, plan.slots * costs.slot_bytes)

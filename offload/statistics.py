@@ -33,6 +33,12 @@ class Statistics:
     #: Largest number of bytes that the engine held on the compute device at once: slots, boundaries, gradients on their
     #: way home. What the layers of one cell allocate while they run comes on top.
     peak_device_bytes: int
+    #: Updates of shards by an ``OffloadOptimizer``, and the bytes that they read from files and wrote there: gradients
+    #: and states read, weights and states written. Weights that are updated in the slot that a load is about to fill
+    #: are among ``bytes_loaded``. An update at home in host memory moves nothing.
+    shard_updates: int = 0
+    update_bytes_read: int = 0
+    update_bytes_written: int = 0
 
 
 class Meter:
@@ -43,12 +49,18 @@ class Meter:
         self.bytes_loaded = 0
         self.bytes_stored = 0
         self.bytes_spilled = 0
+        self.shard_updates = 0
+        self.update_bytes_read = 0
+        self.update_bytes_written = 0
+        #: Bytes of gradients that updates have applied.
+        self.bytes_applied = 0
         self.wait = Clock(device)
         self.compute = Clock(device)
         #: Time that copies take on their lanes, which is what the bandwidths of a forecast are made of.
         self.loading = Clock(device)
         self.draining = Clock(device)
         self.spilling = Clock(device)
+        self.updating = Clock(torch.device("cpu"))  # an optimizer works on the host, whatever the layers compute on
         #: (forward or backward, shard) -> time of its cells, and the rows that passed.
         self.cells: dict[tuple[str, int], Clock] = {}
         self.rows: dict[tuple[str, int], int] = {}
@@ -64,7 +76,7 @@ class Meter:
             "load": self.loading,
             "drain": self.draining,
             "boundary": self.spilling,
-            "update": Clock(torch.device("cpu")),  # an optimizer works on the host, whatever the layers compute on
+            "update": self.updating,
         }
 
     @contextlib.contextmanager
@@ -120,4 +132,7 @@ class Meter:
             self.wait.seconds,
             self.compute.seconds,
             self._peak,
+            self.shard_updates,
+            self.update_bytes_read,
+            self.update_bytes_written,
         )

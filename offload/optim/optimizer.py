@@ -57,8 +57,11 @@ class OffloadOptimizer(Optimizer):
         ValueError: if hyperparameters are refused by the class, patterns match nothing, or ``max_norm`` is combined
             with ``update_in_backward`` (the norm is known only after the last gradient).
 
-    On disk an update of Adam reads 16 bytes of each float32 parameter and writes 12; 4 of those that are read are the
-    load that a forward makes anyway. A shard without gradients is not written.
+    On disk a step of Adam moves, for each float32 parameter, with two slots: 8 bytes of weights that are read, by the
+    load of each pass; 4 of its gradient and 8 of its two moments, each written once and read once; and 4 of weights
+    that are written. The load of the forward and the update share one read. So 20 bytes are read and 16 written; with
+    ``update_in_backward`` the gradient moves nowhere, but weights are read once more. A shard without gradients is not
+    written. ``model.statistics()`` counts them.
 
     After an error of a home (a full or failing disk) nothing is lost and nothing is applied twice: the same call may be
     repeated. After an error in the middle of ``torch``'s own arithmetic, or of a backward that updates, the optimizer
@@ -106,6 +109,7 @@ class OffloadOptimizer(Optimizer):
             self._in_backward = InBackward(self)
             self._streamer.updater = self._in_backward
         self._streamer.note_norms |= max_norm is not None
+        model._optimizers.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as in ``torch.optim``; its ``"params"`` may be patterns."""
@@ -231,6 +235,15 @@ class OffloadOptimizer(Optimizer):
     def options(self) -> list[dict[str, Any]]:
         """Hyperparameters of all groups as of now."""
         return [options_of(group) for group in self.param_groups]
+
+    @property
+    def updated_shards(self) -> frozenset[int]:
+        """The shards that hold parameters of this optimizer that take a gradient."""
+        return frozenset(
+            shard.index
+            for shard, pieces in self.pieces.items()
+            if any(parameter.requires_grad for piece in pieces for parameter in piece.parameters)
+        )
 
     def _check_idle(self) -> None:
         if self._model._walk.busy:

@@ -74,7 +74,16 @@ class Task:
     bites_done: int = 0
     before: list[dict[str, Any] | None] | None = None
     unwritten: list[Write] = field(default_factory=list)
+    #: Bytes that went from files to the desk, and back.
+    bytes_read: int = 0
+    bytes_written: int = 0
     done: bool = False
+    #: Bytes of the parameters that are updated.
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        taking_part = zip(self.piece.slices, self.gradients, strict=True)
+        self.nbytes = sum(s.nbytes for s, gradient in taking_part if gradient is not None)
 
 
 class Piece(ABC):

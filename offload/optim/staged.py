@@ -174,6 +174,7 @@ class StagedPiece(Piece):
             while task.unwritten:
                 write = task.unwritten[0]
                 write.to(write.source)
+                task.bytes_written += write.source.numel()
                 task.unwritten.pop(0)
             task.bites_done += 1
 
@@ -240,6 +241,7 @@ class StagedPiece(Piece):
         if slot is None:
             weights = self._desk.take(nbytes)
             home.read_into(weights, offset)
+            task.bytes_read += nbytes
         else:
             weights = slot[offset : offset + nbytes]
         proxy.data = bite.shape(weights, s.dtype, s.parameter.shape, s.stride)
@@ -256,6 +258,7 @@ class StagedPiece(Piece):
                 offset, nbytes = bite.span(rest.nbytes, rest.dtype.itemsize)
                 part = self._desk.take(nbytes)
                 rest.block.read_into(part, rest.offset + offset)
+                task.bytes_read += nbytes
                 state[key] = bite.shape(part, rest.dtype, rest.shape, rest.stride)
 
     def _gradient(self, task: Task, k: int, bite: Bite) -> tuple[Tensor, list[Write]]:
@@ -269,6 +272,7 @@ class StagedPiece(Piece):
         if block is not None and gradient.data_ptr() == block.tensor.data_ptr() + s.offset:
             part = self._desk.take(nbytes)
             block.read_into(part, s.offset + offset)
+            task.bytes_read += nbytes
             to = partial(_write, block, s.offset + offset)
         else:
             if gradient.stride() != s.stride or gradient.device.type != "cpu":

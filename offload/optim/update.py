@@ -95,8 +95,17 @@ class Update:
             self._failed = True
             raise
         self._filled = slot
+        self._count()
         self.tasks.clear()
         self._shard.pending = None
+
+    def _count(self) -> None:
+        meter = self._meter
+        meter.shard_updates += 1
+        for task in self.tasks:
+            meter.update_bytes_read += task.bytes_read
+            meter.update_bytes_written += task.bytes_written
+            meter.bytes_applied += task.nbytes
 
     def _run_tasks(self, slot: Tensor | None) -> None:
         for task in self.tasks:

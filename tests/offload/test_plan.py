@@ -17,11 +17,38 @@ def test_the_plan_of_three_shards_in_two_slots_reads_like_the_design() -> None:
     assert str(plan) == ("L0 L1 F0.0 F0.1 E0 L2 F1.0 F1.1 F2.0 F2.1 B2.0 B2.1 D2 E2 L0 B1.0 B1.1 D1 B0.0 B0.1 D0")
 
 
-@given(shards=st.integers(1, 12), slots=st.integers(1, 8), microbatches=st.integers(1, 4), training=st.booleans())
-def test_every_plan_is_valid_prints_and_parses(shards: int, slots: int, microbatches: int, training: bool) -> None:
-    plan = plan_step(shards, slots=slots, microbatches=microbatches, training=training)
+def test_an_update_stands_before_the_next_load_of_its_shard_or_behind_its_drain() -> None:
+    before = plan_step(3, slots=2, pending=range(3), clips=True)
+    assert str(before) == "U0 L0 U1 L1 F0.0 E0 U2 L2 F1.0 F2.0 B2.0 D2 E2 L0 B1.0 D1 B0.0 D0"
+    behind = plan_step(3, slots=2, updates=True)
+    assert str(behind) == "L0 L1 F0.0 E0 L2 F1.0 F2.0 B2.0 D2 U2 E2 L0 B1.0 D1 U1 B0.0 D0 U0"
+
+
+@given(
+    shards=st.integers(1, 12),
+    slots=st.integers(1, 8),
+    microbatches=st.integers(1, 4),
+    training=st.booleans(),
+    pending=st.sets(st.integers(0, 11)),
+    updates=st.booleans(),
+)
+def test_every_plan_is_valid_prints_and_parses(
+    shards: int, slots: int, microbatches: int, training: bool, pending: set[int], updates: bool
+) -> None:
+    pending &= set(range(shards))
+    plan = plan_step(
+        shards,
+        slots=slots,
+        microbatches=microbatches,
+        training=training,
+        pending=pending,
+        updates=updates,
+        clips=not updates,
+    )
     validate(plan)
-    assert Plan.parse(str(plan), slots) == plan
+    assert Plan.parse(str(plan), slots, pending=pending, clips=not updates) == plan
+    updated = [action.shard for action in plan.actions if action.kind is Kind.UPDATE]
+    assert sorted(updated) == sorted([*pending, *(range(shards) if updates and training else ())])
 
 
 @given(shards=st.integers(1, 30), slots=st.integers(2, 12), microbatches=st.integers(1, 3))
@@ -87,6 +114,10 @@ def test_a_pass_starts_from_what_is_resident() -> None:
         ("L0 F0.0 F0.0", 2, "runs twice"),
         ("L0 B0.0", 2, "never drained"),
         ("L0 B0.0 D0 D0", 2, "no gradients to drain"),
+        ("U0", 2, "no drained gradients"),
+        ("L0 B0.0 U0 D0", 2, "no drained gradients"),
+        ("L0 B0.0 D0 U0 U0", 2, "no drained gradients"),
+        ("L0 B0.0 D0 U0 F0.0", 2, "updated since it was loaded"),
     ],
 )
 def test_a_plan_that_cannot_run_is_refused_with_an_arrow(text: str, slots: int, reason: str) -> None:
@@ -95,13 +126,43 @@ def test_a_plan_that_cannot_run_is_refused_with_an_arrow(text: str, slots: int, 
     assert "-->" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("L0 U0", "before its pending update"),
+        ("U0 U0 L0", "no drained gradients"),
+        ("U0 L0 L1 B1.0 D1 U1 B0.0 D0", "before the norm of all gradients is known"),
+    ],
+)
+def test_an_update_out_of_order_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        validate(Plan.parse(text, 2, pending=[0], clips=True))
+    validate(Plan.parse("U0 L0 L1 B1.0 D1 B0.0 D0 U1 U0", 2, pending=[0], clips=True))
+
+
 def test_a_word_that_is_no_token_is_named() -> None:
     with pytest.raises(ValueError, match=r"'L1\.2'"):
         Plan.parse("L0 L1.2", 2)
 
 
-def costs(shards: int, load: float, cell: float, drain: float) -> Costs:
-    return Costs([load] * shards, [cell] * shards, [2 * cell] * shards, [drain] * shards, 100)
+def costs(shards: int, load: float, cell: float, drain: float, update: float = 0.0) -> Costs:
+    return Costs([load] * shards, [cell] * shards, [2 * cell] * shards, [drain] * shards, 100, [update] * shards)
+
+
+def test_updates_hide_behind_compute_but_for_the_first_and_are_waited_for_by_loads() -> None:
+    plan = plan_step(6, slots=2, pending=range(6))
+    forecast = simulate(plan, costs(6, load=1.0, cell=4.0, drain=0.0, update=3.0))
+    # The second load waits for its update, which waits for the first one's: 3 + 3 + 1, of which compute hides 3.
+    assert forecast.wait_seconds == 3.0 + 1.0
+    assert forecast.seconds == 6 * 3 * 4.0 + 4.0
+    slow = simulate(plan, costs(6, load=1.0, cell=0.1, drain=0.0, update=30.0))
+    assert slow.seconds > 6 * 30.0
+
+
+def test_an_update_in_backward_waits_for_the_drain_of_its_shard() -> None:
+    plan = Plan.parse("L0 B0.0 D0 U0", 1)
+    forecast = simulate(plan, costs(1, load=1.0, cell=1.0, drain=5.0, update=7.0))
+    assert forecast.seconds == 1.0 + 2.0 + 5.0 + 7.0
 
 
 def test_compute_bound_steps_hide_all_loads_but_the_first() -> None:

@@ -1,0 +1,136 @@
+"""Updates are a part of the plan: printed, counted and predicted like loads."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload import OffloadModel, OffloadOptimizer
+from offload.plan import Kind, validate
+from tests.offload.pair import Pair
+from tests.offload.zoo import WIDTH, build
+
+
+def make(home: str, **more: Any) -> tuple[OffloadModel, OffloadOptimizer]:
+    model = OffloadModel(build(["linear", "linear"]), "cpu", home, num_slices=4, checkpoint_activation=True)
+    return model, OffloadOptimizer(model, torch.optim.AdamW, **more)
+
+
+def step(model: OffloadModel, optimizer: OffloadOptimizer) -> None:
+    model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_the_plan_shows_the_updates_of_an_optimizer_as_long_as_there_is_one() -> None:
+    model, optimizer = make("cpu", max_norm=1.0)
+    plan = model.plan()
+    assert str(plan).startswith("U0 L0 U1 L1 F0.0 E0 U2 L2 F1.0")
+    assert plan.clips
+    assert plan.pending == frozenset(range(4))
+    validate(plan)
+    del optimizer
+    gc.collect()
+    assert str(model.plan()).startswith("L0 L1 F0.0 E0 L2")
+
+
+def test_the_plan_shows_updates_in_backward() -> None:
+    model, optimizer = make("cpu", update_in_backward=True)
+    plan = model.plan()
+    assert str(plan).endswith("B3.0 D3 U3 E3 L1 B2.0 D2 U2 E2 L0 B1.0 D1 U1 B0.0 D0 U0")
+    validate(plan)
+    assert optimizer.update_in_backward
+
+
+def test_frozen_shards_are_not_updated_in_the_plan() -> None:
+    bare = build(["linear", "linear"])
+    for parameter in bare[1].parameters():
+        parameter.requires_grad_(False)
+    model = OffloadModel(bare, "cpu", num_slices=4)
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    assert optimizer.updated_shards == {0, 2, 3}
+    assert [a.shard for a in model.plan().actions if a.kind is Kind.UPDATE] == [0, 2, 3]
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_updates_run_in_the_order_of_the_plan(home: str, tmp_path: Path, in_backward: bool) -> None:
+    model, optimizer = make(home, update_in_backward=in_backward)
+    step(model, optimizer)
+    with model.trace(tmp_path / "trace.json") as events:
+        step(model, optimizer)
+        optimizer.synchronize()
+    expected = [str(action) for action in model.plan().actions if action.kind is Kind.UPDATE]
+    ran = [event.token for event in sorted(events, key=lambda e: e.begin) if event.track == "update lane"]
+    # In host memory, updates begin at once at step(), so this trace also holds those that its own step decided.
+    assert ran[-4:] == expected
+
+
+def test_an_estimate_includes_updates(home: str) -> None:
+    model, optimizer = make(home)
+    step(model, optimizer)
+    step(model, optimizer)
+    optimizer.synchronize()
+    meter = model._meter
+    with_updates = model.estimate(2).seconds
+    assert meter.bytes_applied == 2 * sum(p.numel() * 4 for p in model.parameters())
+    meter.bytes_applied //= 10**6  # as if each byte had cost a million times as much
+    assert model.estimate(2).seconds > with_updates
+
+
+def test_a_step_moves_the_bytes_that_the_documentation_says(tmp_path: Path) -> None:
+    """20 bytes are read and 16 written for each parameter that is trained with Adam and a global norm."""
+    model, optimizer = make(f"{tmp_path}/", max_norm=0.1)
+    step(model, optimizer)
+    step(model, optimizer)
+    before = model.statistics()
+    step(model, optimizer)
+    after = model.statistics()
+    optimizer.synchronize()
+    count = sum(p.numel() for p in model.parameters())
+    cached = sum(p.numel() for p in [*model.get_submodule("2").parameters(), *model.get_submodule("3").parameters()])
+    moved = {
+        "loaded": after.bytes_loaded - before.bytes_loaded,
+        "stored": after.bytes_stored - before.bytes_stored,
+        "read": after.update_bytes_read - before.update_bytes_read,
+        "written": after.update_bytes_written - before.update_bytes_written,
+    }
+    # What is still in a slot when backward begins is not loaded again.
+    assert moved == {"loaded": 8 * count - 4 * cached, "stored": 4 * count, "read": 12 * count, "written": 12 * count}
+    assert after.shard_updates - before.shard_updates == 4
+
+
+def test_an_update_at_home_in_host_memory_moves_nothing() -> None:
+    model, optimizer = make("cpu")
+    step(model, optimizer)
+    optimizer.synchronize()
+    assert model.statistics().shard_updates == 4
+    assert model.statistics().update_bytes_read == model.statistics().update_bytes_written == 0
+
+
+def test_a_write_that_is_repeated_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from offload.tier.disk import DiskBlock
+
+    pair = Pair("adamw", f"{tmp_path}/", kinds=("linear",), slices=3)
+    for action in ("backward", "step", "zero", "eval"):
+        pair.do(action)
+    written = pair.model.statistics().update_bytes_written
+    faults = iter([False, True])
+    write = DiskBlock.write
+
+    def faulty(self: DiskBlock, source: torch.Tensor, offset: int) -> None:
+        if next(faults, False):
+            raise OSError(28, "No space left")
+        write(self, source, offset)
+
+    for action in ("backward", "step", "zero"):
+        pair.do(action)
+    monkeypatch.setattr(DiskBlock, "write", faulty)
+    with pytest.raises(OSError, match="No space left"):
+        pair.ours.synchronize()
+    pair.ours.synchronize()
+    assert pair.model.statistics().update_bytes_written == 2 * written
+    pair.compare()
