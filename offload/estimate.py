@@ -29,6 +29,9 @@ class Estimate:
     #: Peak bytes by tier: on the compute device (what the engine holds; the activations inside one cell come on top),
     #: and at home (parameters, gradients, boundaries that rest there).
     peak_bytes: dict[str, int]
+    #: On the compute device on top of that: what layers keep for their backward, of one cell where it is computed
+    #: again, of all cells where it is not. What single operations take while they run is not in it.
+    activation_bytes: int
 
 
 def estimate_step(
@@ -86,4 +89,7 @@ def estimate_step(
             "device": forecast.slot_bytes + 2 * max(gradient_bytes) + resident + gradients_of_boundaries,
             home: sum(home_bytes) + sum(gradient_bytes) + boundaries - resident,
         },
+        activation_bytes=int(
+            meter.activation_bytes_per_row * max(rows) + sum(meter.kept_bytes_per_row.values()) * sum(rows)
+        ),
     )

@@ -38,13 +38,22 @@ class _Reference:
         return torch._neg_view(view) if self.negative else view
 
 
-def weights_by_reference(shard: Shard) -> contextlib.AbstractContextManager[Any]:
-    """Inside, autograd saves views of ``shard``'s slot by reference. The shard must be bound, then and in backward."""
+def weights_by_reference(shard: Shard, kept: dict[int, int]) -> contextlib.AbstractContextManager[Any]:
+    """Inside, autograd saves views of ``shard``'s slot by reference. The shard must be bound, then and in backward.
+
+    ``kept`` takes note of what is saved besides: address -> bytes of each storage.
+    """
     address = shard.slot.untyped_storage().data_ptr()
 
     def pack(tensor: Tensor) -> Tensor | _Reference:
-        if tensor.layout is not torch.strided or tensor.untyped_storage().data_ptr() != address or not tensor.numel():
+        if tensor.layout is not torch.strided or not tensor.numel():
             return tensor
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() != address:
+            kept[storage.data_ptr()] = storage.nbytes()
+            # Without detaching, an operation that saves its own output holds itself, through no object of Python's:
+            # its activations stay for ever.
+            return tensor.detach()
         return _Reference(
             shard,
             tensor.dtype,

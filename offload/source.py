@@ -6,6 +6,7 @@ and the layer before would sum a gradient of another layout than it gets in the 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,10 +62,13 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: Source, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.source = source
+        # Without a weak reference, the source holds its graph and the graph its source, until garbage is collected.
+        ctx.source = weakref.ref(source)
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.source.arrive(gradients)
+        source = ctx.source()
+        if source is not None:  # else nobody asks for them
+            source.arrive(gradients)
         return (None,) * (2 + len(gradients))

@@ -68,6 +68,8 @@ class Meter:
         self.boundary_bytes_per_row: dict[int, float] = {}
         #: Largest number of bytes that autograd keeps of one row while a shard computes.
         self.activation_bytes_per_row = 0.0
+        #: Shard -> bytes that autograd keeps of one row until backward, where nothing is computed again.
+        self.kept_bytes_per_row: dict[int, float] = {}
         self._device = device
         self.tracer = Tracer()
         self._held = 0
@@ -105,6 +107,10 @@ class Meter:
     def saw_activations(self, nbytes: int, rows: int) -> None:
         """Notes what one cell of so many rows needs for its activations."""
         self.activation_bytes_per_row = max(self.activation_bytes_per_row, nbytes / max(rows, 1))
+
+    def kept_activations(self, shard: int, nbytes: int, rows: int) -> None:
+        """Notes what one cell of so many rows keeps until its backward."""
+        self.kept_bytes_per_row[shard] = nbytes / max(rows, 1)
 
     def hold(self, nbytes: int) -> None:
         """Counts bytes that are now on the compute device."""

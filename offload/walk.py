@@ -176,8 +176,10 @@ class Walk:
                 output, tape.cells[cell] = runner.forward_recorded(value, output_fn)
                 self._meter.saw_activations(runner.activation_bytes, tape.rows[cell.i])
             else:
-                with weights_by_reference(self.shards[cell.j]):
+                kept: dict[int, int] = {}
+                with weights_by_reference(self.shards[cell.j], kept):
                     output = runner.forward_with_graph(value, output_fn)
+                self._meter.kept_activations(cell.j, sum(kept.values()), tape.rows[cell.i])
                 tape.kept[cell] = KeptCell(source, flatten(output)[0])
             tape.requires[Cell(cell.j + 1, cell.i)] = _requires(flatten(output)[0])
             return map_tensors(Tensor.detach, output)

@@ -195,7 +195,9 @@ class _Flight:
     def leave(self) -> None:
         """Returns when nothing but a device copy is going on any more, finished or not."""
         if self._job is not None:
-            self._job.abandon()
+            # Without letting go of the job, which refers to this flight, its tensor stays until garbage is collected.
+            job, self._job = self._job, None
+            job.abandon()
         if self._buffer is not None:
             buffer, self._buffer = self._buffer, None
             # Buffer -> device. Without this fence, the next piece overwrites it while the device still reads it.
