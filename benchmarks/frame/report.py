@@ -38,6 +38,7 @@ def publish(
     draw: Callable[[Path], Path] | None = None,
     limits: Limits | None = None,
     facts: Sequence[tuple[str, str]] = (),
+    may_fail: Sequence[Outcome] = (),
 ) -> int:
     """Prints the sections, writes the files that were asked for, and says what does not hold; the exit status.
 
@@ -50,6 +51,7 @@ def publish(
         draw: makes the picture at a path.
         limits: of the machine, if they were measured.
         facts: what the header of the page tells besides: a name and the words for it.
+        may_fail: outcomes that the picture does without.
     """
     print("\n" + "\n\n".join(sections) + "\n")
     stem: Path | None = arguments.out
@@ -57,7 +59,8 @@ def publish(
     markdown_path = arguments.markdown or (stem and stem.with_name(f"{stem.name}.md"))
     picture_path = arguments.plot or (stem and stem.with_name(f"{stem.name}.png"))
     picture = None
-    if picture_path and draw and not any(outcome.failure for outcome in outcomes):
+    failed = [outcome for outcome in outcomes if outcome.failure and outcome not in may_fail]
+    if picture_path and draw and not failed:
         picture = draw(picture_path)
         print(f"picture in {picture}")
     if json_path:

@@ -30,10 +30,11 @@ class Settings:
     temperature: float = 0.05
     boundary_bytes: int = 8 << 20
     activation_bytes: int = 24 << 20
+    loss_rows: int = 512
 
     def __post_init__(self) -> None:
         """Refuses what no rung could run, all of it at once."""
-        positive = ("dim", "depth", "batch", "chunk", "steps", "slices", "pairs", "held_out")
+        positive = ("dim", "depth", "batch", "chunk", "steps", "slices", "pairs", "held_out", "loss_rows")
         small = {name: getattr(self, name) for name in positive if getattr(self, name) < 1}
         wrong = [f"expected at least 1, got {name}={value}" for name, value in small.items()]
         if self.dim % 64:

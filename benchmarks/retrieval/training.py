@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from benchmarks.frame.child import Report
 from benchmarks.retrieval.batches import Batches
+from benchmarks.retrieval.cap import cap_memory
 from benchmarks.retrieval.encoder import build_encoder
 from benchmarks.retrieval.settings import Settings
 
@@ -91,7 +92,15 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
     return torch.optim.AdamW(model.parameters(), **options)
 
 
-def train(report: Report, way: str, settings: dict[str, Any], tokens: str, home: str) -> dict[str, Any]:
+def train(
+    report: Report,
+    way: str,
+    settings: dict[str, Any],
+    tokens: str,
+    home: str,
+    cap_bytes: int | None = None,
+    only_steps: int | None = None,
+) -> dict[str, Any]:
     """One rung, from the first import to the last evaluation.
 
     Args:
@@ -99,10 +108,13 @@ def train(report: Report, way: str, settings: dict[str, Any], tokens: str, home:
         settings: the fields of :class:`Settings`.
         tokens: the file that ``write_tokens`` wrote.
         home: an existing directory on disk for shards.
+        cap_bytes: of private memory that the process may map, from before it does anything.
+        only_steps: the first so many steps of the schedule, and no evaluation.
     """
     importlib.import_module("torch._dynamo")  # every torch optimizer imports it: it is part of what torch alone costs
-
     report.memory(FLOOR)
+    if cap_bytes is not None:
+        cap_memory(cap_bytes)
     chosen = Settings(**settings)
     batches = Batches(Path(tokens), chosen)
     positions = max(chosen.description_tokens, chosen.source_tokens)
@@ -111,12 +123,13 @@ def train(report: Report, way: str, settings: dict[str, Any], tokens: str, home:
     )
     model, step = WAYS[way](encoder, chosen, Path(home))
     optimizer = make_optimizer(model, chosen)
-    report.total(chosen.steps)
-    before = recall(model, *batches.held_out())
+    steps = chosen.steps if only_steps is None else min(only_steps, chosen.steps)
+    report.total(steps)
+    before = recall(model, *batches.held_out()) if only_steps is None else None
     report.memory(BEFORE)
     report.phase("training")
     seconds = []
-    for k in range(chosen.steps):
+    for k in range(steps):
         descriptions, sources = batches.training(k)
         for group in optimizer.param_groups:
             group["lr"] = chosen.learning_rate_at(k)
@@ -130,7 +143,7 @@ def train(report: Report, way: str, settings: dict[str, Any], tokens: str, home:
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "recall_before": before,
-        "recall_after": recall(model, *batches.held_out()),
+        "recall_after": recall(model, *batches.held_out()) if only_steps is None else None,
         "held_out": len(batches.held_out()[0]),
         "statistics": _statistics(model),
     }
@@ -155,12 +168,11 @@ def recall(model: nn.Module, descriptions: Tensor, sources: Tensor, at: int = RE
 
 def _cache_over(model: nn.Module, settings: Settings) -> Step:
     from gradcache import GradCache
+    from gradcache.loss import SimpleContrastiveLoss
 
-    cache = GradCache(
-        [model, model],
-        chunk_sizes=settings.chunk,
-        loss_fn=lambda descriptions, sources: contrastive_loss(descriptions, sources, settings.temperature),
-    )
+    # By tiles: the scores of all rows against all rows would outgrow the encoder when the batch is large.
+    loss = SimpleContrastiveLoss(temperature=settings.temperature, symmetric=True, tile_rows=settings.loss_rows)
+    cache = GradCache([model, model], chunk_sizes=settings.chunk, loss_fn=loss)
     return lambda descriptions, sources: cache(descriptions, sources)
 
 

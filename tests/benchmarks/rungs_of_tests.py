@@ -86,3 +86,13 @@ def ends_in_its_second_turn(report: Report) -> dict[str, Any]:
 def cannot_run_here(report: Report) -> dict[str, Any]:
     report.skip("needs what this machine has not")
     return {"ignored": True}
+
+
+def allocates_under_a_cap(report: Report, cap_mebibytes: int, mebibytes: int) -> dict[str, Any]:
+    import torch
+
+    from benchmarks.frame.memory import data_bytes
+    from benchmarks.retrieval.cap import cap_memory
+
+    cap_memory(data_bytes(os.getpid()) + cap_mebibytes * MEBIBYTE)
+    return {"bytes": torch.ones(mebibytes * MEBIBYTE, dtype=torch.uint8).numel()}
