@@ -27,7 +27,7 @@ class Estimate:
     bytes_loaded: int
     bytes_stored: int
     #: Peak bytes by tier: on the compute device (what the engine holds; the activations inside one cell come on top),
-    #: and at home (parameters, gradients, boundaries that rest there).
+    #: at home (parameters, gradients, boundaries that rest there), and in host memory between the two ("staging").
     peak_bytes: dict[str, int]
     #: On the compute device on top of that: what layers keep for their backward, of one cell where it is computed
     #: again, of all cells where it is not. What single operations take while they run is not in it.
@@ -42,6 +42,7 @@ def estimate_step(
     rows: Sequence[int],
     boundary_budget_bytes: int,
     home: str,
+    staging_bytes: int,
     updates: Updates,
 ) -> Estimate:
     """Predicts a training step with ``rows[i]`` rows in micro-batch i.
@@ -88,6 +89,7 @@ def estimate_step(
         peak_bytes={
             "device": forecast.slot_bytes + 2 * max(gradient_bytes) + resident + gradients_of_boundaries,
             home: sum(home_bytes) + sum(gradient_bytes) + boundaries - resident,
+            "staging": staging_bytes,
         },
         activation_bytes=int(
             meter.activation_bytes_per_row * max(rows) + sum(meter.kept_bytes_per_row.values()) * sum(rows)

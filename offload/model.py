@@ -294,6 +294,7 @@ class OffloadModel(nn.Module):
             rows=[batch_rows // count + (i < batch_rows % count) for i in range(count)],
             boundary_budget_bytes=self._walk.boundary_bytes,
             home=self._tier.name,
+            staging_bytes=self._tier.staging_bytes,
             updates=self._updates(),
         )
 

@@ -79,6 +79,11 @@ class Tier(ABC):
     #: Whether reading and writing block the calling thread, so that only a thread can hide them.
     blocking_io: bool
 
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory that bytes pass through on their way from and to this place, as far as it has been needed."""
+        return 0
+
     @abstractmethod
     def allocate(self, nbytes: int, label: str) -> Block:
         """A block of exactly ``nbytes``, zeros.

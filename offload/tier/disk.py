@@ -132,6 +132,11 @@ class DiskTier(Tier):
         self.transfers = Transfers(PageCache(self.folder, direct), link or open_link(device))
         self._finalizer = weakref.finalize(self, _remove, self.folder, self._lock)
 
+    @property
+    def staging_bytes(self) -> int:
+        """Buffers of transfers that the page cache has no part in."""
+        return self.transfers.staging.nbytes
+
     def allocate(self, nbytes: int, label: str) -> Block:
         """A new file of ``nbytes``."""
         return DiskBlock(self.folder / f"{next(self._numbers):04d}-{label}", nbytes, self.transfers)
