@@ -30,7 +30,7 @@ class Estimate:
     #: at home (parameters, gradients, boundaries that rest there), and in host memory between the two ("staging").
     peak_bytes: dict[str, int]
     #: On the compute device on top of that: what layers keep for their backward, of one cell where it is computed
-    #: again, of all cells where it is not. What single operations take while they run is not in it.
+    #: again, of all cells where it is not; and as much again of one cell, for the gradients of what it keeps.
     activation_bytes: int
 
 
@@ -80,6 +80,8 @@ def estimate_step(
     # Boundaries have one half of the budget, their gradients, of which two levels exist at a time, the other.
     resident = min(boundaries, boundary_budget_bytes // 2)
     gradients_of_boundaries = min(2 * max(levels, default=0), boundary_budget_bytes // 2)
+    kept = meter.kept_bytes_per_row.values()
+    of_one_cell = max(meter.activation_bytes_per_row, *kept, 0.0) * max(rows)
     return Estimate(
         seconds=forecast.seconds,
         wait_seconds=forecast.wait_seconds,
@@ -91,7 +93,5 @@ def estimate_step(
             home: sum(home_bytes) + sum(gradient_bytes) + boundaries - resident,
             "staging": staging_bytes,
         },
-        activation_bytes=int(
-            meter.activation_bytes_per_row * max(rows) + sum(meter.kept_bytes_per_row.values()) * sum(rows)
-        ),
+        activation_bytes=int(meter.activation_bytes_per_row * max(rows) + sum(kept) * sum(rows) + of_one_cell),
     )
