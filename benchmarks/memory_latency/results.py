@@ -52,7 +52,7 @@ class Measured:
         if not estimate:
             return None
         one_memory = self.paired.outcome.rung.arguments["device"] == "cpu"
-        counted = ("device", "host") if one_memory else ("device",)
+        counted = ("device", "host", "staging") if one_memory else ("device",)
         held = sum(nbytes for tier, nbytes in estimate["peak_bytes"].items() if tier in counted)
         return int(held + estimate["activation_bytes"])
 
