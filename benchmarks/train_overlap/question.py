@@ -17,6 +17,7 @@ from pathlib import Path
 from benchmarks.frame.cache import cache_directory
 from benchmarks.frame.environment import Environment, filesystem_of, here
 from benchmarks.frame.extra import require
+from benchmarks.frame.limits import LIMIT_HEADER, limit_cells
 from benchmarks.frame.plot import COLOURS, new_figure, save
 from benchmarks.frame.report import publish
 from benchmarks.frame.rungs import Outcome, Rung, run_rungs
@@ -34,6 +35,10 @@ BALANCES = {
     "all are even": (1.0, 1.0),
 }
 PARTS = ("load", "rows", "compute")
+LIMIT = (
+    "The limit is the slowest of the three alone: the loader and the rows have a latency added, which no machine "
+    "shortens, and each other part could hide behind it."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     return publish(
         arguments,
         environment,
-        sections=[_table(outcomes)],
+        sections=[_table(outcomes), LIMIT],
         outcomes=outcomes,
         broken=_broken(outcomes),
         draw=lambda path: _draw(path, outcomes, environment),
@@ -99,6 +104,7 @@ def _table(outcomes: Sequence[Outcome]) -> str:
         IN_TURN,
         PIPELINED,
         "pipelined / slowest",
+        *LIMIT_HEADER,
         "read again",
     ]
     rows = []
@@ -112,6 +118,7 @@ def _table(outcomes: Sequence[Outcome]) -> str:
                 outcome.rung.name,
                 *(f"{1e3 * _median(outcome, name):.1f} ms" for name in (*PARTS, IN_TURN, PIPELINED)),
                 f"{_median(outcome, 'ratio'):.3f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+                *limit_cells(_median(outcome, PIPELINED), _median(outcome, "slowest")),
                 f"{outcome.result['rows_refreshed'] / outcome.result['rows_read']:.1%}",
             ]
         )
