@@ -6,7 +6,8 @@ generators and buffers are afterwards what they were before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,14 +15,16 @@ import psutil
 import torch
 from torch import nn
 
+from gradcache.chunks import call_arguments
 from gradcache.context_managers import devices_in_use
 from gradcache.grouping import SavedBytes
+from gradcache.streamed import StreamedModel
 from pipe.guard import Guard, Watched
 from pipe.microbatch import rows_of
 from pipe.nested import map_tensors, tensors_in
 from pipe.replay import Replay
 
-__all__ = ["ChunkBudget"]
+__all__ = ["ChunkBudget", "kept_by_a_shard", "kept_bytes"]
 
 Split = Callable[[int], Sequence[Any]]
 
@@ -40,8 +43,8 @@ class ChunkBudget:
         self._budget_bytes = budget_bytes
         self._chosen: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 
-    def rows_for(self, model: nn.Module, split: Split, encoder: Callable[[Any], Any]) -> int:
-        """Rows of a chunk; ``split(n)`` cuts the input into chunks of n rows.
+    def rows_for(self, model: nn.Module, split: Split, measure: Callable[[Any], int]) -> int:
+        """Rows of a chunk; ``split(n)`` cuts the input into chunks of n rows, ``measure`` tells what a chunk keeps.
 
         Raises:
             ValueError: if not even one row fits.
@@ -51,13 +54,13 @@ class ChunkBudget:
         known = self._chosen.setdefault(model, {})
         key = repr([(t.dtype, t.shape[1:]) for t in tensors_in(probes[0])])
         if key not in known:
-            known[key] = self._choose(model, probes, encoder)
+            known[key] = self._choose(model, probes, measure)
         return known[key]
 
-    def _choose(self, model: nn.Module, probes: list[Any], encoder: Callable[[Any], Any]) -> int:
+    def _choose(self, model: nn.Module, probes: list[Any], measure: Callable[[Any], int]) -> int:
         budget = self._budget_bytes if self._budget_bytes is not None else _free_bytes(model) // 2
         rows = [rows_of(probe) for probe in probes]
-        sizes = [kept_bytes(model, probe, encoder) for probe in probes]
+        sizes = [measure(probe) for probe in probes]
         per_row = sizes[1] / rows[1] if rows[0] == rows[1] else (sizes[1] - sizes[0]) / (rows[1] - rows[0])
         fixed = max(sizes[1] - per_row * rows[1], 0.0)
         fitting = int((budget - fixed) // max(per_row, 1.0))
@@ -72,23 +75,49 @@ class ChunkBudget:
 def kept_bytes(model: nn.Module, chunk: Any, encoder: Callable[[Any], Any]) -> int:
     """What the graph of a chunk keeps besides parameters. A frozen model is measured as if it were trained."""
     parameters = list(model.parameters())
-    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     counter = SavedBytes(parameters)
     replay = Replay.capture(devices_in_use(chunk, parameters))
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
+    with _as_if_trained(model):
         with Guard(Watched(model)).again(strict=False), replay.again(), counter, torch.enable_grad():
             encoder(map_tensors(lambda tensor: tensor.detach().clone(), chunk))
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
     return counter.total
 
 
+def kept_by_a_shard(model: Any, chunk: Any, process: Callable[[Any], Any], output_fn: Callable[[Any], Any]) -> int:
+    """The same for a model that streams its shards: what the graph of one shard at a time keeps of a chunk.
+
+    Raises:
+        ValueError: if the model cannot tell.
+    """
+    if not hasattr(model, "activation_bytes"):
+        raise ValueError(
+            f"expected a number of rows for a {type(model).__name__}, which has no activation_bytes(chunk) to choose "
+            f"by, got chunk_sizes='auto'"
+        )
+    replay = Replay.capture(devices_in_use(chunk, list(model.parameters())))
+    with _as_if_trained(model), replay.again():
+        call = call_arguments(process(map_tensors(lambda tensor: tensor.detach().clone(), chunk)))
+        return int(model.activation_bytes(call, output_fn=output_fn))
+
+
+@contextlib.contextmanager
+def _as_if_trained(model: nn.Module) -> Iterator[None]:
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
 def _free_bytes(model: nn.Module) -> int:
-    first = next(iter(model.parameters()), None)
-    if first is None or first.device.type == "cpu":
+    # A model that streams its shards has its parameters at home, and computes elsewhere.
+    device = getattr(model, "device", None) if isinstance(model, StreamedModel) else None
+    if device is None:
+        device = next((parameter.device for parameter in model.parameters()), None)
+    if device is None or torch.device(device).type == "cpu":
         return int(psutil.virtual_memory().available)
-    free, _ = torch.get_device_module(first.device).mem_get_info(first.device)
+    free, _ = torch.get_device_module(device).mem_get_info(device)
     return int(free)

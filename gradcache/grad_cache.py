@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from gradcache import chunks as chunking
 from gradcache import representations, two_pass
-from gradcache.budget import ChunkBudget
+from gradcache.budget import ChunkBudget, kept_by_a_shard, kept_bytes
 from gradcache.deferred import attach
 from gradcache.distributed import unwrapped
 from gradcache.layered import LayeredModel
@@ -283,12 +283,14 @@ class GradCache:
     def _rows(self, model: nn.Module, model_input: Any, size: int | str) -> int:
         if isinstance(size, int):
             return size
-        if isinstance(model, StreamedModel):
-            raise ValueError(
-                "expected a number of rows for a model that streams its shards, got chunk_sizes='auto'; its "
-                "activations are bounded by the model's own budget"
-            )
-        return self.budget.rows_for(model, lambda n: self.split_inputs(model_input, n), self.encoder_of(model))
+
+        def measure(chunk: Any) -> int:
+            if isinstance(model, StreamedModel) and not self.replaced("model_call"):
+                with self.autocast(model):
+                    return kept_by_a_shard(model, chunk, self.processed, self.get_reps)
+            return kept_bytes(model, chunk, self.encoder_of(model))
+
+        return self.budget.rows_for(model, lambda n: self.split_inputs(model_input, n), measure)
 
     def _loss(self, reps: Sequence[Any], loss_kwargs: dict[str, Any]) -> Tensor:
         with self.autocast(*reps):

@@ -20,7 +20,7 @@ from pipe.microbatch import rows_of
 from pipe.nested import flatten, map_tensors, tensors_in, unflatten
 from pipe.replay import Replay, devices_of
 
-__all__ = ["SavedBytes", "can_group", "cut", "joined", "kind_of", "runs_of_like_chunks"]
+__all__ = ["SavedBytes", "can_group", "cut", "joined", "kind_of", "rows_in", "runs_of_like_chunks"]
 
 
 def kind_of(chunk: Any) -> Any:
@@ -31,6 +31,12 @@ def kind_of(chunk: Any) -> Any:
         return None
     facts = [(x.dtype, x.device, x.shape[1:], x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]
     return spec, facts
+
+
+def rows_in(chunk: Any) -> int:
+    """Rows of a chunk; 0 where its tensors do not agree on them."""
+    sizes = {tensor.size(0) if tensor.dim() else 0 for tensor in tensors_in(chunk)}
+    return sizes.pop() if len(sizes) == 1 else 0
 
 
 def runs_of_like_chunks(chunks: Sequence[Any], most: int) -> list[list[int]]:
@@ -115,17 +121,31 @@ def _close(a: Any, b: Any) -> bool:
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     """A context that counts what a graph keeps, each storage once, as long as the object lives. Not for backward."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.total = 0
-        # Held, since the address of a storage that is freed would soon be another one's.
-        self._seen = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in parameters}
-        super().__init__(self._count, self._never)
+    def __init__(self, parameters: Sequence[Tensor], on_saved: Callable[[], None] = lambda: None) -> None:
+        self._on_saved = on_saved
+        self._parameters = {tensor.untyped_storage().data_ptr() for tensor in parameters}
+        # Storages are held, since the address of one that is freed would soon be another one's.
+        self._counted: dict[int, torch.UntypedStorage] = {}
+        super().__init__(self._saved, self._never)
 
-    def _count(self, tensor: Tensor) -> None:
+    @property
+    def total(self) -> int:
+        """Bytes so far."""
+        return sum(storage.nbytes() for storage in self._counted.values())
+
+    def count(self, tensor: Tensor) -> None:
+        """Counts a tensor's storage, unless it was counted before or is a parameter's."""
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen[storage.data_ptr()] = storage
-            self.total += storage.nbytes()
+        if storage.data_ptr() not in self._parameters:
+            self._counted[storage.data_ptr()] = storage
+
+    def forget(self, tensor: Tensor) -> None:
+        """Takes a tensor's storage out of the count again."""
+        self._counted.pop(tensor.untyped_storage().data_ptr(), None)
+
+    def _saved(self, tensor: Tensor) -> None:
+        self._on_saved()
+        self.count(tensor)
 
     @staticmethod
     def _never(_: None) -> Tensor:

@@ -25,6 +25,7 @@ from torch import nn
 from gradcache import representations
 from gradcache.accumulation import Accumulation
 from gradcache.distributed import Reduction
+from gradcache.entering import has_graph
 from gradcache.layered import LayeredModel, is_plain_sequential
 from gradcache.streamed import StreamedModel, StreamedWalk
 from gradcache.two_pass import InputGradients, is_trainable
@@ -94,10 +95,16 @@ class Step:
         return [tower.encoded for tower in self._towers]
 
     def _encode_together(self, group: list[Tower]) -> None:
-        model = group[0].model
-        chunks = [[self.inputs.cut(self._owner.processed(chunk)) for chunk in tower.chunks] for tower in group]
-        trainable = is_trainable(model, chunks)
-        walk = StreamedWalk(self._streamed(model), chunks, self._owner.get_reps, audit=self._owner.audit)
+        model, owner = group[0].model, self._owner
+        raw = [tower.chunks for tower in group]
+        lazy = (owner.process_fn is not None or owner.replaced("processed")) and not has_graph(owner.process_fn, raw)
+        if lazy:
+            chunks, trainable = raw, is_trainable(model, ())
+        else:
+            chunks = [[self.inputs.cut(owner.processed(chunk)) for chunk in tower] for tower in raw]
+            trainable = is_trainable(model, chunks)
+        process_fn = owner.processed if lazy else None
+        walk = StreamedWalk(self._streamed(model), chunks, owner.get_reps, process_fn, audit=owner.audit)
         with self._owner.autocast(model):
             encoded = walk.encode(trainable)
         for tower, value in zip(group, encoded, strict=True):

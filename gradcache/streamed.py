@@ -16,6 +16,7 @@ import torch
 
 from gradcache import representations
 from gradcache.chunks import call_arguments
+from gradcache.entering import processing
 from pipe.nested import tensors_in
 
 __all__ = ["StreamedModel", "StreamedWalk", "Tape"]
@@ -33,31 +34,42 @@ class StreamedModel(Protocol):
     """A model whose forward and backward visit each shard once, whatever the number of chunks."""
 
     def forward_chunks(
-        self, chunks: Sequence[Any], output_fn: Callable[[Any], Any] | None = None
+        self,
+        chunks: Sequence[Any],
+        output_fn: Callable[[Any], Any] | None = None,
+        input_fn: Callable[[Any], Any] | None = None,
     ) -> tuple[list[Any], Tape]:
         """Detached outputs in chunk order, and the tape.
 
-        A chunk is a tensor or ``(args, kwargs)``. ``output_fn`` is applied to each chunk's output as part of the last
-        shard's work, so it is recomputed and differentiated with it.
+        A chunk is a tensor or ``(args, kwargs)``; or anything that ``input_fn`` makes that of, as part of the first
+        shard's work. ``output_fn`` is applied to each chunk's output as part of the last shard's work, so it is
+        recomputed and differentiated with it.
         """
 
 
 class StreamedWalk:
-    """The towers that are one streamed model, walked together.
-
-    ``process_fn`` has run for all chunks before: the model keeps its inputs until its backward anyway.
-    """
+    """The towers that are one streamed model, walked together."""
 
     def __init__(
         self,
         model: StreamedModel,
         towers: Sequence[Sequence[Any]],
         output_fn: Callable[[Any], Any],
+        process_fn: Callable[[Any], Any] | None = None,
         audit: bool = False,
     ) -> None:
-        """``towers``: the chunks of each tower. ``audit``: compare what ``output_fn`` returns in the two passes."""
+        """
+        Args:
+            model: of the towers.
+            towers: the chunks of each tower.
+            output_fn: picks the representations from an output.
+            process_fn: turns a chunk into the model's input; it runs when the chunk enters the model, in both passes.
+            audit: compare what ``output_fn`` returns in the two passes.
+        """
         self._model = model
-        self._calls = [call_arguments(chunk) for chunks in towers for chunk in chunks]
+        chunks = [chunk for tower in towers for chunk in tower]
+        self._calls = [call_arguments(chunk) for chunk in chunks] if process_fn is None else chunks
+        self._input = {} if process_fn is None else {"input_fn": processing(process_fn)}
         self._sizes = [len(chunks) for chunks in towers]
         self._output_fn = self._noted(output_fn) if audit else output_fn
         self._passes: tuple[list[Any], list[Any]] = ([], [])
@@ -75,7 +87,7 @@ class StreamedWalk:
         keeps_tape = trainable and torch.is_grad_enabled()
         output_fn = self._output_fn if keeps_tape else self._without_parameters
         with torch.set_grad_enabled(keeps_tape):
-            outputs, tape = self._model.forward_chunks(self._calls, output_fn=output_fn)
+            outputs, tape = self._model.forward_chunks(self._calls, output_fn=output_fn, **self._input)
         self._calls = []
         self._tape = tape if keeps_tape else None
         remaining = iter(outputs)

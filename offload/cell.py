@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.shard import Shard
 from offload.tail import Listener, OtherOperations, Skipper, Tail
@@ -69,6 +70,10 @@ class CellRunner:
     watched: Watched = field(init=False)
     #: Bytes that autograd would have kept of the last recorded forward.
     activation_bytes: int = 0
+    #: The same, with what entered the cell if it is not the first.
+    graph_bytes: int = 0
+    #: As the last recorded forward had it; None before.
+    graph_bytes_per_row: float | None = None
     #: Whether the shard writes into its input, as seen under each combination of ``training`` flags.
     _writes_input: dict[tuple[bool, ...], bool] = field(default_factory=dict)
 
@@ -88,15 +93,19 @@ class CellRunner:
         ``boundary`` holds fresh leaves. The output must be detached, which frees its graph.
         """
         replay, guard = Replay.capture([self.device]), Guard(self.watched)
-        sizes: dict[int, int] = {}
+        sizes: dict[StorageWeakRef, int] = {}
         listener = Listener()
+
+        def count(tensor: Tensor) -> None:
+            # What is dropped is freed at once. Without the weak references, its address would soon be another one's.
+            storage = tensor.untyped_storage()
+            sizes[StorageWeakRef(storage)] = storage.nbytes()
 
         def drop(tensor: Tensor) -> None:
             listener.saved()
             # The graph of a first run only tells which outputs need a gradient, and how much it would have kept.
             if tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()
-                sizes[storage.data_ptr()] = storage.nbytes()
+                count(tensor)
 
         with (
             enable_checkpointing(),
@@ -104,8 +113,11 @@ class CellRunner:
             torch.autograd.graph.saved_tensors_hooks(drop, _never),
         ):
             output, copied = self._first_run(boundary, output_fn, listener)
-        sizes.pop(self.shard.slot.untyped_storage().data_ptr(), None)
+        sizes.pop(StorageWeakRef(self.shard.slot.untyped_storage()), None)
         self.activation_bytes = sum(sizes.values())
+        for tensor in tensors_in(boundary) if self.shard.index else ():
+            count(tensor)
+        self.graph_bytes = sum(sizes.values())
         return output, Record(replay.seal(), guard.seal(), copied, listener.tail())
 
     def recompute(self, boundary: Any, record: Record, output_fn: OutputFn | None = None) -> Any:
@@ -165,14 +177,14 @@ class CellRunner:
                 f"shard {self.shard.index} wrote into its input in place, which it did not do when it ran first; this "
                 f"forward is spoilt, but the model is as before and will copy that input from now on: run it again"
             )
-        if counted:
+        if before:
             self._writes_input.setdefault(modes, writes)
         return output, self._writes_input.get(modes, True)
 
     def _call(self, boundary: Any, output_fn: OutputFn | None) -> Any:
         first, *rest = self.shard.layers
         if self.shard.index == 0:
-            args, kwargs = boundary
+            args, kwargs = boundary() if callable(boundary) else boundary
             value = first(*args, **kwargs)
         else:
             value = first(boundary)

@@ -20,6 +20,7 @@ from offload.heap import return_freed_memory
 from offload.lane import open_lanes
 from offload.plan import Plan, Updates, plan_step
 from offload.pretrained import Pretrained, tensors_of
+from offload.raw import RawChunk
 from offload.regroup import RegroupedTape, by_chunk, join_chunks, looks_across_rows, split_output
 from offload.shard import make_shards
 from offload.statistics import Meter, Statistics
@@ -28,7 +29,10 @@ from offload.tape import Tape
 from offload.tier import open_tier
 from offload.trace import Event
 from offload.walk import Walk
+from pipe.guard import Guard
 from pipe.microbatch import gather_nested, split_nested
+from pipe.nested import map_tensors
+from pipe.replay import Replay
 
 __all__ = ["OffloadModel"]
 
@@ -72,6 +76,9 @@ class OffloadModel(nn.Module):
         activation_bytes: bytes, or a string such as ``"1GiB"``, that the activations of one cell may take. With it, the
             chunks of :meth:`forward_chunks` run together as far as they fit, from the second step on (the first one
             measures). For layers that treat each row on its own; where batch normalisation trains, chunks stay apart.
+        graph_bytes: bytes, or a string, that graphs may take between forward and backward: the cells that backward
+            begins with keep theirs as far as they fit, and are not recomputed, from the second step on (the first one
+            measures). Comes on top of ``memory_budget``. Only with ``checkpoint_activation=True``.
         param_dtype: floating-point type in which layers compute, such as ``torch.bfloat16``: slots hold parameters in
             it and floating-point inputs are cast to it, while homes keep the parameters as they are (fp32 masters) and
             gradients are summed over micro-batches and at home in the home's type. Buffers stay as they are.
@@ -104,6 +111,7 @@ class OffloadModel(nn.Module):
         num_slots: int | None = None,
         boundary_bytes: int | None = None,
         activation_bytes: int | str | None = None,
+        graph_bytes: int | str | None = None,
         param_dtype: torch.dtype | None = None,
         pretrained: Pretrained | str | os.PathLike[str] | None = None,
         _cuts: list[int] | None = None,
@@ -143,6 +151,7 @@ class OffloadModel(nn.Module):
             "num_slots": num_slots,
             "boundary_bytes": boundary_bytes,
             "activation_bytes": activation_bytes,
+            "graph_bytes": graph_bytes,
             "param_dtype": param_dtype,
         }
         self._activation_bytes = None
@@ -171,6 +180,7 @@ class OffloadModel(nn.Module):
             slots=layout.slots,
             boundary_bytes=layout.boundary_bytes,
             recompute=checkpoint_activation,
+            graph_bytes=0 if graph_bytes is None else parse_bytes(graph_bytes, "graph_bytes"),
             param_dtype=param_dtype,
             strict=memory_budget is not None,
         )
@@ -197,7 +207,11 @@ class OffloadModel(nn.Module):
         return attach(self._walk, tape, outputs, (inputs, kwargs))
 
     def forward_chunks(
-        self, chunks: Sequence[Any], *, output_fn: Callable[[Any], Any] | None = None
+        self,
+        chunks: Sequence[Any],
+        *,
+        output_fn: Callable[[Any], Any] | None = None,
+        input_fn: Callable[[Any], Any] | None = None,
     ) -> tuple[list[Any], Tape | RegroupedTape]:
         """Runs many chunks past each shard, and leaves the backward to the caller.
 
@@ -205,6 +219,9 @@ class OffloadModel(nn.Module):
             chunks: each a tensor, or (args, kwargs) for the first layer. Each chunk is one micro-batch.
             output_fn: applied to each chunk's output, as a part of the last shard: it is replayed with it, and the
                 gradients are then those of its result.
+            input_fn: makes a tensor or (args, kwargs) of each chunk, which then may be anything, as a part of the first
+                shard: what it makes exists while its cell runs, and is made again in the same way for the backward. It
+                takes no gradient, and its chunks do not run together.
 
         Returns:
             The outputs, detached, in the order of the chunks; and the tape, whose ``backward(output_gradients)``
@@ -215,10 +232,13 @@ class OffloadModel(nn.Module):
                 f"expected a sequence of at least one chunk, got {type(chunks).__name__}; cut a batch with "
                 f"batch.split(rows), for example"
             )
-        calls = [as_call(i, chunk) for i, chunk in enumerate(chunks)]
+        if input_fn is not None:
+            calls: list[Any] = [RawChunk(i, chunk, input_fn) for i, chunk in enumerate(chunks)]
+        else:
+            calls = [as_call(i, chunk) for i, chunk in enumerate(chunks)]
         groups, rows = calls, [[0]] * len(calls)
         most_rows = self._rows_together()
-        if most_rows > 1:
+        if most_rows > 1 and input_fn is None:
             groups, rows = join_chunks(calls, most_rows)
         output_fns = [output_fn and by_chunk(output_fn, sizes) for sizes in rows]
         tape = self._walk.tape(groups, output_fns)
@@ -227,6 +247,24 @@ class OffloadModel(nn.Module):
             return outputs, tape
         pieces = [piece for output, sizes in zip(outputs, rows, strict=True) for piece in split_output(output, sizes)]
         return pieces, RegroupedTape(tape, rows, pieces)
+
+    def activation_bytes(self, chunk: Any, *, output_fn: Callable[[Any], Any] | None = None) -> int:
+        """What autograd keeps of a chunk in the shard that keeps most of it: what one cell needs in backward.
+
+        Runs the chunk forward once, and leaves no trace in buffers or generators. 0 if there is nothing to train.
+        """
+        call = map_tensors(Tensor.clone, as_call(0, chunk))  # of a view, all that it is a view of would be counted
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            for runner in self._walk.runners:
+                stack.enter_context(Guard(runner.watched).again(strict=False))
+            stack.enter_context(Replay.capture([self.device]).again())
+            tape = self._walk.tape([call], [output_fn])
+            tape.graphs = frozenset()  # a cell that keeps its graph is not measured
+            self._walk.forward(tape, [call])
+            first = tape.first if tape.records else len(self._walk.runners)
+            tape.close()
+        return max((runner.activation_bytes for runner in self._walk.runners[first:]), default=0)
 
     def _rows_together(self) -> int:
         """Rows whose activations fit in one cell; 0 if chunks stay as they are."""

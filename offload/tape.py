@@ -50,6 +50,8 @@ class Tape:
     #: The first shard that backward has to reach: shards before it have nothing to train, nor has the input.
     first: int
     output_fns: Sequence[Callable[[Any], Any] | None] = ()
+    #: Where the other cells are recomputed: those that keep their graphs.
+    graphs: frozenset[Cell] = frozenset()
     cells: dict[Cell, Record] = field(default_factory=dict)
     kept: dict[Cell, KeptCell] = field(default_factory=dict)
     #: For the boundary that enters each cell, and for the outputs: which of its leaves need a gradient.

@@ -21,6 +21,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +29,10 @@ from torch import Tensor
 
 from offload.boundary import BoundaryStore
 from offload.cell import Cell, CellRunner, OutputFn
+from offload.graphs import graphs_that_fit
 from offload.lane import Lanes
 from offload.plan import Action, Kind, Plan, plan_pass
+from offload.raw import RawChunk
 from offload.saved import weights_by_reference
 from offload.shard import Shard
 from offload.source import Source
@@ -58,6 +61,7 @@ class Walk:
         slots: int,
         boundary_bytes: int,
         recompute: bool,
+        graph_bytes: int = 0,
         param_dtype: torch.dtype | None = None,
         strict: bool = False,
     ) -> None:
@@ -65,13 +69,14 @@ class Walk:
         self._strict = strict
         self._param_dtype = param_dtype
         self.streamer = Streamer(shards, slots=slots, device=device, tier=tier, lanes=lanes, meter=meter)
-        self._runners = [CellRunner(shard, names, device) for shard, names in zip(shards, layer_names, strict=True)]
+        self.runners = [CellRunner(shard, names, device) for shard, names in zip(shards, layer_names, strict=True)]
         self.device = device
         self._tier = tier
         self._lanes = lanes
         self._meter = meter
         self.boundary_bytes = boundary_bytes
         self._recompute = recompute
+        self._graph_bytes = graph_bytes
         self._busy = False
         self._held_still = 0
         self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
@@ -104,6 +109,11 @@ class Walk:
         inputs = [flatten(chunk)[0] for chunk in chunks]
         input_requires_grad = any(isinstance(x, Tensor) and x.requires_grad for leaves in inputs for x in leaves)
         first = 0 if input_requires_grad else next((s.index for s in self.shards if s.trainable), len(self.shards))
+        rows = [_rows(leaves) for leaves in inputs]
+        graphs: frozenset[Cell] = frozenset()
+        if self._recompute and self._graph_bytes:
+            known = [runner.graph_bytes_per_row for runner in self.runners]
+            graphs = graphs_that_fit(known, rows, first=first, budget_bytes=self._graph_bytes)
         return Tape(
             walk=self,
             # Without recomputation boundaries live in the graphs, on the device.
@@ -113,7 +123,8 @@ class Walk:
             first=first,
             output_fns=output_fns or [None] * len(chunks),
             inputs=inputs,
-            rows=[_rows(leaves) for leaves in inputs],
+            rows=rows,
+            graphs=graphs,
             input_versions=[_versions(leaves) for leaves in inputs],
             input_specs=[flatten(chunk)[1] for chunk in chunks],
             requires={Cell(0, i): _requires(leaves) for i, leaves in enumerate(inputs)},
@@ -144,7 +155,7 @@ class Walk:
                     boundary = self._boundary(tape, Cell(j, i), now=j * m + i)
                     tape.boundaries.prefetch((j, i + 1) if i + 1 < m else (j + 1, 0))
                     output = self._forward_cell(tape, Cell(j, i), boundary)
-                    if not records or not self._recompute:
+                    if not records or self._keeps_graph(tape, Cell(j, i)):
                         tape.boundaries.drop((j, i))
                     if j + 1 < n:
                         nbytes = tape.boundaries.put((j + 1, i), output, self._uses(tape, j + 1, i))
@@ -166,15 +177,16 @@ class Walk:
         return outputs
 
     def _forward_cell(self, tape: Tape, cell: Cell, boundary: Any) -> Any:
-        runner = self._runners[cell.j]
+        runner = self.runners[cell.j]
         output_fn = self._output_fn(tape, cell)
         with self._meter.cell("F", cell.j, cell.i, tape.rows[cell.i]):
             if not tape.records or cell.j < tape.first:
                 return map_tensors(Tensor.detach, runner.forward(boundary, output_fn))
             source, value = self._source(tape, cell, boundary)
-            if self._recompute:
+            if not self._keeps_graph(tape, cell):
                 output, tape.cells[cell] = runner.forward_recorded(value, output_fn)
                 self._meter.saw_activations(runner.activation_bytes, tape.rows[cell.i])
+                runner.graph_bytes_per_row = runner.graph_bytes / max(tape.rows[cell.i], 1)
             else:
                 kept: dict[int, int] = {}
                 with weights_by_reference(self.shards[cell.j], kept):
@@ -226,7 +238,8 @@ class Walk:
                 for i in microbatches:
                     now = last + (n - 1 - j) * m + i
                     given = gradients.get((j + 1, i), now)
-                    boundary = self._boundary(tape, Cell(j, i), now) if self._recompute else None
+                    kept = self._keeps_graph(tape, Cell(j, i))
+                    boundary = None if kept else self._boundary(tape, Cell(j, i), now)
                     following = (j, i + 1) if i + 1 < m else (j - 1, 0)
                     tape.boundaries.prefetch(following)
                     gradients.prefetch((following[0] + 1, following[1]))
@@ -251,9 +264,10 @@ class Walk:
     def _backward_cell(
         self, tape: Tape, cell: Cell, boundary: Any, given: list[Any], consume: bool, accumulate: bool
     ) -> list[Any]:
-        runner = self._runners[cell.j]
+        runner = self.runners[cell.j]
+        keeps_graph = self._keeps_graph(tape, cell)
         with self._meter.cell("B", cell.j, cell.i, tape.rows[cell.i]):
-            if self._recompute:
+            if not keeps_graph:
                 source, value = self._source(tape, cell, boundary)
                 outputs = flatten(runner.recompute(value, tape.cells[cell], self._output_fn(tape, cell)))[0]
                 self._check_same(tape, cell, outputs)
@@ -270,7 +284,7 @@ class Walk:
             ]
             roots, gradients = [y for y, _ in pairs], [g for _, g in pairs]
             # A kept graph is the tape's, which autograd frees together with the forward it belongs to.
-            retain = not self._recompute and not consume
+            retain = keeps_graph and not consume
             back: list[Tensor | None] = [None] * len(source.leaves)
             if roots and accumulate:
                 torch.autograd.backward(roots, gradients, retain_graph=retain)
@@ -353,6 +367,8 @@ class Walk:
                 f"an input of the model (micro-batch {cell.i}) was changed in place between the forward and its "
                 f"backward; clone it before changing it"
             )
+        if len(leaves) == 1 and isinstance(leaves[0], RawChunk):
+            return partial(leaves[0].call, self._brought)  # made inside the cell, so that it is replayed with it
         moved = [self._brought(x) if isinstance(x, Tensor) else x for x in leaves]
         return unflatten(moved, tape.input_specs[cell.i])
 
@@ -373,13 +389,18 @@ class Walk:
         scratch = self._tier.scratch() if spills else None
         return BoundaryStore(scratch, self._lanes.boundary, self.boundary_bytes // 2, self._meter, strict=self._strict)
 
+    def _keeps_graph(self, tape: Tape, cell: Cell) -> bool:
+        """Whether a cell runs forward once and for all."""
+        return not self._recompute or cell in tape.graphs
+
     def _output_fn(self, tape: Tape, cell: Cell) -> OutputFn | None:
         return tape.output_fns[cell.i] if cell.j == len(self.shards) - 1 else None
 
     def _uses(self, tape: Tape, j: int, i: int) -> list[int]:
         n, m = len(self.shards), tape.microbatches
         forward = j * m + i
-        return [forward, n * m + (n - 1 - j) * m + i] if tape.records and j >= tape.first else [forward]
+        again = tape.records and j >= tape.first and not (self._recompute and Cell(j, i) in tape.graphs)
+        return [forward, n * m + (n - 1 - j) * m + i] if again else [forward]
 
 
 def _requires(leaves: Sequence[Any]) -> list[bool]:
@@ -392,4 +413,5 @@ def _versions(leaves: Sequence[Any]) -> list[int]:
 
 def _rows(leaves: Sequence[Any]) -> int:
     """Rows of a micro-batch: the largest dimension 0, since not every input has one."""
-    return max((x.size(0) for x in leaves if isinstance(x, Tensor) and x.dim()), default=1)
+    raw = (x.rows for x in leaves if isinstance(x, RawChunk))
+    return max((*(x.size(0) for x in leaves if isinstance(x, Tensor) and x.dim()), *raw), default=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def test_a_chunk_of_the_chosen_size_keeps_no_more_than_the_budget() -> None:
     x = torch.randn(12, 8)
     step = GradCache([model], "auto", energy, memory_budget=500)
     step(x)
-    chosen = step.budget.rows_for(model, lambda n: list(x.split(n)), model)
+    chosen = step.budget.rows_for(model, lambda n: list(x.split(n)), lambda chunk: kept_bytes(model, chunk, model))
     counter = SavedBytes(list(model.parameters()))
     with counter:
         model(x[:chosen].clone())
@@ -82,14 +83,14 @@ def test_frozen_tower_is_measured_as_if_it_were_trained_and_stays_frozen() -> No
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_budget_below_one_row_and_other_misuse_are_named() -> None:
+def test_budget_below_one_row_and_other_misuse_are_named(streamed: Any) -> None:
     x = torch.randn(4, 8)
     with pytest.raises(ValueError, match=f"one row keeps {BYTES_PER_ROW}"):
         GradCache([tower()], "auto", energy, memory_budget=20)(x)
     with pytest.raises(ValueError, match="memory_budget=0"):
         GradCache([tower()], "auto", energy, memory_budget=0)
-    with pytest.raises(ValueError, match="streams its shards"):
-        GradCache([OffloadModel(tower(), "cpu")], "auto", energy)(x)
+    with pytest.raises(ValueError, match="has no activation_bytes"):
+        GradCache([streamed(tower())], "auto", energy)(x)
     with pytest.raises(ValueError, match="at least 1 row"):
         GradCache([tower()], "large", energy)
 
@@ -99,3 +100,35 @@ def test_without_a_budget_half_of_the_free_memory_is_taken() -> None:
     runs = rows_run(model)
     GradCache([model, model], ["auto", 2], energy)(torch.randn(6, 8), torch.randn(4, 8))
     assert runs == [2, 4, 6, 2, 2, 6, 2, 2]
+
+
+def test_auto_over_an_offloaded_model_counts_the_shard_that_keeps_most(assert_same_gradients: Any) -> None:
+    """Linear and tanh save their inputs or outputs: 32 + 64 bytes a row in the first shard, 64 in the second."""
+    bare = tower()
+    layers = copy.deepcopy(bare)
+    model = OffloadModel([layers[:2], layers[2:]], "cpu", checkpoint_activation=True)
+    x = torch.randn(12, 8)
+    runs = rows_run(layers[0])
+    assert [model.activation_bytes(x[:rows]) for rows in (1, 4)] == [BYTES_PER_ROW, 4 * BYTES_PER_ROW]
+    runs.clear()
+    GradCache([model], "auto", energy, memory_budget=5 * BYTES_PER_ROW + 10)(x)
+    assert runs == [2, 4, *[5, 5, 2] * 2]
+    energy(bare(x)).backward()
+    for mine, theirs in zip(model.parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_measuring_an_offloaded_model_leaves_no_trace_and_measures_a_frozen_one_too() -> None:
+    layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8))
+    layers.requires_grad_(False)
+    before = copy.deepcopy(layers.state_dict())
+    model = OffloadModel(layers, "cpu", num_slices=4, checkpoint_activation=True)
+    x = torch.randn(12, 8)
+    state = torch.get_rng_state()
+    assert model.activation_bytes(x) == 0
+    step = GradCache([model], "auto", energy, memory_budget=4 * 64, process_fn=lambda chunk: chunk + 0 * torch.rand(()))
+    with torch.no_grad():
+        assert 1 < step._rows(model, x, "auto") < 8  # a row of the norm's input takes 32 bytes at least
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(parameter.requires_grad for parameter in model.parameters())

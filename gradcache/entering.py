@@ -1,0 +1,93 @@
+"""Chunks as they enter a model: ``process_fn`` runs when its chunk is needed, and its result is not kept for later.
+
+Processed chunks (decoded images, padded tokens) may be far larger than raw ones. So no more of them exist at a time
+than enter the first layer together; the second pass processes its chunk once more, with the random numbers of the first
+time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradcache.chunks import call_arguments
+from pipe.nested import map_tensors, tensors_in
+from pipe.replay import Replay, devices_of
+
+__all__ = ["Entering", "InputFn", "has_graph", "processing"]
+
+InputFn = Callable[[Any], Any]
+
+
+def has_graph(process_fn: InputFn | None, chunks: Sequence[Any]) -> bool:
+    """Whether what ``process_fn`` returns is known to need a gradient: then it must run once, with its graph kept."""
+    trained = isinstance(process_fn, nn.Module) and any(p.requires_grad for p in process_fn.parameters())
+    return trained or any(tensor.requires_grad for tensor in tensors_in(list(chunks)))
+
+
+def processing(process_fn: InputFn) -> InputFn:
+    """From a raw chunk to the first layer's (args, kwargs).
+
+    The function that it gives raises ValueError where ``process_fn`` turns out to train something.
+    """
+
+    def process(chunk: Any) -> Any:
+        with torch.enable_grad():
+            call = call_arguments(process_fn(chunk))
+        if any(tensor.requires_grad for tensor in tensors_in(call)):
+            raise ValueError(
+                "expected a process_fn without trainable parameters of its own, since it runs again in the second pass "
+                "of a walk by layers; make it an nn.Module, or a layer of the model"
+            )
+        return call
+
+    return process
+
+
+class Entering:
+    """The chunks of one forward as (args, kwargs), by number.
+
+    Without ``input_fn`` they are what they are; with it each is made when it is asked for, and made again in the same
+    way when it is asked for again.
+    """
+
+    def __init__(self, chunks: Sequence[Any], input_fn: InputFn | None, devices_from: Sequence[Any]) -> None:
+        self._input_fn = input_fn
+        self._chunks = list(chunks) if input_fn is not None else [call_arguments(chunk) for chunk in chunks]
+        self._devices = devices_of(self._chunks, list(devices_from)) if input_fn is not None else set()
+        self._replays: dict[int, Replay] = {}
+        self._ahead: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    @property
+    def known(self) -> Sequence[Any] | None:
+        """All chunks, if they need no processing."""
+        return self._chunks if self._input_fn is None else None
+
+    def look(self, i: int) -> Any:
+        """Chunk ``i``, which is kept until :meth:`take` asks for it."""
+        if self._input_fn is None:
+            return self._chunks[i]
+        if i not in self._ahead:
+            self._ahead[i] = self.take(i)
+        return self._ahead[i]
+
+    def take(self, i: int) -> Any:
+        """Chunk ``i``, cut off from any graph."""
+        if self._input_fn is None:
+            return map_tensors(torch.Tensor.detach, self._chunks[i])
+        if i in self._ahead:
+            return self._ahead.pop(i)
+        replay = self._replays.get(i)
+        if replay is not None:
+            with replay.again():
+                return self._input_fn(self._chunks[i])
+        replay = Replay.capture(self._devices)
+        value = self._input_fn(self._chunks[i])
+        self._replays[i] = replay.seal()
+        return value

@@ -1,0 +1,53 @@
+"""Raw chunks: what the first shard makes its input of, in forward and once more where it is recomputed.
+
+Made input (decoded images, say) may be far larger than what it is made of. It exists while its cell runs and is never
+kept; the random numbers it was made with are those of the cell, and are replayed with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from offload.arguments import as_call
+from pipe.nested import map_tensors, tensors_in
+
+__all__ = ["RawChunk"]
+
+
+class RawChunk:
+    """A chunk, and the function that turns it into a tensor or (args, kwargs).
+
+    To the engine it is one leaf of an input: nothing in it is moved, cast or differentiated.
+    """
+
+    def __init__(self, i: int, value: Any, input_fn: Callable[[Any], Any]) -> None:
+        self._i = i
+        self._value = value
+        self._input_fn = input_fn
+        self._tensors = tensors_in(value)
+        self._versions = [tensor._version for tensor in self._tensors if not tensor.is_inference()]
+        #: Rows of the largest tensor in it; 1 if there is none.
+        self.rows = max((tensor.size(0) for tensor in self._tensors if tensor.dim()), default=1)
+
+    def call(self, bring: Callable[[Tensor], Tensor]) -> Any:
+        """(args, kwargs) for the first layer, each tensor brought to the compute device.
+
+        Raises:
+            RuntimeError: if a tensor in the chunk was changed in place since the object was made.
+        """
+        if self._versions != [tensor._version for tensor in self._tensors if not tensor.is_inference()]:
+            raise RuntimeError(
+                f"an input of the model (chunk {self._i}) was changed in place between the forward and its backward; "
+                f"clone it before changing it"
+            )
+        own = {tensor.untyped_storage().data_ptr() for tensor in self._tensors}
+
+        def brought(tensor: Tensor) -> Tensor:
+            moved = bring(tensor)
+            # Without this, a first layer that writes over its input would write over the caller's.
+            return moved.clone() if moved.untyped_storage().data_ptr() in own else moved
+
+        return map_tensors(brought, as_call(self._i, self._input_fn(self._value)))
