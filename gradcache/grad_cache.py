@@ -64,14 +64,17 @@ class GradCache:
         get_rep_fn: picks the representations (a tensor, or tensors in a tuple or dict) from a model's output.
         fp16: autocast to float16; needs a ``scaler``.
         scaler: a ``torch.amp.GradScaler`` that scales the loss; unscaling and stepping is left to the caller.
-        process_fn: turns a chunk into the model's input, right before the model sees it, in both passes.
+        process_fn: turns a chunk into the model's input when the chunk enters the model, in both passes, with the same
+            random numbers; its results are not kept. One that trains something must be an ``nn.Module``: it then runs
+            once for all chunks, where the walk is by layers.
         precision: the type that autocast runs models and loss in, such as ``torch.bfloat16``.
         broadcast: keys or positions of input members that every chunk sees whole.
         boundary_bytes: walk plain ``nn.Sequential`` towers layer by layer, as if each layer were checkpointed, and keep
-            up to this many bytes of what enters layers between the passes, see ``layered``. None: chunk by chunk.
+            up to this many bytes of what enters layers between the passes; what is left of them holds chunks that run
+            together, and graphs, which need not run again; see ``layered``. None: chunk by chunk.
         regroup: whether that walk may run several chunks together.
-        memory_budget: bytes that the graph of a chunk may keep, for ``chunk_sizes="auto"``; default: half of what is
-            free.
+        memory_budget: bytes that the graph of a chunk may keep (over an OffloadModel: of one shard at a time), for
+            ``chunk_sizes="auto"``; default: half of what is free.
         audit: compare the two passes' representations, see ``StepResult.greatest_difference``.
 
     Raises:

@@ -65,6 +65,7 @@ class _Group:
     graphs_from: int
     profile: Profile | None
     cells: list[_Again | _Graph] = field(default_factory=list)
+    entered: Any = None
 
 
 @dataclass
@@ -326,7 +327,10 @@ class LayeredTape:
         return representations.gradients(leaves)
 
     def _entered(self, group: _Group) -> Any:
-        return grouping.joined([self._entering.take(i) for i in group.chunks])
+        """What entered the first layer, made once for a backward."""
+        if group.entered is None:
+            group.entered = grouping.joined([self._entering.take(i) for i in group.chunks])
+        return group.entered
 
     def _leaves(self, j: int, value: Any) -> Any:
         """What enters layer ``j`` as leaves that collect gradients, where somebody wants them."""

@@ -1,0 +1,1 @@
+"""The question ``gradcache-batch``."""
