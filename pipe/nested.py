@@ -16,20 +16,37 @@ __all__ = ["TreeSpec", "flatten", "map_tensors", "tensors_in", "unflatten"]
 
 TreeSpec = pytree.TreeSpec
 
+# The two structures that most cells pass to each other are taken apart by hand, since the general way takes as long as
+# a small layer: one tensor, and one tensor beside an empty list (of skip tensors).
 _LEAF: TreeSpec = pytree.tree_flatten(None)[1]
+_LEAF_AND_NONE: TreeSpec = pytree.tree_flatten((None, []))[1]
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     """The leaves of a nested value in a fixed order, and the structure that :func:`unflatten` needs."""
-    if isinstance(value, Tensor):  # what most layers pass to each other, and most micro-batches are
+    if isinstance(value, Tensor):
         return [value], _LEAF
+    if _is_leaf_and_none(value):
+        return [value[0]], _LEAF_AND_NONE
     return pytree.tree_flatten(value)
+
+
+def _is_leaf_and_none(value: Any) -> bool:
+    return (
+        type(value) is tuple
+        and len(value) == 2
+        and type(value[1]) is list
+        and not value[1]
+        and isinstance(value[0], Tensor)
+    )
 
 
 def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
     """The nested value of structure ``spec`` with these ``leaves``."""
     if spec is _LEAF:
         return leaves[0]
+    if spec is _LEAF_AND_NONE:
+        return leaves[0], []
     return pytree.tree_unflatten(leaves, spec)
 
 
@@ -37,9 +54,13 @@ def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in a nested value, in the order of :func:`flatten`."""
     if isinstance(value, Tensor):
         return [value]
+    if _is_leaf_and_none(value):
+        return [value[0]]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """The same structure with ``function`` applied to every tensor; other leaves stay as they are."""
+    if isinstance(value, Tensor):
+        return function(value)
     return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)

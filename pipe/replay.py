@@ -15,7 +15,8 @@ Guarantees
 Assumes
     * Nothing else draws from a shared generator *while* a recomputation that draws from it runs.
 
-``checkpoint``, ``offload`` and ``gradcache`` all use this module; it is the only one that touches generator states.
+``checkpoint``, ``offload`` and ``gradcache`` all use this module; with :mod:`pipe.numpy_state` it is the only one that
+touches generator states.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipe import numpy_state
 from pipe.ambient import Ambient
 from pipe.nested import tensors_in
 
@@ -44,47 +46,36 @@ _shared_generators = threading.RLock()
 
 @dataclass(frozen=True)
 class _Generator:
-    """One source of randomness, as a pair of functions on its whole state."""
+    """One source of randomness, as functions on its whole state."""
 
     name: str
     get: Callable[[], Any]
     set: Callable[[Any], None]
     shared: bool
-    same: Callable[[Any, Any], bool]
+    moved: Callable[[Any], bool]
+    """Whether it is no longer in a state that was read."""
 
 
-def _same_tensor(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b)
+def _moved_torch(get: Callable[[], Tensor], state: Tensor) -> bool:
+    return not torch.equal(state, get())
 
 
-def _same_object(a: Any, b: Any) -> bool:
-    return bool(a == b)
+def _moved_python(state: Any) -> bool:
+    return bool(state != random.getstate())
 
 
-def _same_numpy(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(_same_value(a[name], b[name]) for name in a)
-
-
-def _same_value(a: Any, b: Any) -> bool:
-    if isinstance(a, dict) and isinstance(b, dict):
-        return _same_numpy(a, b)
-    same = a == b
-    return bool(same.all()) if hasattr(same, "all") else bool(same)
+_CPU = _Generator("cpu", torch.get_rng_state, torch.set_rng_state, True, partial(_moved_torch, torch.get_rng_state))
+_PYTHON = _Generator("python", random.getstate, random.setstate, True, _moved_python)
 
 
 def _generators(devices: Iterable[torch.device]) -> list[_Generator]:
-    sources = [
-        _Generator("cpu", torch.get_rng_state, torch.set_rng_state, True, _same_tensor),
-        _Generator("python", random.getstate, random.setstate, True, _same_object),
-    ]
-    numpy = sys.modules.get("numpy")  # a forward can only have drawn from NumPy if somebody imported it
-    if numpy is not None:
-        get_state = partial(numpy.random.get_state, legacy=False)  # as a dict: in half the time of the tuple
-        sources.append(_Generator("numpy", get_state, numpy.random.set_state, True, _same_numpy))
+    sources = [_CPU, _PYTHON]
+    if "numpy" in sys.modules:  # a forward can only have drawn from NumPy if somebody imported it
+        sources.append(_Generator("numpy", numpy_state.read, numpy_state.write, True, numpy_state.moved))
     for device in sorted({d for d in devices if d.type not in ("cpu", "meta")}, key=str):
         module = torch.get_device_module(device)
         get, set_ = partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
-        sources.append(_Generator(str(device), get, set_, False, _same_tensor))
+        sources.append(_Generator(str(device), get, set_, False, partial(_moved_torch, get)))
     return sources
 
 
@@ -134,7 +125,7 @@ class Replay:
 
     def seal(self) -> Replay:
         """Forgets every generator that has not moved since :meth:`capture`. Returns itself."""
-        self._states = [(g, state) for g, state in self._states if not g.same(state, g.get())]
+        self._states = [(generator, state) for generator, state in self._states if generator.moved(state)]
         return self
 
     @property
