@@ -1,9 +1,9 @@
 """How large may a contrastive batch be in fixed memory, exactly, and what do a step and its chunks cost, way by way?
 
-Three parts. *Time*: one model, one batch, the same chunks; each way takes its steps in turn with the package GradCache
+Four parts. *Time*: one model, one batch, the same chunks; each way takes its steps in turn with the package GradCache
 over ``torch.utils.checkpoint``, every one in a process of its own. *Memory*: batches double until a limit on the
 process's memory refuses one. *Chunks*: one batch in more and more chunks, over a model with its home on disk; there the
-bytes that travel are what a step costs.
+bytes that travel are what a step costs. *Loss*: the loss of a very big batch by itself.
 
 Times are taken under the allocator as it comes. glibc keeps much of what was freed, so what a process holds then tells
 little of what a way needs; peaks are those of further processes with a fixed ``MALLOC_MMAP_THRESHOLD_``, which gives
@@ -27,8 +27,18 @@ from benchmarks.frame.pairs import Paired, run_pairs, spread
 from benchmarks.frame.plot import COLOURS, level_line, new_figure, save
 from benchmarks.frame.report import publish
 from benchmarks.frame.rungs import Outcome, Rung, run_rungs
+from benchmarks.frame.table import mebibytes
 from benchmarks.gradcache_batch.shape import Shape
-from benchmarks.gradcache_batch.tables import above_torch, chunk_table, difference, memory_table, seconds_of, time_table
+from benchmarks.gradcache_batch.tables import (
+    above_torch,
+    chunk_table,
+    difference,
+    loss_bytes,
+    loss_table,
+    memory_table,
+    seconds_of,
+    time_table,
+)
 from benchmarks.gradcache_batch.ways import PEERS, WAYS
 
 __all__ = ["add_arguments", "broken_bounds", "run"]
@@ -36,6 +46,8 @@ __all__ = ["add_arguments", "broken_bounds", "run"]
 MAXIMUM_RATIO = {"ours, chunks apart": 0.85, "ours": 0.55, "ours over OffloadModel": 0.55}
 MAXIMUM_PEAK_RATIO = 1.0  # of the peak above torch, to the reference's
 MAXIMUM_DIFFERENCE = 1e-6  # of gradients, to the reference's
+MAXIMUM_LOSS_BYTES = 1 << 30
+LOSS_WIDTH = 256
 MINIMUM_SPEEDUP = 5.0  # over chunk by chunk, at the most chunks
 REFERENCE = "upstream GradCache"
 TIMED = (REFERENCE, *MAXIMUM_RATIO)
@@ -54,11 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     time.add_argument("--positions", type=int, default=128, metavar="N", help="tokens of a row")
     time.add_argument("--pairs", type=int, default=8, metavar="N", help="pairs of the batch")
     time.add_argument("--chunk", type=int, default=2, metavar="N", help="rows of a chunk")
-    time.add_argument("--kept", type=int, default=160, metavar="MiB", help="kept between the passes, layers in memory")
-    time.add_argument("--graphs", type=int, default=450, metavar="MiB", help="kept in graphs, over an OffloadModel")
+    time.add_argument("--kept", type=int, default=480, metavar="MiB", help="kept between the passes, layers in memory")
+    time.add_argument("--graphs", type=int, default=560, metavar="MiB", help="kept in graphs, over an OffloadModel")
     time.add_argument("--rounds", type=int, default=2, metavar="N", help="pairs of steps for each way")
     memory.add_argument("--limit", type=int, default=96, metavar="MiB", help="memory that a way may take")
-    memory.add_argument("--most", type=int, default=16_384, metavar="N", help="pairs at which growing ends")
+    memory.add_argument("--most", type=int, default=4096, metavar="N", help="pairs at which growing ends")
+    memory.add_argument("--loss-rows", type=int, default=65_536, metavar="N", help="rows for the loss by itself")
     memory.add_argument("--small-dim", type=int, default=128, metavar="N", help="channels of the limited model")
     memory.add_argument("--chunks", type=int, nargs="+", default=[1, 4, 16, 64, 256], metavar="N", help="their numbers")
     memory.add_argument("--chunked-dim", type=int, default=512, metavar="N", help="channels of the model in chunks")
@@ -84,18 +97,21 @@ def run(arguments: argparse.Namespace) -> int:
         peaks = run_rungs([_rung(way, "in_turn", _shape(arguments), home, GIVE_BACK) for way in TIMED], turns=2)
         grown = run_rungs(_growing(arguments, home))
         laddered = run_rungs(_ladders(arguments, home))
-    outcomes = [reference, *(paired.outcome for paired in timed), *peaks, *grown, *laddered]
+    settings = {"rows": arguments.loss_rows, "width": LOSS_WIDTH}
+    loss = run_rungs([Rung("loss", f"{MEASURE}:loss_alone", settings, GIVE_BACK)])[0]
+    outcomes = [reference, *(paired.outcome for paired in timed), *peaks, *grown, *laddered, loss]
     sections = [
         time_table(_shape(arguments), reference, timed, peaks, limits),
         memory_table(arguments.limit, grown),
         chunk_table(arguments.chunks, laddered),
+        loss_table(loss),
     ]
     return publish(
         arguments,
         environment,
         sections=sections,
         outcomes=outcomes,
-        broken=broken_bounds(reference, timed, peaks, grown, laddered),
+        broken=broken_bounds(reference, timed, peaks, grown, laddered, loss),
         draw=lambda path: _draw(path, reference, timed, grown, laddered, environment),
         limits=limits,
         facts=[("homes", f"a directory on {filesystem_of(arguments.home)}")],
@@ -179,9 +195,10 @@ def broken_bounds(
     peaks: Sequence[Outcome],
     grown: Sequence[Outcome],
     laddered: Sequence[Outcome],
+    loss: Outcome,
 ) -> list[str]:
     """What must hold and does not, one line each."""
-    outcomes = [reference, *(paired.outcome for paired in timed), *peaks, *grown, *laddered]
+    outcomes = [reference, *(paired.outcome for paired in timed), *peaks, *grown, *laddered, loss]
     broken = [f"{outcome.rung.name}: {outcome.failure}" for outcome in outcomes if outcome.failure]
     if broken:
         return broken
@@ -207,6 +224,9 @@ def broken_bounds(
     assert fused.result is not None
     if len(set(fused.result["bytes_loaded"].values())) != 1:
         broken.append(f"bytes loaded must not depend on the chunks, are {fused.result['bytes_loaded']}")
+    if not loss_bytes(loss) <= MAXIMUM_LOSS_BYTES:
+        limit, found = mebibytes(MAXIMUM_LOSS_BYTES), mebibytes(loss_bytes(loss))
+        broken.append(f"the loss: must take at most {limit}, takes {found}")
     return broken
 
 

@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from benchmarks.frame.child import Report
-from benchmarks.gradcache_batch.shape import MEBIBYTE, Shape
-from benchmarks.gradcache_batch.ways import Step, make
+from benchmarks.gradcache_batch.shape import MEBIBYTE, TEMPERATURE, Shape
+from benchmarks.gradcache_batch.ways import TILE_ROWS, Step, make
+from gradcache.loss import SimpleContrastiveLoss
 from offload import OffloadModel
 
-__all__ = ["FLOOR", "growing", "in_turn", "ladder"]
+__all__ = ["FLOOR", "growing", "in_turn", "ladder", "loss_alone", "sketch"]
 
 FLOOR = "interpreter and torch"
 SKETCH_PIECE = 4096
@@ -87,6 +89,21 @@ def ladder(report: Report, way: str, shape: dict[str, Any], home: str, chunks: l
         loads[str(count)] = None if after is None or before is None else (after - before) // steps
         del model, step
     return {"bytes_loaded": loads}
+
+
+def loss_alone(report: Report, rows: int, width: int) -> dict[str, Any]:
+    """The loss of so many representations in each tower, by tiles, and its gradient, in the phase "steps"."""
+    generator = torch.Generator().manual_seed(0)
+    towers = [torch.randn(rows, width, generator=generator) for _ in range(2)]
+    towers = [functional.normalize(tower).requires_grad_() for tower in towers]
+    report.memory(FLOOR)
+    report.phase("steps")
+    started = time.perf_counter()
+    loss = SimpleContrastiveLoss(temperature=TEMPERATURE, tile_rows=TILE_ROWS)(*towers)
+    loss.backward()
+    seconds = time.perf_counter() - started
+    report.phase("end")
+    return {"rows": rows, "width": width, "seconds": seconds, "loss": loss.item(), "given": 8 * rows * width}
 
 
 def sketch(model: nn.Module) -> list[float]:

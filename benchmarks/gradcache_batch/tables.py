@@ -13,7 +13,16 @@ from benchmarks.frame.table import markdown_table, mebibytes
 from benchmarks.gradcache_batch.shape import Shape
 from benchmarks.gradcache_batch.steps import FLOOR
 
-__all__ = ["above_torch", "chunk_table", "difference", "memory_table", "seconds_of", "time_table"]
+__all__ = [
+    "above_torch",
+    "chunk_table",
+    "difference",
+    "loss_bytes",
+    "loss_table",
+    "memory_table",
+    "seconds_of",
+    "time_table",
+]
 
 
 def difference(mine: Outcome, theirs: Outcome) -> float:
@@ -101,6 +110,22 @@ def memory_table(limit_mebibytes: int, grown: Sequence[Outcome]) -> str:
         )
     words = f"Each process may take {limit_mebibytes} MiB beyond interpreter, torch and a step of two pairs."
     return f"## Largest exact batch in fixed memory\n\n{words}\n\n{markdown_table(header, rows)}"
+
+
+def loss_table(outcome: Outcome) -> str:
+    """What the loss of a very big batch takes by itself."""
+    header = ["representations", "width", "seconds", "memory, representations included"]
+    if outcome.result is None:
+        row = [outcome.reason, "", "", ""]
+    else:
+        found = outcome.result
+        row = [f"{found['rows']:,}", str(found["width"]), f"{found['seconds']:.0f}", mebibytes(loss_bytes(outcome))]
+    return f"## The loss alone, by tiles\n\n{markdown_table(header, [row])}"
+
+
+def loss_bytes(outcome: Outcome) -> int:
+    """What the loss's process held at most, representations included, over interpreter and torch."""
+    return above_torch(outcome) + int((outcome.result or {})["given"])
 
 
 def chunk_table(counts: Sequence[int], laddered: Sequence[Outcome]) -> str:

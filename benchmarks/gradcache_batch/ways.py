@@ -23,7 +23,7 @@ from gradcache import GradCache
 from gradcache.loss import SimpleContrastiveLoss
 from offload import OffloadModel
 
-__all__ = ["PEERS", "WAYS", "Step", "make"]
+__all__ = ["PEERS", "TILE_ROWS", "WAYS", "Step", "make"]
 
 TILE_ROWS = 256
 Step = Callable[[Tensor, Tensor], Tensor]

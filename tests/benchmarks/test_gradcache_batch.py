@@ -61,7 +61,7 @@ def test_all_parts_run_and_leave_a_page_and_no_homes(
     monkeypatch.setattr("benchmarks.gradcache_batch.question.measure_limits", lambda path, tries: _limits())
     home = tmp_path / "homes"
     time = "--dim 64 --depth 2 --vocabulary 300 --positions 8 --pairs 4 --chunk 2 --rounds 1"
-    memory = "--limit 64 --most 64 --small-dim 64 --chunks 1 4 --chunked-dim 64"
+    memory = "--limit 64 --most 64 --small-dim 64 --chunks 1 4 --chunked-dim 64 --loss-rows 512"
     main(["gradcache-batch", *time.split(), *memory.split(), "--home", str(home), "--out", str(tmp_path / "page")])
     page = (tmp_path / "page.md").read_text()
     assert re.search(r"\| ours over OffloadModel +\|\s+64 \|", page), page + "".join(capsys.readouterr())
@@ -94,7 +94,8 @@ def test_bounds_are_told_when_they_do_not_hold() -> None:
         _outcome(CHUNK_BY_CHUNK, {"bytes_loaded": {"1": 1}}, steps=[{"chunks": 4, "seconds": 4.0}]),
         _outcome(FUSED, {"bytes_loaded": {"1": 1, "4": 2}}, steps=[{"chunks": 4, "seconds": 1.0}]),
     ]
-    told = broken_bounds(reference, [good, bad], peaks, grown, laddered)
+    loss = _outcome("loss", {"given": 1 << 30})
+    told = broken_bounds(reference, [good, bad], peaks, grown, laddered, loss)
     assert [line.split(":")[0].split(" must")[0] for line in told] == [
         "ours, chunks apart",
         "ours, chunks apart",
@@ -102,4 +103,5 @@ def test_bounds_are_told_when_they_do_not_hold() -> None:
         FUSED,
         "4 chunks",
         "bytes loaded",
+        "the loss",
     ]
