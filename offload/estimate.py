@@ -52,16 +52,14 @@ def estimate_step(
     """
     if any(("B", shard.index) not in meter.rows for shard in shards if shard.trainable) or not meter.bytes_loaded:
         raise RuntimeError("run one training step first: estimate() predicts from the bandwidths that it measures")
-    load_bandwidth = meter.bytes_loaded / max(meter.loading.seconds, 1e-9)
+    load_bandwidth, drain_bandwidth = meter.bandwidths()
     update_seconds = meter.updating.seconds / max(meter.bytes_applied, 1)  # for each byte of gradients
-    drain_bandwidth = meter.bytes_stored / max(meter.draining.seconds, 1e-9)
     home_bytes = [sum(s.nbytes for s in shard.at_home) for shard in shards]
     gradient_bytes = [sum(s.nbytes for s in shard.at_home if s.parameter.requires_grad) for shard in shards]
     mean_rows = sum(rows) / len(rows)
 
     def cell_seconds(kind: str, j: int) -> float:
-        counted = meter.rows.get((kind, j), 0)
-        return meter.cells[kind, j].seconds / counted * mean_rows if counted else 0.0
+        return meter.cell_seconds_per_row(kind, j) * mean_rows
 
     plan = plan_step(len(shards), slots=slots, microbatches=len(rows), **updates)
     forecast = simulate(

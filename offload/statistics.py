@@ -70,6 +70,8 @@ class Meter:
         self.activation_bytes_per_row = 0.0
         #: Shard -> bytes that autograd keeps of one row until backward, where nothing is computed again.
         self.kept_bytes_per_row: dict[int, float] = {}
+        self._steps = 0
+        self._first_step: dict[object, tuple[float, int]] = {}
         self._device = device
         self.tracer = Tracer()
         self._held = 0
@@ -103,6 +105,33 @@ class Meter:
             with torch.profiler.record_function(token):
                 yield
         self.rows[kind, shard] = self.rows.get((kind, shard), 0) + rows
+
+    def begin_step(self) -> None:
+        """A training step begins. What the first one took says little: it also makes files, buffers and pages."""
+        self._steps += 1
+        if self._steps == 2:
+            self._first_step = {cell: (clock.seconds, self.rows[cell]) for cell, clock in self.cells.items()}
+            self._first_step["load"] = self.loading.seconds, self.bytes_loaded
+            self._first_step["drain"] = self.draining.seconds, self.bytes_stored
+
+    def _after_first(self, what: object, seconds: float, amount: int) -> tuple[float, int]:
+        """Without what the first step took, as soon as there is anything else."""
+        first_seconds, first_amount = self._first_step.get(what, (0.0, 0))
+        return (seconds - first_seconds, amount - first_amount) if amount > first_amount else (seconds, amount)
+
+    def cell_seconds_per_row(self, kind: str, shard: int) -> float:
+        """What a cell takes, for a forecast; 0 where none was seen."""
+        cell = kind, shard
+        if not self.rows.get(cell):
+            return 0.0
+        seconds, rows = self._after_first(cell, self.cells[cell].seconds, self.rows[cell])
+        return seconds / rows
+
+    def bandwidths(self) -> tuple[float, float]:
+        """Bytes per second of loads, and of gradients on their way home, for a forecast."""
+        load_seconds, loaded = self._after_first("load", self.loading.seconds, self.bytes_loaded)
+        drain_seconds, stored = self._after_first("drain", self.draining.seconds, self.bytes_stored)
+        return loaded / max(load_seconds, 1e-9), stored / max(drain_seconds, 1e-9)
 
     def saw_activations(self, nbytes: int, rows: int) -> None:
         """Notes what one cell of so many rows needs for its activations."""

@@ -134,6 +134,8 @@ class Walk:
         """Runs all chunks through all shards. Returns one detached output for each chunk."""
         n, m = len(self.shards), tape.microbatches
         with self._exclusively(on_failure=tape.close):
+            if tape.records:
+                self._meter.begin_step()
             # Inside a turn the next micro-batch comes at once, and a backward recomputes with what its forward saw.
             # Otherwise anything may have happened to the homes, also what no version counts.
             in_turn = self._held_still > 0 or (self.streamer.room.shared and is_recomputing())

@@ -58,7 +58,7 @@ class Measured:
 
     @property
     def predicted_seconds(self) -> float | None:
-        """What ``estimate()`` says after one step."""
+        """What ``estimate()`` says after two steps."""
         estimate = (self.paired.outcome.result or {}).get("estimate")
         return float(estimate["seconds"]) if estimate else None
 

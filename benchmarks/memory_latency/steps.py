@@ -58,10 +58,10 @@ def train(
         report.step(
             seconds=seconds, **{name: statistics[name] - before[name] for name in COUNTED if name in statistics}
         )
-        if k == 0:  # what a user sees who asks after one step
+        if k == 1:  # after the first step, which warms up, and one that is measured
             estimate = prepared.estimate(chosen.rows)
-            if way == "plain" and prepared.microbatches == 1:
-                torch.save({name: g.cpu() for name, g in prepared.gradients().items()}, Path(home, "gradients.pt"))
+        if k == 0 and way == "plain" and prepared.microbatches == 1:
+            torch.save({name: g.cpu() for name, g in prepared.gradients().items()}, Path(home, "gradients.pt"))
     if device == "cpu":
         give_back_at_once()
         report.phase(IN_USE)
