@@ -2,15 +2,25 @@
 
 A model is usually built in ordinary memory before its parameters go home. Freed then, that memory stays with the C
 allocator, piece by piece between other things, and the process would look as large as the whole model for ever.
+
+The same happens slowly while layers compute on the CPU: activations come and go between tensors that live longer, holes
+are left that nothing fits into, and the heap grows from step to step. To give every freed block back at once is no way
+out: a page that is new to a process costs eight times as long to write to as one that it has. So free memory is kept,
+until :data:`KEEP_BYTES` of it have come together. Set that to None to leave the heap to the C library.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable
+from pathlib import Path
 
-__all__ = ["return_freed_memory"]
+__all__ = ["KEEP_BYTES", "Heap", "anonymous_bytes", "return_freed_memory"]
+
+#: Memory by which a process may outgrow what it needed before, until what is free of it is given back.
+KEEP_BYTES: int | None = 512 << 20
 
 
 @functools.cache
@@ -27,3 +37,30 @@ def return_freed_memory() -> None:
     trim = _malloc_trim()
     if trim is not None:
         trim(0)
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file backs; 0 where the system does not tell."""
+    try:
+        _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_bytes().split())
+    except (OSError, ValueError):
+        return 0
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Heap:
+    """Keeps the free memory of the process within bounds, for one model that computes on the CPU."""
+
+    def __init__(self) -> None:
+        self._needed: int | None = None
+
+    def bound(self) -> None:
+        """To be called now and then, where much has been freed; takes microseconds most of the time."""
+        if KEEP_BYTES is None:
+            return
+        held = anonymous_bytes()
+        if self._needed is not None and held > self._needed + KEEP_BYTES:
+            return_freed_memory()
+            self._needed = anonymous_bytes()
+        elif self._needed is None or held < self._needed:
+            self._needed = held

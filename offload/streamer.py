@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from offload.heap import Heap
 from offload.lane import Arrival, Lanes, naming
 from offload.norm import norm_of, note
 from offload.room import Room
@@ -74,6 +75,9 @@ class Streamer:
         #: Whether the norm of each gradient is wanted, and what is known of those on their way.
         self.note_norms = False
         self._norms: list[tuple[nn.Parameter, Tensor]] = []
+        #: Bytes of gradients that may wait in host memory for their update, where homes are on disk.
+        self.gradient_bytes = 0
+        self._heap = Heap() if device.type == "cpu" else None
         #: Who updates shards during backward, if anybody does.
         self.updater: Updater | None = None
 
@@ -195,6 +199,8 @@ class Streamer:
             yield shard
         finally:
             self._collected[j] = shard.unbind()
+            if self._heap is not None:
+                self._heap.bound()
 
     def keep_changes(self, j: int) -> None:
         """To be called at the end of a visit: sends home what layers wrote into their own parameters while they ran.
@@ -234,13 +240,14 @@ class Streamer:
             self._drains.append((update, nbytes, list(kept.values())))
 
     def _send_home(self, shard: Shard, gradients: list[Tensor | None]) -> None:
-        moves: list[tuple[nn.Parameter, Callable[[], Tensor]]] = []
+        moves: deque[tuple[nn.Parameter, Callable[[], Tensor]]] = deque()
         for position, gradient in enumerate(gradients):
             if gradient is not None:
                 parameter = shard.owner_of(position)[1].parameter
                 moves.extend((parameter, move) for move in self._homeward(shard, position, gradient))
         nbytes = _nbytes(gradient for gradient in gradients if gradient is not None)
-        self._meter.bytes_stored += nbytes
+        if not (self._tier.blocking_io and self._waits_in_memory(shard)):
+            self._meter.bytes_stored += nbytes
         if not moves:
             return
         self._meter.hold(nbytes)
@@ -249,16 +256,21 @@ class Streamer:
         while self._drains:
             self._finish_drain()
 
+        on_device = self._device.type != "cpu"
+        # On a device the tensors stay until the copy is done. Without this, their memory is reused while it is read.
+        staying = [g for g in gradients if g is not None] if on_device else []
+
         def copy() -> None:
             with self._meter.on_lane("drain", f"D{shard.index}"):
-                for parameter, move in moves:
+                while moves:  # on the host each gradient is free as soon as it is home
+                    parameter, move = moves.popleft()
                     total = move()
                     if self.note_norms and not total.is_sparse:
                         self._norms.append((parameter, norm_of(total)))
+                    del move, total
 
         arrival = self._lanes.drain.submit(f"D{shard.index}", copy)
-        # The tensors stay until the copy is done. Without this, their memory is reused while it is being read.
-        self._drains.append((arrival, nbytes, [g for g in gradients if g is not None]))
+        self._drains.append((arrival, nbytes, staying))
 
     def _homeward(self, shard: Shard, position: int, gradient: Tensor) -> Iterator[Callable[[], Tensor]]:
         """What must be copied to bring one gradient home; it returns all that is home then, on any device.
@@ -277,6 +289,15 @@ class Streamer:
             parameter.grad = gradient
             if self.note_norms:
                 yield lambda: gradient
+        elif self._tier.blocking_io and self._waits_in_memory(owner):
+            if gradient.device.type == "cpu" and gradient.dtype == parameter.dtype:
+                parameter.grad = gradient
+                if self.note_norms:
+                    yield lambda: gradient
+            else:
+                host = torch.empty_strided(parameter.shape, s.stride, dtype=parameter.dtype)
+                parameter.grad = host
+                yield partial(_convert, host, gradient)
         else:
             block, view = owner.gradient_home(s, self._tier)
             parameter.grad = view
@@ -284,6 +305,12 @@ class Streamer:
                 yield partial(_store, block, s.offset, gradient)
             else:
                 yield partial(_convert, view, gradient)
+
+    def _waits_in_memory(self, shard: Shard) -> bool:
+        """Whether the gradients of a shard need not go to disk: those of the first shards, which are updated first."""
+        if not self.gradient_bytes:
+            return False
+        return sum(s.nbytes for other in self.shards[: shard.index + 1] for s in other.own) <= self.gradient_bytes
 
     def _finish_drain(self, *, on_host: bool = False) -> None:
         arrival, nbytes, _gradients = self._drains[0]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from offload.budget import parse_bytes
 from offload.lane import Lane, ThreadLane
 from offload.model import OffloadModel
 from offload.norm import clip_coefficient, forget, norm_of, noted, total_norm
@@ -50,6 +51,8 @@ class OffloadOptimizer(Optimizer):
         update_in_backward: update a shard as soon as its gradients are complete, in backward; they never rest anywhere.
             For loops with one backward per step and without a ``GradScaler``. ``step()`` then only marks the end of
             the step.
+        gradient_bytes: bytes, or a string such as ``"1GiB"``, of host memory in which gradients may wait for their
+            update where homes are on disk. What fits is neither written nor read: 4 bytes less of each, below.
         optimizer_kwargs: what ``optimizer_class`` takes.
 
     Raises:
@@ -79,6 +82,7 @@ class OffloadOptimizer(Optimizer):
         params: Any = None,
         max_norm: float | None = None,
         update_in_backward: bool = False,
+        gradient_bytes: int | str | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
         _check(model, optimizer_class, max_norm, update_in_backward)
@@ -109,6 +113,8 @@ class OffloadOptimizer(Optimizer):
             self._in_backward = InBackward(self)
             self._streamer.updater = self._in_backward
         self._streamer.note_norms |= max_norm is not None
+        if gradient_bytes is not None:
+            self._streamer.gradient_bytes = parse_bytes(gradient_bytes, "gradient_bytes")
         model._optimizers.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

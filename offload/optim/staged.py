@@ -32,6 +32,7 @@ from offload.optim.piece import Piece, Recipe, Task, Write
 from offload.partition import aligned
 from offload.shard import Shard, Slice
 from offload.tier import Block, Tier
+from offload.tier.buffer import PAGE_BYTES, host_buffer, whole_pages
 from offload.tier.contract import bytes_of
 
 __all__ = ["BITE_BYTES", "Desk", "StagedPiece", "cut"]
@@ -66,28 +67,28 @@ def cut(slices: Sequence[Slice]) -> Iterator[list[Slice]]:
 
 
 class Desk:
-    """Memory that bites take in turn. Only one lane works here, so there is one desk."""
+    """Memory that bites take in turn. Only one lane works here, so there is one desk.
+
+    A part lies within its page as the bytes lie within theirs in the file, so that a disk can move them with no copy.
+    """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = host_buffer(0)
         self._used = 0
 
-    def clear(self, nbytes: int) -> None:
-        """Makes room for ``nbytes`` in pieces of any size, aligned."""
+    def clear(self, parts: Sequence[int]) -> None:
+        """Makes room for parts of these bytes."""
+        nbytes = sum(parts) + len(parts) * PAGE_BYTES
         if self._memory.numel() < nbytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # before the larger one is made
-            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+            self._memory = host_buffer(0)  # before the larger one is made
+            self._memory = host_buffer(nbytes)
         self._used = 0
 
-    def take(self, nbytes: int) -> Tensor:
-        """The next ``nbytes``, flat, uint8."""
-        part = self._memory[self._used : self._used + nbytes]
-        self._used += aligned(nbytes)
-        return part
-
-    def leave(self) -> None:
-        """Leaves the memory to whoever holds parts of it; the next bite gets other memory."""
-        self._memory = torch.empty(0, dtype=torch.uint8)
+    def take(self, nbytes: int, offset: int = 0) -> Tensor:
+        """Memory for the ``nbytes`` at ``offset`` of a file; flat, uint8."""
+        begin = self._used + (offset - self._used) % PAGE_BYTES
+        self._used = begin + nbytes
+        return self._memory[begin : self._used]
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ class StagedPiece(Piece):
         optimizer = self.optimizer
         assert optimizer is not None
         chosen = [k for k, gradient in enumerate(task.gradients) if gradient is not None]
-        self._desk.clear(self._desk_bytes(chosen, bite))
+        self._desk.clear(self._parts(chosen, bite))
         writes: list[Write] = []
         try:
             for k in chosen:
@@ -220,14 +221,15 @@ class StagedPiece(Piece):
                 write.source = write.source.clone()
             raise
 
-    def _desk_bytes(self, chosen: Sequence[int], bite: Bite) -> int:
-        total = 0
+    def _parts(self, chosen: Sequence[int], bite: Bite) -> list[int]:
+        """Bytes of all that comes to the desk: weights, gradients and states."""
+        parts = []
         for k in chosen:
             s = self.slices[k]
-            total += 2 * aligned(bite.span(s.nbytes, s.dtype.itemsize)[1])
+            parts += 2 * [bite.span(s.nbytes, s.dtype.itemsize)[1]]
             rests = [rest for (owner, _), rest in self._rest.items() if owner == k]
-            total += sum(aligned(bite.span(rest.nbytes, rest.dtype.itemsize)[1]) for rest in rests)
-        return total
+            parts += [bite.span(rest.nbytes, rest.dtype.itemsize)[1] for rest in rests]
+        return parts
 
     def _lay_out(
         self, task: Task, k: int, bite: Bite, slot: Tensor | None, before: Mapping[str, Any] | None
@@ -239,7 +241,7 @@ class StagedPiece(Piece):
         offset, nbytes = bite.span(s.nbytes, s.dtype.itemsize)
         offset += s.offset
         if slot is None:
-            weights = self._desk.take(nbytes)
+            weights = self._desk.take(nbytes, offset)
             home.read_into(weights, offset)
             task.bytes_read += nbytes
         else:
@@ -256,7 +258,7 @@ class StagedPiece(Piece):
         for (owner, key), rest in self._rest.items():
             if owner == k:
                 offset, nbytes = bite.span(rest.nbytes, rest.dtype.itemsize)
-                part = self._desk.take(nbytes)
+                part = self._desk.take(nbytes, rest.offset + offset)
                 rest.block.read_into(part, rest.offset + offset)
                 task.bytes_read += nbytes
                 state[key] = bite.shape(part, rest.dtype, rest.shape, rest.stride)
@@ -270,7 +272,7 @@ class StagedPiece(Piece):
         block = self.shard.gradients
         to: Callable[[Tensor], object]
         if block is not None and gradient.data_ptr() == block.tensor.data_ptr() + s.offset:
-            part = self._desk.take(nbytes)
+            part = self._desk.take(nbytes, s.offset + offset)
             block.read_into(part, s.offset + offset)
             task.bytes_read += nbytes
             to = partial(_write, block, s.offset + offset)
@@ -311,6 +313,8 @@ class StagedPiece(Piece):
                 shape = value.shape if whole else s.parameter.shape
                 stride = torch.empty_like(value, device="meta").stride() if whole else s.stride
                 nbytes = shape.numel() * value.element_size()
+                if nbytes > PAGE_BYTES:
+                    end = whole_pages(end)  # a large one has its pages to itself, so that a disk can move them whole
                 found.append((k, key, end, nbytes, value.dtype, shape, stride))
                 end += aligned(nbytes)
         if found:

@@ -103,6 +103,27 @@ def test_a_step_moves_the_bytes_that_the_documentation_says(tmp_path: Path) -> N
     assert after.shard_updates - before.shard_updates == 4
 
 
+@pytest.mark.parametrize("waiting", [2, 4])
+def test_gradients_that_wait_in_memory_are_neither_written_nor_read(tmp_path: Path, waiting: int) -> None:
+    shard_bytes = (WIDTH * WIDTH + WIDTH) * 4
+    pair = Pair(
+        "adamw", f"{tmp_path}/", kinds=("linear", "linear"), max_norm=0.1, gradient_bytes=waiting * shard_bytes + 3
+    )
+    for action in ("backward", "step", "zero", "backward", "backward", "step", "zero"):
+        pair.do(action)
+    pair.ours.synchronize()
+    before = pair.model.statistics()
+    for action in ("backward", "step", "look", "zero"):
+        pair.do(action)
+    after = pair.model.statistics()
+    assert after.bytes_stored - before.bytes_stored == (4 - waiting) * shard_bytes
+    # Nothing loads these updates' weights: those are read for the update itself.
+    assert after.update_bytes_read - before.update_bytes_read == 4 * 3 * shard_bytes + (4 - waiting) * shard_bytes
+    gradients = [shard.gradients for shard in pair.model._walk.shards]
+    assert [gradient is None for gradient in gradients] == [j < waiting for j in range(4)]
+    pair.compare_states()
+
+
 def test_an_update_at_home_in_host_memory_moves_nothing() -> None:
     model, optimizer = make("cpu")
     step(model, optimizer)
