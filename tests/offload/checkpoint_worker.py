@@ -1,16 +1,23 @@
-"""Trains and saves, and dies at a given action of the system: ``python -m tests.offload.checkpoint_worker --help``.
+"""Trains and saves, and dies at a given event: ``python -m tests.offload.checkpoint_worker --help``.
 
-Everything is done in children of this process, which has torch imported already: a child costs milliseconds.
+Everything is done in children of this process, which has torch imported already: a child costs milliseconds. A moment
+is the n-th event of a kind, counted over all threads, so it needs no clock; where the other threads are at that moment
+is up to the system, as it is for a real kill.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
 import hashlib
+import itertools
+import json
 import os
 import random
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,32 +25,90 @@ from typing import Any
 import torch
 
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
+from offload.statistics import Meter
+from offload.tier.disk import DiskBlock
 from tests.offload.zoo import WIDTH, build
+
+#: Kinds of events: begins and ends of cells, of jobs of each lane, and of the arithmetic of an update; reads and writes
+#: of homes; and actions of the system by which a save becomes durable.
+KINDS = ("forward", "backward", "load", "drain", "update", "arithmetic", "read", "write", "save")
+
+Outcome = tuple[dict[str, int], str]
 
 
 class Killer:
-    """Counts the actions of the system by which a save becomes durable, and kills the process at one of them."""
+    """Counts events, and kills the process at one of them."""
 
-    def __init__(self, fatal: int | None) -> None:
-        self.count = 0
+    def __init__(self, fatal: tuple[str, int] | None) -> None:
+        self.counts = collections.Counter[str]()
         self.fatal = fatal
-        for name in ("open", "write", "fsync", "replace", "unlink", "mkdir", "rmdir"):
-            setattr(os, name, self.counting(name, getattr(os, name)))
+        self._lock = threading.Lock()
 
-    def counting(self, name: str, action: Callable[..., Any]) -> Callable[..., Any]:
+    def event(self, kind: str, last_deed: Callable[[], object] = lambda: None) -> None:
+        """Counts; at the fatal one does ``last_deed`` and dies."""
+        with self._lock:
+            self.counts[kind] += 1
+            fatal = self.fatal == (kind, self.counts[kind])
+        if fatal:
+            last_deed()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def watch(self) -> None:
+        """Listens to everything that happens in this process from here on."""
+        for name in ("open", "write", "fsync", "replace", "unlink", "mkdir", "rmdir"):
+            setattr(os, name, self._saving(getattr(os, name)))
+        cell, on_lane = Meter.cell, Meter.on_lane
+        read, write, step = DiskBlock.read_into, DiskBlock.write, torch.optim.AdamW.step
+
+        @contextlib.contextmanager
+        def watched_cell(meter: Meter, kind: str, *args: Any) -> Iterator[None]:
+            with self._around({"F": "forward", "B": "backward"}[kind]), cell(meter, kind, *args):
+                yield
+
+        @contextlib.contextmanager
+        def watched_lane(meter: Meter, lane: str, token: str) -> Iterator[None]:
+            with self._around(lane), on_lane(meter, lane, token):
+                yield
+
+        def watched_read(block: DiskBlock, destination: torch.Tensor, offset: int = 0) -> None:
+            self.event("read")
+            read(block, destination, offset)
+
+        def watched_write(block: DiskBlock, source: torch.Tensor, offset: int) -> None:
+            self.event("write", lambda: write(block, source[: source.numel() // 2], offset))  # torn
+            write(block, source, offset)
+
+        def watched_step(optimizer: torch.optim.AdamW) -> None:
+            with self._around("arithmetic"):
+                step(optimizer)
+
+        Meter.cell, Meter.on_lane = watched_cell, watched_lane  # type: ignore[method-assign, assignment]
+        DiskBlock.read_into, DiskBlock.write = watched_read, watched_write  # type: ignore[method-assign]
+        torch.optim.AdamW.step = watched_step  # type: ignore[method-assign, assignment]
+
+    @contextlib.contextmanager
+    def _around(self, kind: str) -> Iterator[None]:
+        self.event(kind)
+        yield
+        self.event(kind)
+
+    def _saving(self, action: Callable[..., Any]) -> Callable[..., Any]:
+        main = threading.current_thread()
+
         def counted(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            if self.count == self.fatal:
-                if name == "write":
-                    action(args[0], args[1][: len(args[1]) // 2])  # torn
-                os.kill(os.getpid(), signal.SIGKILL)
+            if threading.current_thread() is main:  # lanes open files too
+                torn = (lambda: action(args[0], args[1][: len(args[1]) // 2])) if action.__name__ == "write" else None
+                self.event("save", torn or (lambda: None))
             return action(*args, **kwargs)
 
         return counted
 
 
-def train(folder: Path, home: str, slices: int, steps: int, fatal: int | None) -> tuple[int, str]:
-    """Trains to ``steps``, from the last checkpoint if there is one; counts actions, and hashes the result."""
+def train(folder: Path, home: str, slices: int, steps: int, fatal: tuple[str, int] | None) -> Outcome:
+    """Trains to ``steps`` from the last checkpoint, if there is one, and saves every other step.
+
+    Returns the number of events of each kind, and a hash of all that training has changed.
+    """
     torch.manual_seed(0)
     model = OffloadModel(
         build(["linear", "dropout", "batchnorm", "linear"]), "cpu", home, num_slices=slices, checkpoint_activation=True
@@ -51,12 +116,14 @@ def train(folder: Path, home: str, slices: int, steps: int, fatal: int | None) -
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01, max_norm=0.5)
     begin = load_checkpoint(folder, model, optimizer).step if (folder / "model.safetensors.index.json").exists() else 0
     killer = Killer(fatal)
+    killer.watch()
     for step in range(begin, steps):
         x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(step))
         model(x).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        save_checkpoint(folder, model, optimizer, file_bytes=600)
+        if step % 2 or step == steps - 1:
+            save_checkpoint(folder, model, optimizer, file_bytes=600)
     digest = hashlib.sha256()
     for value in [
         *model.state_dict().values(),
@@ -64,18 +131,18 @@ def train(folder: Path, home: str, slices: int, steps: int, fatal: int | None) -
     ]:
         digest.update(value.contiguous().numpy().tobytes())
     digest.update(torch.get_rng_state().numpy().tobytes())
-    return killer.count, digest.hexdigest()
+    return dict(killer.counts), digest.hexdigest()
 
 
-def in_child(function: Callable[[], tuple[int, str]]) -> tuple[int, str] | None:
+def in_child(function: Callable[[], Outcome]) -> Outcome | None:
     """The result of a function in a child; None if the child was killed."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            count, digest = function()
-            os.write(writing, f"{count} {digest}".encode())
+            write = os.write  # before it is watched
+            write(writing, json.dumps(function()).encode())
             status = 0
         finally:
             os._exit(status)
@@ -86,42 +153,50 @@ def in_child(function: Callable[[], tuple[int, str]]) -> tuple[int, str] | None:
     if status == -signal.SIGKILL:
         return None
     assert status == 0, f"the child failed with {status}"
-    count, digest = text.split()
-    return int(count), digest
+    counts, digest = json.loads(text)
+    return counts, digest
 
 
 def main() -> None:
-    """Prints how many children were killed, and whether the last came to what an undisturbed one comes to."""
+    """Prints how many children were killed at which kinds of events, and how many rounds came to the same as one that
+    nobody disturbed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--kills", type=int, default=len(KINDS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    torch.optim.AdamW([torch.zeros(1)])  # imports what every child would otherwise import for itself
     draw = random.Random(options.seed)
-    undisturbed = in_child(partial(train, options.folder / "undisturbed", "cpu", 4, options.steps, None))
+    home = f"{options.folder}/home/"
+    # With the most slices, so that a moment that is drawn may lie beyond the end of a run with fewer.
+    undisturbed = in_child(partial(train, options.folder / "undisturbed", home, 6, options.steps, None))
     assert undisturbed is not None
-    actions, expected = undisturbed
-    killed = agreed = rounds = 0
-    while killed < options.kills:
+    counts, expected = undisturbed
+    assert set(counts) == set(KINDS), counts
+    kinds = itertools.cycle(KINDS)
+    killed = collections.Counter[str]()
+    agreed = rounds = 0
+    while killed.total() < options.kills:
         rounds += 1
         folder = options.folder / f"round{rounds}"
+        kind = next(kinds)
         while True:
-            home = draw.choice(["cpu", f"{options.folder}/home/"])
-            slices, fatal = draw.randint(1, 6), draw.randint(1, actions)
-            fatal_or_not = fatal if killed < options.kills else None
-            result = in_child(partial(train, folder, home, slices, options.steps, fatal_or_not))
+            place = home if kind in ("read", "write") else draw.choice(["cpu", home])
+            fatal = (kind, draw.randint(1, counts[kind])) if killed.total() < options.kills else None
+            result = in_child(partial(train, folder, place, draw.randint(1, 6), options.steps, fatal))
             if result is not None:
                 break
-            killed += 1
+            killed[kind] += 1
+            kind = next(kinds)
         agreed += result[1] == expected
         # One that was killed after its last save had replaced the index had no time to remove the one before.
         numbers = {
             entry.name.split("-")[1] for entry in folder.iterdir() if entry.name.startswith(("model-", "state-"))
         }
         assert len(numbers) <= 2, numbers
-    print(f"killed {killed}, agreed {agreed} of {rounds}")
+    print(json.dumps({"killed": killed, "agreed": agreed, "rounds": rounds}))
 
 
 if __name__ == "__main__":
