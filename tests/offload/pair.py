@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from torch.func import functional_call
 
 from offload import OffloadModel, OffloadOptimizer
 from tests.offload.zoo import WIDTH, build
@@ -40,14 +41,21 @@ class Pair:
         slices: int = 4,
         grouped: bool = False,
         recompute: bool = True,
+        param_dtype: torch.dtype | None = None,
         **more: Any,
     ) -> None:
         kind, arguments = CLASSES[name]
         self.max_norm = max_norm
         self.bare = build(kinds, tied=tied)
         self.model = OffloadModel(
-            copy.deepcopy(self.bare), "cpu", home, num_slices=slices, checkpoint_activation=recompute
+            copy.deepcopy(self.bare),
+            "cpu",
+            home,
+            num_slices=slices,
+            checkpoint_activation=recompute,
+            param_dtype=param_dtype,
         )
+        self.param_dtype = param_dtype
         groups: Any = None
         plain: Any = self.bare.parameters()
         if grouped:
@@ -70,11 +78,29 @@ class Pair:
         self.count += 1
         return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(self.count))
 
+    def run_bare(self, x: torch.Tensor) -> torch.Tensor:
+        """The bare model; in ``param_dtype`` on casts of its parameters, which keep their own type."""
+        if self.param_dtype is None:
+            return self.bare(x)
+        casts = {name: p.to(self.param_dtype) for name, p in self.bare.named_parameters()}
+        return functional_call(self.bare, casts, x.to(self.param_dtype))
+
     def backward(self) -> None:
         x = self.batch()
-        for run in (self.bare, self.model):
+        for run in (self.run_bare, self.model):
             torch.manual_seed(self.count)
             (run(x) - 1).pow(2).mean().backward()
+
+    def accumulate(self) -> None:
+        """A backward whose gradients wait for those of the next."""
+        with self.ours.accumulate():
+            self.backward()
+
+    def skip(self) -> None:
+        """Gradients that are thrown away: an overflow was found, say."""
+        with self.ours.accumulate():
+            self.backward()
+        self.zero()
 
     def step(self) -> None:
         if self.max_norm is not None:
@@ -100,11 +126,11 @@ class Pair:
     def eval(self) -> None:
         x = self.batch()
         results = []
-        for run in (self.bare, self.model):
-            run.eval()
+        for run, module in ((self.run_bare, self.bare), (self.model, self.model)):
+            module.eval()
             with torch.no_grad():
                 results.append(run(x))
-            run.train()
+            module.train()
         self.close(results[1], results[0])
 
     def schedule(self) -> None:

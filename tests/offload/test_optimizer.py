@@ -5,13 +5,17 @@ from __future__ import annotations
 import tempfile
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import offload.optim.staged
 from tests.offload.pair import CLASSES, Pair
 
-ACTIONS = ["backward", "backward", "step", "step", "zero", "zero in place", "model.zero", "eval", "schedule", "look"]
+ACTIONS = [
+    *("backward", "backward", "accumulate", "step", "step", "skip"),
+    *("zero", "zero in place", "model.zero", "eval", "schedule", "look"),
+]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -24,6 +28,7 @@ ACTIONS = ["backward", "backward", "step", "step", "zero", "zero in place", "mod
     slices=st.integers(1, 6),
     bite_bytes=st.sampled_from([64, 300, 16 << 20]),
     recompute=st.booleans(),
+    half=st.booleans(),
     actions=st.lists(st.sampled_from(ACTIONS), min_size=3, max_size=14),
 )
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
@@ -36,14 +41,27 @@ def test_any_sequence_trains_like_the_plain_optimizer(
     slices: int,
     bite_bytes: int,
     recompute: bool,
+    half: bool,
     actions: list[str],
 ) -> None:
+    # A digit that an update rounds in another way than the plain one becomes a difference of 16-bit numbers, so both
+    # must be exact. And a tied parameter is cast once in the bare model, whose gradient is then summed in 16 bits.
+    half = half and name in ("sgd", "momentum") and max_norm is None and not tied
     if name in ("adafactor", "asgd", "sgd", "adagrad") and grouped:
         grouped = False  # they take no weight_decay of this form, or need none
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload.optim.staged, "BITE_BYTES", bite_bytes)
         home = folder if on_disk else "cpu"
-        pair = Pair(name, home, max_norm=max_norm, tied=tied, grouped=grouped, slices=slices, recompute=recompute)
+        pair = Pair(
+            name,
+            home,
+            max_norm=max_norm,
+            tied=tied,
+            grouped=grouped,
+            slices=slices,
+            recompute=recompute,
+            param_dtype=torch.bfloat16 if half else None,
+        )
         for action in ["backward", "step", *actions]:
             pair.do(action)
         pair.compare()
