@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.plan import Costs, Updates, plan_step, simulate
+from offload.plan import Updates, plan_step
 from offload.shard import Shard
+from offload.simulate import Costs, simulate
 from offload.statistics import Meter
 
 __all__ = ["Estimate", "estimate_step"]

@@ -11,7 +11,8 @@ from torch import nn
 
 from offload import OffloadModel
 from offload.budget import fit
-from offload.plan import Costs, plan_step, simulate, validate
+from offload.plan import plan_step, validate
+from offload.simulate import Costs, simulate
 from offload.tensor_file import TensorFile, write_tensors
 
 MEBIBYTE = 2**20
