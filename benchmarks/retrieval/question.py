@@ -31,7 +31,7 @@ __all__ = ["add_arguments", "broken_bounds", "run"]
 
 OURS = "gradcache-offload"
 NAMES = {"whole": "whole batch", "gradcache": "GradCache", OURS: "GradCache + offload"}
-PAIRS_SEEN = 864  # unless --steps says otherwise, larger batches take fewer steps
+PAIRS_SEEN = 768  # unless --steps says otherwise: larger batches take fewer steps
 MINIMUM_STEPS = 2
 # Freed blocks go back at once, in every rung: else the heap of each keeps another share of what it once held, and both
 # the peaks and the cap would be about that.
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rungs", nargs="+", choices=list(WAYS), default=list(WAYS), help="which ways to run")
     parser.add_argument("--cap", type=float, metavar="MIB", help="of the capped rungs; midway of what was needed")
     parser.add_argument(
-        "--capped-steps", type=int, default=6, metavar="N", help="steps under the cap; 0: no such rungs"
+        "--capped-steps", type=int, default=4, metavar="N", help="steps under the cap; 0: no such rungs"
     )
     parser.add_argument("--batches", type=int, nargs="+", metavar="N", help="recall over these batch sizes instead")
     parser.add_argument("--examples", type=int, default=16_384, metavar="N", help="pairs seen by each of --batches")
