@@ -121,7 +121,7 @@ def _close(a: Any, b: Any) -> bool:
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     """A context that counts what a graph keeps, each storage once, as long as the object lives. Not for backward."""
 
-    def __init__(self, parameters: Sequence[Tensor], on_saved: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, parameters: Sequence[Tensor], on_saved: Callable[[Tensor], None] = lambda tensor: None) -> None:
         self._on_saved = on_saved
         self._parameters = {tensor.untyped_storage().data_ptr() for tensor in parameters}
         # Storages are held, since the address of one that is freed would soon be another one's.
@@ -144,7 +144,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         self._counted.pop(tensor.untyped_storage().data_ptr(), None)
 
     def _saved(self, tensor: Tensor) -> None:
-        self._on_saved()
+        self._on_saved(tensor)
         self.count(tensor)
 
     @staticmethod

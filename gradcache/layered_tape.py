@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradcache import grouping, representations
 from gradcache.entering import Entering
+from gradcache.lean import Lean
 from offload.tail import Listener, OtherOperations, Skipper, Tail
 from pipe.guard import Guard
 from pipe.nested import flatten, map_tensors, tensors_in, unflatten
@@ -177,9 +178,9 @@ class LayeredTape:
             if survey is not None:
                 survey.entering.append(_nbytes(value) if keeps else 0)
             if j >= group.graphs_from and self._has_room(group, j):
-                leaves = self._leaves(j, value)
-                with torch.enable_grad():
-                    output, _, _ = self._first_run(j, leaves, group)
+                leaves, lean = self._leaves(j, value), Lean()
+                with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lean.pack, lean.unpack):
+                    output, _, _ = self._first_run(j, leaves, group, lean)
                 group.cells.append(_Graph(output, leaves))
                 value = map_tensors(Tensor.detach, output)
                 continue
@@ -201,32 +202,40 @@ class LayeredTape:
 
     def _surveyed(self, j: int, value: Any, group: _Group, survey: _Survey) -> tuple[Any, bool]:
         """A first run that counts what a graph would keep, but keeps none."""
-        listener = Listener()
-        counter = grouping.SavedBytes(self._model.parameters, listener.saved)
+        listener, lean = Listener(), Lean()
+        graph = grouping.SavedBytes(self._model.parameters)
+
+        def saved(tensor: Tensor) -> None:
+            listener.saved()
+            if not lean.knows(tensor):
+                graph.count(tensor)
+
+        counter = grouping.SavedBytes(self._model.parameters, saved)
         leaves = representations.as_leaves(value)
         with counter, torch.enable_grad():
-            output, copies_input, given = self._first_run(j, leaves, group, listener)
-        alone = counter.total
+            output, copies_input, given = self._first_run(j, leaves, group, lean, listener)
         # What entered is kept as well, except that the first layer's input may be the caller's. A result enters the
         # next layer, and is counted there.
         for tensor in tensors_in((given, leaves if copies_input else ())):
-            counter.count(tensor)
+            graph.count(tensor)
         for tensor in tensors_in(given) if j == 0 and self._entering.known is not None and not copies_input else ():
-            counter.forget(tensor)
+            graph.forget(tensor)
         for tensor in tensors_in(output) if j + 1 < len(self._model.layers) else ():
-            counter.forget(tensor)
-        survey.saved.append((alone, counter.total))
+            graph.forget(tensor)
+        survey.saved.append((counter.total, graph.total))
         survey.tails.append(listener.tail())
         return map_tensors(Tensor.detach, output), copies_input
 
     def _first_run(
-        self, j: int, value: Any, group: _Group, mode: contextlib.AbstractContextManager[Any] | None = None
+        self, j: int, value: Any, group: _Group, *modes: contextlib.AbstractContextManager[Any]
     ) -> tuple[Any, bool, Any]:
         """The layer's result, whether it writes over its input, which is then met on a copy only, and what it met."""
         known = self._model.writes_input[j]
         given = value if known is False else map_tensors(torch.clone, value)
         versions = [tensor._version for tensor in tensors_in(given)]
-        with mode or contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
             result = self._apply(j, given, group)
         writes = versions != [tensor._version for tensor in tensors_in(given)]
         if writes and known is False:

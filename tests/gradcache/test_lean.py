@@ -1,0 +1,76 @@
+"""A lean graph keeps less, and gives the same gradient bit by bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradcache.grouping import SavedBytes
+from gradcache.lean import Lean
+
+
+def run(block: nn.Module, x: Tensor) -> tuple[Tensor, list[int]]:
+    """The result, and the elements of each tensor that the graph keeps besides parameters."""
+    lean = Lean()
+    kept: list[int] = []
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+
+    def pack(tensor: Tensor) -> object:
+        packed = lean.pack(tensor)
+        if packed is tensor and tensor.untyped_storage().data_ptr() not in parameters:
+            kept.append(tensor.numel())
+        return packed
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lean.unpack), lean:
+        return block(x), kept
+
+
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.GELU("tanh"), nn.SiLU()])
+@pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8)])
+def test_gradients_are_the_same_bit_by_bit_and_results_of_norm_and_activation_are_not_kept(
+    activation: nn.Module, shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), activation, nn.Linear(32, 8))
+    x = torch.randn(shape, requires_grad=True)
+    expected = torch.autograd.grad(block(x).sin().sum(), [x, *block.parameters()])
+    result, kept = run(block, x)
+    found = torch.autograd.grad(result.sin().sum(), [x, *block.parameters()])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    # What entered the norm and the activation, and the two statistics of each row.
+    assert sorted(kept) == [6, 6, 6 * 8, 6 * 32]
+
+
+def test_a_result_that_is_written_over_is_kept_as_it_is() -> None:
+    torch.manual_seed(0)
+    first, last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    class Block(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            wide = nn.functional.gelu(first(x))
+            wide[:, :4].mul_(2)
+            return last(wide)
+
+    x = torch.randn(3, 8)
+    expected = torch.autograd.grad(Block()(x).sum(), list(last.parameters()))
+    found = torch.autograd.grad(run(Block(), x)[0].sum(), list(last.parameters()))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
+def test_an_argument_that_is_changed_before_backward_raises() -> None:
+    x = torch.randn(3, 8)
+    result, _ = run(nn.Sequential(nn.GELU(), nn.Linear(8, 8)), x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        result.sum().backward()
+
+
+def test_counting_leaves_out_what_is_made_again() -> None:
+    block = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    lean = Lean()
+    graph = SavedBytes(list(block.parameters()))
+    counter = SavedBytes(list(block.parameters()), lambda tensor: None if lean.knows(tensor) else graph.count(tensor))
+    with counter, lean:
+        block(torch.randn(4, 8))
+    assert counter.total - graph.total == 4 * 32 * 4
