@@ -154,6 +154,26 @@ class Shard:
         if versions != self.versions():
             torch._C._autograd._unsafe_set_version_counter(tuple(self.parameters), versions)  # type: ignore[arg-type, unused-ignore]
 
+    def bring_home(self) -> None:
+        """Copies what somebody assigned to the ``.data`` of a parameter into its home, where it is again then.
+
+        Raises:
+            ValueError: if it has another size.
+        """
+        for s in self.own:
+            assert self.home is not None
+            parameter = s.parameter
+            if parameter.numel() and parameter.data_ptr() == self.home.tensor.data_ptr() + s.offset:
+                continue
+            if parameter.numel() * s.dtype.itemsize != s.nbytes:
+                raise ValueError(
+                    f"expected data of {s.nbytes:,} bytes for parameter {s.name}, got shape {tuple(parameter.shape)}; "
+                    f"the shape of a parameter is fixed when the model is made"
+                )
+            home = self.home_view(s)
+            home.copy_(parameter.detach())
+            parameter.data = home
+
     # --- transitions --------------------------------------------------------------------------------------------
 
     def load(self, slot: Tensor) -> None:

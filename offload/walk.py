@@ -40,6 +40,7 @@ from offload.statistics import Meter
 from offload.streamer import Streamer
 from offload.tape import KeptCell, Tape
 from offload.tier import Tier
+from offload.untouched import Untouched
 from pipe.nested import flatten, map_tensors, unflatten
 from pipe.phase import is_recomputing
 
@@ -77,6 +78,7 @@ class Walk:
         self.boundary_bytes = boundary_bytes
         self._recompute = recompute
         self._graph_bytes = graph_bytes
+        self._untouched = Untouched(shards, (p for runner in self.runners for _, p in runner.watched.parameters))
         self._busy = False
         self._held_still = 0
         self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
@@ -139,8 +141,11 @@ class Walk:
             # Inside a turn the next micro-batch comes at once, and a backward recomputes with what its forward saw.
             # Otherwise anything may have happened to the homes, also what no version counts.
             in_turn = self._held_still > 0 or (self.streamer.room.shared and is_recomputing())
-            if not in_turn:
+            if not (in_turn or self._untouched.since_mark()):
                 self.streamer.release()
+                for shard in self.shards:
+                    shard.bring_home()
+            self._untouched.forget()
             plan = plan_pass(
                 range(n),
                 Kind.FORWARD,
@@ -174,8 +179,9 @@ class Walk:
                 tape.output_shapes.append([x.shape if isinstance(x, Tensor) else None for x in leaves])
             if tape.records:
                 self._tapes.add(tape)
-            elif not in_turn:
-                self.streamer.release()
+            else:
+                # What is in slots stays there. The next forward asks whether it still holds what the homes do.
+                self._untouched.mark()
         return outputs
 
     def _forward_cell(self, tape: Tape, cell: Cell, boundary: Any) -> Any:
@@ -219,6 +225,7 @@ class Walk:
         gradients = self._store()
         input_gradients: list[list[Any]] = [[None] * len(leaves) for leaves in tape.inputs]
         with contextlib.closing(gradients), self._exclusively():
+            self._untouched.forget()
             resident = self.streamer.resident()
             self._check_unchanged(tape)
             if accumulate and self.streamer.updater is not None:

@@ -1,0 +1,241 @@
+"""What one call loaded serves the next, unless anybody can have written to a home in between."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from offload import OffloadModel, OffloadOptimizer, load_pretrained
+from tests.offload.zoo import WIDTH, build
+
+
+def make(home: str = "cpu", slots: int = 4) -> tuple[nn.Sequential, OffloadModel]:
+    bare = build(["linear", "linear"])
+    layers = copy.deepcopy(bare)
+    return bare, OffloadModel(layers, "cpu", home, num_slices=4, num_slots=slots, checkpoint_activation=True)
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def infer(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        output: torch.Tensor = model(batch())
+    return output
+
+
+def loads(model: OffloadModel) -> int:
+    """Loads of one call."""
+    before = model.statistics().shard_loads
+    infer(model)
+    return model.statistics().shard_loads - before
+
+
+def test_inference_loads_nothing_once_all_fits(home: str) -> None:
+    bare, model = make(home)
+    assert [loads(model) for _ in range(4)] == [4, 0, 0, 0]
+    assert torch.equal(infer(model), infer(bare))
+    with torch.inference_mode():
+        model(batch())
+    model.eval()
+    assert loads(model) == 0
+    _, tight = make(home, slots=3)
+    assert [loads(tight) for _ in range(3)][1:] == [2, 2]  # the cache of a cycle that does not fit
+
+
+def test_a_training_step_begins_with_what_inference_left_and_inference_after_it_loads(home: str) -> None:
+    bare, model = make(home)
+    infer(model)
+    before = model.statistics().shard_loads
+    for run in (bare, model):
+        run(batch()).pow(2).sum().backward()
+    assert model.statistics().shard_loads == before
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+    del p, q
+    assert loads(model) == 4
+
+
+@torch.no_grad()
+def _assign(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = p.data * 0.5
+
+
+def _first(model: nn.Module) -> nn.Parameter:
+    return next(model.children()).weight  # type: ignore[return-value]
+
+
+def _step(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch()).sum().backward()
+    optimizer.step()
+
+
+def _load_state_dict(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+
+
+@torch.no_grad()
+def _in_place(model: nn.Module) -> None:
+    _first(model).add_(1)
+
+
+@torch.no_grad()
+def _vector(model: nn.Module) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector * 2, model.parameters())
+
+
+def _through_dict(model: nn.Module) -> None:
+    dict(next(model.children())._parameters)["weight"].data.mul_(2)  # type: ignore[union-attr]
+
+
+def _unpacked(model: nn.Module) -> None:
+    {**next(model.children())._parameters}["weight"].data.mul_(2)  # type: ignore[union-attr]
+
+
+WRITES: dict[str, Callable[[nn.Module], object]] = {
+    "optimizer.step": _step,
+    "load_state_dict": _load_state_dict,
+    "data.mul_": lambda model: _first(model).data.mul_(2),
+    "add_ under no_grad": _in_place,
+    "data.copy_": lambda model: _first(model).data.copy_(torch.ones(WIDTH, WIDTH)),
+    "numpy": lambda model: _first(model).detach().numpy().fill(2),
+    "detach": lambda model: _first(model).detach().mul_(2),
+    "vector_to_parameters": _vector,
+    "data assigned, as swaps of averages do": _assign,
+    "apply": lambda model: model.apply(lambda m: m.weight.data.mul_(2) if isinstance(m, nn.Linear) else None),
+    "get_parameter": lambda model: model.get_parameter("0.weight").data.mul_(2),
+    "state_dict": lambda model: model.state_dict()["0.weight"].mul_(2),
+    "dict": _through_dict,
+    "unpacked": _unpacked,
+    "vars": lambda model: vars(next(model.children()))["_parameters"]["weight"].data.mul_(2),
+    "parameters of a module around it": lambda model: [p.data.mul_(2) for p in nn.ModuleList([model]).parameters()],
+}
+
+
+@pytest.mark.parametrize("write", list(WRITES))
+def test_every_way_to_write_is_seen_by_the_next_call(write: str, home: str) -> None:
+    bare, model = make(home)
+    for _ in range(2):
+        infer(model)
+    before = infer(model)
+    for run in (bare, model):
+        WRITES[write](run)
+    after = infer(model)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, infer(bare))
+
+
+HOLDS: dict[str, Callable[[nn.Module], Any]] = {
+    "parameter": _first,
+    "list": lambda model: list(model.parameters()),
+    "data": lambda model: _first(model).data,
+    "detached": lambda model: _first(model).detach(),
+    "view": lambda model: _first(model).detach().view(-1)[3:],
+    "numpy": lambda model: _first(model).detach().numpy(),
+    "state_dict": lambda model: dict(model.state_dict())["0.weight"],
+    "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=1).param_groups[0]["params"][0],
+}
+
+
+@pytest.mark.parametrize("when", ["before wrapping", "after", "between calls"])
+@pytest.mark.parametrize("hold", list(HOLDS))
+def test_who_holds_a_parameter_can_write_at_any_time(hold: str, when: str, home: str) -> None:
+    bare = build(["linear"])
+    layers = copy.deepcopy(bare)
+    held = HOLDS[hold](layers) if when == "before wrapping" else None
+    model = OffloadModel(layers, "cpu", home, num_slices=3, num_slots=3, checkpoint_activation=True)
+    if when == "after":
+        held = HOLDS[hold](model)
+    infer(model)
+    if when == "between calls":
+        held = HOLDS[hold](model)
+    infer(model)
+    if isinstance(held, list):
+        held = held[0]
+    held = held.data if isinstance(held, nn.Parameter) else held
+    held *= 2
+    _first(bare).data.copy_(_first(model))
+    assert torch.equal(infer(model), infer(bare))
+
+
+def test_a_hook_that_keeps_a_parameter_is_somebody(home: str) -> None:
+    bare, model = make(home)
+    kept: list[nn.Parameter] = []
+    layer = next(model.children())
+    handle = layer.register_forward_hook(lambda module, *_: kept.append(module.weight))
+    infer(model)
+    handle.remove()
+    infer(model)
+    kept[0].data.zero_()
+    _first(bare).data.zero_()
+    assert torch.equal(infer(model), infer(bare))
+
+
+def test_caching_begins_again_when_the_last_holder_is_gone(home: str) -> None:
+    _, model = make(home)
+    held = list(model.parameters())
+    assert [loads(model) for _ in range(2)] == [4, 4]
+    del held
+    assert [loads(model) for _ in range(3)] == [4, 0, 0]
+
+
+def test_evaluation_between_steps_sees_every_update(home: str) -> None:
+    bare, model = make(home)
+    plain, ours = torch.optim.SGD(bare.parameters(), lr=0.1), OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    for _ in range(3):
+        for run, optimizer in ((bare, plain), (model, ours)):
+            run(batch()).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for _ in range(2):
+            assert torch.equal(infer(model), infer(bare))
+
+
+def test_pretrained_weights_are_seen(tmp_path: Path) -> None:
+    bare, model = make()
+    infer(model)
+    source = build(["linear", "linear"], seed=7)
+    safetensors.torch.save_file(source.state_dict(), tmp_path / "a.safetensors")
+    infer(model)
+    load_pretrained(model, tmp_path)
+    assert torch.equal(infer(model), infer(source))
+    del bare
+
+
+def test_an_inference_between_forward_and_backward_changes_nothing(home: str) -> None:
+    bare, model = make(home)
+    for run in (bare, model):
+        loss = run(batch()).pow(2).sum()
+        infer(run)
+        loss.backward()
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_data_of_another_size_is_refused() -> None:
+    _, model = make()
+    _first(model).data = torch.ones(2, 2)
+    with pytest.raises(ValueError, match=r"expected data of 256 bytes for parameter 0\.weight, got shape \(2, 2\)"):
+        infer(model)
+
+
+def test_copies_of_layers_are_ordinary_modules() -> None:
+    _, model = make()
+    layer = next(model.children())
+    for other in (copy.deepcopy(layer), copy.copy(layer._parameters), pickle.loads(pickle.dumps(layer))):
+        parameters = other if isinstance(other, dict) else other._parameters
+        assert type(parameters) is dict
+    assert type(layer._parameters | {}) is dict
+    assert list(layer._parameters) == ["weight", "bias"]
