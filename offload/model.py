@@ -340,10 +340,12 @@ class OffloadModel(nn.Module):
     def trace(self, path: str | os.PathLike[str]) -> Iterator[list[Event]]:
         """Records what compute and each lane do inside, and writes it to ``path`` for https://ui.perfetto.dev.
 
-        ``with model.trace("step.json") as events: ...``; the events carry the plan's tokens.
+        ``with model.trace("step.json") as events: ...``; the events carry the plan's tokens. A picture of the file:
+        ``python -m offload.timeline step.json step.png``.
         """
         tracer = self._meter.tracer
-        with tracer.recording() as events:
+        with tracer.recording(self._walk.bytes_at_home) as events:
+            tracer.sample(self._meter.held_bytes)
             yield events
         tracer.write(path, events)
 

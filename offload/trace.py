@@ -1,4 +1,4 @@
-"""A trace of steps: what each lane and compute did when, for Perfetto (https://ui.perfetto.dev) or a plot.
+"""A trace of steps: what each lane and compute did when, for https://ui.perfetto.dev or a picture (offload.timeline).
 
 Events carry the plan's tokens. On the CPU a lane's span is the time of its copy; on a CUDA device the host only queues
 work, so there use ``torch.profiler``, whose ranges carry the same tokens.
@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +33,14 @@ class Tracer:
 
     def __init__(self) -> None:
         self._events: list[Event] | None = None
-        self._samples: list[tuple[float, int]] = []
+        self._samples: dict[str, list[tuple[float, int]]] = {}
+        self._at_home: Callable[[], int] = int
         self._start = 0.0
         self._lock = threading.RLock()  # a store that is collected while it is held samples too
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[list[Event]]:
-        """Switches the tracer on; the list fills while the context is open.
+    def recording(self, at_home: Callable[[], int] = int) -> Iterator[list[Event]]:
+        """Switches the tracer on; the list fills while the context is open. ``at_home`` counts bytes that rest.
 
         Raises:
             RuntimeError: if it is on already.
@@ -47,7 +48,7 @@ class Tracer:
         if self._events is not None:
             raise RuntimeError("a trace of this model is being recorded already")
         events: list[Event] = []
-        self._samples = []
+        self._samples, self._at_home = {}, at_home
         self._start = time.perf_counter()
         self._events = events
         try:
@@ -74,10 +75,12 @@ class Tracer:
         """Notes the bytes that the engine holds on the compute device now, if the tracer is on."""
         if self._events is not None:
             with self._lock:
-                self._samples.append((time.perf_counter() - self._start, nbytes))
+                now = time.perf_counter() - self._start
+                for tier, held in (("bytes on device", nbytes), ("bytes at home", self._at_home())):
+                    self._samples.setdefault(tier, []).append((now, held))
 
     def write(self, path: str | os.PathLike[str], events: list[Event]) -> None:
-        """Writes events, and the bytes on the device as a counter, in the Trace Event Format."""
+        """Writes events, and the bytes on the device and at home as counters, in the Trace Event Format."""
         tracks = {track: number for number, track in enumerate(dict.fromkeys(e.track for e in events))}
         entries: list[dict[str, Any]] = [
             {"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": track}}
@@ -95,8 +98,9 @@ class Tracer:
             for event in sorted(events, key=lambda e: e.begin)
         ]
         entries += [
-            {"ph": "C", "pid": 0, "name": "bytes on device", "ts": when * 1e6, "args": {"bytes": nbytes}}
-            for when, nbytes in self._samples
+            {"ph": "C", "pid": 0, "name": tier, "ts": when * 1e6, "args": {"bytes": nbytes}}
+            for tier, samples in self._samples.items()
+            for when, nbytes in samples
         ]
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"traceEvents": entries, "displayTimeUnit": "ms"}, file)

@@ -88,6 +88,10 @@ class Walk:
         """Whether a forward or backward is under way."""
         return self._busy
 
+    def bytes_at_home(self) -> int:
+        """Bytes of parameters and of gradients that rest at home."""
+        return sum(b.nbytes for shard in self.shards for b in (shard.home, shard.gradients) if b is not None)
+
     @contextlib.contextmanager
     def held_still(self) -> Iterator[None]:
         """Inside, nobody changes parameters: a forward finds there what the one before left in slots."""

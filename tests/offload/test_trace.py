@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 
 from offload import OffloadModel
 from offload.plan import Kind
+from offload.timeline import draw_timeline
 
 
 def make(tmp_path: Path) -> OffloadModel:
@@ -48,9 +51,29 @@ def test_the_file_is_what_perfetto_reads(tmp_path: Path) -> None:
     entries = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     names = {entry["args"]["name"] for entry in entries if entry["ph"] == "M"}
     assert names == {"compute", "load lane", "drain lane", "boundary lane"}
-    held = [entry["args"]["bytes"] for entry in entries if entry["ph"] == "C"]
-    assert max(held) == model.statistics().peak_device_bytes
+    counters: dict[str, list[int]] = {}
+    for entry in entries:
+        if entry["ph"] == "C":
+            counters.setdefault(entry["name"], []).append(entry["args"]["bytes"])
+    assert max(counters["bytes on device"]) == model.statistics().peak_device_bytes
+    weights = 4 * (64 * 4 + 64)  # each parameter begins at a multiple of 64 bytes
+    assert (counters["bytes at home"][0], counters["bytes at home"][-1]) == (weights, 2 * weights)
     assert all(entry["dur"] >= 0 for entry in entries if entry["ph"] == "X")
+
+
+def test_a_trace_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    model = make(tmp_path)
+    with model.trace(tmp_path / "step.json"):
+        model(torch.randn(6, 8)).sum().backward()
+    command = [sys.executable, "-m", "offload.timeline", str(tmp_path / "step.json"), str(tmp_path / "step.svg")]
+    subprocess.run(command, check=True, timeout=60)
+    shown = (tmp_path / "step.svg").read_text()
+    for name in ("compute", "load lane", "drain lane", "boundary lane", "bytes on device", "bytes at home"):
+        assert f"<!-- {name} -->" in shown
+    (tmp_path / "empty.json").write_text(json.dumps({"traceEvents": []}))
+    with pytest.raises(ValueError, match="expected a trace with spans"):
+        draw_timeline(tmp_path / "empty.json", tmp_path / "empty.png")
 
 
 def test_nothing_is_recorded_outside_and_traces_do_not_nest(tmp_path: Path) -> None:
