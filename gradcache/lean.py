@@ -79,6 +79,13 @@ class Lean(TorchDispatchMode):
         """Compiled layers stay compiled."""
         return True
 
+    def __exit__(self, *raised: Any) -> None:
+        """Forgets all that no graph asked for."""
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        # Graphs hold the hook that packed for them. Without this, the graph of an operation that takes part in a recipe
+        # would hold, through hook and recipe, its own result; and live for ever.
+        self._recipes.clear()
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -105,7 +112,8 @@ class Lean(TorchDispatchMode):
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
         """What the graph keeps for a tensor."""
         if not self.knows(tensor):
-            return tensor
+            # Without detaching, an operation that saves its own result would hold itself, and what it saved, for ever.
+            return tensor.detach()
         recipe = self._recipes[StorageWeakRef(tensor.untyped_storage())]
         return _Saved(recipe, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradcache.grouping import SavedBytes
 from gradcache.lean import Lean
@@ -18,7 +19,7 @@ def run(block: nn.Module, x: Tensor) -> tuple[Tensor, list[int]]:
 
     def pack(tensor: Tensor) -> object:
         packed = lean.pack(tensor)
-        if packed is tensor and tensor.untyped_storage().data_ptr() not in parameters:
+        if isinstance(packed, Tensor) and tensor.untyped_storage().data_ptr() not in parameters:
             kept.append(tensor.numel())
         return packed
 
@@ -64,6 +65,19 @@ def test_an_argument_that_is_changed_before_backward_raises() -> None:
     x.add_(1)
     with pytest.raises(RuntimeError, match="changed in place"):
         result.sum().backward()
+
+
+@pytest.mark.parametrize("goes_back", [True, False])
+def test_a_graph_that_is_used_or_dropped_frees_all_that_it_kept(goes_back: bool) -> None:
+    made: list[StorageWeakRef] = []
+    layers: list[nn.Module] = [nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh(), nn.GELU(), nn.Softmax(1), nn.Linear(8, 8)]
+    for layer in layers:
+        layer.register_forward_hook(lambda _m, _a, out: made.append(StorageWeakRef(out.untyped_storage())))
+    result, _ = run(nn.Sequential(*layers), torch.randn(3, 8, requires_grad=True))
+    if goes_back:
+        result.sum().backward()
+    del result
+    assert [storage.expired() for storage in made] == [True] * len(layers)
 
 
 def test_counting_leaves_out_what_is_made_again() -> None:
