@@ -3,11 +3,15 @@
 A step without recomputation keeps activations from forward to backward. Layers save their weights along with them,
 but by then the slot holds another shard. While a shard's forward runs, every tensor that autograd saves and that lies
 in the shard's slot is replaced by a note of its place; backward finds the shard in whichever slot it is by then.
+
+All else goes through the saved-tensor hooks that the user has put around the model (``save_on_cpu``, say), of which
+torch would call only the innermost.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +19,7 @@ import torch
 from torch import Tensor
 
 from offload.shard import Shard
+from pipe.ambient import lasting_hooks
 
 __all__ = ["weights_by_reference"]
 
@@ -38,6 +43,18 @@ class _Reference:
         return torch._neg_view(view) if self.negative else view
 
 
+@dataclass(frozen=True)
+class _Packed:
+    """What the user's hook made of a tensor, and the hook that undoes it."""
+
+    packed: Any
+    unpack: Callable[[Any], Any]
+
+    def resolve(self) -> Tensor:
+        tensor: Tensor = self.unpack(self.packed)
+        return tensor
+
+
 def weights_by_reference(shard: Shard, kept: dict[int, int]) -> contextlib.AbstractContextManager[Any]:
     """Inside, autograd saves views of ``shard``'s slot by reference. The shard must be bound, then and in backward.
 
@@ -45,15 +62,20 @@ def weights_by_reference(shard: Shard, kept: dict[int, int]) -> contextlib.Abstr
     """
     address = shard.slot.untyped_storage().data_ptr()
 
-    def pack(tensor: Tensor) -> Tensor | _Reference:
+    users = lasting_hooks()
+
+    def handed_on(tensor: Tensor) -> Any:
+        return tensor if users is None else _Packed(users[0](tensor), users[1])
+
+    def pack(tensor: Tensor) -> Any:
         if tensor.layout is not torch.strided or not tensor.numel():
-            return tensor
+            return handed_on(tensor)
         storage = tensor.untyped_storage()
         if storage.data_ptr() != address:
             kept[storage.data_ptr()] = storage.nbytes()
             # Without detaching, an operation that saves its own output holds itself, through no object of Python's:
             # its activations stay for ever.
-            return tensor.detach()
+            return handed_on(tensor.detach())
         return _Reference(
             shard,
             tensor.dtype,
@@ -64,7 +86,7 @@ def weights_by_reference(shard: Shard, kept: dict[int, int]) -> contextlib.Abstr
             tensor.is_neg(),
         )
 
-    def unpack(saved: Tensor | _Reference) -> Tensor:
-        return saved.resolve() if isinstance(saved, _Reference) else saved
+    def unpack(saved: Any) -> Tensor:
+        return saved.resolve() if isinstance(saved, (_Reference, _Packed)) else saved
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

@@ -21,7 +21,7 @@ import torch
 from torch import overrides
 from torch.utils import _python_dispatch as dispatch
 
-__all__ = ["Ambient", "Autocast"]
+__all__ = ["Ambient", "Autocast", "lasting_hooks"]
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
@@ -52,6 +52,12 @@ def _saved_tensor_hooks() -> Hooks | None:
 def _ends_with_its_forward(hooks: Hooks) -> bool:
     # torch.utils.checkpoint counts the tensors that one forward saves. Those of a second one would break that count.
     return getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+def lasting_hooks() -> Hooks | None:
+    """The saved-tensor hooks in force, if there are any; but not those that count one forward's tensors."""
+    hooks = _saved_tensor_hooks()
+    return None if hooks is None or _ends_with_its_forward(hooks) else hooks
 
 
 @contextlib.contextmanager

@@ -1,14 +1,15 @@
 """The rungs of ``pipe-ladder``: one model in two CPU stages, stepped by several pipes.
 
-All pipes get the same layers, the same mini-batch and the same number of micro-batches. Two CPU stages have one CPU to
-themselves, so nobody can be faster by computing two things at once: what differs is what a pipe adds to the layers, and
-what it keeps in memory.
+All pipes get the same layers, the same mini-batch and the same number of micro-batches. Two CPU stages are one device,
+so nobody is faster by computing two things at once: what differs is what a pipe adds to the layers, and what it keeps
+in memory. Only to measure the bubble is each stage given a worker of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,7 +25,8 @@ from benchmarks.frame.extra import require
 from pipe import Pipe, worker
 from pipe import pipeline as running
 from pipe.checkpoint import Checkpointing
-from pipe.schedule import Action, fill_drain, one_forward_one_backward, simulate
+from pipe.schedule import Action, Schedule, fill_drain, one_forward_one_backward, simulate
+from pipe.step import Step
 
 __all__ = ["FLOOR", "ONES", "STAGES", "Shape", "bubbles", "peak", "time_rounds"]
 
@@ -66,10 +68,10 @@ def _loss(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
-Step = Callable[[Tensor], object]
+Steps = Callable[[Tensor], object]
 
 
-def _through_autograd(pipe: nn.Module) -> Step:
+def _through_autograd(pipe: nn.Module) -> Steps:
     return lambda x: _loss(pipe(x)).backward()
 
 
@@ -77,22 +79,22 @@ def _ours(shape: Shape, chunks: int, checkpoint: str = "except_last") -> Pipe:
     return Pipe(shape.model(), shape.balance, ["cpu"] * STAGES, chunks=chunks, checkpoint=checkpoint)
 
 
-def _torchgpipe(shape: Shape, chunks: int) -> Step:
+def _torchgpipe(shape: Shape, chunks: int) -> Steps:
     pipe = require("torchgpipe", "ancestors").GPipe(
         shape.model(), shape.balance, devices=["cpu"] * STAGES, chunks=chunks
     )
     return _through_autograd(pipe)
 
 
-def _fairscale(shape: Shape, chunks: int) -> Step:
+def _fairscale(shape: Shape, chunks: int) -> Steps:
     pipe = require("fairscale.nn", "ancestors").Pipe(
         shape.model(), shape.balance, devices=["cpu"] * STAGES, chunks=chunks
     )
     return _through_autograd(pipe)
 
 
-def _scheduled(name: str, checkpoint: str = "except_last") -> Callable[[Shape, int], Step]:
-    def make(shape: Shape, chunks: int) -> Step:
+def _scheduled(name: str, checkpoint: str = "except_last") -> Callable[[Shape, int], Steps]:
+    def make(shape: Shape, chunks: int) -> Steps:
         pipe = _ours(shape, chunks, checkpoint)
         return lambda x: pipe.train_step(x, None, lambda output, target: _loss(output), schedule=name)
 
@@ -120,8 +122,8 @@ def _without_early_recompute() -> Iterator[None]:
         yield
 
 
-def _ablated(*without: Callable[[], contextlib.AbstractContextManager[None]]) -> Callable[[Shape, int], Step]:
-    def make(shape: Shape, chunks: int) -> Step:
+def _ablated(*without: Callable[[], contextlib.AbstractContextManager[None]]) -> Callable[[Shape, int], Steps]:
+    def make(shape: Shape, chunks: int) -> Steps:
         step = _through_autograd(_ours(shape, chunks))
 
         def run(x: Tensor) -> None:
@@ -135,7 +137,7 @@ def _ablated(*without: Callable[[], contextlib.AbstractContextManager[None]]) ->
     return make
 
 
-ONES: dict[str, Callable[[Shape, int], Step]] = {
+ONES: dict[str, Callable[[Shape, int], Steps]] = {
     "ours": lambda shape, chunks: _through_autograd(_ours(shape, chunks)),
     "torchgpipe": _torchgpipe,
     "fairscale": _fairscale,
@@ -206,11 +208,33 @@ class _Stamped(list[Action]):
         super().append(action)
 
 
-def bubbles(report: Report, shape: dict[str, Any], chunks: list[int], rounds: int) -> dict[str, Any]:
-    """The bubble that two devices of their own would see with the cells' measured times, for each schedule.
+@contextlib.contextmanager
+def _a_processor_each(pipe: Pipe) -> Iterator[list[tuple[float, float]]]:
+    """Each stage of ``pipe`` has a worker of its own; yields when each action of a step began and ended."""
+    spans: list[tuple[float, float]] = []
+    act = Step._act
 
-    On one CPU cells run one after another, so a cell lasts from its beginning to that of the next. The schedule is then
-    simulated with these times.
+    def timed(self: Step, action: Action) -> Any:
+        began = time.perf_counter()
+        try:
+            return act(self, action)
+        finally:
+            spans.append((began, time.perf_counter()))
+
+    with contextlib.ExitStack() as stack:
+        for j, stage in enumerate(pipe._stages):
+            # To torch all of them are the CPU, to the workers they are different devices.
+            stack.enter_context(mock.patch.object(stage, "device", torch.device("cpu", j)))
+        stack.enter_context(mock.patch.object(worker, "normalize_device", side_effect=lambda device: device))
+        stack.enter_context(mock.patch.object(Step, "_act", timed))
+        yield spans
+
+
+def bubbles(report: Report, shape: dict[str, Any], chunks: list[int], rounds: int) -> dict[str, Any]:
+    """The share of their time in which two stages wait, for each schedule: measured and simulated.
+
+    Measured with a worker for each stage, in which its cells go forward and back; the machine needs a processor for
+    each. Simulated from the times of the cells when they run one after another, which have no wait in them.
     """
     sizes = Shape(**shape)
     x = sizes.batch()
@@ -220,15 +244,31 @@ def bubbles(report: Report, shape: dict[str, Any], chunks: list[int], rounds: in
         values: dict[str, float] = {}
         for name, make in (("fill-drain", fill_drain), ("1F1B", one_forward_one_backward)):
             schedule = make(count, STAGES)
-            measured: dict[Action, list[float]] = {}
+
+            def step(pipe: Pipe = pipe, schedule: Schedule = schedule) -> float:
+                began = time.perf_counter()
+                pipe.train_step(x, None, lambda output, target: _loss(output), schedule=schedule)
+                return time.perf_counter() - began
+
+            cells: dict[Action, list[float]] = {}
+            alone: list[float] = []
             for _ in range(rounds + 1):
                 stamped = _Stamped()
                 with pipe.recording(stamped):
-                    pipe.train_step(x, None, lambda output, target: _loss(output), schedule=schedule)
+                    alone.append(step())
                 ends = [*stamped.times[1:], time.perf_counter()]
                 for action, begin, end in zip(stamped, stamped.times, ends, strict=True):
-                    measured.setdefault(action, []).append(end - begin)
-            simulation = simulate(schedule, lambda action, m=measured: min(m[action][1:]))  # type: ignore[misc]
-            values[name] = simulation.bubble
+                    cells.setdefault(action, []).append(end - begin)
+            waits: list[float] = []
+            together: list[float] = []
+            for _ in range(rounds + 1):
+                with _a_processor_each(pipe) as spans:
+                    together.append(step())
+                whole = max(end for _, end in spans) - min(begin for begin, _ in spans)
+                waits.append(1 - sum(end - begin for begin, end in spans) / (STAGES * whole))
+            simulation = simulate(schedule, lambda action, m=cells: min(m[action][1:]))  # type: ignore[misc]
+            values[f"{name}: measured"] = statistics.median(waits[1:])
+            values[f"{name}: simulated"] = simulation.bubble
+            values[f"{name}: speed-up"] = statistics.median(alone[1:]) / statistics.median(together[1:])
         report.step(chunks=count, ideal=(STAGES - 1) / (count + STAGES - 1), **values)
     return {}

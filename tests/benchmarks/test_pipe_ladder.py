@@ -1,11 +1,12 @@
 """``pipe-ladder`` measures the same work for every way, and says when a bound does not hold."""
 
+import threading
 from dataclasses import asdict
 
 import pytest
 import torch
 
-from benchmarks.frame.rungs import Outcome, Rung
+from benchmarks.frame.outcome import Outcome, Rung
 from benchmarks.pipe_ladder import steps
 from benchmarks.pipe_ladder.question import PIPES, broken_bounds, ratio_of
 
@@ -66,18 +67,36 @@ def test_bubbles_stand_beside_the_formula():
     assert [step["chunks"] for step in report.steps] == [1, 3]
     assert [step["ideal"] for step in report.steps] == [0.5, 0.25]
     for step in report.steps:
-        assert 0 <= step["fill-drain"] < 1
-        assert 0 <= step["1F1B"] < 1
+        for name in ("fill-drain", "1F1B"):
+            assert 0 <= step[f"{name}: measured"] < 1
+            assert 0 <= step[f"{name}: simulated"] < 1
+            assert step[f"{name}: speed-up"] > 0
+
+
+def test_to_measure_a_bubble_each_stage_has_a_thread(monkeypatch):
+    threads = set()
+    act = steps.Step._act
+
+    def noted(self, action):
+        threads.add((action.stage, threading.get_ident()))
+        return act(self, action)
+
+    monkeypatch.setattr(steps.Step, "_act", noted)
+    pipe = steps._ours(SHAPE, 3)
+    with steps._a_processor_each(pipe) as spans:
+        pipe.train_step(SHAPE.batch(), None, lambda y, _: y.square().mean())
+    assert len(spans) == 2 * 2 * 3
+    assert len(threads) == len({thread for _, thread in threads}) == 2
 
 
 def outcomes(*, slower=1.0, larger=1):
     rows = [{f"{name}: {kind}": 1.0 for name in PIPES for kind in ("clock", "processor")} for _ in range(3)]
     for row in rows:
         row["ours: processor"] = slower
-    timed = [Outcome(Rung("time", "", {}), result={"chunks": 2}, steps=rows)]
+    timed = [Outcome(Rung("time", "", {"names": PIPES}), result={"chunks": 2}, steps=rows)]
     peaks = [
         Outcome(
-            Rung(name, "", {}),
+            Rung(name, "", {}, peer="" if name == "ours" else name),
             result={},
             moments={steps.FLOOR: 10},
             peaks={"steps": 110 + (larger if name == "ours" else 0)},
@@ -95,6 +114,14 @@ def test_bounds_hold_where_ours_is_as_fast_and_as_small():
 def test_a_slower_or_larger_pipe_breaks_the_bounds():
     assert [line.split(",")[0] for line in broken_bounds(*outcomes(slower=1.1))] == ["processor time"] * 2
     assert [line.split(",")[0] for line in broken_bounds(*outcomes(larger=5))] == ["peak"] * 2
+
+
+def test_an_ancestor_that_is_not_installed_breaks_nothing():
+    timed, peaks, bubble = outcomes()
+    timed[0].rung.arguments["names"] = PIPES[:1]
+    for outcome in peaks[1:]:
+        outcome.result, outcome.skipped = None, "not installed"
+    assert broken_bounds(timed, peaks, bubble) == []
 
 
 def test_a_rung_that_failed_is_named():

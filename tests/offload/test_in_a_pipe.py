@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from gradcache import GradCache
 from offload import OffloadModel, OffloadOptimizer
@@ -30,11 +32,11 @@ def stages(home: str, bare: nn.Sequential, cuts: tuple[int, int]) -> nn.Sequenti
     )
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_a_pipe_of_offloaded_stages_trains_like_the_bare_layers(home: str, checkpoint: str, chunks: int) -> None:
+def test_a_pipe_of_offloaded_stages_trains_like_the_bare_layers(home: str, mode: str, chunks: int) -> None:
     bare = build(["linear", "linear", "inplace"])
-    pipe = Pipe(stages(home, bare, (3, len(bare) - 3)), [1, 1], ["cpu", "cpu"], chunks, checkpoint)
+    pipe = Pipe(stages(home, bare, (3, len(bare) - 3)), [1, 1], ["cpu", "cpu"], chunks, mode)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (bare, pipe)]
     for step in range(3):
         x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(step))
@@ -47,13 +49,13 @@ def test_a_pipe_of_offloaded_stages_trains_like_the_bare_layers(home: str, check
         torch.testing.assert_close(p, q)
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_dropout_in_offloaded_stages_is_that_of_a_pipe_over_the_bare_ones(home: str, checkpoint: str) -> None:
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_dropout_in_offloaded_stages_is_that_of_a_pipe_over_the_bare_ones(home: str, mode: str) -> None:
     bare = build(["dropout", "linear", "dropout"])
     parts = nn.Sequential(copy.deepcopy(bare[:2]), copy.deepcopy(bare[2:]))
     results = []
     for model in (parts, stages(home, bare, (2, len(bare) - 2))):
-        pipe = Pipe(model, [1, 1], ["cpu", "cpu"], 3, checkpoint)
+        pipe = Pipe(model, [1, 1], ["cpu", "cpu"], 3, mode)
         torch.manual_seed(0)
         output = pipe(torch.ones(6, WIDTH))
         output.sum().backward()
@@ -308,3 +310,96 @@ def test_a_grad_cache_over_stages_that_take_turns(home: str) -> None:
     torch.testing.assert_close(got, expected.detach())
     for p, q in zip(bare.parameters(), pipe.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
+
+
+# --- activation offload around a pipe ---------------------------------------------------------------------------------
+
+
+class Packing:
+    """Saved-tensor hooks that hand out copies, and count how often each tensor goes in and comes out."""
+
+    def __init__(self) -> None:
+        self.packed: list[tuple[int, ...]] = []
+        self.unpacked: list[int] = []
+
+    def hooks(self) -> Any:
+        def pack(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
+            self.packed.append(tuple(tensor.shape))
+            return len(self.packed) - 1, tensor.clone()
+
+        def unpack(saved: tuple[int, torch.Tensor]) -> torch.Tensor:
+            self.unpacked.append(saved[0])
+            return saved[1]
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+HIDDEN = 3 * WIDTH
+
+
+def uneven(count: int) -> list[nn.Sequential]:
+    """Stages whose weights cannot be taken for activations: rows are fewer than channels."""
+    torch.manual_seed(0)
+    return [
+        nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Dropout(0.3), nn.Linear(HIDDEN, WIDTH), nn.Sigmoid())
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_hooks_around_a_pipe_pack_once_what_its_offloaded_stages_save(
+    home: str, devices: int, mode: str, recompute: bool
+) -> None:
+    results, packings = [], []
+    stay, loaded = standing(uneven(3)), offloaded(uneven(3), home, checkpoint_activation=recompute)
+    for stages in (stay, loaded):
+        pipe, packing = Pipe(stages, [1] * 3, ["cpu"] * devices, 2, mode), Packing()
+        torch.manual_seed(1)
+        x = torch.randn(4, WIDTH).requires_grad_()
+        with packing.hooks():
+            y = pipe(x)
+        y.square().mean().backward()
+        results.append([y.detach(), x.grad, torch.get_rng_state(), *(p.grad for p in pipe.parameters())])
+        packings.append(packing)
+    for expected, got in zip(*results, strict=True):
+        assert torch.equal(expected, got)
+    for packing in packings:
+        assert sorted(packing.unpacked) == list(range(len(packing.packed))), "each comes out exactly once"
+    expected_shapes, shapes = (sorted(packing.packed) for packing in packings)
+    if not recompute:
+        # Weights are saved by reference: they are not packed, and are there when they are needed.
+        weights = {(WIDTH, HIDDEN), (HIDDEN, WIDTH)}
+        expected_shapes = [shape for shape in expected_shapes if shape not in weights]
+    assert shapes == expected_shapes
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_save_on_cpu_around_a_pipe_of_offloaded_stages_changes_no_bit(home: str, mode: str, recompute: bool) -> None:
+    results = []
+    for save in (False, True):
+        pipe = Pipe(offloaded(uneven(3), home, checkpoint_activation=recompute), [1] * 3, ["cpu"], 2, mode)
+        torch.manual_seed(1)
+        x = torch.randn(4, WIDTH).requires_grad_()
+        with torch.autograd.graph.save_on_cpu() if save else contextlib.nullcontext():
+            y = pipe(x)
+        y.square().mean().backward()
+        results.append([y.detach(), x.grad, torch.get_rng_state(), *(p.grad for p in pipe.parameters())])
+    for expected, got in zip(*results, strict=True):
+        assert torch.equal(expected, got)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_pipe_of_offloaded_stages_inside_torch_checkpoint(home: str, recompute: bool) -> None:
+    results = []
+    for again in (False, True):
+        pipe = Pipe(offloaded(uneven(2), home, checkpoint_activation=recompute), [1] * 2, ["cpu"], 2, "never")
+        torch.manual_seed(1)
+        x = torch.randn(4, WIDTH).requires_grad_()
+        y = checkpoint(pipe, x, use_reentrant=False) if again else pipe(x)
+        y.square().mean().backward()
+        results.append([y.detach(), x.grad, *(p.grad for p in pipe.parameters())])
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(expected, got)
