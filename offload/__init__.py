@@ -9,9 +9,12 @@ from offload.pretrained import Pretrained, load_pretrained
 from offload.rowwise import RowWiseAdagrad
 from offload.statistics import Statistics
 from offload.tape import Tape
+from offload.tier import DiskHome, HomeError
 
 __all__ = [
     "Checkpoint",
+    "DiskHome",
+    "HomeError",
     "OffloadEmbeddingBag",
     "OffloadModel",
     "OffloadOptimizer",

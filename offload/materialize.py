@@ -11,13 +11,20 @@ supplied is never overwritten by a module that initialises its other parameters.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from offload.pretrained import Stored
+__all__ = ["Materializer", "Values"]
 
-__all__ = ["Materializer"]
+
+class Values(Protocol):
+    """What a tensor is to hold."""
+
+    def read_into(self, destination: Tensor) -> None:
+        """Reads it into the memory where the tensor rests."""
+        ...
 
 
 class Materializer:
@@ -27,7 +34,7 @@ class Materializer:
         stored: what each parameter or buffer, on the meta device or not, is to be read from.
     """
 
-    def __init__(self, stored: Mapping[Tensor, Stored] | None = None) -> None:
+    def __init__(self, stored: Mapping[Tensor, Values] | None = None) -> None:
         self._stored = dict(stored or {})
         self._parameters: dict[nn.Parameter, nn.Parameter] = {}
         self._buffers: dict[Tensor, Tensor] = {}

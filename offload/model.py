@@ -17,6 +17,7 @@ from offload.autograd import attach
 from offload.budget import parse_bytes
 from offload.estimate import Estimate, estimate_step
 from offload.heap import return_freed_memory
+from offload.keep import Keeper
 from offload.lane import open_lanes
 from offload.plan import Plan, Updates, plan_step
 from offload.pretrained import Pretrained, tensors_of
@@ -26,7 +27,7 @@ from offload.shard import make_shards
 from offload.statistics import Meter, Statistics
 from offload.streamer import Streamer
 from offload.tape import Tape
-from offload.tier import open_tier
+from offload.tier import DiskHome, open_tier
 from offload.trace import Event
 from offload.walk import Walk
 from pipe.guard import Guard
@@ -60,7 +61,8 @@ class OffloadModel(nn.Module):
             given memory and values shard by shard, so the whole never has to fit in memory.
         device: where layers compute; ``"cpu"`` included.
         offload_device: where shards rest: ``"cpu"`` for host memory, or a directory (an ``os.PathLike``, or a string
-            with a path separator), for files that are removed with the model.
+            with a path separator), for files that are removed with the model. A :class:`~offload.DiskHome` is a
+            directory with more choices, among them files that are kept and adopted by the next model.
         num_slices: number of shards, balanced by bytes; from 1 to the number of layers. None: as few as
             ``memory_budget`` allows.
         checkpoint_activation: if True, keep only what enters each shard and recompute the rest in backward; if False,
@@ -143,7 +145,7 @@ class OffloadModel(nn.Module):
         stored = {} if pretrained is None else Pretrained.at(pretrained).match(tensors_of(named))[0]
         self._arguments = {
             "device": self.device,
-            "offload_device": offload_device,
+            "offload_device": offload_device.for_a_copy() if isinstance(offload_device, DiskHome) else offload_device,
             "num_slices": num_slices,
             "checkpoint_activation": checkpoint_activation,
             "num_microbatches": num_microbatches,
@@ -160,9 +162,10 @@ class OffloadModel(nn.Module):
         self._num_microbatches = num_microbatches
         #: The optimizers whose updates are a part of this model's steps.
         self._optimizers: weakref.WeakSet[Updating] = weakref.WeakSet()
-        self._tier = open_tier(offload_device, self.device)
+        self._tier = open_tier(offload_device, self.device, keeps=True)
         self._meter = Meter(self.device)
-        shards = make_shards(list(named.items()), cuts, self._tier, param_dtype, stored)
+        self._keeper = Keeper(self._tier, named, cuts, stored)
+        shards = make_shards(list(named.items()), cuts, self._tier, param_dtype, self._keeper.values)
         for layer in named.values():
             for module in layer.modules():
                 for key, buffer in module._buffers.items():
@@ -189,7 +192,8 @@ class OffloadModel(nn.Module):
         self._modules.update(named)
         return_freed_memory()
         # Tied to the walk, which tapes refer to: a backward still runs after the last name of the model is gone.
-        weakref.finalize(self._walk, _close, lanes, self._tier)
+        self._end = weakref.finalize(self._walk, _close, lanes, self._tier)
+        self._keeper.begin()
 
     # --- running ------------------------------------------------------------------------------------------------
 
@@ -377,6 +381,22 @@ class OffloadModel(nn.Module):
             self._walk.streamer.catch_up()
         for layer in self.children():
             layer.zero_grad(set_to_none)
+
+    def close(self) -> None:
+        """Ends the model: finishes what is pending, seals a home that is kept, and removes files that are not.
+
+        Parameters, gradients and buffers can still be read, but must not be changed where the home is kept. Forwards
+        raise from now on. To call it again does nothing.
+
+        Raises:
+            ValueError, OSError: if a kept home cannot be sealed; the model is as it was.
+        """
+        if self._walk.closed:
+            return
+        self._walk.streamer.catch_up()
+        self._keeper.close()
+        self._walk.closed = True
+        self._end()
 
     # --- staying home -------------------------------------------------------------------------------------------
 

@@ -26,12 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from offload.lane import Arrival
-from offload.materialize import Materializer
+from offload.materialize import Materializer, Values
 from offload.partition import aligned
-from offload.pretrained import Stored
 from offload.tier import Block, Tier
 
-__all__ = ["Pending", "Shard", "State", "make_shards"]
+__all__ = ["Pending", "Shard", "State", "layout", "make_shards", "named_parameters"]
 
 
 class State(enum.Enum):
@@ -75,9 +74,7 @@ class Slice:
         return flat.as_strided(self.parameter.shape, self.stride, flat.storage_offset())
 
 
-def _layout(
-    parameters: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype | None = None
-) -> tuple[list[Slice], int]:
+def layout(parameters: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype | None = None) -> tuple[list[Slice], int]:
     """Packs parameters one behind the other; returns their slices and the size of the block in bytes.
 
     ``dtype`` is what real floating-point parameters become.
@@ -291,12 +288,18 @@ class Shard:
         return loan.owner, loan.at_home
 
 
+def named_parameters(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of some layers in the order in which they lie in a block, each once, by its first name."""
+    names = {p: f"{name}.{path}" for name, module in layers for path, p in reversed([*module.named_parameters()])}
+    return [(names[p], p) for p in dict.fromkeys(p for _, module in layers for p in module.parameters())]
+
+
 def make_shards(
     layers: Sequence[tuple[str, nn.Module]],
     cuts: Sequence[int],
     tier: Tier,
     dtype: torch.dtype | None = None,
-    stored: Mapping[Tensor, Stored] | None = None,
+    values: Mapping[Tensor, Values] | None = None,
 ) -> list[Shard]:
     """Groups layers into shards and moves their parameters home, one shard after the other.
 
@@ -305,9 +308,9 @@ def make_shards(
         cuts: number of layers of each shard.
         tier: where the homes are.
         dtype: of floating-point parameters in slots; homes keep the parameter's own.
-        stored: parameters and buffers whose values are read from files.
+        values: what parameters and buffers are read from, if not from the layers.
     """
-    materializer = Materializer(stored)
+    materializer = Materializer(values)
     shards: list[Shard] = []
     resting: dict[nn.Parameter, tuple[Shard, Slice]] = {}
     first = 0
@@ -316,12 +319,11 @@ def make_shards(
         for name, module in part:
             materializer.give_memory(name, module)
         shard = Shard(index, first, [module for _, module in part])
-        named = {p: f"{name}.{path}" for name, module in part for path, p in reversed([*module.named_parameters()])}
-        used = list(dict.fromkeys(p for module in shard.layers for p in module.parameters()))
-        new = [(named[p], p) for p in used if p not in resting]
-        shard.own, home_bytes = _layout(new)
+        used = named_parameters(part)
+        new = [(name, p) for name, p in used if p not in resting]
+        shard.own, home_bytes = layout(new)
         if home_bytes:
-            shard.home = tier.allocate(home_bytes, f"shard{index}-weights")
+            shard.home = tier.home(index, home_bytes)
         for s in shard.own:
             home = shard.home_view(s)
             if materializer.has_values(s.parameter):
@@ -331,9 +333,9 @@ def make_shards(
                 s.parameter.grad = s.parameter.grad.to(home.device)
             resting[s.parameter] = (shard, s)
         materializer.give_values()
-        borrowed = [(named[p], p) for p in used if resting[p][0] is not shard]
+        borrowed = [(name, p) for name, p in used if resting[p][0] is not shard]
         shard.loans = [Loan(*resting[p]) for _, p in borrowed]
-        shard.slices, shard.slot_bytes = _layout([*new, *borrowed], dtype=dtype)
+        shard.slices, shard.slot_bytes = layout([*new, *borrowed], dtype=dtype)
         shards.append(shard)
         first += count
     return shards

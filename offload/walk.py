@@ -50,6 +50,9 @@ __all__ = ["Walk"]
 class Walk:
     """Forward and backward over the shards of one model."""
 
+    #: Whether the model has ended.
+    closed = False
+
     def __init__(
         self,
         shards: list[Shard],
@@ -112,6 +115,8 @@ class Walk:
 
     def tape(self, chunks: Sequence[Any], output_fns: Sequence[OutputFn | None] = ()) -> Tape:
         """An empty tape for a forward over ``chunks``, each an (args, kwargs) pair with a function of its output."""
+        if self.closed:
+            raise RuntimeError("this OffloadModel was closed: its lanes have ended; make a new one to go on")
         inputs = [flatten(chunk)[0] for chunk in chunks]
         input_requires_grad = any(isinstance(x, Tensor) and x.requires_grad for leaves in inputs for x in leaves)
         first = 0 if input_requires_grad else next((s.index for s in self.shards if s.trainable), len(self.shards))

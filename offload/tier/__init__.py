@@ -9,20 +9,32 @@ import torch
 from offload.tier.contract import Block, Scratch, Tier
 from offload.tier.disk import DiskTier
 from offload.tier.host import HostTier
+from offload.tier.kept import DiskHome, KeptTier
+from offload.tier.seal import HomeError
 
-__all__ = ["Block", "DiskTier", "HostTier", "Scratch", "Tier", "open_tier"]
+__all__ = ["Block", "DiskHome", "DiskTier", "HomeError", "HostTier", "KeptTier", "Scratch", "Tier", "open_tier"]
 
 
-def open_tier(offload_device: str | torch.device | os.PathLike[str], device: torch.device) -> Tier:
+def open_tier(
+    offload_device: str | torch.device | os.PathLike[str], device: torch.device, *, keeps: bool = False
+) -> Tier:
     """The home that ``offload_device`` names: host memory (``"cpu"``), or a directory.
 
-    A directory is an ``os.PathLike``, or a string with a path separator in it.
+    A directory is an ``os.PathLike``, such as a :class:`DiskHome`, or a string with a path separator in it. ``keeps``
+    says that the caller can do what a home that outlives it asks for.
 
     Raises:
         TypeError: if it is neither a device, nor a string, nor a path.
-        ValueError: if it names a device that is not the CPU, or a word that is no device.
+        ValueError: if it names a device that is not the CPU, or a word that is no device; or a kept home that is in
+            use, or where there can be none.
         OSError: if the directory cannot be written to.
     """
+    if isinstance(offload_device, DiskHome):
+        if not offload_device.keep:
+            return DiskTier(offload_device, device, direct=offload_device.direct)
+        if not keeps:
+            raise ValueError("expected a home that goes with its user, got DiskHome(keep=True): only models keep homes")
+        return KeptTier(offload_device, device)
     if isinstance(offload_device, os.PathLike) or (isinstance(offload_device, str) and os.sep in offload_device):
         return DiskTier(offload_device, device)
     if not isinstance(offload_device, (str, torch.device)):

@@ -92,6 +92,14 @@ class Tier(ABC):
             OSError: if the place has no room; nothing is left behind.
         """
 
+    def home(self, j: int, nbytes: int) -> Block:
+        """The block where the weights of shard ``j`` rest; a place that keeps them may have it already.
+
+        Raises:
+            OSError: if the place has no room; nothing is left behind.
+        """
+        return self.allocate(nbytes, f"shard{j}-weights")
+
     @abstractmethod
     def scratch(self) -> Scratch | None:
         """Room for boundaries, or None where the compute device is this very place."""

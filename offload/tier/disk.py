@@ -42,12 +42,11 @@ _PREFIX = "gradstream-"
 
 
 class DiskBlock(Block):
-    """One file, mapped; its last page is filled up with zeros."""
+    """The first ``nbytes`` of a file, mapped."""
 
     def __init__(self, path: Path, nbytes: int, transfers: Transfers) -> None:
         self._path = path
         self._transfers = transfers
-        reserve(path, whole_pages(nbytes), nbytes)
         self.tensor = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
         transfers.cache.add(nbytes)
         weakref.finalize(self, transfers.cache.add, -nbytes)
@@ -139,7 +138,9 @@ class DiskTier(Tier):
 
     def allocate(self, nbytes: int, label: str) -> Block:
         """A new file of ``nbytes``."""
-        return DiskBlock(self.folder / f"{next(self._numbers):04d}-{label}", nbytes, self.transfers)
+        path = self.folder / f"{next(self._numbers):04d}-{label}"
+        reserve(path, whole_pages(nbytes), nbytes)
+        return DiskBlock(path, nbytes, self.transfers)
 
     def scratch(self) -> Scratch | None:
         """A file without a name."""

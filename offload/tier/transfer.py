@@ -20,10 +20,11 @@ import contextlib
 import ctypes
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -33,6 +34,8 @@ from offload.tier.crew import Crew, Job
 from offload.tier.staging import Fence, Link, Staging
 
 __all__ = ["PIECE_BYTES", "Transfers", "move_all"]
+
+T = TypeVar("T")
 
 #: Bytes of a request, and requests at a time. Larger or more of them are no faster where this was measured; fewer leave
 #: the disk idle between two, and cost a third of the bandwidth of writes.
@@ -110,6 +113,22 @@ class Transfers:
             OSError: if it cannot be written.
         """
         self._move(path, source, offset, write=True)
+
+    def together(self, work: Callable[[memoryview], T], parts: Sequence[memoryview]) -> list[T]:
+        """Does the same work on several parts of memory at a time; the results are in the order of the parts."""
+        results: dict[int, T] = {}
+
+        def one(k: int) -> None:
+            results[k] = work(parts[k])
+
+        jobs = [self._crew.give(partial(one, k)) for k in range(len(parts))]
+        try:
+            for job in jobs:
+                job.finish()
+        finally:
+            for job in jobs:
+                job.abandon()
+        return [results[k] for k in range(len(parts))]
 
     def _move(self, path: Path, tensor: Tensor, offset: int, *, write: bool) -> None:
         nbytes = tensor.numel()

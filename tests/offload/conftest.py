@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from offload.lane import Lanes
 from offload.shard import Shard
+from offload.tier.cache import _direct_works
 from tests.offload.late import LateLane
 
 
@@ -41,3 +43,11 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[LateLane]]:
 def home(request: pytest.FixtureRequest, tmp_path: object) -> str:
     """Both kinds of home, as ``offload_device``."""
     return "cpu" if request.param == "host" else str(tmp_path) + os.sep
+
+
+@pytest.fixture
+def direct_folder(tmp_path: Path) -> Path:
+    """A directory whose files can be read and written past the page cache."""
+    if not _direct_works(tmp_path):
+        pytest.skip("needs a temporary directory on a file system with direct transfers (O_DIRECT)")
+    return tmp_path
