@@ -50,11 +50,11 @@ CHECKPOINT: dict[str, Any] = {"checkpoint_activation": True}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Sizes, the number of pairs, where homes are, and which rungs."""
     parser.add_argument("--device", default="cpu", help="where layers compute")
-    parser.add_argument("--layers", type=int, default=8, metavar="N", help="transformer blocks")
+    parser.add_argument("--layers", type=int, default=12, metavar="N", help="transformer blocks")
     parser.add_argument("--dim", type=int, default=512, metavar="N", help="channels, a multiple of 64")
     parser.add_argument("--rows", type=int, default=16, metavar="N", help="rows of the batch, at least 4")
     parser.add_argument("--positions", type=int, default=32, metavar="N", help="tokens of a row")
-    parser.add_argument("--pairs", type=int, default=5, metavar="N", help="steps in turn with plain torch")
+    parser.add_argument("--pairs", type=int, default=3, metavar="N", help="steps in turn with plain torch")
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="WORD", help="only rungs with one of these in their names"
     )
@@ -143,7 +143,7 @@ def _ours(shape: Shape) -> dict[str, dict[str, Any]]:
         },
     }
     layer_bytes = 4 * shape.parameters // shape.layers
-    for layers in (5, 8, 12):  # two slots and two sets of gradients of one layer are 4; the rest is for boundaries
+    for layers in (5, 8, 16):  # two slots and two sets of gradients of one layer are 4; the rest is for boundaries
         budget = layers * layer_bytes
         chosen[f"disk, budget {budget >> 20} MiB"] = {"num_slices": None, "memory_budget": budget, **CHECKPOINT}
     return chosen

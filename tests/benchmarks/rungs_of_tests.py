@@ -75,6 +75,14 @@ def takes_turns(report: Report, name: str, seconds: float, log: str) -> dict[str
     return {"turns": taken + 1}
 
 
+def is_disturbed(report: Report, turns: int) -> dict[str, Any]:
+    """The first turns take longer and longer, all further ones a second."""
+    taken = 0
+    for taken in report.turns():
+        report.step(seconds=2.0 + taken if taken < turns else 1.0)
+    return {"turns": taken + 1}
+
+
 def ends_in_its_second_turn(report: Report) -> dict[str, Any]:
     for k in report.turns():
         if k == 1:
