@@ -95,7 +95,9 @@ class ThreadLane(Lane):
 
         def job() -> None:
             for arrival in after:
-                arrival.wait()
+                # The thread is a host. Without this, it reads what a stream has not written yet: an update takes
+                # gradients that are still on their way home.
+                arrival.finish()
             # Grad mode belongs to a thread. Without this, in-place writes into what requires a gradient are refused.
             with torch.no_grad():
                 if stream is None or given is None:

@@ -171,7 +171,8 @@ class OffloadModel(nn.Module):
                 for key, buffer in module._buffers.items():
                     if buffer is not None:
                         module._buffers[key] = buffer.to(self.device)
-        lanes = open_lanes(self.device, blocking_io=self._tier.blocking_io)
+        # A copy to a device that changes the type is converted on the host, by whoever asks for it: not by this thread.
+        lanes = open_lanes(self.device, blocking_io=self._tier.blocking_io or param_dtype is not None)
         names = list(named)
         self._walk = Walk(
             shards,

@@ -335,6 +335,13 @@ class Streamer:
         if self.updater is not None:
             self.updater.end()
 
+    def leave_homes(self) -> None:
+        """Waits until nothing reads the homes: from here on they are the user's, who may write there on the host."""
+        for j, arrival in self._loads.items():
+            with self._meter.waiting(f"L{j}"), naming(f"loading shard {j} from {self._tier.name}"):
+                # Load lane -> host. Without this, a forward that is still queued would load what is written next.
+                arrival.finish()
+
     # --- ends ---------------------------------------------------------------------------------------------------
 
     def release(self) -> None:

@@ -148,7 +148,7 @@ class Walk:
             if tape.records:
                 self._meter.begin_step()
             # Inside a turn the next micro-batch comes at once, and a backward recomputes with what its forward saw.
-            # Otherwise anything may have happened to the homes, also what no version counts.
+            # Otherwise anything may have happened to homes that somebody could reach, also what no version counts.
             in_turn = self._held_still > 0 or (self.streamer.room.shared and is_recomputing())
             if not (in_turn or self._untouched.since_mark()):
                 self.streamer.release()
@@ -189,6 +189,7 @@ class Walk:
             if tape.records:
                 self._tapes.add(tape)
             else:
+                self.streamer.leave_homes()
                 # What is in slots stays there. The next forward asks whether it still holds what the homes do.
                 self._untouched.mark()
         return outputs

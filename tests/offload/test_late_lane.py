@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offload import OffloadModel
+from offload.lane import Arrival, Lanes, ThreadLane
 from tests.offload.late import LateLane
 from tests.offload.zoo import WIDTH, build, reference
 
@@ -120,3 +121,47 @@ def test_an_eviction_waits_for_its_load(late: Late, tmp_path: Path) -> None:
         model(x)
     handle.remove()
     assert torch.equal(model(x), expected)
+
+
+class Finished(Arrival):
+    """Knows who waited for it: compute, or the host."""
+
+    def __init__(self, inner: Arrival | None = None) -> None:
+        self.inner = inner
+        self.by_host = False
+
+    def wait(self) -> None:
+        if self.inner is not None:
+            self.inner.wait()
+
+    def finish(self) -> None:
+        self.by_host = True
+        self.wait()
+
+
+def test_a_thread_waits_as_a_host_for_what_it_comes_after() -> None:
+    """An update on a thread reads gradients at home: that a stream waits for them is not enough."""
+    lane, gradients = ThreadLane("update", torch.device("cpu")), Finished()
+    seen: list[bool] = []
+    lane.submit("U0", lambda: seen.append(gradients.by_host), [gradients]).finish()
+    lane.close()
+    assert seen == [True]
+
+
+def test_no_load_is_under_way_when_an_inference_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device the host is ahead of its copies: the user may write to the homes as soon as the call returns."""
+    arrivals: list[Finished] = []
+
+    class Lane(ThreadLane):
+        def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
+            arrivals.append(Finished(super().submit(token, copy, after)))
+            return arrivals[-1]
+
+    monkeypatch.setattr(
+        "offload.model.open_lanes", lambda device, **_: Lanes(*(Lane(name, device) for name in ("a", "b", "c")))
+    )
+    model = OffloadModel(build(["linear"]), "cpu", num_slices=3, num_slots=3, checkpoint_activation=True)
+    with torch.no_grad():
+        model(torch.randn(3, WIDTH))
+    assert len(arrivals) == 3
+    assert all(arrival.by_host for arrival in arrivals)

@@ -1,0 +1,235 @@
+"""What only a CUDA device can show: streams that run late, page-locked homes, device bytes, no host wait in the loop.
+
+Each test names its twin, which makes the same claim on any machine.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import OffloadModel, OffloadOptimizer
+from offload.lane import Arrival, StreamLane
+from tests.offload.zoo import WIDTH, build
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CYCLES = 20_000_000  # some ten milliseconds of a device's clock: much longer than any copy or kernel here
+ROOT = Path(__file__).parents[2]
+
+
+def train(model: nn.Module, steps: int = 3) -> list[Tensor]:
+    """Losses, and the final parameters on the host."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(step)).cuda()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        losses.append(loss.detach().cpu())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*losses, *(p.detach().cpu().clone() for p in model.parameters())]
+
+
+def assert_trains_alike(home: str, *, recompute: bool = True, boundary_bytes: int | None = None) -> None:
+    bare = build(["linear", "dropout", "linear"])
+    model = OffloadModel(
+        copy.deepcopy(bare),
+        "cuda",
+        home,
+        num_slices=4,
+        checkpoint_activation=recompute,
+        boundary_bytes=boundary_bytes if recompute else None,
+    )
+    for expected, got in zip(train(bare.cuda()), train(model), strict=True):
+        # The optimizer of the bare model computes on the device, the other one on the host.
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("late", ["L", "D", "spill", "fetch", "compute"])
+def test_a_stream_that_runs_late_changes_nothing(late: str, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twin: test_late_lane.py::test_training_is_exact_in_whatever_order_copies_finish."""
+    submit = StreamLane.submit
+
+    def slow_submit(self: StreamLane, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
+        def slow_copy() -> None:
+            if token.startswith(late):
+                torch.cuda._sleep(CYCLES)
+            copy()
+
+        return submit(self, token, slow_copy, after)
+
+    monkeypatch.setattr(StreamLane, "submit", slow_submit)
+    if late == "compute":
+        forward = nn.Linear.forward
+
+        def slow_forward(self: nn.Linear, x: Tensor) -> Tensor:
+            torch.cuda._sleep(CYCLES)
+            return forward(self, x)
+
+        monkeypatch.setattr(nn.Linear, "forward", slow_forward)
+    assert_trains_alike("cpu", recompute=recompute, boundary_bytes=0)
+
+
+def test_homes_may_be_written_as_soon_as_an_inference_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twin: test_late_lane.py::test_no_load_is_under_way_when_an_inference_returns."""
+    forward = nn.Linear.forward
+
+    def slow_forward(self: nn.Linear, x: Tensor) -> Tensor:
+        torch.cuda._sleep(CYCLES)
+        return forward(self, x)
+
+    bare = build(["linear", "linear"])
+    model = OffloadModel(copy.deepcopy(bare), "cuda", num_slices=4, checkpoint_activation=True)
+    x = torch.randn(3, WIDTH)
+    with torch.no_grad():
+        expected = bare.cuda()(x.cuda())
+        monkeypatch.setattr(nn.Linear, "forward", slow_forward)
+        output = model(x)
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("in_backward", [True, False])
+def test_updates_wait_for_gradients_that_come_late(in_backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twin: test_late_lane.py::test_a_thread_waits_as_a_host_for_what_it_comes_after."""
+    submit = StreamLane.submit
+
+    def slow_submit(self: StreamLane, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
+        def slow_copy() -> None:
+            torch.cuda._sleep(CYCLES)
+            copy()
+
+        return submit(self, token, slow_copy, after)
+
+    monkeypatch.setattr(StreamLane, "submit", slow_submit)
+    bare = build(["linear", "linear"], tied=True)
+    model = OffloadModel(copy.deepcopy(bare), "cuda", num_slices=4, checkpoint_activation=True)
+    bare = bare.cuda()
+    plain = torch.optim.SGD(bare.parameters(), lr=0.1)
+    ours = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=in_backward)
+    x = torch.randn(5, WIDTH).cuda()
+    for _ in range(3):
+        for run, optimizer in ((bare, plain), (model, ours)):
+            run(x).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q, p.cpu(), rtol=1e-5, atol=1e-6)
+
+
+SANITIZED = """
+import torch
+from torch import nn
+from offload import OffloadModel
+torch.manual_seed(0)
+layers = [nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.1)) for _ in range(5)]
+for recompute in (True, False):
+    model = OffloadModel(layers, "cuda", checkpoint_activation=recompute, num_microbatches=2,
+                         boundary_bytes=0 if recompute else None)
+    for _ in range(2):
+        model(torch.randn(8, 32)).sum().backward()
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.1)) for _ in range(5)]
+torch.cuda.synchronize()
+"""
+
+
+def test_the_sanitizer_finds_no_race() -> None:
+    """Twin: test_late_lane.py::test_each_wait_is_needed."""
+    result = subprocess.run(
+        [sys.executable, "-c", SANITIZED],
+        env={**os.environ, "TORCH_CUDA_SANITIZER": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "CSAN" not in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_grad_scaler_trains_in_fp16(recompute: bool) -> None:
+    """Twin: test_transparency.py::test_any_combination_trains_like_the_bare_model, which draws bfloat16 autocast."""
+    bare = build(["linear", "rnn", "linear"])
+    model = OffloadModel(copy.deepcopy(bare), "cuda", num_slices=3, checkpoint_activation=recompute)
+    bare = bare.cuda()
+    results = []
+    for run, device in ((bare, "cuda"), (model, "cpu")):
+        scaler = torch.amp.GradScaler(device, init_scale=2.0**20)  # the first steps overflow and are skipped
+        optimizer = torch.optim.SGD(run.parameters(), lr=0.05)
+        losses = []
+        for step in range(12):
+            x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(step)).cuda()
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = run(x).float().pow(2).mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        results.append((losses, scaler.get_scale()))
+    assert results[1][1] == results[0][1]
+    assert results[1][0] == pytest.approx(results[0][0], rel=2e-2)
+
+
+@pytest.mark.parametrize("shards", [4, 64])
+def test_peak_device_bytes_are_those_of_the_formula(shards: int) -> None:
+    """Twin: test_model.py::test_the_peak_is_a_formula_without_the_number_of_shards."""
+    width, rows = 1024, 64
+    layers = [nn.Linear(width, width) for _ in range(shards)]
+    x = torch.randn(rows, width, device="cuda")
+    nn.functional.linear(x, torch.randn(width, width, device="cuda")).sum()  # cuBLAS takes its workspace
+    model = OffloadModel(layers, "cuda", checkpoint_activation=True, boundary_bytes=1 << 20)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for _ in range(2):
+        model(x).pow(2).mean().backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    assert abs(peak - model.statistics().peak_device_bytes) <= 64 << 20
+    slot = model._walk.streamer._slot_bytes
+    assert model.statistics().peak_device_bytes <= 2 * slot + 2 * slot + (1 << 20) + 8 * rows * width * 4
+
+
+def test_the_host_never_synchronises_in_the_loop() -> None:
+    """Twin: test_trace.py::test_compute_follows_the_plan_and_lanes_copy_what_it_says, which counts the waits."""
+    model = OffloadModel(build(["linear"] * 4), "cuda", num_slices=6, checkpoint_activation=True)
+    x = torch.randn(4, WIDTH, device="cuda")
+    model(x).sum().backward()  # makes slots and gradients
+    model.zero_grad()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_homes_in_host_memory_are_page_locked() -> None:
+    """Twin: test_tier.py::TestHostTier: a block has exactly the bytes asked for."""
+    model = OffloadModel(build(["linear"]), "cuda", num_slices=3)
+    for shard in model._walk.shards:
+        assert shard.home is not None
+        assert shard.home.tensor.is_pinned()
+        assert shard.home.tensor.untyped_storage().nbytes() == shard.home.nbytes
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_files_reach_the_device_through_staging(recompute: bool, tmp_path: Path) -> None:
+    """Twin: test_transparency.py, whose models rest on disk as well."""
+    assert_trains_alike(f"{tmp_path}/", recompute=recompute, boundary_bytes=0)
