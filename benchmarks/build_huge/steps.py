@@ -25,7 +25,7 @@ from offload.tensor_file import write_tensors
 __all__ = ["FLOOR", "LEARNING_RATE", "Shape", "offloaded", "resident", "write_weights"]
 
 FLOOR = "interpreter and torch"
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 3e-4
 
 
 @dataclass(frozen=True)
