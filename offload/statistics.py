@@ -110,7 +110,7 @@ class Meter:
         """A training step begins. What the first one took says little: it also makes files, buffers and pages."""
         self._steps += 1
         if self._steps == 2:
-            self._first_step = {cell: (clock.seconds, self.rows[cell]) for cell, clock in self.cells.items()}
+            self._first_step = {cell: (clock.seconds, self.rows.get(cell, 0)) for cell, clock in self.cells.items()}
             self._first_step["load"] = self.loading.seconds, self.bytes_loaded
             self._first_step["drain"] = self.draining.seconds, self.bytes_stored
 
