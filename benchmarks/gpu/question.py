@@ -80,11 +80,11 @@ def run(arguments: argparse.Namespace) -> int:
 def parts_of(arguments: argparse.Namespace, stem: Path) -> list[Part]:
     """The parts in their order: what is short, and what others build on, comes first."""
     dry = arguments.dry_run
-    device = "cpu" if dry else "cuda"
+    device, patience = ("cpu", 4) if dry else ("cuda", 1)  # a laptop takes longer to start than a GPU to compute
 
     def question(name: str, words: list[str], seconds: float, asked: str) -> Part:
         out = ["--out", str(stem.with_name(f"{stem.name}-{name}")), "--device", device, "--home", str(arguments.home)]
-        return Part(name, ("-m", "benchmarks", asked, *words, *out), seconds)
+        return Part(name, ("-m", "benchmarks", asked, *words, *out), patience * seconds)
 
     def model(layers: int, dim: int, rows: int, *more: str) -> list[str]:
         return ["--layers", "4", *TINY, *more] if dry else _size(layers, dim, rows, 512, *more)
@@ -92,7 +92,7 @@ def parts_of(arguments: argparse.Namespace, stem: Path) -> list[Part]:
     curve = ["--layers", "4", *TINY, "--pairs", "1"] if dry else _size(16, 1024, 16, 256, "--pairs", "3")
     curve += ["--only", "torch", "save_on_cpu", "FSDP2", "fairscale", "host", "budget"]
     return [
-        Part("tests", ("-m", "pytest", "-q", "-k", "cuda", "-p", "no:cacheprovider", *arguments.tests), 100),
+        Part("tests", ("-m", "pytest", "-q", "-k", "cuda", "-p", "no:cacheprovider", *arguments.tests), patience * 100),
         question("train-small", model(12, 1024, 8), 60, "gpu-train"),
         question("train-1b", model(24, 2048, 8), 110, "gpu-train"),
         question("memory-latency", curve, 150, "memory-latency"),
