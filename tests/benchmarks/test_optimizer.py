@@ -18,41 +18,22 @@ from benchmarks.optimizer.shape import Shape, parameters_of_block
 from benchmarks.optimizer.steps import FLOOR, STEPS, greatest_difference, run_way, train
 from benchmarks.optimizer.tables import bytes_of_step
 from benchmarks.optimizer.ways import WAYS, Way
+from tests.benchmarks.here import Recorder, pairs_here, run_here
 
 SHAPE = Shape(blocks=3, dim=64, rows=2, positions=4)
 TURNS = 3
 
 
-class Recorder:
-    """A report whose parent gives ``turns`` turns, and that fills an outcome."""
-
-    def __init__(self, turns: int, outcome: Outcome | None = None) -> None:
-        self._turns = turns
-        self.outcome = outcome or Outcome(Rung("recorded", "module:function"))
-
-    def turns(self) -> Any:
-        yield from range(self._turns)
-
-    def step(self, **values: Any) -> None:
-        self.outcome.steps.append(values)
-
-    def memory(self, moment: str) -> int:
-        self.outcome.moments[moment] = 1 << 20
-        return 1 << 20
-
-    def phase(self, name: str) -> None:
-        self.outcome.peaks[name] = 2 << 20
-
-    def event(self, event: str, **values: Any) -> None:
-        pass
+def recorder(turns: int) -> Recorder:
+    return Recorder(Outcome(Rung("recorded", "module:function")), turns)
 
 
 def trained(way: str, folder: Path) -> tuple[Path, Outcome]:
-    report = Recorder(TURNS)
+    report = recorder(TURNS)
     saved = folder / f"{way}.pt"
     home = folder / way
     home.mkdir()
-    report.outcome.result = train(report, way, asdict(SHAPE), str(home), 1 + TURNS, str(saved))  # type: ignore[arg-type]
+    report.outcome.result = train(report, way, asdict(SHAPE), str(home), 1 + TURNS, str(saved))
     return saved, report.outcome
 
 
@@ -105,8 +86,8 @@ def test_a_way_that_leaves_work_behind_is_timed_on_a_second_step_and_finishes_be
 
     way = Recorded(SHAPE, Path())
     way.leaves_work = leaves_work
-    report = Recorder(2)
-    assert run_way(report, way, 0, None)["steps"] == (5 if leaves_work else 3)  # type: ignore[arg-type]
+    report = recorder(2)
+    assert run_way(report, way, 0, None)["steps"] == (5 if leaves_work else 3)
     turn = ["step", "step", "settle"] if leaves_work else ["step", "settle"]
     assert calls == ["step", *turn, *turn]
     assert len(report.outcome.steps) == 2
@@ -159,18 +140,6 @@ def test_the_one_that_runs_alone_is_held_to_its_memory() -> None:
     assert broken_alone(outcome, SHAPE) == ["losses must be numbers"]
 
 
-def run_here(rung: Rung, turns: int) -> Outcome:
-    outcome = Outcome(rung)
-    outcome.result = train(Recorder(turns, outcome), **rung.arguments)  # type: ignore[arg-type]
-    return outcome
-
-
-def pairs_here(reference: Rung, rungs: Any, pairs: int) -> tuple[Outcome, list[Paired]]:
-    first = run_here(reference, 1 + pairs)
-    others = [run_here(rung, 1 + pairs) for rung in rungs]
-    return first, [Paired(other, other.steps[1:], first.steps[1:]) for other in others]
-
-
 SIZES = ["--dim", "64", "--rows", "2", "--positions", "4", "--blocks", "2", "--pairs", "2", "--other-pairs", "1"]
 
 
@@ -196,9 +165,7 @@ def test_the_question_ends_in_a_page_and_a_picture(
 def test_one_way_runs_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        "benchmarks.optimizer.question.run_rungs", lambda rungs, turns: [run_here(rung, turns) for rung in rungs]
-    )
+    monkeypatch.setattr("benchmarks.optimizer.question.run_rungs", run_here)
     options = ["--parameters", "150e3", "--home", str(tmp_path / "home"), "--out", str(tmp_path / "o")]
     assert main(["optimizer", *SIZES, *options]) == 0
     shown = capsys.readouterr().out
