@@ -53,6 +53,8 @@ REFERENCE = "upstream GradCache"
 TIMED = (REFERENCE, *MAXIMUM_RATIO)
 CHUNK_BY_CHUNK = "OffloadModel, chunk by chunk"
 FUSED = "ours over OffloadModel"
+GROWING = tuple(way for way in WAYS if way not in (CHUNK_BY_CHUNK, "ours, chunks apart"))
+CHUNKED = (REFERENCE, "ours", CHUNK_BY_CHUNK, FUSED)
 MEASURE = "benchmarks.gradcache_batch.steps"
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}  # so that what was freed does not count against the limit
 
@@ -165,9 +167,8 @@ def _growing(arguments: argparse.Namespace, home: str) -> list[Rung]:
         graph_mebibytes=0,
         activation_mebibytes=8,
     )
-    ways = [way for way in WAYS if way not in (CHUNK_BY_CHUNK, "ours, chunks apart")]
     limits = {"limit_mebibytes": arguments.limit, "most_pairs": arguments.most}
-    return [_rung(way, "growing", shape, home, GIVE_BACK, **limits) for way in ways]
+    return [_rung(way, "growing", shape, home, GIVE_BACK, **limits) for way in GROWING]
 
 
 def _ladders(arguments: argparse.Namespace, home: str) -> list[Rung]:
@@ -183,7 +184,7 @@ def _ladders(arguments: argparse.Namespace, home: str) -> list[Rung]:
         activation_mebibytes=64,
     )
     settings = {"chunks": arguments.chunks, "steps": 2}
-    return [_rung(way, "ladder", shape, home, **settings) for way in (REFERENCE, "ours", CHUNK_BY_CHUNK, FUSED)]
+    return [_rung(way, "ladder", shape, home, **settings) for way in CHUNKED]
 
 
 # --- what must hold --------------------------------------------------------------------------------------------------
