@@ -16,30 +16,22 @@ import torch
 from torch import Tensor, nn
 
 from pipe import microbatch
-from pipe.balance.blockpartition import solve
 from pipe.batchnorm import DeferredBatchNorm
 from pipe.pipeline import Pipeline
+from pipe.placement import BalanceError, Device, balance_of, check_convertible, dealt, devices_of, stages_of
 from pipe.schedule import Action, Schedule, fill_drain, one_forward_one_backward
-from pipe.skip.layout import inspect_skip_layout
 from pipe.skip.skippable import verify_skippables
-from pipe.stage import Stage
 from pipe.step import Step, parameters_of, reduction_of, restored_gradients, split_target
-from pipe.stream import AbstractStream, new_stream, normalize_device
-from pipe.turn import TakesTurns, held_still, share_places, takers_in, takes_turns
+from pipe.stream import AbstractStream, new_stream
+from pipe.turn import TakesTurns, held_still, share_places, takers_in
 
 __all__ = ["BalanceError", "Pipe"]
-
-Device = torch.device | int | str
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
 SCHEDULES: dict[str, Callable[[int, int, Sequence[Hashable]], Schedule]] = {
     "1f1b": one_forward_one_backward,
     "fill_drain": fill_drain,
 }
-
-
-class BalanceError(ValueError):
-    """A balance that does not fit the module."""
 
 
 class Pipe(nn.Module):
@@ -90,19 +82,21 @@ class Pipe(nn.Module):
         balance = None if balance is None else list(balance)
         verify_skippables(module)
         if deferred_batch_norm:
+            check_convertible(module)
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, int(chunks))
 
-        found = _devices(devices, balance)
-        self.balance = _balance(module, balance, len(found))
-        self.devices = _dealt(module, self.balance, found, automatic_devices=devices is None)
+        found = devices_of(devices, balance)
+        self.balance = balance_of(module, balance, len(found))
+        self.devices = dealt(module, self.balance, found, automatic_devices=devices is None)
         self.chunks = int(chunks)
         self.checkpoint = checkpoint
         # The children of the module become those of the Pipe, so that names stay.
         self._modules = dict(module._modules)
         self.training = module.training
-        self._stages = _stages(module, self.balance, self.devices)
+        self._stages = stages_of(module, self.balance, self.devices)
         self._places = [j % len(found) for j in range(len(self.balance))]
         self._takers: list[TakesTurns] | None = None
+        self._deferred: list[DeferredBatchNorm] | None = None
         self._ensure_turns()
         self._copy_streams: list[list[AbstractStream]] = []
         self._recorders: list[list[Action]] = []
@@ -125,7 +119,7 @@ class Pipe(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Streams belong to the process, and who shares memory to the modules of this very pipe.
-        return {**self.__dict__, "_copy_streams": [], "_recorders": [], "_takers": None}
+        return {**self.__dict__, "_copy_streams": [], "_recorders": [], "_takers": None, "_deferred": None}
 
     def train(self, mode: bool = True) -> Pipe:
         """Sets the mode of all layers."""
@@ -257,9 +251,11 @@ class Pipe(nn.Module):
         moved = microbatch.map_batch(lambda t: t.to(first, non_blocking=first.type != "cpu"), input)
         values = microbatch.split_nested(moved, self.chunks)
         if self.training:
-            for module in self.modules():
-                if isinstance(module, DeferredBatchNorm):
-                    module.begin(len(values))
+            if self._deferred is None:
+                # Once: to look for modules in an offloaded stage finishes the update that is pending there.
+                self._deferred = [module for module in self.modules() if isinstance(module, DeferredBatchNorm)]
+            for module in self._deferred:
+                module.begin(len(values))
         return values
 
     def _checkpoint_stop(self, count: int) -> int:
@@ -308,69 +304,3 @@ def _denied(call: str) -> TypeError:
         f"denied to move parameters and buffers by {call}, because Pipe should manage device placement; "
         f"pass devices=[...] to Pipe"
     )
-
-
-def _devices(devices: Iterable[Device] | None, balance: Sequence[int] | None) -> list[torch.device]:
-    if devices is not None:
-        return [normalize_device(device) for device in devices]
-    if torch.cuda.is_available():
-        return [torch.device("cuda", k) for k in range(torch.cuda.device_count())]
-    return [torch.device("cpu")] * (1 if balance is None else len(balance))
-
-
-def _balance(module: nn.Sequential, balance: Sequence[int] | None, devices: int) -> list[int]:
-    if balance is None:
-        if not len(module):
-            return []
-        costs = [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in module]
-        return [len(block) for block in solve(costs, max(1, min(devices, len(module))))]
-    given = list(balance)
-    if len(module) != sum(given):
-        raise BalanceError(
-            f"module and sum of balance have different length (module: {len(module)}, sum of balance: {sum(given)}); "
-            f"use pipe.balance to find one"
-        )
-    if any(layers <= 0 for layers in given):
-        raise BalanceError(f"all balance numbers must be positive integer (balance: {given}); use pipe.balance")
-    return given
-
-
-def _dealt(
-    module: nn.Sequential, balance: Sequence[int], devices: list[torch.device], *, automatic_devices: bool
-) -> list[torch.device]:
-    """The device of each stage."""
-    if len(balance) <= len(devices):
-        return devices[: len(balance)]
-    if not devices or not takes_turns(module):
-        source = "found" if automatic_devices else "given"
-        raise IndexError(
-            f"too few devices to hold given partitions (devices {source}: {len(devices)}, partitions: {len(balance)}); "
-            f"repeat a device to put several stages on it, or offload every stage so that they take turns"
-        )
-    return [devices[j % len(devices)] for j in range(len(balance))]
-
-
-def _stages(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]) -> list[Stage]:
-    layers = list(module._modules.items())
-    partitions: list[nn.Sequential] = []
-    place: dict[int, tuple[torch.device, str]] = {}
-    begin = 0
-    for size, device in zip(balance, devices, strict=True):
-        partition = nn.Sequential()
-        partition._modules = dict(layers[begin : begin + size])
-        partition.training = module.training
-        for name, tensor in [*partition.named_parameters(), *partition.named_buffers()]:
-            other, other_name = place.setdefault(id(tensor), (device, name))
-            if other != device:
-                raise ValueError(
-                    f"module with duplicate parameters on distinct devices is not supported, got {other_name!r} on "
-                    f"{other} and {name!r} on {device}; put both layers on one device"
-                )
-        partitions.append(partition)
-        begin += size
-    for partition, device in zip(partitions, devices, strict=True):
-        for layer in partition:
-            if not takers_in([layer]):
-                layer.to(device)
-    layout = inspect_skip_layout(partitions)
-    return [Stage(p, d, j, layout) for j, (p, d) in enumerate(zip(partitions, devices, strict=True))]

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from gradcache import GradCache
 from offload import OffloadModel, OffloadOptimizer
 from pipe import Pipe
+from pipe.batchnorm import DeferredBatchNorm
 from pipe.schedule import fill_drain, simulate
 from tests.offload.zoo import WIDTH, build
 from tests.pipe.turns import Turner
@@ -403,3 +404,17 @@ def test_a_pipe_of_offloaded_stages_inside_torch_checkpoint(home: str, recompute
         results.append([y.detach(), x.grad, *(p.grad for p in pipe.parameters())])
     for expected, got in zip(*results, strict=True):
         torch.testing.assert_close(expected, got)
+
+
+def test_batch_norm_inside_offloaded_stages_is_converted_before(home: str) -> None:
+    parts = blocks(2, dropout=0.0)
+    with pytest.raises(ValueError, match=r"convert before they are offloaded, got 0\.1 inside OffloadModel"):
+        Pipe(offloaded(parts, home), [1, 1], ["cpu"], 2, deferred_batch_norm=True)
+    bare = nn.Sequential(*copy.deepcopy(parts))
+    converted = [DeferredBatchNorm.convert_deferred_batch_norm(part) for part in parts]
+    pipe = Pipe(offloaded(converted, home), [1, 1], ["cpu"], 3, "always", deferred_batch_norm=True)
+    x = torch.randn(ROWS, WIDTH)
+    pipe(x).sum().backward()
+    bare[0](x)
+    torch.testing.assert_close(pipe[0].get_buffer("1.running_var"), bare[0].get_buffer("1.running_var"))
+    assert pipe[0].get_buffer("1.num_batches_tracked") == 1
