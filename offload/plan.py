@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import enum
 import re
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
@@ -156,12 +157,17 @@ def plan_pass(
     if slots < 1:
         raise ValueError(f"expected at least 1 slot, got slots={slots}")
     uses = [*order, *later]
+    positions: dict[int, list[int]] = {}
+    for k, shard in enumerate(uses):
+        positions.setdefault(shard, []).append(k)
     there = set(resident)
     left = set(pending)
     actions: list[Action] = []
 
     def next_use(shard: int, position: int) -> int:
-        return next((k for k in range(position, len(uses)) if uses[k] == shard), len(uses))
+        mine = positions.get(shard, [])
+        k = bisect_left(mine, position)
+        return mine[k] if k < len(mine) else len(uses)
 
     def make_room(position: int, wanted: int) -> bool:
         """Frees a slot for the shard used at ``wanted``, unless all that is resident is needed sooner."""

@@ -57,6 +57,32 @@ def test_limits_hold_and_the_best_partition_within_them_is_found(problem, data):
     assert [len(block) for block in blocks] in [[s.stop - s.start for s in p] for p in allowed]
 
 
+@given(problems(), st.booleans())
+def test_the_fast_way_finds_what_trying_all_finds(problem, fractions):
+    costs, partitions = problem
+    costs = [cost / 8 for cost in costs] if fractions else costs  # eighths: no rounding decides between equals
+    nothing_is_too_large = {"sizes": [0] * len(costs), "limits": 1}
+    assert solve(costs, partitions) == solve(costs, partitions, **nothing_is_too_large)
+
+
+def test_a_thousand_elements_with_one_that_outweighs_all_take_no_square_of_their_number():
+    class Counted(int):
+        looked_at = 0
+
+        def __sub__(self, other):
+            Counted.looked_at += 1
+            return int(self) - int(other)
+
+        def __add__(self, other):
+            return Counted(int(self) + int(other))
+
+        __radd__ = __add__
+
+    n = 400
+    solve([Counted(10**6), *map(Counted, [1] * (n - 1))], n // 2)
+    assert 0 < Counted.looked_at < (n // 2) * n * 12  # partitions x n log n; trying all takes (n // 2) x n x n
+
+
 def test_the_worst_case_of_the_heuristic():
     assert [len(block) for block in solve([1, 1, 1, 1, 1, 6], 2)] == [5, 1]
 
