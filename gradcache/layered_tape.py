@@ -13,7 +13,7 @@ from torch import Tensor
 from gradcache import grouping, representations
 from gradcache.entering import Entering
 from gradcache.lean import Lean
-from offload.tail import Listener, OtherOperations, Skipper, Tail
+from offload.tail import Listener, OtherOperations, Skipper, Tail, listened_to
 from pipe.guard import Guard
 from pipe.nested import flatten, map_tensors, tensors_in, unflatten
 from pipe.replay import Replay, devices_of
@@ -194,6 +194,7 @@ class LayeredTape:
             if self._records:
                 # The last layer's result is looked at in the second pass too, by whoever compares the two.
                 tail = group.profile.tails[j] if group.profile and j + 1 < len(self._model.layers) else None
+                tail = None if listened_to(module for _, module in self._model.watched[j].modules) else tail
                 group.cells.append(_Again(replay.seal(), guard.seal(), copies_input, kept, tail))
                 if survey is not None:
                     survey.moves_buffers |= guard.moved

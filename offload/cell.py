@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.shard import Shard
-from offload.tail import Listener, OtherOperations, Skipper, Tail
+from offload.tail import Listener, OtherOperations, Skipper, Tail, listened_to
 from pipe.checkpoint import enable_checkpointing, enable_recomputing
 from pipe.guard import Guard, Watched
 from pipe.nested import map_tensors, tensors_in
@@ -118,7 +118,8 @@ class CellRunner:
         for tensor in tensors_in(boundary) if self.shard.index else ():
             count(tensor)
         self.graph_bytes = sum(sizes.values())
-        return output, Record(replay.seal(), guard.seal(), copied, listener.tail())
+        tail = None if listened_to(module for _, module in self.watched.modules) else listener.tail()
+        return output, Record(replay.seal(), guard.seal(), copied, tail)
 
     def recompute(self, boundary: Any, record: Record, output_fn: OutputFn | None = None) -> Any:
         """Runs the cell once more, with a graph from ``boundary`` and the parameters to its output.

@@ -15,7 +15,7 @@ Guarantees
       no value, are left out: products, sums, views. If any other follows the last saved tensor, nothing is left out.
     * Nor is anything left out where tensors may be saved unseen: without grad mode, as inside of a custom function;
       under other hooks for saved tensors, as inside of a layer that checkpoints or offloads on its own; or with
-      subclasses of tensors, which do as they like.
+      subclasses of tensors, which do as they like; or where hooks of a module would see the values.
     * A recomputation whose operations are not those of the first run is found out before it ends.
 
 A layer that keeps a result of its tail as an attribute finds NaN there after backward.
@@ -23,16 +23,17 @@ A layer that keeps a result of its tail as an attribute finds NaN there after ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["Listener", "OtherOperations", "Skipper", "Tail"]
+__all__ = ["Listener", "OtherOperations", "Skipper", "Tail", "listened_to"]
 
 _aten = torch.ops.aten
 _COMPUTED = {
@@ -156,6 +157,11 @@ class Skipper(TorchDispatchMode):
         """
         if self._count != self._tail.needed + len(self._tail.operations):
             raise OtherOperations
+
+
+def listened_to(modules: Iterable[nn.Module]) -> bool:
+    """Whether hooks see what one of these modules takes or returns."""
+    return bool(_has_any_global_hook()) or any(m._forward_hooks or m._forward_pre_hooks for m in modules)
 
 
 def _hooks() -> Any:

@@ -128,6 +128,17 @@ def test_gradients_are_those_of_the_bare_model(kind: Callable[[], nn.Module], mi
             torch.testing.assert_close(actual, expected)
 
 
+def test_a_hook_sees_the_same_values_whenever_the_layer_runs() -> None:
+    model = OffloadModel(nn.Sequential(Block(), Block()), "cpu", num_slices=2, checkpoint_activation=True)
+    seen: list[Tensor] = []
+    list(model.children())[1].down.register_forward_hook(
+        lambda module, given, result: seen.append(result.detach().clone())
+    )
+    run(model, torch.randn(4, WIDTH))
+    forward, again = seen
+    assert torch.equal(forward, again)
+
+
 def test_the_last_product_of_a_block_is_not_recomputed() -> None:
     bare = nn.Sequential(Block(), Block())
     model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True)
@@ -165,8 +176,13 @@ def test_a_recomputation_that_does_other_things_is_not_trusted() -> None:
 def test_what_is_left_out_holds_no_number() -> None:
     """A result that escapes must not look like one."""
     seen: list[Tensor] = []
-    model = OffloadModel(nn.Sequential(Block()), "cpu", num_slices=1, checkpoint_activation=True)
-    model.get_submodule("0").register_forward_hook(lambda module, args, output: seen.append(output))
+
+    class Telling(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(super().forward(x))
+            return seen[-1]
+
+    model = OffloadModel(nn.Sequential(Telling()), "cpu", num_slices=1, checkpoint_activation=True)
     run(model, torch.randn(4, WIDTH))
     assert [bool(output.isnan().all()) for output in seen] == [False, True]
 
