@@ -241,7 +241,7 @@ class Walk:
             if accumulate and self.streamer.updater is not None:
                 self.streamer.updater.begin(waiting=sum(other is not tape and not other.used for other in self._tapes))
             order = range(n - 1, tape.first - 1, -1)
-            in_turn = self.streamer.room.shared
+            in_turn = self._held_still > 0 or self.streamer.room.shared
             plan = plan_pass(
                 order,
                 Kind.BACKWARD,

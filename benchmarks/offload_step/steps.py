@@ -7,6 +7,7 @@ streaming and of nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -65,23 +66,31 @@ def _step(run: Callable[[State], State], parameters: list[nn.Parameter], state: 
     return time.perf_counter() - started, loss.detach()
 
 
-def _streamed(shards: list[nn.Module], shape: Shape, home: str) -> Any:
+def _streamed(shards: list[nn.Module], shape: Shape, home: str, slots: int | None = None) -> Any:
     from offload import OffloadModel
 
     return OffloadModel(
-        shards, "cpu", offload_device=home, checkpoint_activation=True, boundary_bytes=shape.boundary_bytes
+        shards,
+        "cpu",
+        offload_device=home,
+        checkpoint_activation=True,
+        boundary_bytes=shape.boundary_bytes,
+        num_slots=slots,
     )
 
 
-def time_pairs(report: Report, shape: dict[str, Any], home: str, pairs: int, warmup: int) -> dict[str, Any]:
+def time_pairs(
+    report: Report, shape: dict[str, Any], home: str, pairs: int, warmup: int, slots: int | None = None
+) -> dict[str, Any]:
     """Steps of the resident and of the streamed model in turn, so that a slow minute of the machine hits both.
 
-    The order within a pair alternates: neither always runs on the caches that the other one left.
+    The order within a pair alternates: neither always runs on the caches that the other one left. With as many
+    ``slots`` as shards nothing is loaded after the first step, and the ratio is the price of the engine alone.
     """
     chosen = Shape(**shape)
     state = chosen.state()
     resident = chosen.build()
-    model = _streamed(chosen.build(), chosen, home)
+    model = _streamed(chosen.build(), chosen, home, slots)
 
     def checkpointed(state: State) -> State:
         for shard in resident:
@@ -93,19 +102,30 @@ def time_pairs(report: Report, shape: dict[str, Any], home: str, pairs: int, war
         "streamed": (model, list(model.parameters())),
     }
     report.total(pairs)
-    for k in range(-warmup, pairs):
-        seconds, losses = {}, {}
-        waited = model.statistics().wait_seconds
-        for way in sorted(ways, reverse=k % 2 == 1):
-            seconds[way], losses[way] = _step(*ways[way], state)
-        waited = model.statistics().wait_seconds - waited
-        if not torch.allclose(losses["resident"], losses["streamed"], rtol=1e-6):
-            raise AssertionError(f"the two models do not compute the same loss: {losses}")
-        if k >= 0:
-            report.step(**seconds, ratio=seconds["streamed"] / seconds["resident"], waited=waited)
+    with contextlib.ExitStack() as stack:
+        if slots is not None:
+            # Said by a user who changes no parameters meanwhile. Without this, each step loads them anew, since they
+            # might have been changed.
+            stack.enter_context(model.held_still())
+        for k in range(-warmup, pairs):
+            seconds, losses = {}, {}
+            before = model.statistics()
+            for way in sorted(ways, reverse=k % 2 == 1):
+                seconds[way], losses[way] = _step(*ways[way], state)
+            after = model.statistics()
+            if not torch.allclose(losses["resident"], losses["streamed"], rtol=1e-6):
+                raise AssertionError(f"the two models do not compute the same loss: {losses}")
+            if k >= 0:
+                report.step(
+                    **seconds,
+                    ratio=seconds["streamed"] / seconds["resident"],
+                    waited=after.wait_seconds - before.wait_seconds,
+                    loads=after.shard_loads - before.shard_loads,
+                )
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "tokens": chosen.rows * chosen.positions,
+        "predicted": model.estimate(chosen.rows).seconds,
         "statistics": asdict(model.statistics()),
     }
 

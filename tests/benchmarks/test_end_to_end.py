@@ -72,14 +72,16 @@ def test_the_streamed_step_is_measured_against_the_resident_one(
 ) -> None:
     """At sizes where times mean nothing: the loss is compared inside, and the tables and the picture are there."""
     monkeypatch.setattr("benchmarks.offload_step.question.run_rungs", run_here)
-    sizes = ["--dim", "64", "--rows", "2", "--positions", "4", "--pairs", "2", "--shards", "2", "4"]
+    sizes = ["--dim", "64", "--rows", "2", "--positions", "4", "--pairs", "2", "--shards", "2", "4", "--width", "64"]
     status = main(["offload-step", *sizes, "--json", "s.json", "--plot", "s.png"])
     shown = capsys.readouterr()
     assert status == (1 if "must" in shown.err else 0)
     assert "median ratio of pairs" in shown.out
     rungs = [json.loads(line) for line in Path("s.json").read_text().splitlines()[1:]]
     names = ["4 layers, 2 shards", "4 layers, 4 shards", "1 layer each, 2 shards", "1 layer each, 4 shards"]
-    assert [rung["rung"] for rung in rungs[1:]] == [*names, f"{names[-1]}, allocator as it comes"]
+    more = ["all in slots", "disk, inputs take gradients", "disk, weights take gradients"]
+    assert [rung["rung"] for rung in rungs[1:]] == [*names, f"{names[-1]}, allocator as it comes", *more]
+    assert [step["loads"] for step in rungs[-3]["steps"]] == [0, 0]
     assert rungs[1]["result"]["parameters"] == rungs[2]["result"]["parameters"] == 2 * rungs[3]["result"]["parameters"]
     assert len(rungs[0]["steps"]) == 2
     assert Path("s.png").exists()

@@ -18,7 +18,7 @@ from benchmarks.frame.extra import MissingExtraError, require
 from benchmarks.frame.report import markdown_page, publish, write_json_lines
 from benchmarks.frame.rungs import Outcome, Rung
 from benchmarks.frame.table import markdown_table, mebibytes, ratio
-from benchmarks.offload_step.question import broken_bounds
+from benchmarks.offload_step.question import broken_bounds, broken_speeds, disk_table
 from benchmarks.questions import QUESTIONS
 from benchmarks.retrieval.question import broken_bounds as broken_bounds_of_retrieval
 from benchmarks.retrieval.results import draw, greatest_difference, table
@@ -252,7 +252,7 @@ def peaks(*mebibytes_above_torch: int, held: int = 0) -> list[Outcome]:
     ("time", "finer", "deeper", "complaints"),
     [
         (timed(1.05, 0.01), peaks(90, 70, 50), peaks(40, 41, 42), []),
-        (timed(1.20, 0.01), peaks(90, 70, 50), peaks(40, 41, 42), ["at most 1.10, is 1.200"]),
+        (timed(1.20, 0.01), peaks(90, 70, 50), peaks(40, 41, 42), ["at most 1.05, is 1.200"]),
         (timed(1.05, 0.06), peaks(90, 70, 50), peaks(40, 41, 42), ["below 5% of the step, is 5.7%"]),
         (
             timed(1.05, 0.01),
@@ -277,6 +277,39 @@ def test_each_bound_of_the_streamed_step_is_checked(
     assert len(broken) == len(complaints)
     for line, complaint in zip(broken, complaints, strict=True):
         assert complaint in line
+
+
+def test_the_bounds_of_the_engine_alone_and_of_the_disk_are_checked() -> None:
+    def streamed(share: float) -> Outcome:
+        step = {
+            "share": share,
+            "seconds": 1.0,
+            "plain_direct": 3.0,
+            "plain_cached": 2.0,
+            "streamed": 2.9,
+            "stored": 0.0,
+        }
+        return Outcome(Rung("disk", "m:f"), result={"bytes": 2**30, "predicted": 1.25}, steps=[step] * 3)
+
+    def alone(ratio: float, loads: int) -> Outcome:
+        return Outcome(Rung("alone", "m:f"), result={}, steps=[{"ratio": ratio, "loads": loads}] * 3)
+
+    fine = [streamed(0.95), streamed(0.3)]
+    assert broken_speeds(alone(1.01, 0), fine) == []
+    for engine, streams, complaint in (
+        (alone(1.05, 0), fine, "must be at most 1.02, is 1.050"),
+        (alone(1.01, 1), fine, "nothing must be loaded"),
+        (
+            alone(1.01, 0),
+            [streamed(0.8), streamed(0.9)],
+            "must get 90% of what a plain read gets from the disk, gets 80",
+        ),
+        (Outcome(Rung("alone", "m:f"), failure="killed"), fine, "alone: killed"),
+    ):
+        (line,) = broken_speeds(engine, streams)
+        assert complaint in line
+    shown = " ".join(disk_table(fine).split())
+    assert "| 3.00 | 2.00 | 2.90 | 0.00 | 95.0% (95% to 95%) | 1.00 (predicted 1.25) |" in shown
 
 
 def test_a_rung_without_a_result_breaks_the_bounds_by_its_reason() -> None:

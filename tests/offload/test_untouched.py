@@ -65,6 +65,20 @@ def test_a_training_step_begins_with_what_inference_left_and_inference_after_it_
     assert loads(model) == 4
 
 
+def test_training_steps_inside_held_still_load_once_although_somebody_holds_the_parameters(home: str) -> None:
+    bare, model = make(home)
+    held = list(model.parameters())
+    before = model.statistics().shard_loads
+    with model.held_still():
+        for _ in range(3):
+            for run in (bare, model):
+                run(batch()).pow(2).sum().backward()
+    assert model.statistics().shard_loads == before + 4
+    for p, q in zip(bare.parameters(), held, strict=True):
+        assert torch.equal(p.grad, q.grad)
+    assert loads(model) == 4  # outside, it might have been written to
+
+
 @torch.no_grad()
 def _assign(model: nn.Module) -> None:
     for p in model.parameters():
