@@ -37,8 +37,8 @@ __all__ = ["PIECE_BYTES", "Transfers", "move_all"]
 
 T = TypeVar("T")
 
-#: Bytes of a request, and requests at a time. Larger or more of them are no faster where this was measured; fewer leave
-#: the disk idle between two, and cost a third of the bandwidth of writes.
+#: Bytes of a request, and requests at a time. Larger or more of them were no faster where this was measured; with fewer
+#: the disk may stand idle between two.
 PIECE_BYTES = 8 << 20
 IN_FLIGHT = 4
 #: Transfers that are smaller are left to the page cache: they wait for a disk's latency, not for its bandwidth.
