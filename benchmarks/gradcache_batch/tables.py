@@ -61,7 +61,7 @@ def time_table(
     held = {outcome.rung.name: mebibytes(above_torch(outcome)) for outcome in peaks if outcome.result is not None}
     header = ["way", "s/step", "median ratio of pairs", "of processor time", "peak above torch", "gradient differs by"]
     header += LIMIT_HEADER
-    least = limits.stepseconds(flops=3 * forward_flops(shape))
+    least = limits.step_seconds(flops=3 * forward_flops(shape))
     rows = []
     for outcome, paired in ((reference, None), *((paired.outcome, paired) for paired in timed)):
         if outcome.result is None:
