@@ -97,7 +97,9 @@ def test_any_combination_trains_like_the_bare_model(data: st.DataObject) -> None
                     optimizer.step()
                     optimizer.zero_grad()
             (y, loss, g, states), (y2, loss2, g2, states2) = results
-            tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 2e-2, "atol": 2e-2} if autocast else {}
+            # Another order of sums differs in the last digit, and each step of normalising layers multiplies that.
+            rounding = 1e-5 * 4**step
+            tolerance = dict.fromkeys(("rtol", "atol"), 0.0 if exact else 2e-2 if autocast else rounding)
             torch.testing.assert_close(y2, y, **tolerance)
             torch.testing.assert_close(loss2, loss, **tolerance)
             assert states == states2
