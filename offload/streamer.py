@@ -240,12 +240,17 @@ class Streamer:
             self._drains.append((update, nbytes, list(kept.values())))
 
     def _send_home(self, shard: Shard, gradients: list[Tensor | None]) -> None:
+        """Takes the gradients out of the list: on the host each is free as soon as it is home."""
+        nbytes = _nbytes(gradient for gradient in gradients if gradient is not None)
+        # On a device the tensors stay until the copy is done. Without this, their memory is reused while it is read.
+        staying = [g for g in gradients if g is not None] if self._device.type != "cpu" else []
         moves: deque[tuple[nn.Parameter, Callable[[], Tensor]]] = deque()
-        for position, gradient in enumerate(gradients):
+        for position in range(len(gradients)):
+            gradient, gradients[position] = gradients[position], None
             if gradient is not None:
                 parameter = shard.owner_of(position)[1].parameter
                 moves.extend((parameter, move) for move in self._homeward(shard, position, gradient))
-        nbytes = _nbytes(gradient for gradient in gradients if gradient is not None)
+        gradient = None
         if not (self._tier.blocking_io and self._waits_in_memory(shard)):
             self._meter.bytes_stored += nbytes
         if not moves:
@@ -256,13 +261,9 @@ class Streamer:
         while self._drains:
             self._finish_drain()
 
-        on_device = self._device.type != "cpu"
-        # On a device the tensors stay until the copy is done. Without this, their memory is reused while it is read.
-        staying = [g for g in gradients if g is not None] if on_device else []
-
         def copy() -> None:
             with self._meter.on_lane("drain", f"D{shard.index}"):
-                while moves:  # on the host each gradient is free as soon as it is home
+                while moves:
                     parameter, move = moves.popleft()
                     total = move()
                     if self.note_norms and not total.is_sparse:

@@ -16,16 +16,21 @@ __all__ = ["Crew", "Job"]
 
 
 class Job:
-    """Something to be done once."""
+    """Something to be done once.
 
-    def __init__(self, work: Callable[[], None], future: Future[None] | None) -> None:
-        self._work = work
+    Whoever does it takes it out of ``todo``. Without this, a thread, or the queue of a job that its waiter did, would
+    keep the work a moment longer than it takes, and with it the tensors that the waiter believes to be free.
+    """
+
+    def __init__(self, todo: list[Callable[[], None]], future: Future[None] | None) -> None:
+        self._todo = todo
         self._future = future
 
     def finish(self) -> None:
         """Returns when the job is done; raises what it raised."""
         if self._future is None or self._future.cancel():
-            self._work()
+            while self._todo:
+                self._todo.pop()()
         else:
             self._future.result()
 
@@ -33,6 +38,7 @@ class Job:
         """Returns when the job will touch nothing any more, whether it was done or not."""
         if self._future is not None and not self._future.cancel():
             wait([self._future])
+        self._todo.clear()
 
 
 class Crew:
@@ -43,6 +49,11 @@ class Crew:
 
     def give(self, work: Callable[[], None]) -> Job:
         """Queues a job."""
+        todo = [work]
+
+        def do() -> None:
+            todo.pop()()
+
         with contextlib.suppress(RuntimeError):  # the interpreter is ending: no thread takes anything
-            return Job(work, self._threads.submit(work))
-        return Job(work, None)
+            return Job(todo, self._threads.submit(do))
+        return Job(todo, None)
