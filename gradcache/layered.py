@@ -31,10 +31,10 @@ from torch import nn
 from gradcache import grouping
 from gradcache.entering import Entering, InputFn
 from gradcache.layered_tape import LayeredTape
-from offload.tail import Tail
 from pipe.guard import Watched
 from pipe.nested import tensors_in
 from pipe.replay import autocast_without_cache, devices_of
+from pipe.tail import Tail
 
 __all__ = ["LayeredModel", "Profile", "is_plain_sequential"]
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from gradcache import grouping, representations
 from gradcache.entering import Entering
 from gradcache.lean import Lean
-from offload.tail import Listener, OtherOperations, Skipper, Tail, listened_to
 from pipe.guard import Guard
 from pipe.nested import flatten, map_tensors, tensors_in, unflatten
 from pipe.replay import Replay, devices_of
+from pipe.tail import Listener, OtherOperations, Skipper, Tail, listened_to
 
 if TYPE_CHECKING:
     from gradcache.layered import LayeredModel, Profile

@@ -1,15 +1,15 @@
 """Models larger than memory: shards rest at home and stream to the compute device ahead of use."""
 
-from offload.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from offload.embedding import OffloadEmbeddingBag
+from offload.embedding.bag import OffloadEmbeddingBag
+from offload.embedding.rowwise import RowWiseAdagrad
+from offload.files.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from offload.files.pretrained import Pretrained, load_pretrained
 from offload.model import OffloadModel
 from offload.optim import OffloadOptimizer
 from offload.plan import Plan
-from offload.pretrained import Pretrained, load_pretrained
-from offload.rowwise import RowWiseAdagrad
 from offload.statistics import Statistics
-from offload.tape import Tape
 from offload.tier import DiskHome, HomeError
+from offload.walk.tape import Tape
 
 __all__ = [
     "Checkpoint",

@@ -13,23 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from offload.arguments import as_call, compute_device, layers_of, layout_of
-from offload.autograd import attach
 from offload.budget import parse_bytes
 from offload.estimate import Estimate, estimate_step
+from offload.files.pretrained import Pretrained, tensors_of
 from offload.heap import return_freed_memory
 from offload.keep import Keeper
 from offload.lane import open_lanes
 from offload.plan import Plan, Updates, plan_step
-from offload.pretrained import Pretrained, tensors_of
-from offload.raw import RawChunk
-from offload.regroup import RegroupedTape, by_chunk, join_chunks, looks_across_rows, split_output
 from offload.shard import make_shards
 from offload.statistics import Meter, Statistics
 from offload.streamer import Streamer
-from offload.tape import Tape
 from offload.tier import DiskHome, open_tier
 from offload.trace import Event
-from offload.walk import Walk
+from offload.walk.autograd import attach
+from offload.walk.raw import RawChunk
+from offload.walk.regroup import RegroupedTape, by_chunk, join_chunks, looks_across_rows, split_output
+from offload.walk.tape import Tape
+from offload.walk.walk import Walk
 from pipe.guard import Guard
 from pipe.microbatch import gather_nested, split_nested
 from pipe.nested import map_tensors

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.frame.child import Report
 from offload import OffloadModel, OffloadOptimizer, load_pretrained
-from offload.tensor_file import write_tensors
+from offload.files.tensor_file import write_tensors
 
 __all__ = ["FLOOR", "LEARNING_RATE", "Shape", "offloaded", "resident", "write_weights"]
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from offload import OffloadModel
 from offload.budget import fit
+from offload.files.tensor_file import TensorFile, write_tensors
 from offload.plan import plan_step, validate
 from offload.simulate import Costs, simulate
-from offload.tensor_file import TensorFile, write_tensors
 
 MEBIBYTE = 2**20
 

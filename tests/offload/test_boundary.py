@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.boundary import WRITES_IN_FLIGHT, BoundaryStore
 from offload.statistics import Meter
 from offload.tier import Scratch
+from offload.walk.boundary import WRITES_IN_FLIGHT, BoundaryStore
 from tests.offload.late import LateLane
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
-from offload.tensor_file import TensorFile, write_tensors
+from offload.files.tensor_file import TensorFile, write_tensors
 from tests.offload.pair import Pair
 from tests.offload.zoo import WIDTH, build
 

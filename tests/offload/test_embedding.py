@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from offload.embedding import OffloadEmbeddingBag
-from offload.rowwise import RowWiseAdagrad
+from offload.embedding.bag import OffloadEmbeddingBag
+from offload.embedding.rowwise import RowWiseAdagrad
 from pipe.train import Distributes, InlineLane, Lane, Ticket, TrainPipelineSparseDist
 
 # torch's own optimizers build sparse tensors without saying whether their invariants are to be checked.

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from offload import OffloadModel
-from offload.cell import Cell
-from offload.graphs import graphs_that_fit
+from offload.walk.cell import Cell
+from offload.walk.graphs import graphs_that_fit
 from tests.offload.zoo import WIDTH
 
 

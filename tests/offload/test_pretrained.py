@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from offload import OffloadModel, Pretrained, load_pretrained, save_checkpoint
-from offload.tensor_file import TensorFile, write_tensors
+from offload.files.tensor_file import TensorFile, write_tensors
 from tests.offload.zoo import WIDTH
 
 INDEX = "model.safetensors.index.json"

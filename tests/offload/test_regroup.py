@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offload import OffloadModel
-from offload.regroup import join_chunks, split_output
+from offload.walk.regroup import join_chunks, split_output
 from tests.offload.zoo import WIDTH, build
 
 

@@ -155,7 +155,7 @@ def test_a_lookup_is_issued_behind_the_rows_and_rows_behind_the_indices(machine,
         ticket.run(lambda: None, machine.current())
         return ticket
 
-    monkeypatch.setattr("offload.embedding.fence", fence)
+    monkeypatch.setattr("offload.embedding.bag.fence", fence)
     read = bag._read
 
     def noted(input, before):

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from offload.boundary import BoundaryStore
-from offload.cell import Cell, Record
-from offload.source import Source
+from offload.walk.boundary import BoundaryStore
+from offload.walk.cell import Cell, Record
+from offload.walk.source import Source
 from pipe.nested import TreeSpec, flatten
 
 __all__ = ["KeptCell", "Tape"]
@@ -31,7 +31,7 @@ class GoesBack(Protocol):
     def backward(
         self, tape: Tape, output_gradients: Sequence[Sequence[Any]], *, consume: bool, accumulate: bool = True
     ) -> list[list[Any]]:
-        """See :meth:`offload.walk.Walk.backward`."""
+        """See :meth:`offload.walk.walk.Walk.backward`."""
 
 
 @dataclass(eq=False)

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.shard import Shard
-from offload.tail import Listener, OtherOperations, Skipper, Tail, listened_to
 from pipe.checkpoint import enable_checkpointing, enable_recomputing
 from pipe.guard import Guard, Watched
 from pipe.nested import map_tensors, tensors_in
 from pipe.replay import Replay, autocast_without_cache
+from pipe.tail import Listener, OtherOperations, Skipper, Tail, listened_to
 
 __all__ = ["Cell", "CellRunner", "OutputFn", "Record"]
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from offload.tensor_file import TensorFile
+from offload.files.tensor_file import TensorFile
 
 __all__ = ["KeyMap", "Pretrained", "Stored", "Unmatched", "load_pretrained", "tensors_of"]
 
@@ -55,7 +55,7 @@ class Stored:
         return self.file.dtype(self.name)
 
     def read_into(self, destination: Tensor) -> None:
-        """See :meth:`offload.tensor_file.TensorFile.read_into`."""
+        """See :meth:`offload.files.tensor_file.TensorFile.read_into`."""
         self.file.read_into(self.name, destination)
 
 

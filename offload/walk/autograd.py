@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from offload.cell import Cell
-from offload.tape import Tape
-from offload.walk import Walk
+from offload.walk.cell import Cell
+from offload.walk.tape import Tape
+from offload.walk.walk import Walk
 from pipe.microbatch import gather_nested
 from pipe.nested import flatten, tensors_in, unflatten
 from pipe.phony import get_phony

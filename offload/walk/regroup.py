@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from offload.tape import Tape
+from offload.walk.tape import Tape
 from pipe.microbatch import gather_nested
 from pipe.nested import flatten, unflatten
 

@@ -27,20 +27,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.boundary import BoundaryStore
-from offload.cell import Cell, CellRunner, OutputFn
-from offload.graphs import graphs_that_fit
 from offload.lane import Lanes
 from offload.plan import Action, Kind, Plan, plan_pass
-from offload.raw import RawChunk
-from offload.saved import weights_by_reference
 from offload.shard import Shard
-from offload.source import Source
 from offload.statistics import Meter
 from offload.streamer import Streamer
-from offload.tape import KeptCell, Tape
 from offload.tier import Tier
 from offload.untouched import Untouched
+from offload.walk.boundary import BoundaryStore
+from offload.walk.cell import Cell, CellRunner, OutputFn
+from offload.walk.graphs import graphs_that_fit
+from offload.walk.raw import RawChunk
+from offload.walk.saved import weights_by_reference
+from offload.walk.source import Source
+from offload.walk.tape import KeptCell, Tape
 from pipe.nested import flatten, map_tensors, unflatten
 from pipe.phase import is_recomputing
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offload.cell import Cell
+from offload.walk.cell import Cell
 
 __all__ = ["graphs_that_fit"]
 

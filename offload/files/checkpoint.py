@@ -35,8 +35,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from offload.files.tensor_file import TensorFile, write_all, write_tensors
 from offload.optim import OffloadOptimizer
-from offload.tensor_file import TensorFile, write_all, write_tensors
 
 __all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
 

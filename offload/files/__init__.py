@@ -1,0 +1,1 @@
+"""Weights and states in safetensors files: written, read, and taken over."""
