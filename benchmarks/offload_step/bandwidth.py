@@ -7,6 +7,8 @@ and through a page cache that was emptied of them. The streamed passes are measu
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import time
 from dataclasses import asdict
@@ -46,9 +48,9 @@ def stream(
             parameter.grad = None
         plain = {}
         for way in ("direct", "page cache"):
-            forget(files)
+            forget(files, model)
             plain[way] = nbytes / read(files, direct=way == "direct") / 1e9
-        forget(files)
+        forget(files, model)
         before = model.statistics()
         started = time.perf_counter()
         model(batch).square().mean().backward()
@@ -69,8 +71,14 @@ def stream(
     return {"bytes": nbytes, "predicted": predicted, "statistics": asdict(model.statistics())}
 
 
-def forget(files: list[Path]) -> None:
-    """Takes files out of the page cache."""
+def forget(files: list[Path], model: nn.Module) -> None:
+    """Takes files out of the page cache: first out of the mappings in which parameters see them, which keep pages."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for parameter in model.parameters():
+        start = parameter.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        end = parameter.data_ptr() + parameter.numel() * parameter.element_size()
+        if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED):
+            raise OSError(ctypes.get_errno(), "madvise")
     for path in files:
         fd = os.open(path, os.O_RDWR)
         try:
