@@ -20,7 +20,7 @@ from benchmarks.frame.plot import COLOURS, level_line, new_figure, save
 from benchmarks.frame.report import publish
 from benchmarks.frame.rungs import Outcome, Rung, run_rungs
 from benchmarks.frame.table import markdown_table, mebibytes
-from benchmarks.pipe_ladder.steps import FLOOR, ONES, Shape
+from benchmarks.pipe_ladder.steps import ONES, Shape
 
 __all__ = ["add_arguments", "broken_bounds", "run"]
 
@@ -134,7 +134,7 @@ def ratio_of(outcome: Outcome, other: str, kind: str = "processor") -> float:
 
 
 def _above_model(outcome: Outcome) -> int:
-    return outcome.peaks["steps"] - outcome.moments[FLOOR]
+    return int((outcome.result or {})["above_model"])
 
 
 def _time_table(timed: Sequence[Outcome]) -> str:
