@@ -33,7 +33,7 @@ def generator_states() -> list[object]:
 def assert_same(bare: nn.Module, model: OffloadModel, *, exact: bool) -> None:
     """Parameters, gradients and buffers."""
     assert list(bare.state_dict()) == list(model.state_dict())
-    tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 4e-6}
+    tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-6}
     for (name, p), (other, q) in zip(bare.named_parameters(), model.named_parameters(), strict=True):
         assert name == other
         torch.testing.assert_close(q.detach(), p.detach(), **tolerance, msg=lambda m, n=name: f"{n}: {m}")
@@ -59,7 +59,17 @@ def test_any_combination_trains_like_the_bare_model(data: st.DataObject) -> None
     autocast = data.draw(st.booleans(), label="autocast") and not any("complex" in kind for kind in kinds)
     # Torch refuses what ours allows: a weight written again by the next micro-batch while a graph waits for its value.
     assume(not (microbatches > 1 and "clipped" in kinds))
+    # What was spilled comes back contiguous; the gradient of a complex product is a strided view.
+    spills_strided = on_disk and boundary_bytes is not None and any("complex" in kind for kind in kinds)
+    # The two gradients of a tied weight go home one by one: (old + b) + a, not old + (b + a).
+    reordered = microbatches > 1 or (tied and accumulate)
+    exact = not reordered and not autocast and not spills_strided
+    # Another order of sums differs in the last digit, and steps of normalising layers multiply that: so that it never
+    # grows to what a fault would do, the last digit is that of float64.
+    wide = not exact and not autocast
     bare = build(kinds, tied=tied)
+    if wide:
+        bare._apply(lambda t: t.to(torch.complex128) if t.is_complex() else t.double() if t.is_floating_point() else t)
     slices = data.draw(st.integers(1, len(bare)), label="num_slices")
 
     with tempfile.TemporaryDirectory() as folder:
@@ -74,14 +84,10 @@ def test_any_combination_trains_like_the_bare_model(data: st.DataObject) -> None
             boundary_bytes=boundary_bytes,
         )
         cuts = cut_layers(layer_bytes(list(bare)), slices)
-        # What was spilled comes back contiguous; the gradient of a complex product is a strided view.
-        spills_strided = on_disk and boundary_bytes is not None and any("complex" in kind for kind in kinds)
-        # The two gradients of a tied weight go home one by one: (old + b) + a, not old + (b + a).
-        reordered = microbatches > 1 or (tied and accumulate)
-        exact = not reordered and not autocast and not spills_strided
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (bare, model)]
         for step in range(3):
             x = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(step))
+            x = x.double() if wide else x
             results = []
             for run, optimizer in zip(
                 (lambda v: reference(bare, cuts, v, microbatches), model), optimizers, strict=True
@@ -90,16 +96,14 @@ def test_any_combination_trains_like_the_bare_model(data: st.DataObject) -> None
                 seed_everything(step)
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                     output = run(leaf)
-                    loss = output.float().pow(2).mean()
+                    loss = (output if wide else output.float()).pow(2).mean()
                 loss.backward()
                 results.append((output.detach(), loss.detach(), leaf.grad, generator_states()))
                 if step % 2 == 0 or not accumulate:
                     optimizer.step()
                     optimizer.zero_grad()
             (y, loss, g, states), (y2, loss2, g2, states2) = results
-            # Another order of sums differs in the last digit, and each step of normalising layers multiplies that.
-            rounding = 1e-5 * 4**step
-            tolerance = dict.fromkeys(("rtol", "atol"), 0.0 if exact else 2e-2 if autocast else rounding)
+            tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 2e-2, "atol": 2e-2} if autocast else {}
             torch.testing.assert_close(y2, y, **tolerance)
             torch.testing.assert_close(loss2, loss, **tolerance)
             assert states == states2
