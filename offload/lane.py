@@ -8,7 +8,8 @@ Guarantees
     * ``wait()`` returns after the copy, or raises what the copy raised, every time it is called.
     * A copy starts only after the arrivals it was submitted ``after``, and after everything that compute had been given
       when it was submitted (on a stream by an event, on a thread because compute is the submitting thread).
-    * ``close()`` never blocks: copies that were submitted still finish, and the thread ends after them.
+    * After ``close()`` copies that were submitted still finish. A thread is not waited for, since its jobs hold all
+      that they touch; a stream is, since the memory that its copies touch may go as soon as the model has gone.
 
 Assumes
     * The engine never relies on the order of two copies unless it says so with ``after``. The lane used by tests runs
@@ -20,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -51,7 +53,7 @@ class Lane(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Takes no more copies; those that were submitted still finish. Never blocks."""
+        """Takes no more copies; those that were submitted still finish. Never waits for a thread."""
 
 
 @contextlib.contextmanager
@@ -107,6 +109,7 @@ class ThreadLane(Lane):
                     # Compute -> lane. Without this, a slot is overwritten while kernels given earlier still read it.
                     stream.wait_event(given)
                     copy()
+                    # Stream -> thread. Without this, an arrival says that bytes are there which are on their way.
                     stream.synchronize()
 
         return _Future(self._thread.submit(job))
@@ -133,11 +136,12 @@ class _Event(Arrival):
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def finish(self) -> None:
+        # Lane -> host. Without this, the host reads, or gives away, what is still being copied.
         self._event.synchronize()
 
 
 class StreamLane(Lane):
-    """Copies on a side stream of a CUDA device; the host never waits.
+    """Copies on a side stream of a CUDA device; in a step the host never waits for it.
 
     The tensors that a copy touches are kept by its submitter until it has waited for the arrival, so the caching
     allocator cannot hand their memory to another stream meanwhile.
@@ -154,6 +158,7 @@ class StreamLane(Lane):
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.no_grad():
             for arrival in after:
+                # Other lane -> this one. Without this, it reads what is still on its way there.
                 arrival.wait()
             with torch.profiler.record_function(token):
                 copy()
@@ -162,7 +167,12 @@ class StreamLane(Lane):
         return _Event(event, self._device)
 
     def close(self) -> None:
-        """Nothing to do: the stream finishes what it was given."""
+        """Waits for the stream, at the end of the model.
+
+        Without this, a load that nobody used (a backward that never came) is still being copied while the home that it
+        reads is unlocked and the slot that it fills belongs to somebody else.
+        """
+        self._stream.synchronize()
 
 
 # --- what a model needs ---------------------------------------------------------------------------------------------
@@ -195,7 +205,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seconds = 0.0
-        self._spans: list[tuple[Any, Any]] = []
+        self._spans: deque[tuple[Any, Any]] = deque()
 
     @contextlib.contextmanager
     def span(self) -> Iterator[None]:
@@ -216,16 +226,18 @@ class Clock:
             end.record(stream)
             self._spans.append((begin, end))
             if len(self._spans) >= 4096:  # so that a long run does not hoard events
-                self._settle()
+                self._settle(wait=False)
 
-    def _settle(self) -> None:
-        for begin, end in self._spans:
+    def _settle(self, *, wait: bool) -> None:
+        """Adds up the spans that have ended; all of them if the host is to ``wait``, which it never is in a step."""
+        while self._spans and (wait or self._spans[0][1].query()):
+            begin, end = self._spans.popleft()
+            # Without this, the time between events that have not happened yet is asked for, which is an error.
             end.synchronize()
             self._seconds += begin.elapsed_time(end) / 1e3
-        self._spans.clear()
 
     @property
     def seconds(self) -> float:
         """Seconds so far."""
-        self._settle()
+        self._settle(wait=True)
         return self._seconds

@@ -62,6 +62,7 @@ class BoundaryStore:
         self._meter = meter
         self._bytes = 0
         self._leaving: deque[tuple[Arrival, list[Any], int]] = deque()
+        self._releases: list[Arrival] = []
         self._scratch = scratch
         self._place = "nowhere" if scratch is None else scratch.name
         self._lane = lane
@@ -137,35 +138,39 @@ class BoundaryStore:
         self._arrive(entry, needed)
 
     def drop(self, key: Hashable) -> None:
-        """Forgets a value."""
+        """Forgets a value. Its room is given away on the lane, so nobody waits for the copies that still use it."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return
         if entry in self._on_device:
             self._leave(entry)
-        if entry.written is not None:
-            assert self._scratch is not None
-            assert entry.tickets is not None
-            # Without these two, its room is given away while it is still being written or read.
-            with naming(f"spilling a boundary to {self._place}"):
-                entry.written.finish()
-                if entry.arriving is not None:
-                    entry.arriving[0].finish()
-            for leaf in entry.tickets:
+        if entry.written is None:
+            return
+        scratch, tickets = self._scratch, entry.tickets
+        assert scratch is not None
+
+        def release() -> None:
+            for leaf in tickets or ():
                 if isinstance(leaf, _Away):
-                    self._scratch.release(leaf.ticket)
+                    scratch.release(leaf.ticket)
+
+        # Without ``after``, its room is given away while it is still being written or read.
+        after = [entry.written] if entry.arriving is None else [entry.written, entry.arriving[0]]
+        self._releases.append(self._lane.submit("release boundary", release, after))
 
     def __del__(self) -> None:
         self._meter.release(self._bytes + sum(nbytes for _, _, nbytes in self._leaving))
 
     def close(self) -> None:
         """Forgets everything, after the copies in flight."""
-        copies = [arrival for arrival, _, _ in self._leaving]
+        copies = [arrival for arrival, _, _ in self._leaving] + self._releases
         copies += [entry.arriving[0] for entry in self._entries.values() if entry.arriving is not None]
         for arrival in copies:
             # A copy that failed has been reported where it was waited for, or nobody needs it any more.
             with contextlib.suppress(Exception):
+                # Boundary lane -> host. Without this, a copy is still under way in space that is given back.
                 arrival.finish()
+        self._releases.clear()
         while self._leaving:
             self._meter.release(self._leaving.popleft()[2])
         for entry in list(self._on_device):
@@ -231,6 +236,7 @@ class BoundaryStore:
         while len(self._leaving) > remaining:
             arrival, _, nbytes = self._leaving.popleft()
             with self._meter.waiting("spill"), naming(f"spilling a boundary to {self._place}"):
+                # Boundary lane -> compute. Without this, the memory of a tensor is used again while it is being read.
                 arrival.wait()
             self._meter.release(nbytes)
 

@@ -78,7 +78,7 @@ def test_copies_overtake_each_other_at_all(late: Late, tmp_path: Path) -> None:
     lanes = late(3)
     assert equal(both(f"{tmp_path}/"))
     tokens = [token for lane in lanes for token in lane.log]
-    assert {token[0] for token in tokens} == {"L", "D", "s", "f"}  # loads, drains, spills, fetches
+    assert {token[0] for token in tokens} == {"L", "D", "s", "f", "r"}  # loads, drains, spills, fetches, releases
     assert lanes[0].log != sorted(lanes[0].log)
 
 
