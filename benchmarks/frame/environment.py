@@ -7,6 +7,7 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 
 from benchmarks.frame.memory import memory_kind
 
-__all__ = ["Environment", "filesystem_of", "here"]
+__all__ = ["Environment", "filesystem_of", "here", "shown_command"]
 
 PACKAGES = ("gradstream", "numpy", "tokenizers")
 
@@ -95,14 +96,19 @@ def filesystem_of(path: Path) -> str:
     return kind
 
 
-def _command() -> str:
-    """The command line as a user types it; a module run with ``-m`` shows itself as a path.
+def shown_command(words: Sequence[str]) -> str:
+    """``python`` and these words as a user types them.
 
     A result is for other machines too: an absolute path, which only this one has, is told by its last part.
     """
+    return shlex.join(["python", *(Path(word).name if os.path.isabs(word) else word for word in words)])
+
+
+def _command() -> str:
+    """The command line of this process; a module run with ``-m`` shows itself as a path."""
     program = Path(sys.argv[0])
-    words = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
-    return shlex.join(words + [Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:]])
+    words = ["-m", program.parent.name] if program.name == "__main__.py" else [program.name]
+    return shown_command([*words, *sys.argv[1:]])
 
 
 def _version(name: str) -> str:

@@ -43,6 +43,7 @@ class Limits:
     direct: bool  #: the file system takes O_DIRECT
     host_to_device_bytes: float | None = None  #: from page-locked memory; None without an accelerator
     device_to_host_bytes: float | None = None
+    device_copy_bytes: float | None = None  #: copied within the accelerator's memory
 
     def step_seconds(
         self,
@@ -53,6 +54,7 @@ class Limits:
         written_bytes: float = 0.0,
         loaded_bytes: float = 0.0,
         drained_bytes: float = 0.0,
+        on_device_bytes: float = 0.0,
     ) -> float:
         """The least seconds that a step of so much work can take here: the longest of its parts.
 
@@ -61,6 +63,8 @@ class Limits:
             copied_bytes: between places in host memory.
             read_bytes, written_bytes: from and to the disk. The disk has one queue: the two add up.
             loaded_bytes, drained_bytes: between host and accelerator. The bus has two directions: the two overlap.
+            on_device_bytes: copied between places in the memory that layers compute in, which is the host's without an
+                accelerator.
 
         Raises:
             ValueError: if bytes pass to an accelerator and there is none.
@@ -70,9 +74,12 @@ class Limits:
                 f"expected no bytes between host and accelerator on {self.device!r}, got loaded_bytes={loaded_bytes}, "
                 f"drained_bytes={drained_bytes}; on the CPU they are copied_bytes or read_bytes"
             )
+        if self.device_copy_bytes is None:  # one memory for both
+            copied_bytes, on_device_bytes = copied_bytes + on_device_bytes, 0.0
         return max(
             flops / self.matmul_flops,
             copied_bytes / self.copy_bytes,
+            on_device_bytes / (self.device_copy_bytes or 1.0),
             read_bytes / self.disk_read_bytes + written_bytes / self.disk_write_bytes,
             loaded_bytes / (self.host_to_device_bytes or 1.0),
             drained_bytes / (self.device_to_host_bytes or 1.0),
@@ -89,6 +96,8 @@ class Limits:
         ]
         if self.host_to_device_bytes is not None and self.device_to_host_bytes is not None:
             parts.append(f"to the device {_rate(self.host_to_device_bytes)}, back {_rate(self.device_to_host_bytes)}")
+        if self.device_copy_bytes is not None:
+            parts.append(f"copy on the device {_rate(self.device_copy_bytes)}")
         return ", ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
@@ -142,11 +151,13 @@ def measure_limits(
         multiply()
         matmul = 2 * side**3 * repeats / _best(multiply, there, tries)
         copy = file_bytes / _best(lambda: target.copy_(source), torch.device("cpu"), tries)
-        to_device = from_device = None
+        to_device = from_device = within = None
         if there.type == "cuda":
             locked, on_device = source.pin_memory(), source.to(there)
             to_device = file_bytes / _best(lambda: on_device.copy_(locked, non_blocking=True), there, tries)
             from_device = file_bytes / _best(lambda: locked.copy_(on_device, non_blocking=True), there, tries)
+            beside = torch.empty_like(on_device)
+            within = file_bytes / _best(lambda: beside.copy_(on_device), there, tries)
         used = torch.get_num_threads()
     finally:
         torch.set_num_threads(before)
@@ -165,6 +176,7 @@ def measure_limits(
         direct=direct,
         host_to_device_bytes=to_device,
         device_to_host_bytes=from_device,
+        device_copy_bytes=within,
     )
 
 

@@ -91,8 +91,9 @@ def run(arguments: argparse.Namespace) -> int:
         f"{shape.layers} blocks, {shape.parameters / 1e6:.0f} M parameters in fp32, {shape.rows} rows of "
         f"{shape.positions} tokens. A step is forward, loss and backward, gradients at home. Peaks are above a process "
         "that took a step of two such blocks in the same way: libraries, threads and their scratch memory. Limits "
-        "count the arithmetic and the bytes of each way itself, the recomputation where it recomputes; bytes of peers "
-        "are not counted. Ratios: to the step of plain torch in the same pair, median (least to greatest).",
+        "count a forward and a backward with nothing recomputed, parameters read and gradients written, and of ours "
+        "the bytes between its places; bytes between the places of peers are not counted. Ratios: to the step of plain "
+        "torch in the same pair, median (least to greatest).",
     ]
     return publish(
         arguments,

@@ -13,6 +13,7 @@ from benchmarks.frame.outcome import Outcome
 from benchmarks.frame.pairs import Paired, spread
 from benchmarks.frame.plot import COLOURS, new_figure, save
 from benchmarks.frame.table import markdown_table, mebibytes
+from benchmarks.frame.work import disk_bytes, gradient_bytes
 from benchmarks.memory_latency.shape import Shape
 from benchmarks.memory_latency.steps import FLOOR, IN_USE
 
@@ -69,19 +70,17 @@ def above_floor(outcome: Outcome, phase: str = "steps") -> int:
 
 
 def limit_seconds(way: Measured, shape: Shape, limits: Limits) -> float:
-    """The least seconds for the arithmetic and the bytes of this way."""
+    """The least seconds for the arithmetic that every way must do, and for the bytes that this one counts."""
     arguments, step = way.paired.outcome.rung.arguments, way.paired.steps[-1]
-    recomputes = arguments["way"] == "checkpointed" or arguments["settings"].get("checkpoint_activation", False)
-    flops = shape.flops(4 if recomputes else 3)
-    loaded, stored = step.get("bytes_loaded", 0), step.get("bytes_stored", 0)
-    spilled = step.get("bytes_spilled", 0)
-    if arguments["way"] != "ours":
-        return limits.step_seconds(flops=flops)
+    work = {"flops": shape.training_flops, "on_device_bytes": gradient_bytes(shape.parameters)}
+    moved = disk_bytes(step) if arguments["way"] == "ours" else {"read_bytes": 0.0, "written_bytes": 0.0}
     if limits.host_to_device_bytes is not None:
-        return limits.step_seconds(flops=flops, loaded_bytes=loaded + spilled / 2, drained_bytes=stored + spilled / 2)
-    if arguments["settings"].get("disk", True):
-        return limits.step_seconds(flops=flops, read_bytes=loaded + spilled / 2, written_bytes=stored + spilled / 2)
-    return limits.step_seconds(flops=flops, copied_bytes=loaded + stored + spilled)
+        work |= {"loaded_bytes": moved["read_bytes"], "drained_bytes": moved["written_bytes"]}
+    elif arguments["settings"].get("disk", True):
+        work |= moved
+    else:
+        work["copied_bytes"] = sum(moved.values())
+    return limits.step_seconds(**work)
 
 
 def training_table(measured: Sequence[Measured], shape: Shape, limits: Limits) -> str:
@@ -150,7 +149,7 @@ def forward_table(paired: Sequence[Paired], shape: Shape, limits: Limits) -> str
                 mebibytes(above_floor(outcome)),
                 f"{seconds:.2f}",
                 spread(pair.ratios(), 2),
-                *limit_cells(seconds, limits.step_seconds(flops=shape.flops(1))),
+                *limit_cells(seconds, limits.step_seconds(flops=shape.forward_flops)),
                 f"{outcome.result['difference']:.0e}",
             ]
         )

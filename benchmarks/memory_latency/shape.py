@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.frame.work import block_flops
+
 __all__ = ["Block", "Shape"]
 
 
@@ -64,9 +66,15 @@ class Shape:
         """Numbers in all blocks: four square matrices of attention, eight of the perceptron, biases and norms."""
         return self.layers * (12 * self.dim**2 + 13 * self.dim)
 
-    def flops(self, passes: int) -> float:
-        """Of the matrix products of ``passes`` forwards; a backward counts as two, a recomputation as one."""
-        tokens = self.rows * self.positions
-        weights = 2 * tokens * 12 * self.dim**2
-        attention = 4 * tokens * self.positions * self.dim
-        return float(passes * self.layers * (weights + attention))
+    @property
+    def forward_flops(self) -> float:
+        """Of the matrix products of a forward."""
+        return self.layers * block_flops(self.dim, self.rows * self.positions, self.positions)
+
+    @property
+    def training_flops(self) -> float:
+        """Of a forward and a backward, nothing recomputed: as many as three forwards.
+
+        The batch needs no gradient, but the norm in front of the first product does.
+        """
+        return 3 * self.forward_flops

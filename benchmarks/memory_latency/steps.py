@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmarks.frame.child import Report
 from benchmarks.frame.heap import give_back_at_once, return_freed_memory
+from benchmarks.frame.work import counted_between
 from benchmarks.memory_latency.forward import FORWARD_WAYS
 from benchmarks.memory_latency.shape import Shape
 from benchmarks.memory_latency.ways import WAYS, CannotRunError, Way
@@ -25,7 +26,6 @@ __all__ = ["FLOOR", "IN_USE", "forward", "train"]
 
 FLOOR = "after a step of two layers"
 IN_USE = "a step with freed memory given back"
-COUNTED = ("bytes_loaded", "bytes_stored", "bytes_spilled", "wait_seconds")
 
 
 def train(
@@ -55,9 +55,7 @@ def train(
         before = prepared.statistics()
         seconds, _ = _timed(lambda: _step(prepared, batch), device)
         statistics = prepared.statistics()
-        report.step(
-            seconds=seconds, **{name: statistics[name] - before[name] for name in COUNTED if name in statistics}
-        )
+        report.step(seconds=seconds, **counted_between(before, statistics))
         if k == 1:  # after the first step, which warms up, and one that is measured
             estimate = prepared.estimate(chosen.rows)
         if k == 0 and way == "plain" and prepared.microbatches == 1:

@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
+from benchmarks.frame.limits import Limits
 from benchmarks.frame.outcome import Outcome, Rung
 from benchmarks.gpu.question import Part, parts_of, run_part
-from benchmarks.gpu_train.question import broken_bounds
+from benchmarks.gpu_train.question import broken_bounds, limit_seconds
+from benchmarks.memory_latency.shape import Shape
 from benchmarks.questions import QUESTIONS
 from tests.benchmarks.here import run_here
 
@@ -84,7 +86,8 @@ def test_the_dry_run_runs_its_parts_and_a_broken_one_does_not_stop_the_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A real run of two parts: pytest finds nothing at a path that is not there, training passes."""
-    status = main(["gpu", "--dry-run", "--tests", "nowhere", "--parts", "tests", "train-small", "--out", "g"])
+    nowhere = str(Path("nowhere").absolute())
+    status = main(["gpu", "--dry-run", "--tests", nowhere, "--parts", "tests", "train-small", "--out", "g"])
     shown = capsys.readouterr()
     assert status == 1
     assert "tests: exit status" in shown.err
@@ -92,6 +95,28 @@ def test_the_dry_run_runs_its_parts_and_a_broken_one_does_not_stop_the_others(
     assert [bool(line["failure"]) for line in lines] == [True, False], shown.out
     assert "All bounds hold." in Path("g-train-small.md").read_text()
     assert Path("g-train-small.png").exists()
+    assert Path("g.png").exists()
+    commands = [line for line in Path("g.md").read_text().splitlines() if line.startswith("`python -m")]
+    assert len(commands) == 2
+    assert not any(str(Path.cwd()) in line for line in commands)  # that is of this machine alone
+
+
+def test_the_limit_counts_adamw_where_its_states_are_and_what_must_travel_then() -> None:
+    shape = Shape(layers=1, dim=64, rows=1, positions=1)
+    rates = {"matmul_flops": 1e15, "copy_bytes": 1e6, "disk_read_bytes": 1.0, "disk_read_buffered_bytes": 1.0}
+    bus = {"host_to_device_bytes": 1e5, "device_to_host_bytes": 1e9, "device_copy_bytes": 1e8}
+    gpu = Limits(threads=1, device="cuda", dtype="bfloat16", disk_write_bytes=1.0, direct=True, **rates, **bus)
+    found = {
+        way: limit_seconds(Outcome(Rung(way, "m:f", {"way": way}), steps=[{"seconds": 1.0, **moved}]), shape, gpu)
+        for way, moved in (
+            ("resident", {}),
+            ("torchao_optimizer", {}),
+            ("ours", {"bytes_loaded": 2, "bytes_stored": 2}),
+        )
+    }
+    assert found["resident"] == 14 * shape.parameters / 1e8
+    assert found["torchao_optimizer"] == 4 * shape.parameters / 1e5
+    assert found["ours"] == 14 * shape.parameters / 1e6
 
 
 def test_a_part_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.frame.limits import LIMIT_HEADER, Limits, limit_cells, measure_limits
+from benchmarks.frame.work import block_flops, counted_between, disk_bytes
 
 MEBIBYTE = 2**20
 
@@ -68,3 +69,36 @@ def test_a_file_system_without_direct_access_is_measured_through_the_cache(
 def test_a_file_that_is_not_whole_blocks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"multiple of 4194304 bytes, got file_bytes=5"):
         measure_limits(tmp_path, file_bytes=5)
+
+
+def test_a_copy_on_the_device_is_bound_by_the_devices_memory_if_it_has_one() -> None:
+    assert limits().step_seconds(copied_bytes=10.0, on_device_bytes=10.0) == 2.0
+    gpu = limits(device="cuda", host_to_device_bytes=2.0, device_to_host_bytes=1.0, device_copy_bytes=5.0)
+    assert gpu.step_seconds(copied_bytes=10.0, on_device_bytes=10.0) == 2.0
+    assert gpu.step_seconds(copied_bytes=30.0, on_device_bytes=10.0) == 3.0
+    assert "copy on the device 0.00 GB/s" in gpu.line()
+
+
+def test_what_is_spilled_is_written_once_and_read_once() -> None:
+    step = {"bytes_loaded": 4, "bytes_stored": 2, "bytes_spilled": 1, "update_bytes_read": 8, "update_bytes_written": 6}
+    assert disk_bytes(step) == {"read_bytes": 13, "written_bytes": 9}
+    assert disk_bytes({"seconds": 1.0}) == {"read_bytes": 0, "written_bytes": 0}
+
+
+def test_counts_are_differences_of_what_is_counted() -> None:
+    assert counted_between({"bytes_loaded": 1, "shard_loads": 1}, {"bytes_loaded": 3, "shard_loads": 9}) == {
+        "bytes_loaded": 2
+    }
+    assert counted_between({}, {}) == {}
+
+
+def test_arithmetic_of_a_block_is_what_torch_counts() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from benchmarks.memory_latency.shape import Block
+
+    # The counter sees nothing in a fused attention.
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        Block(64)(torch.randn(3, 5, 64))
+    assert counter.get_total_flops() == block_flops(64, 15, 5)
