@@ -66,8 +66,7 @@ class OffloadModel(nn.Module):
         num_slices: number of shards, balanced by bytes; from 1 to the number of layers. None: as few as
             ``memory_budget`` allows.
         checkpoint_activation: if True, keep only what enters each shard and recompute the rest in backward; if False,
-            keep all activations of the layers, but no second copy of their weights (of casted weights, as autocast
-            makes them, autograd keeps the copies).
+            keep all activations of the layers, but no second copy of their weights, nor of casts of them.
         num_microbatches: pieces into which a batch is cut along dimension 0. Each shard is loaded once per pass and all
             pieces go past it. Any number of rows; the last piece may be smaller.
         memory_budget: bytes, or a string such as ``"2GiB"``: what slots, gradients and boundaries may take together on

@@ -25,6 +25,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from offload.casts import Casts
 from offload.lane import Arrival
 from offload.materialize import Materializer, Values
 from offload.partition import aligned
@@ -117,6 +118,8 @@ class Shard:
     slot_bytes: int = 0
     #: ``_version`` of each parameter when the resident copy was made.
     loaded_versions: tuple[int, ...] = ()
+    #: What graphs that are kept refer to, besides views of the slot.
+    weight_casts: Casts = field(default_factory=Casts)
     _slot: Tensor | None = None
     _wide: list[Tensor | None] = field(default_factory=list)
     _gradients_at_home: list[Tensor | None] = field(default_factory=list)
@@ -234,6 +237,7 @@ class Shard:
         """BOUND -> LOADED. The parameters are home again; returns the gradients that autograd left on the device."""
         assert self.state is State.BOUND, f"shard {self.index} is {self.state.value}"
         self.widen_gradients()
+        self.weight_casts.end_visit()
         gradients = [
             p.grad if wide is None else wide.to(there.dtype)
             for p, wide, there in zip(self.parameters, self._wide, self.at_home, strict=True)

@@ -2,7 +2,8 @@
 
 A step without recomputation keeps activations from forward to backward. Layers save their weights along with them,
 but by then the slot holds another shard. While a shard's forward runs, every tensor that autograd saves and that lies
-in the shard's slot is replaced by a note of its place; backward finds the shard in whichever slot it is by then.
+in the shard's slot is replaced by a note of its place; backward finds the shard in whichever slot it is by then. What
+is a cast of a part of the slot, as autocast makes them, is replaced likewise, and cast again (:mod:`offload.casts`).
 
 All else goes through the saved-tensor hooks that the user has put around the model (``save_on_cpu``, say), of which
 torch would call only the innermost.
@@ -11,13 +12,14 @@ torch would call only the innermost.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from offload.casts import Cast, CastsSeen
 from offload.shard import Shard
 from pipe.ambient import lasting_hooks
 
@@ -26,9 +28,10 @@ __all__ = ["weights_by_reference"]
 
 @dataclass(frozen=True)
 class _Reference:
-    """Part of a shard's slot."""
+    """Part of a shard's slot, or of a cast of it."""
 
     shard: Shard
+    cast: Cast | None
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -37,7 +40,8 @@ class _Reference:
     negative: bool
 
     def resolve(self) -> Tensor:
-        view = self.shard.slot.view(self.dtype).as_strided(self.size, self.stride, self.storage_offset)
+        memory = self.shard.slot if self.cast is None else self.cast.made_of(self.shard.slot)
+        view = memory.view(self.dtype).as_strided(self.size, self.stride, self.storage_offset)
         if self.conjugate:
             view = view.conj()
         return torch._neg_view(view) if self.negative else view
@@ -55,13 +59,16 @@ class _Packed:
         return tensor
 
 
-def weights_by_reference(shard: Shard, kept: dict[int, int]) -> contextlib.AbstractContextManager[Any]:
-    """Inside, autograd saves views of ``shard``'s slot by reference. The shard must be bound, then and in backward.
+@contextlib.contextmanager
+def weights_by_reference(shard: Shard, kept: dict[int, int]) -> Iterator[None]:
+    """Inside, autograd saves views of ``shard``'s slot, and casts of them, by reference.
+
+    The shard must be bound, then and in backward.
 
     ``kept`` takes note of what is saved besides: address -> bytes of each storage.
     """
     address = shard.slot.untyped_storage().data_ptr()
-
+    seen = CastsSeen(shard.weight_casts, shard.slot)
     users = lasting_hooks()
 
     def handed_on(tensor: Tensor) -> Any:
@@ -71,13 +78,15 @@ def weights_by_reference(shard: Shard, kept: dict[int, int]) -> contextlib.Abstr
         if tensor.layout is not torch.strided or not tensor.numel():
             return handed_on(tensor)
         storage = tensor.untyped_storage()
-        if storage.data_ptr() != address:
+        cast = seen.find(tensor)
+        if storage.data_ptr() != address and cast is None:
             kept[storage.data_ptr()] = storage.nbytes()
             # Without detaching, an operation that saves its own output holds itself, through no object of Python's:
             # its activations stay for ever.
             return handed_on(tensor.detach())
         return _Reference(
             shard,
+            cast,
             tensor.dtype,
             tuple(tensor.size()),
             tensor.stride(),
@@ -89,4 +98,5 @@ def weights_by_reference(shard: Shard, kept: dict[int, int]) -> contextlib.Abstr
     def unpack(saved: Any) -> Tensor:
         return saved.resolve() if isinstance(saved, (_Reference, _Packed)) else saved
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack), seen:
+        yield
