@@ -17,10 +17,12 @@ from pathlib import Path
 from benchmarks.build_huge.steps import FLOOR, Shape, write_weights
 from benchmarks.frame.cache import cache_directory
 from benchmarks.frame.environment import Environment, filesystem_of, here
+from benchmarks.frame.limits import LIMIT_HEADER, Limits, limit_cells, measure_limits
 from benchmarks.frame.plot import COLOURS, level_line, new_figure, save
 from benchmarks.frame.report import publish
 from benchmarks.frame.rungs import Outcome, Rung, run_rungs
 from benchmarks.frame.table import markdown_table, mebibytes, reasons
+from benchmarks.frame.work import COUNTED, adamw_bytes, disk_bytes, gradient_bytes
 from offload.budget import parse_bytes
 
 __all__ = ["add_arguments", "broken_bounds", "run"]
@@ -28,6 +30,10 @@ __all__ = ["add_arguments", "broken_bounds", "run"]
 #: glibc raises the size from which blocks are mapped, and then keeps what was freed in its heap, which the cap counts.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 MEASURE = "benchmarks.build_huge.steps"
+LIMIT = (
+    "The limit of a step counts a forward and a backward with nothing recomputed, AdamW's reads and writes in memory, "
+    "and the bytes that the offloaded model reads from files and writes there."
+)
 TOLERANCE = 1e-5  # of a loss, beside that of the resident model
 
 
@@ -64,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="build-huge-", dir=arguments.home) as folder:
         weights, home = Path(folder, "weights"), Path(folder, "home")
         weights.mkdir()
+        limits = measure_limits(Path(folder))
         stored = write_weights(weights, shape)
         facts = (
             ("model", f"{mebibytes(shape.parameter_bytes)} of float32 parameters in {shape.blocks} shards, AdamW"),
@@ -76,11 +83,12 @@ def run(arguments: argparse.Namespace) -> int:
     return publish(
         arguments,
         environment,
-        sections=[_table(outcomes, shape, cap_bytes), *filter(None, [reasons(outcomes)])],
+        sections=[_table(outcomes, shape, cap_bytes, limits), LIMIT, *filter(None, [reasons(outcomes)])],
         outcomes=outcomes,
         broken=broken_bounds(outcomes, cap_bytes),
         draw=lambda path: _draw(path, outcomes, shape, cap_bytes, environment),
         facts=facts,
+        limits=limits,
     )
 
 
@@ -129,7 +137,15 @@ def _losses(outcome: Outcome) -> list[float]:
     return [step["loss"] for step in outcome.steps]
 
 
-def _table(outcomes: Sequence[Outcome], shape: Shape, cap_bytes: int) -> str:
+def limit_seconds(outcome: Outcome, shape: Shape, limits: Limits) -> float:
+    """The least seconds of a step: its arithmetic, AdamW and the gradients in memory, the bytes of files."""
+    parameters = shape.parameter_bytes / 4
+    medians = {name: statistics.median(step.get(name, 0) for step in outcome.steps) for name in COUNTED}
+    copied = gradient_bytes(parameters) + adamw_bytes(parameters)
+    return limits.step_seconds(flops=shape.training_flops, copied_bytes=copied, **disk_bytes(medians))
+
+
+def _table(outcomes: Sequence[Outcome], shape: Shape, cap_bytes: int, limits: Limits) -> str:
     header = [
         "rung",
         "parameters",
@@ -139,6 +155,7 @@ def _table(outcomes: Sequence[Outcome], shape: Shape, cap_bytes: int) -> str:
         "peak, training",
         "load",
         "s/step",
+        *LIMIT_HEADER,
         "losses",
     ]
     rows = []
@@ -151,12 +168,13 @@ def _table(outcomes: Sequence[Outcome], shape: Shape, cap_bytes: int) -> str:
             *(mebibytes(outcome.peaks[name]) if name in outcome.peaks else "-" for name in ("build", "steps")),
         ]
         if outcome.result is None:
-            cells += ["-", "-", outcome.status]
+            cells += [*["-"] * 4, outcome.status]
         elif (reason := _out_of_memory(outcome)) is not None:
-            cells += ["-", "-", f"out of memory: {reason}"]
+            cells += [*["-"] * 4, f"out of memory: {reason}"]
         else:
             cells.append(f"{outcome.result['load_seconds']:.1f} s")
-            cells.append(f"{statistics.median(step['seconds'] for step in outcome.steps):.2f}")
+            seconds = statistics.median(step["seconds"] for step in outcome.steps)
+            cells += [f"{seconds:.2f}", *limit_cells(seconds, limit_seconds(outcome, shape, limits))]
             cells.append(", ".join(f"{loss:.6f}" for loss in _losses(outcome)))
         rows.append(cells)
     return markdown_table(header, rows)

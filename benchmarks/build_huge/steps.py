@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.frame.child import Report
+from benchmarks.frame.work import counted_between
 from offload import OffloadModel, OffloadOptimizer, load_pretrained
 from offload.files.tensor_file import write_tensors
 
@@ -41,6 +42,11 @@ class Shape:
     def parameter_bytes(self) -> int:
         """Of all parameters, in float32."""
         return 4 * sum(p.numel() for p in self.build().parameters())
+
+    @property
+    def training_flops(self) -> float:
+        """Of the matrix products of a forward and a backward, nothing recomputed."""
+        return 3 * 2.0 * self.rows * 8 * self.dim**2 * self.blocks
 
     def build(self) -> nn.Sequential:
         """The model on the meta device: shapes and nothing else."""
@@ -137,12 +143,12 @@ def _train(
         if not isinstance(error, MemoryError) and "allocate memory" not in line:
             raise
         return {"out_of_memory": line.split("DefaultCPUAllocator: ")[-1] or type(error).__name__}
-    statistics = asdict(model.statistics()) if isinstance(model, OffloadModel) else None
-    return {"load_seconds": seconds, "statistics": statistics}
+    return {"load_seconds": seconds, "statistics": _statistics(model) or None}
 
 
 def _steps(shape: Shape, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[dict[str, float]]:
     x, target = shape.batch()
+    counted = _statistics(model)
     for _ in range(shape.steps):
         started = time.perf_counter()
         loss = (model(x) - target).square().mean()
@@ -151,4 +157,11 @@ def _steps(shape: Shape, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
         optimizer.zero_grad()
         if isinstance(optimizer, OffloadOptimizer):
             optimizer.synchronize()  # so that a step's time holds all of its work
-        yield {"loss": float(loss.detach()), "seconds": time.perf_counter() - started}
+        seconds = time.perf_counter() - started
+        before, counted = counted, _statistics(model)
+        yield {"loss": float(loss.detach()), "seconds": seconds, **counted_between(before, counted)}
+
+
+def _statistics(model: nn.Module) -> dict[str, Any]:
+    """What an OffloadModel counts; nothing of a model in memory."""
+    return asdict(model.statistics()) if isinstance(model, OffloadModel) else {}

@@ -8,6 +8,7 @@ process sleeps on a pipe: it takes memory, but no time.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from benchmarks.frame.outcome import Outcome, Rung
 from benchmarks.frame.process import RungProcess
 from benchmarks.frame.rungs import listener
 
-__all__ = ["Paired", "agree", "run_pairs", "spread"]
+__all__ = ["Paired", "agree", "run_in_turn", "run_pairs", "spread", "step_ratios"]
 
 AGREEMENT = 0.1
 MOST_TIMES = 3
@@ -84,6 +85,38 @@ def run_pairs(
                     bar.write(f"{rung.name}: {second.outcome.reason}")
             found.append(paired)
         return first.finish(), found
+
+
+def run_in_turn(rungs: Sequence[Rung], turns: int, *, progress: bool = True) -> list[Outcome]:
+    """Takes ``turns`` turns of every rung, one of each in a round; who begins changes from round to round.
+
+    All of them hold their memory at once. One that ends before its time is left out from then on; the others go on.
+    """
+    tqdm = require("tqdm").tqdm
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rung in rungs:
+            processes.append(stack.enter_context(RungProcess(rung)))
+            processes[-1].prepare()  # one after the other: building is work too
+        bar = stack.enter_context(
+            tqdm(desc=", ".join(r.name for r in rungs), unit="round", disable=not progress, dynamic_ncols=True)
+        )
+        bar.reset(turns)
+        for k in range(turns):
+            begin = k % len(processes)
+            for process in processes[begin:] + processes[:begin]:
+                process.turn()
+            bar.update()
+        outcomes = [process.finish() for process in processes]
+        for outcome in outcomes:
+            if outcome.reason:
+                bar.write(f"{outcome.rung.name}: {outcome.reason}")
+        return outcomes
+
+
+def step_ratios(outcome: Outcome, reference: Outcome, key: str = "seconds") -> list[float]:
+    """``key`` of each step to that of the reference's step in the same round, of rungs that ran in turn."""
+    return [mine[key] / theirs[key] for mine, theirs in zip(outcome.steps, reference.steps, strict=False)]
 
 
 def agree(ratios: Sequence[float]) -> bool:

@@ -14,12 +14,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.frame.cache import cache_directory
 from benchmarks.frame.environment import Environment, here
+from benchmarks.frame.limits import LIMIT_HEADER, Limits, limit_cells, measure_limits
 from benchmarks.frame.peers import Found, find_peer
 from benchmarks.frame.plot import COLOURS, level_line, new_figure, save
 from benchmarks.frame.report import publish
 from benchmarks.frame.rungs import Outcome, Rung, run_rungs
 from benchmarks.frame.table import markdown_table, mebibytes
+from benchmarks.frame.work import gradient_bytes
 from benchmarks.pipe_ladder.steps import ONES, Shape
 
 __all__ = ["add_arguments", "broken_bounds", "run"]
@@ -37,7 +40,9 @@ GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
 TIME = (
     "Time: steps of the pipes in turn, in one process; medians. `processor` is processor time, which other work on the "
     "machine does not change; `clock` is time by the clock. The bound is on processor time of the first table. glibc "
-    "keeps freed memory here, so that no pipe pays for pages that another one gave back."
+    "keeps freed memory here, so that no pipe pays for pages that another one gave back. The limit of a step counts a "
+    "forward and a backward with nothing recomputed, at the rate of a large product with as many threads; the distance "
+    "is of ours by the clock."
 )
 TIME_TINY = f"The same with {TINY['dim']} channels and {TINY['rows']} rows: what a pipe itself costs. No bound."
 PEAK = (
@@ -60,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="N", help="micro-batches")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="steps of each pipe")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of torch's kernels")
+    parser.add_argument("--home", type=Path, default=cache_directory(), help="a directory on the disk to be measured")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -73,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"expected from 1 to {arguments.rows} micro-batches, got chunks={arguments.chunks}")
     environment = here()
     print("\n".join(environment.lines()), flush=True)
+    limits = measure_limits(arguments.home, threads=arguments.threads)
     shape = asdict(Shape(arguments.dim, arguments.blocks, arguments.rows, arguments.threads))
     tiny = {**shape, **TINY}
     timed = run_rungs(_timed(arguments, shape, "time"))
@@ -83,15 +90,16 @@ def run(arguments: argparse.Namespace) -> int:
         arguments,
         environment,
         sections=[
-            *(TIME, _time_table(timed)),
-            *(TIME_TINY, _time_table(overhead)),
-            *(PEAK, _peak_table(peaks), *without_result(peaks)),
+            *(TIME, _time_table(timed, limits)),
+            *(TIME_TINY, _time_table(overhead, limits)),
+            *(PEAK, _peak_table(peaks, limits), *without_result(peaks)),
             *(BUBBLE, _bubble_table(bubble)),
         ],
         outcomes=[*timed, *overhead, *peaks, bubble],
         broken=broken_bounds(timed, peaks, bubble),
         draw=lambda path: _draw(path, timed, peaks, bubble, environment),
         facts=[("model", f"{arguments.blocks} blocks of {arguments.dim} channels, {arguments.rows} rows, two stages")],
+        limits=limits,
     )
 
 
@@ -137,10 +145,17 @@ def _above_model(outcome: Outcome) -> int:
     return int((outcome.result or {})["above_model"])
 
 
-def _time_table(timed: Sequence[Outcome]) -> str:
+def limit_seconds(outcome: Outcome, limits: Limits) -> float:
+    """The least seconds for the arithmetic of a step, and to read each parameter and write its gradient."""
+    shape = Shape(**outcome.rung.arguments["shape"])
+    return limits.step_seconds(flops=shape.training_flops, copied_bytes=gradient_bytes(shape.parameters))
+
+
+def _time_table(timed: Sequence[Outcome], limits: Limits) -> str:
     names = list(timed[0].rung.arguments["names"])
     header = ["micro-batches", *(f"{name}, ms" for name in names)]
     header += [f"ours / {name}, {kind}" for name in names[1:] for kind in ("processor", "clock")]
+    header += LIMIT_HEADER
     rows = []
     for outcome in timed:
         if outcome.result is None:
@@ -148,12 +163,18 @@ def _time_table(timed: Sequence[Outcome]) -> str:
             continue
         seconds = [statistics.median(step[f"{name}: processor"] for step in outcome.steps) for name in names]
         ratios = [ratio_of(outcome, name, kind) for name in names[1:] for kind in ("processor", "clock")]
+        clock = statistics.median(step[f"{names[0]}: clock"] for step in outcome.steps)
         rows.append(
-            [str(outcome.result["chunks"]), *(f"{1e3 * s:.1f}" for s in seconds), *(f"{r:.3f}" for r in ratios)]
+            [
+                str(outcome.result["chunks"]),
+                *(f"{1e3 * s:.1f}" for s in seconds),
+                *(f"{r:.3f}" for r in ratios),
+                *limit_cells(clock, limit_seconds(outcome, limits)),
+            ]
         )
     if all(outcome.result is not None for outcome in timed):
         means = [mean_ratio(timed, name, kind) for name in names[1:] for kind in ("processor", "clock")]
-        rows.append(["geometric mean", *[""] * len(names), *(f"{mean:.3f}" for mean in means)])
+        rows.append(["geometric mean", *[""] * len(names), *(f"{mean:.3f}" for mean in means), "", ""])
     return markdown_table(header, rows)
 
 
@@ -162,21 +183,23 @@ def mean_ratio(timed: Sequence[Outcome], other: str, kind: str = "processor") ->
     return math.exp(statistics.fmean(math.log(ratio_of(outcome, other, kind)) for outcome in timed))
 
 
-def _peak_table(peaks: Sequence[Outcome]) -> str:
-    header = ["way", "micro-batches", "peak above the model", "to ours", "ms/step"]
+def _peak_table(peaks: Sequence[Outcome], limits: Limits) -> str:
+    header = ["way", "micro-batches", "peak above the model", "to ours", "ms/step", *LIMIT_HEADER]
     ours = peaks[0]
     rows = []
     for outcome in peaks:
         if outcome.result is None or ours.result is None:
-            rows.append([outcome.rung.name, outcome.status, "", "", ""])
+            rows.append([outcome.rung.name, outcome.status, *[""] * (len(header) - 2)])
             continue
+        seconds = statistics.median(step["seconds"] for step in outcome.steps)
         rows.append(
             [
                 outcome.rung.name,
                 str(outcome.result["chunks"]),
                 mebibytes(_above_model(outcome)),
                 f"{_above_model(outcome) / _above_model(ours):.2f}x",
-                f"{1e3 * statistics.median(step['seconds'] for step in outcome.steps):.0f}",
+                f"{1e3 * seconds:.0f}",
+                *limit_cells(seconds, limit_seconds(outcome, limits)),
             ]
         )
     return markdown_table(header, rows)

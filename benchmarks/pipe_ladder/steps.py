@@ -59,6 +59,16 @@ class Shape:
         return torch.randn(self.rows, self.dim, generator=torch.Generator().manual_seed(1))
 
     @property
+    def parameters(self) -> int:
+        """Numbers in all blocks: two matrices, their biases, a norm."""
+        return self.blocks * (8 * self.dim**2 + 7 * self.dim)
+
+    @property
+    def training_flops(self) -> float:
+        """Of the matrix products of a forward and a backward, nothing recomputed; the batch needs no gradient."""
+        return 2.0 * self.rows * (3 * 8 * self.dim**2 * self.blocks - 4 * self.dim**2)
+
+    @property
     def balance(self) -> list[int]:
         """Layers of each stage."""
         first = 4 * (self.blocks // STAGES)

@@ -15,10 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.frame.environment import Environment
+from benchmarks.frame.limits import LIMIT_HEADER, Limits, limit_cells
 from benchmarks.frame.outcome import Outcome
 from benchmarks.frame.plot import bars, level_line, new_figure, save
 from benchmarks.frame.report import publish
 from benchmarks.frame.table import markdown_table, mebibytes, reasons
+from benchmarks.retrieval.results import LIMIT_WORDS, limit_seconds
 from benchmarks.retrieval.settings import Settings
 from benchmarks.retrieval.training import FLOOR, RECALL_AT
 
@@ -57,27 +59,31 @@ class BatchSizes:
         environment: Environment,
         outcomes: Sequence[Outcome],
         facts: Sequence[tuple[str, str]],
+        limits: Limits,
     ) -> int:
         """Prints the table and the sentence, and writes what was asked for; the exit status."""
         return publish(
             arguments,
             environment,
-            sections=[self.table(outcomes), sentence(outcomes)],
+            sections=[self.table(outcomes, limits), sentence(outcomes)],
             outcomes=outcomes,
             broken=[f"{outcome.rung.name}: {outcome.failure}" for outcome in outcomes if outcome.failure],
             draw=lambda path: draw(path, outcomes, environment),
             facts=facts,
+            limits=limits,
         )
 
-    def table(self, outcomes: Sequence[Outcome]) -> str:
+    def table(self, outcomes: Sequence[Outcome], limits: Limits) -> str:
         """A row for each size."""
-        header = ["batch", "steps", "learning rate", "s/step", "peak memory", "less torch", f"recall@{RECALL_AT}"]
+        header = ["batch", "steps", "learning rate", "s/step", *LIMIT_HEADER, "peak memory", "less torch"]
+        header.append(f"recall@{RECALL_AT}")
         rows = [
             [
                 outcome.rung.name,
                 f"{settings.steps:,}",
                 f"{settings.learning_rate:.1e}",
-                f"{statistics.median(step['seconds'] for step in outcome.steps):.2f}",
+                f"{_seconds(outcome):.2f}",
+                *limit_cells(_seconds(outcome), limit_seconds(outcome, settings, limits)),
                 mebibytes(outcome.peaks["training"]),
                 mebibytes(outcome.peaks["training"] - outcome.moments[FLOOR]),
                 f"{result['recall_before']:.1%} -> {result['recall_after']:.1%}",
@@ -89,9 +95,13 @@ class BatchSizes:
         parameters = next((outcome.result["parameters"] for outcome in outcomes if outcome.result), 0)
         words = (
             f"{parameters / 1e6:.1f} M parameters on disk, chunks of {first.chunk} rows, {self.examples:,} pairs seen "
-            f"at every size, {_held_out(outcomes)} held-out pairs to search."
+            f"at every size, {_held_out(outcomes)} held-out pairs to search. {LIMIT_WORDS}"
         )
         return "\n\n".join(filter(None, (words, markdown_table(header, rows) if rows else "", reasons(outcomes))))
+
+
+def _seconds(outcome: Outcome) -> float:
+    return float(statistics.median(step["seconds"] for step in outcome.steps))
 
 
 def _held_out(outcomes: Sequence[Outcome]) -> int:

@@ -1,9 +1,10 @@
 """Does a contrastive batch that does not fit train the same in less memory, and at what price in time?
 
-Three rungs from one seed: the whole batch in memory; GradCache in memory; GradCache over an OffloadModel whose home is
-on disk. Then the same three again under a hard cap on memory, midway between what the last one needed and the least
-that the others did. The answer is tables, a picture, and what must hold: at no step do the rungs' losses differ by more
-than :data:`TOLERANCE`, and under the cap the last one trains to the same losses while the others find no memory.
+Three rungs from one seed, a step of each in turn: the whole batch in memory; GradCache in memory; GradCache over an
+OffloadModel whose home is on disk. Then the same three again under a hard cap on memory, midway between what the last
+one needed and the least that the others did. The answer is tables, a picture, and what must hold: at no step do the
+rungs' losses differ by more than :data:`TOLERANCE`, and under the cap the last one trains to the same losses while the
+others find no memory.
 
 With ``--batches`` the last one alone trains on batches of several sizes: see :mod:`benchmarks.retrieval.batch_sizes`.
 """
@@ -17,6 +18,8 @@ from pathlib import Path
 
 from benchmarks.frame.cache import cache_directory
 from benchmarks.frame.environment import filesystem_of, here
+from benchmarks.frame.limits import measure_limits
+from benchmarks.frame.pairs import run_in_turn
 from benchmarks.frame.report import publish
 from benchmarks.frame.rungs import Outcome, Rung, run_rungs
 from benchmarks.retrieval.batch_sizes import BatchSizes
@@ -89,6 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="retrieval-", dir=arguments.home) as folder:
         print(f"homes    {folder} ({_kind(Path(folder))})", flush=True)
+        limits = measure_limits(Path(folder))
+        print(f"limits   {limits.line()}", flush=True)
         corpus = build_corpus(pairs=settings.pairs)
         tokens = write_tokens(corpus, wanted.largest if wanted else settings, Path(folder, "tokens.npz"))
         facts = [("homes", f"a directory on {_kind(arguments.home)}"), ("corpus", _words(corpus))]
@@ -102,18 +107,23 @@ def run(arguments: argparse.Namespace) -> int:
             return Rung(name, "benchmarks.retrieval.training:train", ordered, GIVE_BACK)
 
         if wanted is not None:
-            outcomes = run_rungs(rung(OURS, chosen, cap_bytes=available_bytes()) for chosen in wanted.settings)
-            return wanted.publish(arguments, environment, outcomes, facts)
-        free = {way: run_rungs([rung(way, settings, cap_bytes=available_bytes())])[0] for way in arguments.rungs}
+            sizes_alone = [
+                (rung(OURS, chosen, cap_bytes=available_bytes()), chosen.steps) for chosen in wanted.settings
+            ]
+            outcomes = [run_rungs([alone], turns=count)[0] for alone, count in sizes_alone]
+            return wanted.publish(arguments, environment, outcomes, facts, limits)
+        rungs = [rung(way, settings, cap_bytes=available_bytes()) for way in arguments.rungs]
+        free = dict(zip(arguments.rungs, run_in_turn(rungs, settings.steps), strict=True))
         cap_bytes = _cap_bytes(arguments, free)
         capped: dict[str, Outcome] = {}
         if cap_bytes is not None:
             options = {"cap_bytes": cap_bytes, "only_steps": arguments.capped_steps}
             names = [way for way in NAMES if way == OURS or way in free]
             print(f"now under a cap of {cap_bytes / 2**20:,.0f} MiB", flush=True)
-            capped = dict(zip(names, run_rungs([rung(way, settings, **options) for way in names]), strict=True))
+            ordered = [rung(way, settings, **options) for way in names]
+            capped = dict(zip(names, run_rungs(ordered, turns=arguments.capped_steps), strict=True))
     outcomes = list(free.values())
-    sections = [table(outcomes, settings)]
+    sections = [table(outcomes, settings, limits)]
     if cap_bytes is not None:
         sections.append(cap_table(list(capped.values()), cap_bytes))
     elif arguments.capped_steps:
@@ -129,6 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
         broken=broken_bounds(free, capped),
         draw=lambda path: draw(path, outcomes, settings, environment),
         facts=facts,
+        limits=limits,
         may_fail=[outcome for outcome in (*outcomes, *capped.values()) if any(other.result for other in outcomes)],
     )
 

@@ -9,15 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.frame.environment import Environment
+from benchmarks.frame.limits import LIMIT_HEADER, Limits, limit_cells
+from benchmarks.frame.pairs import spread, step_ratios
 from benchmarks.frame.plot import COLOURS, bars, level_line, new_figure, save
 from benchmarks.frame.rungs import Outcome
 from benchmarks.frame.table import markdown_table, mebibytes, ratio
+from benchmarks.frame.work import COUNTED, adamw_bytes, disk_bytes, gradient_bytes
 from benchmarks.retrieval.settings import Settings
 from benchmarks.retrieval.training import BEFORE, FLOOR, RECALL_AT
 
-__all__ = ["TOLERANCE", "draw", "greatest_difference", "table"]
+__all__ = ["LIMIT_WORDS", "TOLERANCE", "draw", "greatest_difference", "limit_seconds", "table"]
 
 TOLERANCE = 1e-4
+LIMIT_WORDS = (
+    "Limits count a forward and a backward with nothing recomputed, AdamW's reads and writes, and the bytes that the "
+    "offloaded rung reads from files and writes there."
+)
 
 
 def greatest_difference(outcomes: Sequence[Outcome]) -> float | None:
@@ -33,8 +40,16 @@ def greatest_difference(outcomes: Sequence[Outcome]) -> float | None:
     return float("nan") if any(value != value for value in differences) else max(differences)
 
 
-def table(outcomes: Sequence[Outcome], settings: Settings) -> str:
-    """One row for each rung; ratios are against the first rung that ran."""
+def limit_seconds(outcome: Outcome, settings: Settings, limits: Limits) -> float:
+    """The least seconds of a step: the encoder's arithmetic with nothing recomputed, AdamW, and the bytes of files."""
+    parameters = int((outcome.result or {})["parameters"])
+    medians = {name: statistics.median(step.get(name, 0) for step in outcome.steps) for name in COUNTED}
+    copied = gradient_bytes(parameters) + adamw_bytes(parameters)
+    return limits.step_seconds(flops=settings.training_flops, copied_bytes=copied, **disk_bytes(medians))
+
+
+def table(outcomes: Sequence[Outcome], settings: Settings, limits: Limits) -> str:
+    """One row for each rung; ratios are to the first rung that ran: its peak, and its steps in the same rounds."""
     finished = [outcome for outcome in outcomes if outcome.result is not None]
     header = [
         "rung",
@@ -44,6 +59,7 @@ def table(outcomes: Sequence[Outcome], settings: Settings) -> str:
         "before step 1",
         "s/step",
         "ratio",
+        *LIMIT_HEADER,
         "loss, first quarter",
         "last quarter",
     ]
@@ -63,7 +79,8 @@ def table(outcomes: Sequence[Outcome], settings: Settings) -> str:
                 mebibytes(outcome.peak_bytes - outcome.moments[FLOOR]),
                 mebibytes(outcome.moments[BEFORE]),
                 f"{_seconds(outcome):.2f}",
-                ratio(_seconds(outcome), _seconds(reference)),
+                spread(step_ratios(outcome, reference), 2) if outcome is not reference else "1",
+                *limit_cells(_seconds(outcome), limit_seconds(outcome, settings, limits)),
                 f"{_mean_loss(outcome.steps[:quarter]):.4f}",
                 f"{_mean_loss(outcome.steps[-quarter:]):.4f}",
                 f"{result['recall_before']:.1%} -> {result['recall_after']:.1%}",
@@ -78,7 +95,8 @@ def table(outcomes: Sequence[Outcome], settings: Settings) -> str:
             f"\n{outcome.result['parameters'] / 1e6:.1f} M parameters, {settings.tokens_per_step:,} tokens a step, "
             f"chunks of {settings.chunk} rows, {settings.slices} shards. The interpreter and torch alone hold "
             f"{mebibytes(outcome.moments[FLOOR])}. Recall before and after {settings.steps} steps; chance finds "
-            f"{RECALL_AT / held_out:.1%} of {held_out} held-out pairs."
+            f"{RECALL_AT / held_out:.1%} of {held_out} held-out pairs. The rungs take their steps in turn; ratios of "
+            f"times are those of the steps in a round: median (least to greatest). {LIMIT_WORDS}"
         )
     return "\n".join(notes)
 

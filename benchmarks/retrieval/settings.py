@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.frame.work import block_flops
+
 __all__ = ["Settings"]
 
 
@@ -52,6 +54,17 @@ class Settings:
     def tokens_per_step(self) -> int:
         """Positions that one step encodes, padding included."""
         return self.batch * (self.description_tokens + self.source_tokens)
+
+    @property
+    def training_flops(self) -> float:
+        """Of the matrix products of a forward and a backward, padding included, nothing recomputed.
+
+        Blocks and projection of both sides, and the scores of all rows against all rows; a backward is two forwards.
+        """
+        sides = (self.description_tokens, self.source_tokens)
+        blocks = sum(self.depth * block_flops(self.dim, self.batch * tokens, tokens) for tokens in sides)
+        head = len(sides) * 2.0 * self.batch * self.dim**2
+        return 3 * (blocks + head + 2.0 * self.batch**2 * self.dim)
 
     def learning_rate_at(self, step: int) -> float:
         """Rises for ``warmup_steps``, then falls in a straight line to 5 % at the end."""

@@ -7,6 +7,7 @@ the losses may differ by rounding and by nothing else, at every step.
 from __future__ import annotations
 
 import importlib
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.frame.child import Report
+from benchmarks.frame.work import counted_between
 from benchmarks.retrieval.batches import Batches
 from benchmarks.retrieval.cap import cap_memory
 from benchmarks.retrieval.encoder import build_encoder
@@ -101,7 +103,7 @@ def train(
     cap_bytes: int | None = None,
     only_steps: int | None = None,
 ) -> dict[str, Any]:
-    """One rung, from the first import to the last evaluation.
+    """One rung, from the first import to the last evaluation; a step of training for each turn.
 
     Args:
         way: a key of :data:`WAYS`.
@@ -128,8 +130,8 @@ def train(
     before = recall(model, *batches.held_out()) if only_steps is None else None
     report.memory(BEFORE)
     report.phase("training")
-    seconds = []
-    for k in range(steps):
+    counted = _statistics(model)
+    for k in itertools.islice(report.turns(), steps):
         descriptions, sources = batches.training(k)
         for group in optimizer.param_groups:
             group["lr"] = chosen.learning_rate_at(k)
@@ -137,15 +139,16 @@ def train(
         optimizer.zero_grad()
         loss = step(descriptions, sources).item()
         optimizer.step()
-        seconds.append(time.perf_counter() - started)
-        report.step(loss=loss, seconds=seconds[-1])
+        seconds = time.perf_counter() - started
+        before_step, counted = counted, _statistics(model)
+        report.step(loss=loss, seconds=seconds, **counted_between(before_step, counted))
     report.phase("evaluation")
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "recall_before": before,
         "recall_after": recall(model, *batches.held_out()) if only_steps is None else None,
         "held_out": len(batches.held_out()[0]),
-        "statistics": _statistics(model),
+        "statistics": _statistics(model) or None,
     }
 
 
@@ -176,9 +179,10 @@ def _cache_over(model: nn.Module, settings: Settings) -> Step:
     return lambda descriptions, sources: cache(descriptions, sources)
 
 
-def _statistics(model: nn.Module) -> dict[str, Any] | None:
+def _statistics(model: nn.Module) -> dict[str, Any]:
+    """What an OffloadModel counts; nothing of a model in memory."""
     from dataclasses import asdict
 
     from offload import OffloadModel
 
-    return asdict(model.statistics()) if isinstance(model, OffloadModel) else None
+    return asdict(model.statistics()) if isinstance(model, OffloadModel) else {}

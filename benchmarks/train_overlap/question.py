@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.frame.cache import cache_directory
 from benchmarks.frame.environment import Environment, filesystem_of, here
 from benchmarks.frame.extra import require
-from benchmarks.frame.limits import LIMIT_HEADER, limit_cells
+from benchmarks.frame.limits import LIMIT_HEADER, Limits, limit_cells, measure_limits
 from benchmarks.frame.plot import COLOURS, new_figure, save
 from benchmarks.frame.report import publish
 from benchmarks.frame.rungs import Outcome, Rung, run_rungs
@@ -36,8 +36,8 @@ BALANCES = {
 }
 PARTS = ("load", "rows", "compute")
 LIMIT = (
-    "The limit is the slowest of the three alone: the loader and the rows have a latency added, which no machine "
-    "shortens, and each other part could hide behind it."
+    "The limit of a step is the longest of the two latencies, which no machine shortens, of the matrix products on one "
+    "thread, and of the copies of the rows that it reads."
 )
 
 
@@ -65,15 +65,17 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="train-overlap-", dir=arguments.home) as home:
         print(f"homes    {home} ({filesystem_of(Path(home))})", flush=True)
+        limits = measure_limits(Path(home), threads=1)
         outcomes = run_rungs(_rungs(arguments, home))
     return publish(
         arguments,
         environment,
-        sections=[_table(outcomes), LIMIT],
+        sections=[_table(outcomes, limits), LIMIT],
         outcomes=outcomes,
         broken=_broken(outcomes),
         draw=lambda path: _draw(path, outcomes, environment),
         facts=[("homes", f"a directory on {filesystem_of(arguments.home)}")],
+        limits=limits,
     )
 
 
@@ -97,7 +99,15 @@ def _median(outcome: Outcome, name: str) -> float:
     return statistics.median(step[name] for step in outcome.steps)
 
 
-def _table(outcomes: Sequence[Outcome]) -> str:
+def limit_seconds(outcome: Outcome, limits: Limits) -> float:
+    """The least seconds of a step with everything hidden that can be."""
+    result = outcome.result or {}
+    shape = Shape(**outcome.rung.arguments["shape"])
+    work = limits.step_seconds(flops=shape.training_flops, copied_bytes=result["bytes_of_rows"])
+    return max(work, *result["latencies"])
+
+
+def _table(outcomes: Sequence[Outcome], limits: Limits) -> str:
     header = [
         "rung",
         *(f"{part} alone" for part in PARTS),
@@ -118,7 +128,7 @@ def _table(outcomes: Sequence[Outcome]) -> str:
                 outcome.rung.name,
                 *(f"{1e3 * _median(outcome, name):.1f} ms" for name in (*PARTS, IN_TURN, PIPELINED)),
                 f"{_median(outcome, 'ratio'):.3f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
-                *limit_cells(_median(outcome, PIPELINED), _median(outcome, "slowest")),
+                *limit_cells(_median(outcome, PIPELINED), limit_seconds(outcome, limits)),
                 f"{outcome.result['rows_refreshed'] / outcome.result['rows_read']:.1%}",
             ]
         )

@@ -37,6 +37,11 @@ class Shape:
     width: int
     seed: int = 0
 
+    @property
+    def training_flops(self) -> float:
+        """Of the matrix products of a forward and a backward of the dense part."""
+        return 3 * 2.0 * self.bags * self.width * (self.table_dim + self.width + 1)
+
 
 class _Model(nn.Module):
     def __init__(self, shape: Shape, bag: nn.Module) -> None:
@@ -220,6 +225,8 @@ def measure(
     read = workload.bag.statistics()
     return {
         "losses": len(losses[PIPELINED]),
+        "latencies": [workload.load_latency, workload.rows_latency],
+        "bytes_of_rows": read.bytes_loaded / len(losses[PIPELINED]),
         "rows_refreshed": read.rows_refreshed,
         "rows_read": read.rows_read,
         "undistributed": dict(runner.statistics().undistributed) if pipeline == OURS else {},

@@ -7,10 +7,23 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from benchmarks.frame.child import Report
+from benchmarks.frame.limits import Limits
 from benchmarks.frame.outcome import Outcome, Rung
 from benchmarks.frame.pairs import Paired
 
-__all__ = ["pairs_here", "run_here"]
+__all__ = ["RATES", "pairs_here", "run_here"]
+
+RATES = Limits(  # of no machine
+    threads=1,
+    device="cpu",
+    dtype="float32",
+    matmul_flops=1e9,
+    copy_bytes=1e9,
+    disk_read_bytes=1e6,
+    disk_read_buffered_bytes=1e6,
+    disk_write_bytes=1e6,
+    direct=True,
+)
 
 
 class Recorder(Report):

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.build_huge.question import _table, broken_bounds
+from benchmarks.build_huge.question import _table, broken_bounds, limit_seconds
 from benchmarks.build_huge.steps import FLOOR, Shape, offloaded, resident, write_weights
 from benchmarks.frame.rungs import Outcome, Rung, run_rung
+from tests.benchmarks.here import RATES
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux, for RLIMIT_DATA")
 
@@ -87,8 +88,15 @@ DEAD = outcome("resident, capped", out_of_memory="you tried to allocate 1 byte")
 def test_each_bound_is_one(outcomes: list[Outcome], broken: str) -> None:
     lines = broken_bounds(outcomes, cap_bytes=100)
     assert [broken in line for line in lines] == ([True] if broken else [])
-    shown = _table(outcomes, SHAPE, 100)
+    shown = _table(outcomes, SHAPE, 100, RATES)
     assert all(entry.rung.name in shown for entry in outcomes)
+
+
+def test_the_limit_is_the_longest_of_arithmetic_memory_and_files() -> None:
+    in_memory, streamed = outcome("no cap", 2.0), outcome("offloaded", 2.0)
+    streamed.steps[0] |= {"bytes_loaded": 2_000_000, "update_bytes_written": 1_000_000}
+    assert limit_seconds(in_memory, SHAPE, RATES) == SHAPE.training_flops / RATES.matmul_flops
+    assert limit_seconds(streamed, SHAPE, RATES) == 3.0
 
 
 def test_a_rung_that_is_killed_breaks_the_run() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.frame.limits import Limits
 from benchmarks.frame.outcome import Outcome, Rung
 from benchmarks.frame.pairs import Paired
 from benchmarks.memory_latency.question import OTHERS, broken_bounds
@@ -18,20 +17,9 @@ from benchmarks.memory_latency.results import Measured, limit_seconds, pareto_fr
 from benchmarks.memory_latency.shape import Shape
 from benchmarks.memory_latency.steps import greatest_difference
 from benchmarks.memory_latency.ways import WAYS, CannotRunError
-from tests.benchmarks.here import pairs_here
+from tests.benchmarks.here import RATES, pairs_here
 
 SMALL = ["--layers", "4", "--dim", "64", "--rows", "4", "--positions", "4", "--pairs", "1"]
-RATES = Limits(
-    threads=1,
-    device="cpu",
-    dtype="float32",
-    matmul_flops=1e9,
-    copy_bytes=1e9,
-    disk_read_bytes=1e6,
-    disk_read_buffered_bytes=1e6,
-    disk_write_bytes=1e6,
-    direct=True,
-)
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,7 @@ from benchmarks.retrieval.question import broken_bounds as broken_bounds_of_retr
 from benchmarks.retrieval.results import draw, greatest_difference, table
 from benchmarks.retrieval.settings import Settings
 from benchmarks.retrieval.training import BEFORE, FLOOR
+from tests.benchmarks.here import RATES
 
 ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -132,7 +133,7 @@ def test_the_table_holds_every_rung_also_the_one_that_failed() -> None:
         outcome("dead", [3.0], failure="killed by SIGKILL"),
         outcome("small", [3.0, 2.0], 150 * 2**20),
     ]
-    shown = table(rungs, Settings())
+    shown = table(rungs, Settings(), RATES)
     assert "dead: killed by SIGKILL" in shown
     small = next(line for line in shown.splitlines() if line.startswith("| small"))
     cells = [cell.strip() for cell in small.strip("|").split("|")]
@@ -143,7 +144,9 @@ def test_the_table_holds_every_rung_also_the_one_that_failed() -> None:
         "50 MiB",
         "120 MiB",
         "0.75",
-        "1.00x",
+        "1.00 (1.00 to 1.00)",
+        f"{Settings().training_flops / 1e9:.3g} s",
+        f"{0.75e9 / Settings().training_flops - 1:+.0%}",
         "3.0000",
         "2.0000",
         "50.0% -> 75.0%",

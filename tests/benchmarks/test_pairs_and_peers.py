@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.frame import peers
 from benchmarks.frame.outcome import Rung
-from benchmarks.frame.pairs import Paired, agree, run_pairs, spread
+from benchmarks.frame.pairs import Paired, agree, run_in_turn, run_pairs, spread, step_ratios
 from benchmarks.frame.peers import PEERS, Absent, Found, Peer, find_peer, variable_of
 from benchmarks.frame.process import RungProcess
 from benchmarks.frame.rungs import run_rung, run_rungs
@@ -64,6 +64,23 @@ def test_a_rung_that_ends_between_its_turns_keeps_its_pairs_and_its_reason(tmp_p
     assert first.outcome.reason == "failed: exit status 1: ArithmeticError: the reason it died of"
     assert reference.failure is None
     assert len(second.steps) >= 3
+
+
+def test_rungs_in_turn_take_one_of_each_in_a_round_and_who_begins_changes(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    outcomes = run_in_turn([turns("a", log, 2.0), turns("b", log, 3.0), turns("c", log)], 4, progress=False)
+    assert log.read_text() == "abc" + "bca" + "cab" + "abc"
+    assert [outcome.result for outcome in outcomes] == [{"turns": 4}] * 3
+    assert step_ratios(outcomes[1], outcomes[0]) == [1.5] * 4
+
+
+def test_a_rung_that_ends_is_left_out_from_then_on_and_the_others_go_on(tmp_path: Path) -> None:
+    dying = Rung("dying", f"{HERE}:ends_in_its_second_turn")
+    dead, other = run_in_turn([dying, turns("b", tmp_path / "log")], 3, progress=False)
+    assert dead.reason == "failed: exit status 1: ArithmeticError: the reason it died of"
+    assert len(dead.steps) == 1
+    assert len(other.steps) == 3
+    assert step_ratios(other, dead) == [1.0]
 
 
 def test_a_rung_that_waits_for_turns_also_runs_alone(tmp_path: Path) -> None:

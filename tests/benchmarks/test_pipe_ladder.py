@@ -8,7 +8,8 @@ import torch
 
 from benchmarks.frame.outcome import Outcome, Rung
 from benchmarks.pipe_ladder import steps
-from benchmarks.pipe_ladder.question import PIPES, broken_bounds, ratio_of
+from benchmarks.pipe_ladder.question import PIPES, broken_bounds, limit_seconds, ratio_of
+from tests.benchmarks.here import RATES
 
 SHAPE = steps.Shape(dim=4, blocks=2, rows=6, threads=torch.get_num_threads())
 OURS = [name for name in steps.ONES if name.startswith("ours")]
@@ -126,3 +127,15 @@ def test_a_rung_that_failed_is_named():
     timed, peaks, bubble = outcomes()
     peaks[1].failure = "exit status 1"
     assert broken_bounds(timed, peaks, bubble) == ["torchgpipe: exit status 1"]
+
+
+def test_the_limit_is_the_arithmetic_that_torch_counts_where_nothing_is_recomputed():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = SHAPE.model()
+    with FlopCounterMode(display=False) as counter:
+        model(SHAPE.batch()).square().mean().backward()
+    assert counter.get_total_flops() == SHAPE.training_flops
+    assert sum(p.numel() for p in model.parameters()) == SHAPE.parameters
+    outcome = Outcome(Rung("time", "", {"shape": asdict(SHAPE)}))
+    assert limit_seconds(outcome, RATES) == SHAPE.training_flops / RATES.matmul_flops
