@@ -1,11 +1,12 @@
-"""The streamer: device slots, and the copies that fill them ahead of use and send gradients home.
+"""The streamer: device slots, and the copies that fill them ahead of use.
 
-It does what a plan says (load, evict, drain) and hands shards to whoever computes, through :meth:`Streamer.visit`.
+It does what a plan says (load, evict, drain, update) and hands shards to whoever computes, through
+:meth:`Streamer.visit`. What becomes of the gradients that a visit leaves is :mod:`offload.homeward`'s.
 
 Guarantees
     * A slot is read only after the copy that fills it, and filled only after its last reader.
     * Outside a visit every parameter's ``.data`` is its home.
-    * After :meth:`settle` every gradient is home. After :meth:`abandon` no copy is in flight and all slots are free.
+    * After :meth:`abandon` no copy is in flight and all slots are free.
 
 Assumes
     * Nobody writes to a home between the load of a shard and its eviction. A write that autograd can see is noticed.
@@ -14,44 +15,30 @@ Assumes
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from offload.heap import Heap
+from offload.homeward import Homeward
 from offload.lane import Arrival, Lanes, naming
-from offload.norm import norm_of, note
 from offload.room import Room
-from offload.shard import Shard, Slice, State
+from offload.shard import Pending, Shard, State
 from offload.statistics import Meter
-from offload.tier import Block, Tier
-from offload.tier.contract import bytes_of
+from offload.tier import Tier
 
-__all__ = ["Streamer", "Updater"]
+__all__ = ["Streamer"]
 
 
-class Updater(Protocol):
-    """An optimizer that updates each shard in backward, as soon as its gradients are complete."""
+@dataclass
+class _Updating:
+    """The update that a plan starts just before a load, and the slot that both are given."""
 
-    def begin(self, waiting: int) -> None:
-        """A backward begins, while ``waiting`` other forwards still wait for theirs. May refuse it."""
-        ...
-
-    def keep(self, shard: Shard, gradients: list[Tensor | None]) -> dict[Slice, Tensor]:
-        """Takes the gradients that need not go home out of what a visit left."""
-        ...
-
-    def complete(self, shard: Shard, kept: dict[Slice, Tensor], after: Sequence[Arrival]) -> Arrival | None:
-        """Starts to update the shard, ``after`` its other gradients are home."""
-        ...
-
-    def end(self, *, failed: bool = False) -> None:
-        """The backward is over."""
-        ...
+    slot: Tensor
+    pending: Pending | None
+    arrivals: list[Arrival]
 
 
 class Streamer:
@@ -71,15 +58,10 @@ class Streamer:
         self.room = Room(device, slots, self._slot_bytes)
         self._loads: dict[int, Arrival] = {}
         self._collected: dict[int, list[Tensor | None]] = {}
-        self._drains: deque[tuple[Arrival, int, list[Tensor]]] = deque()
-        #: Whether the norm of each gradient is wanted, and what is known of those on their way.
-        self.note_norms = False
-        self._norms: list[tuple[nn.Parameter, Tensor]] = []
-        #: Bytes of gradients that may wait in host memory for their update, where homes are on disk.
-        self.gradient_bytes = 0
+        self._updating: dict[int, _Updating] = {}
         self._heap = Heap() if device.type == "cpu" else None
-        #: Who updates shards during backward, if anybody does.
-        self.updater: Updater | None = None
+        #: What brings gradients home.
+        self.homeward = Homeward(shards, device=device, tier=tier, lane=lanes.drain, meter=meter)
 
     # --- loads --------------------------------------------------------------------------------------------------
 
@@ -90,27 +72,44 @@ class Streamer:
                 self.evict(shard.index)
         return frozenset(shard.index for shard in self.shards if shard.state is not State.HOME)
 
+    def pending(self) -> frozenset[int]:
+        """The shards that must be updated before they are loaded."""
+        return frozenset(shard.index for shard in self.shards if shard.pending is not None)
+
+    def update(self, j: int) -> None:
+        """Starts the update of shard ``j``: of what was just drained, or, before its load, of an earlier step's.
+
+        The latter may work in the slot that the load is about to fill, so both get the same.
+        """
+        if self.shards[j].state is State.HOME:
+            self._updating[j] = self._start_update(j, self.room.take(self._meter))
+        else:
+            self.homeward.update(self.shards[j])
+
+    def _start_update(self, j: int, slot: Tensor) -> _Updating:
+        pending = self.shards[j].pending  # its thread may be done with it at any moment
+        return _Updating(slot, pending, [] if pending is None else [pending.start(slot)])
+
     def load(self, j: int) -> None:
         """Starts to copy shard ``j`` into a free slot."""
-        self._fill(j, self.room.take(self._meter))
+        updating = self._updating.pop(j) if j in self._updating else self._start_update(j, self.room.take(self._meter))
+        self._fill(j, updating)
 
-    def _fill(self, j: int, slot: Tensor) -> None:
-        shard = self.shards[j]
+    def _fill(self, j: int, updating: _Updating) -> None:
+        shard, slot, pending = self.shards[j], updating.slot, updating.pending
         shard.load(slot)
         self._meter.shard_loads += 1
         self._meter.bytes_loaded += sum(s.nbytes for s in shard.at_home)
 
-        update = shard.pending
-
         def fill() -> None:
             with self._meter.on_lane("load", f"L{j}"):
-                shard.fill(slot, update)
+                shard.fill(slot, pending)
 
         owners = dict.fromkeys(loan.owner for loan in shard.loans)
+        # A tied layer is filled from its owner's home, which has an update of its own.
+        others = [pending.start() for owner in owners if (pending := owner.pending) is not None]
         # Update lane -> load lane. Without these, the slot is filled with values from before the optimizer's step.
-        updates = [] if update is None else [update.start(slot)]
-        updates += [pending.start() for owner in owners if (pending := owner.pending) is not None]
-        self._loads[j] = self._lanes.load.submit(f"L{j}", fill, updates)
+        self._loads[j] = self._lanes.load.submit(f"L{j}", fill, updating.arrivals + others)
 
     def catch_up(self) -> None:
         """Finishes what is pending at the homes, because somebody is about to read or write them.
@@ -177,7 +176,7 @@ class Streamer:
             slot = self.room.spare(self) if len(there) < self.slots else None
             if slot is None:
                 return
-            self._fill(j, slot)
+            self._fill(j, self._start_update(j, slot))
             there.add(j)
 
     def give_up(self) -> bool:
@@ -217,128 +216,18 @@ class Streamer:
                 owner.home_view(s).copy_(s.parameter.detach())
         shard.loaded_versions = versions
 
-    # --- gradients ----------------------------------------------------------------------------------------------
-
     def drain(self, j: int) -> None:
-        """Starts to add the gradients that the last visit left on the device to the homes' ``.grad``.
+        """Starts to send home the gradients that the last visit of shard ``j`` left on the device."""
+        self.homeward.drain(self.shards[j], self._collected.pop(j))
 
-        A ``.grad`` that is None takes the first gradient as it is, instead of adding it to zeros.
+    def leave_homes(self, end: int | None = None) -> None:
+        """Waits until nothing reads the homes (of the shards before ``end``).
+
+        From here on they are the user's, who may write there on the host.
         """
-        shard, gradients = self.shards[j], self._collected.pop(j)
-        if self.updater is None:
-            self._send_home(shard, gradients)
-            return
-        kept = self.updater.keep(shard, gradients)
-        self._send_home(shard, gradients)
-        # Drain lane -> update lane. Without ``after``, a shard is updated with gradients that are not complete.
-        update = self.updater.complete(shard, kept, after=[arrival for arrival, _, _ in self._drains])
-        if update is not None:
-            while len(self._drains) > 1:  # so that gradients do not pile up before a slow home
-                self._finish_drain()
-            nbytes = _nbytes(kept.values())
-            self._meter.hold(nbytes)
-            self._drains.append((update, nbytes, list(kept.values())))
-
-    def _send_home(self, shard: Shard, gradients: list[Tensor | None]) -> None:
-        """Takes the gradients out of the list: on the host each is free as soon as it is home."""
-        nbytes = _nbytes(gradient for gradient in gradients if gradient is not None)
-        # On a device the tensors stay until the copy is done. Without this, their memory is reused while it is read.
-        staying = [g for g in gradients if g is not None] if self._device.type != "cpu" else []
-        moves: deque[tuple[nn.Parameter, Callable[[], Tensor]]] = deque()
-        for position in range(len(gradients)):
-            gradient, gradients[position] = gradients[position], None
-            if gradient is not None:
-                parameter = shard.owner_of(position)[1].parameter
-                moves.extend((parameter, move) for move in self._homeward(shard, position, gradient))
-        gradient = None
-        if not (self._tier.blocking_io and self._waits_in_memory(shard)):
-            self._meter.bytes_stored += nbytes
-        if not moves:
-            return
-        self._meter.hold(nbytes)
-        # One set of gradients on its way, one being summed. It is also what keeps two additions to one tied gradient in
-        # order. It has had a whole visit's time, so the wait is short.
-        while self._drains:
-            self._finish_drain()
-
-        def copy() -> None:
-            with self._meter.on_lane("drain", f"D{shard.index}"):
-                while moves:
-                    parameter, move = moves.popleft()
-                    total = move()
-                    if self.note_norms and not total.is_sparse:
-                        self._norms.append((parameter, norm_of(total)))
-                    del move, total
-
-        arrival = self._lanes.drain.submit(f"D{shard.index}", copy)
-        self._drains.append((arrival, nbytes, staying))
-
-    def _homeward(self, shard: Shard, position: int, gradient: Tensor) -> Iterator[Callable[[], Tensor]]:
-        """What must be copied to bring one gradient home; it returns all that is home then, on any device.
-
-        ``.grad`` is set at once, its bytes arrive with the lane.
-        """
-        owner, s = shard.owner_of(position)
-        parameter = s.parameter
-        resting = parameter.grad
-        if gradient.is_sparse or (resting is not None and resting.is_sparse):
-            moved = gradient.to(parameter.device)
-            parameter.grad = moved if resting is None else resting + moved
-        elif resting is not None:
-            yield partial(_add, resting, gradient)
-        elif gradient.device == parameter.device and not self._tier.blocking_io and gradient.dtype == parameter.dtype:
-            parameter.grad = gradient
-            if self.note_norms:
-                yield lambda: gradient
-        elif self._tier.blocking_io and self._waits_in_memory(owner):
-            if gradient.device.type == "cpu" and gradient.dtype == parameter.dtype:
-                parameter.grad = gradient
-                if self.note_norms:
-                    yield lambda: gradient
-            else:
-                host = torch.empty_strided(parameter.shape, s.stride, dtype=parameter.dtype)
-                parameter.grad = host
-                yield partial(_convert, host, gradient)
-        else:
-            block, view = owner.gradient_home(s, self._tier)
-            parameter.grad = view
-            if gradient.stride() == s.stride and gradient.dtype == parameter.dtype:
-                yield partial(_store, block, s.offset, gradient)
-            else:
-                yield partial(_convert, view, gradient)
-
-    def _waits_in_memory(self, shard: Shard) -> bool:
-        """Whether the gradients of a shard need not go to disk: those of the first shards, which are updated first."""
-        if not self.gradient_bytes:
-            return False
-        return sum(s.nbytes for other in self.shards[: shard.index + 1] for s in other.own) <= self.gradient_bytes
-
-    def _finish_drain(self, *, on_host: bool = False) -> None:
-        arrival, nbytes, _gradients = self._drains[0]
-        with self._meter.waiting("D"), naming(f"storing gradients to {self._tier.name}"):
-            if on_host:
-                arrival.finish()
-            else:
-                arrival.wait()
-        self._drains.popleft()
-        self._meter.release(nbytes)
-
-    def settle(self) -> None:
-        """Waits until all gradients are home."""
-        while self._drains:
-            # Drain lane -> host. Without this, an optimizer on the host reads gradients that have not arrived.
-            self._finish_drain(on_host=True)
-        # Only now: a note counts until the next write, and a block's writes are counted together.
-        for parameter, norm in self._norms:
-            if parameter.grad is not None:
-                note(parameter.grad, norm)
-        self._norms.clear()
-        if self.updater is not None:
-            self.updater.end()
-
-    def leave_homes(self) -> None:
-        """Waits until nothing reads the homes: from here on they are the user's, who may write there on the host."""
         for j, arrival in self._loads.items():
+            if end is not None and j >= end:
+                continue
             with self._meter.waiting(f"L{j}"), naming(f"loading shard {j} from {self._tier.name}"):
                 # Load lane -> host. Without this, a forward that is still queued would load what is written next.
                 arrival.finish()
@@ -355,17 +244,18 @@ class Streamer:
         """After a failure: waits for what is in flight, whatever becomes of it, and frees all slots."""
         for j in list(self._loads):
             with contextlib.suppress(Exception):
+                # Load lane -> host. Without this, a load that nobody used arrives in a slot that is somebody else's.
                 self._loads[j].finish()
             self._loads[j] = _DONE
-        while self._drains:
-            arrival, nbytes, _ = self._drains.popleft()
-            with contextlib.suppress(Exception):
-                arrival.finish()
-            self._meter.release(nbytes)
+        for updating in self._updating.values():
+            for arrival in updating.arrivals:
+                with contextlib.suppress(Exception):
+                    # Update lane -> host. Without this, an update goes on in a slot that is somebody else's.
+                    arrival.finish()
+            self.room.give(updating.slot)
+        self._updating.clear()
         self._collected.clear()
-        self._norms.clear()
-        if self.updater is not None:
-            self.updater.end(failed=True)
+        self.homeward.abandon()
         self.release()
 
 
@@ -377,26 +267,3 @@ class _Done(Arrival):
 
 
 _DONE = _Done()
-
-
-def _nbytes(gradients: Iterable[Tensor]) -> int:
-    return sum(gradient.numel() * gradient.element_size() for gradient in gradients)
-
-
-def _store(block: Block, offset: int, gradient: Tensor) -> Tensor:
-    block.write(bytes_of(gradient), offset)
-    return gradient
-
-
-def _convert(home: Tensor, gradient: Tensor) -> Tensor:
-    home.copy_(gradient, non_blocking=True)
-    return gradient
-
-
-def _add(home: Tensor, gradient: Tensor) -> Tensor:
-    """Adds in the home's precision: on the spot, or where the gradient is if that is a device."""
-    if gradient.device == home.device:
-        return home.add_(gradient)
-    total = home.to(gradient.device, non_blocking=True)
-    home.copy_(total.add_(gradient), non_blocking=True)
-    return total

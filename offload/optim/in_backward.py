@@ -11,23 +11,43 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from offload.lane import Arrival
+from offload.optim.piece import Piece
+from offload.optim.update import Update
 from offload.shard import Shard, Slice
 
-if TYPE_CHECKING:
-    from offload.optim.optimizer import OffloadOptimizer
-
 __all__ = ["InBackward"]
+
+
+class Decides(Protocol):
+    """An optimizer, as far as updates in backward ask it."""
+
+    pieces: dict[Shard, list[Piece]]
+
+    def options(self) -> list[dict[str, Any]]:
+        """Hyperparameters of all groups as of now."""
+
+    def update(
+        self,
+        shard: Shard,
+        options: list[dict[str, Any]],
+        coefficient: Tensor | None = None,
+        kept: dict[Slice, Tensor] | None = None,
+    ) -> Update | None:
+        """The update of one shard from the gradients at home, and those that were ``kept`` from going there."""
+
+    def mark(self, shard: Shard, update: Update) -> None:
+        """Makes an update pending."""
 
 
 class InBackward:
     """What the streamer asks while a backward brings gradients. Made for one optimizer."""
 
-    def __init__(self, optimizer: OffloadOptimizer) -> None:
+    def __init__(self, optimizer: Decides) -> None:
         # The streamer must not keep an optimizer alive that everybody else has forgotten.
         self._optimizer = weakref.ref(optimizer)
         self.accumulating = 0
@@ -50,11 +70,11 @@ class InBackward:
         """The step is over: the next backward updates again."""
         self._updated = None
 
-    def begin(self, waiting: int) -> None:
-        """A backward begins, and ``waiting`` other forwards still wait for theirs."""
+    def begin(self, waiting: int) -> bool:
+        """A backward begins, and ``waiting`` other forwards still wait for theirs; says whether it will update."""
         optimizer = self._optimizer()
         if optimizer is None or self.accumulating:
-            return
+            return False
         self.check()
         if self._updated is not None:
             raise RuntimeError(
@@ -67,6 +87,7 @@ class InBackward:
                 f"parameters under them; run it under `with optimizer.accumulate():`, or delete their outputs"
             )
         self._running, self._updated, self._options = True, [], optimizer.options()
+        return True
 
     def keep(self, shard: Shard, gradients: list[Tensor | None]) -> dict[Slice, Tensor]:
         """Takes those gradients of a visit that are complete and need not go home."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,10 +17,11 @@ from offload.budget import parse_bytes
 from offload.lane import Lane, ThreadLane
 from offload.model import OffloadModel
 from offload.norm import clip_coefficient, forget, norm_of, noted, total_norm
+from offload.optim.desk import Desk
 from offload.optim.groups import options_of, resolve_groups, stand_in
 from offload.optim.in_backward import InBackward
 from offload.optim.piece import HostPiece, Piece, Recipe, Task
-from offload.optim.staged import Desk, StagedPiece, cut
+from offload.optim.staged import StagedPiece, cut
 from offload.optim.update import Update
 from offload.shard import Shard, Slice
 
@@ -107,14 +109,15 @@ class OffloadOptimizer(Optimizer):
         for group, shadow in zip(groups, template.param_groups, strict=True):
             group.update(options_of(shadow))
         super().__init__(groups, dict(template.defaults))
+        homeward = self._streamer.homeward
         if update_in_backward:
-            if isinstance(self._streamer.updater, InBackward) and self._streamer.updater.alive:
+            if isinstance(homeward.updater, InBackward) and homeward.updater.alive:
                 raise ValueError("this model has an optimizer with update_in_backward=True already; use that one")
             self._in_backward = InBackward(self)
-            self._streamer.updater = self._in_backward
-        self._streamer.note_norms |= max_norm is not None
+            homeward.updater = self._in_backward
+        homeward.note_norms |= max_norm is not None
         if gradient_bytes is not None:
-            self._streamer.gradient_bytes = parse_bytes(gradient_bytes, "gradient_bytes")
+            homeward.gradient_bytes = parse_bytes(gradient_bytes, "gradient_bytes")
         model._optimizers.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -163,17 +166,19 @@ class OffloadOptimizer(Optimizer):
         options = self.options()
         updates = {shard: self.update(shard, options, coefficient) for shard in self.pieces}
         self._run_sparse(updates)
-        for shard, update in updates.items():
-            if update is not None:
-                self.mark(shard, update)
+        decided = [(shard, update) for shard, update in updates.items() if update is not None]
+        for shard, update in decided:
+            self.mark(shard, update)
+        # The next forward loads the shards in their order.
+        for (_, update), (_, following) in itertools.pairwise(decided):
+            update.following = following
         self.steps += 1
         if self._in_backward is not None:
             self._in_backward.close()
         if not self._model._tier.blocking_io:
             # Host memory has no slot to update in, so there is nothing to wait for.
-            for update in updates.values():
-                if update is not None:
-                    update.start()
+            for _, update in decided:
+                update.start()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Takes all gradients away; a pending update keeps its own. ``set_to_none=False`` first finishes it."""

@@ -71,6 +71,8 @@ class BoundaryStore:
         self._largest = 0
         self._entries: dict[Hashable, _Entry] = {}
         self._on_device: dict[_Entry, None] = {}
+        #: On the device for their last use, beside what rests there.
+        self._in_use: dict[_Entry, None] = {}
 
     def put(self, key: Hashable, value: Any, uses: Sequence[int]) -> int:
         """Takes a value that will be used at the ascending positions ``uses``. Returns its bytes."""
@@ -82,8 +84,11 @@ class BoundaryStore:
         self._arrive(entry, entry.next_use)
         return nbytes
 
-    def get(self, key: Hashable, now: int) -> Any:
+    def get(self, key: Hashable, now: int, *, last: bool = False) -> Any:
         """The value of ``key``, for the use at position ``now``.
+
+        ``last``: it is dropped after this use. Without this promise it might be written out while it is used, for
+        nobody.
 
         Raises:
             RuntimeError: if one of its tensors was changed in place since it was put.
@@ -114,6 +119,10 @@ class BoundaryStore:
                 f"the activation that enters shard {key} was changed in place after the forward that needs it for its "
                 f"backward; clone it before changing it"
             )
+        if last and entry in self._on_device:
+            self._on_device.pop(entry)
+            self._bytes -= entry.nbytes
+            self._in_use[entry] = None
         return unflatten(list(entry.leaves), entry.spec)
 
     def prefetch(self, key: Hashable) -> None:
@@ -144,6 +153,9 @@ class BoundaryStore:
             return
         if entry in self._on_device:
             self._leave(entry)
+        elif entry in self._in_use:
+            self._in_use.pop(entry)
+            self._meter.release(entry.nbytes)
         if entry.written is None:
             return
         scratch, tickets = self._scratch, entry.tickets
@@ -159,7 +171,8 @@ class BoundaryStore:
         self._releases.append(self._lane.submit("release boundary", release, after))
 
     def __del__(self) -> None:
-        self._meter.release(self._bytes + sum(nbytes for _, _, nbytes in self._leaving))
+        in_use = sum(entry.nbytes for entry in self._in_use)
+        self._meter.release(self._bytes + in_use + sum(nbytes for _, _, nbytes in self._leaving))
 
     def close(self) -> None:
         """Forgets everything, after the copies in flight."""
@@ -175,6 +188,8 @@ class BoundaryStore:
             self._meter.release(self._leaving.popleft()[2])
         for entry in list(self._on_device):
             self._leave(entry)
+        while self._in_use:
+            self._meter.release(self._in_use.popitem()[0].nbytes)
         self._entries.clear()
         if self._scratch is not None:
             self._scratch.close()
@@ -188,7 +203,7 @@ class BoundaryStore:
         if self._scratch is None:
             return
         self._largest = max(self._largest, entry.nbytes)
-        # Besides what rests here: one that a layer still reads after it left, one coming, and those on their way out.
+        # Besides what rests here: one that a layer reads, one coming, and those on their way out.
         moving = (2 + WRITES_IN_FLIGHT) * self._largest
         if self._strict and moving > self._budget_bytes:
             raise ValueError(

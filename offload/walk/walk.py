@@ -21,7 +21,6 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,12 +35,10 @@ from offload.tier import Tier
 from offload.untouched import Untouched
 from offload.walk.boundary import BoundaryStore
 from offload.walk.cell import Cell, CellRunner, OutputFn
+from offload.walk.crossing import Crossing, requires, rows_of, versions_of
 from offload.walk.graphs import graphs_that_fit
-from offload.walk.raw import RawChunk
-from offload.walk.saved import weights_by_reference
-from offload.walk.source import Source
-from offload.walk.tape import KeptCell, Tape
-from pipe.nested import flatten, map_tensors, unflatten
+from offload.walk.tape import Tape
+from pipe.nested import flatten
 from pipe.phase import is_recomputing
 
 __all__ = ["Walk"]
@@ -71,9 +68,11 @@ class Walk:
     ) -> None:
         self.shards = shards
         self._strict = strict
-        self._param_dtype = param_dtype
         self.streamer = Streamer(shards, slots=slots, device=device, tier=tier, lanes=lanes, meter=meter)
         self.runners = [CellRunner(shard, names, device) for shard, names in zip(shards, layer_names, strict=True)]
+        self._crossing = Crossing(
+            self.runners, device=device, meter=meter, recompute=recompute, param_dtype=param_dtype
+        )
         self.device = device
         self._tier = tier
         self._lanes = lanes
@@ -120,7 +119,7 @@ class Walk:
         inputs = [flatten(chunk)[0] for chunk in chunks]
         input_requires_grad = any(isinstance(x, Tensor) and x.requires_grad for leaves in inputs for x in leaves)
         first = 0 if input_requires_grad else next((s.index for s in self.shards if s.trainable), len(self.shards))
-        rows = [_rows(leaves) for leaves in inputs]
+        rows = [rows_of(leaves) for leaves in inputs]
         graphs: frozenset[Cell] = frozenset()
         if self._recompute and self._graph_bytes:
             known = [runner.graph_bytes_per_row for runner in self.runners]
@@ -136,9 +135,9 @@ class Walk:
             inputs=inputs,
             rows=rows,
             graphs=graphs,
-            input_versions=[_versions(leaves) for leaves in inputs],
+            input_versions=[versions_of(leaves) for leaves in inputs],
             input_specs=[flatten(chunk)[1] for chunk in chunks],
-            requires={Cell(0, i): _requires(leaves) for i, leaves in enumerate(inputs)},
+            requires={Cell(0, i): requires(leaves) for i, leaves in enumerate(inputs)},
         )
 
     def forward(self, tape: Tape, chunks: Sequence[Any]) -> list[Any]:
@@ -162,16 +161,18 @@ class Walk:
                 microbatches=m,
                 resident=self.streamer.resident(),
                 later=range(n) if in_turn else range(n - 1, tape.first - 1, -1) if tape.records else (),
+                pending=self.streamer.pending(),
             )
             outputs: list[Any] = [None] * m
 
             def visit(j: int, microbatches: Sequence[int]) -> None:
                 records = tape.records and j >= tape.first
                 for i in microbatches:
-                    boundary = self._boundary(tape, Cell(j, i), now=j * m + i)
+                    last = not records or self._crossing.keeps_graph(tape, Cell(j, i))
+                    boundary = self._crossing.enter(tape, Cell(j, i), now=j * m + i, last=last)
                     tape.boundaries.prefetch((j, i + 1) if i + 1 < m else (j + 1, 0))
-                    output = self._forward_cell(tape, Cell(j, i), boundary)
-                    if not records or self._keeps_graph(tape, Cell(j, i)):
+                    output = self._crossing.forward(tape, Cell(j, i), boundary)
+                    if last:
                         tape.boundaries.drop((j, i))
                     if j + 1 < n:
                         nbytes = tape.boundaries.put((j + 1, i), output, self._uses(tape, j + 1, i))
@@ -188,31 +189,12 @@ class Walk:
                 tape.output_shapes.append([x.shape if isinstance(x, Tensor) else None for x in leaves])
             if tape.records:
                 self._tapes.add(tape)
+                self.streamer.leave_homes(tape.first)  # the others must not change before the backward
             else:
                 self.streamer.leave_homes()
                 # What is in slots stays there. The next forward asks whether it still holds what the homes do.
                 self._untouched.mark()
         return outputs
-
-    def _forward_cell(self, tape: Tape, cell: Cell, boundary: Any) -> Any:
-        runner = self.runners[cell.j]
-        output_fn = self._output_fn(tape, cell)
-        with self._meter.cell("F", cell.j, cell.i, tape.rows[cell.i]):
-            if not tape.records or cell.j < tape.first:
-                return map_tensors(Tensor.detach, runner.forward(boundary, output_fn))
-            source, value = self._source(tape, cell, boundary)
-            if not self._keeps_graph(tape, cell):
-                output, tape.cells[cell] = runner.forward_recorded(value, output_fn)
-                self._meter.saw_activations(runner.activation_bytes, tape.rows[cell.i])
-                runner.graph_bytes_per_row = runner.graph_bytes / max(tape.rows[cell.i], 1)
-            else:
-                kept: dict[int, int] = {}
-                with weights_by_reference(self.shards[cell.j], kept):
-                    output = runner.forward_with_graph(value, output_fn)
-                self._meter.kept_activations(cell.j, sum(kept.values()), tape.rows[cell.i])
-                tape.kept[cell] = KeptCell(source, flatten(output)[0])
-            tape.requires[Cell(cell.j + 1, cell.i)] = _requires(flatten(output)[0])
-            return map_tensors(Tensor.detach, output)
 
     # --- backward -----------------------------------------------------------------------------------------------
 
@@ -237,9 +219,9 @@ class Walk:
         with contextlib.closing(gradients), self._exclusively():
             self._untouched.forget()
             resident = self.streamer.resident()
-            self._check_unchanged(tape)
-            if accumulate and self.streamer.updater is not None:
-                self.streamer.updater.begin(waiting=sum(other is not tape and not other.used for other in self._tapes))
+            self._crossing.check_unchanged(tape, self.shards)
+            waiting = sum(other is not tape and not other.used for other in self._tapes)
+            updates = accumulate and self.streamer.homeward.begin(waiting)
             order = range(n - 1, tape.first - 1, -1)
             in_turn = self._held_still > 0 or self.streamer.room.shared
             plan = plan_pass(
@@ -249,6 +231,8 @@ class Walk:
                 microbatches=m,
                 resident=resident,
                 later=order if in_turn else (),
+                pending=self.streamer.pending(),
+                updates=updates,
             )
             for i, given in enumerate(output_gradients):
                 gradients.put((n, i), list(given), [last + i])
@@ -256,13 +240,15 @@ class Walk:
             def visit(j: int, microbatches: Sequence[int]) -> None:
                 for i in microbatches:
                     now = last + (n - 1 - j) * m + i
-                    given = gradients.get((j + 1, i), now)
-                    kept = self._keeps_graph(tape, Cell(j, i))
-                    boundary = None if kept else self._boundary(tape, Cell(j, i), now)
+                    given = gradients.get((j + 1, i), now, last=True)
+                    kept = self._crossing.keeps_graph(tape, Cell(j, i))
+                    boundary = None if kept else self._crossing.enter(tape, Cell(j, i), now, last=consume)
                     following = (j, i + 1) if i + 1 < m else (j - 1, 0)
                     tape.boundaries.prefetch(following)
                     gradients.prefetch((following[0] + 1, following[1]))
-                    back = self._backward_cell(tape, Cell(j, i), boundary, given, consume, accumulate)
+                    back = self._crossing.backward(
+                        tape, Cell(j, i), boundary, given, consume=consume, accumulate=accumulate
+                    )
                     gradients.drop((j + 1, i))
                     if consume:
                         tape.boundaries.drop((j, i))
@@ -272,49 +258,14 @@ class Walk:
                         input_gradients[i] = back
 
             self._follow(plan, visit)
-            self.streamer.settle()
+            self.streamer.homeward.settle()
             # In a turn the next micro-batch comes at once; a new forward begins with empty slots anyway.
             if not in_turn:
+                self.streamer.leave_homes()
                 self.streamer.release()
         if in_turn and not self._held_still:
             self.streamer.room.look_back(self.streamer)
         return input_gradients
-
-    def _backward_cell(
-        self, tape: Tape, cell: Cell, boundary: Any, given: list[Any], consume: bool, accumulate: bool
-    ) -> list[Any]:
-        runner = self.runners[cell.j]
-        keeps_graph = self._keeps_graph(tape, cell)
-        with self._meter.cell("B", cell.j, cell.i, tape.rows[cell.i]):
-            if not keeps_graph:
-                source, value = self._source(tape, cell, boundary)
-                outputs = flatten(runner.recompute(value, tape.cells[cell], self._output_fn(tape, cell)))[0]
-                self._check_same(tape, cell, outputs)
-            else:
-                kept = tape.kept[cell]
-                source, outputs = kept.source, kept.outputs
-                if consume:
-                    del tape.kept[cell]
-            # A gradient that no output can take (an integer, a constant) is dropped together with its output.
-            pairs = [
-                (y, g.to(y.device))
-                for y, g in zip(outputs, given, strict=True)
-                if isinstance(y, Tensor) and y.requires_grad and g is not None
-            ]
-            roots, gradients = [y for y, _ in pairs], [g for _, g in pairs]
-            # A kept graph is the tape's, which autograd frees together with the forward it belongs to.
-            retain = keeps_graph and not consume
-            back: list[Tensor | None] = [None] * len(source.leaves)
-            if roots and accumulate:
-                torch.autograd.backward(roots, gradients, retain_graph=retain)
-                back = source.take()
-                self.shards[cell.j].widen_gradients()
-            elif roots and source.wanted:
-                found = torch.autograd.grad(roots, source.wanted, gradients, retain_graph=retain, allow_unused=True)
-                back = source.take(found)
-            # A layer that writes its own weights (an embedding with max_norm) did so in forward; that counts once.
-            self.shards[cell.j].set_versions(tape.versions[cell.j])
-            return back
 
     # --- what both need -----------------------------------------------------------------------------------------
 
@@ -324,14 +275,20 @@ class Walk:
         def cell_of(action: Action) -> int | None:
             return None if action.microbatch is None else action.shard
 
-        move = {Kind.LOAD: self.streamer.load, Kind.EVICT: self.streamer.evict, Kind.DRAIN: self.streamer.drain}
+        streamer = self.streamer
+        move = {
+            Kind.LOAD: streamer.load,
+            Kind.EVICT: streamer.evict,
+            Kind.DRAIN: streamer.drain,
+            Kind.UPDATE: streamer.update,
+        }
         for j, actions in itertools.groupby(plan.actions, key=cell_of):
             if j is None:
                 for action in actions:
                     move[action.kind](action.shard)
                 continue
             microbatches = [action.microbatch for action in actions if action.microbatch is not None]
-            with self.streamer.visit(j):
+            with streamer.visit(j):
                 visit(j, microbatches)
 
     @contextlib.contextmanager
@@ -354,83 +311,13 @@ class Walk:
         finally:
             self._busy = False
 
-    def _check_unchanged(self, tape: Tape) -> None:
-        for j, versions in tape.versions.items():
-            if j < tape.first:
-                continue
-            shard = self.shards[j]
-            for s, then, now in zip(shard.slices, versions, shard.versions(), strict=True):
-                if then != now:
-                    raise RuntimeError(
-                        f"parameter {s.name} of shard {j} was changed in place between the forward and its backward, "
-                        f"so the gradient would belong to neither value; step the optimizer after the backward"
-                    )
-
-    @staticmethod
-    def _check_same(tape: Tape, cell: Cell, outputs: Sequence[Any]) -> None:
-        expected = tape.requires[Cell(cell.j + 1, cell.i)]
-        if _requires(outputs) != expected:
-            raise RuntimeError(
-                f"recomputing cell {cell} (shard.micro-batch) returned {_requires(outputs)} for which outputs need a "
-                f"gradient, but its forward returned {expected}; make its layers deterministic, or use "
-                f"checkpoint_activation=False"
-            )
-
-    def _boundary(self, tape: Tape, cell: Cell, now: int) -> Any:
-        """What enters a cell. The user's own inputs are not stored once more: they are the first shard's boundaries."""
-        if cell.j > 0:
-            return tape.boundaries.get((cell.j, cell.i), now)
-        leaves = tape.inputs[cell.i]
-        if _versions(leaves) != tape.input_versions[cell.i]:
-            raise RuntimeError(
-                f"an input of the model (micro-batch {cell.i}) was changed in place between the forward and its "
-                f"backward; clone it before changing it"
-            )
-        if len(leaves) == 1 and isinstance(leaves[0], RawChunk):
-            return partial(leaves[0].call, self._brought)  # made inside the cell, so that it is replayed with it
-        moved = [self._brought(x) if isinstance(x, Tensor) else x for x in leaves]
-        return unflatten(moved, tape.input_specs[cell.i])
-
-    def _brought(self, x: Tensor) -> Tensor:
-        """An input on the compute device, in the type that layers compute in."""
-        dtype = self._param_dtype if x.is_floating_point() and self._param_dtype is not None else x.dtype
-        return x.detach().to(self.device, dtype, non_blocking=True)
-
-    @staticmethod
-    def _source(tape: Tape, cell: Cell, boundary: Any) -> tuple[Source, Any]:
-        """The beginning of a cell's graph, and the boundary as that graph sees it."""
-        leaves, spec = flatten(boundary)
-        source = Source(leaves, tape.requires.get(cell, [False] * len(leaves)))
-        return source, unflatten(list(source.leaves), spec)
-
     def _store(self, *, spills: bool = True) -> BoundaryStore:
         """Room for boundaries, or for their gradients; in backward there is one of each."""
         scratch = self._tier.scratch() if spills else None
         return BoundaryStore(scratch, self._lanes.boundary, self.boundary_bytes // 2, self._meter, strict=self._strict)
-
-    def _keeps_graph(self, tape: Tape, cell: Cell) -> bool:
-        """Whether a cell runs forward once and for all."""
-        return not self._recompute or cell in tape.graphs
-
-    def _output_fn(self, tape: Tape, cell: Cell) -> OutputFn | None:
-        return tape.output_fns[cell.i] if cell.j == len(self.shards) - 1 else None
 
     def _uses(self, tape: Tape, j: int, i: int) -> list[int]:
         n, m = len(self.shards), tape.microbatches
         forward = j * m + i
         again = tape.records and j >= tape.first and not (self._recompute and Cell(j, i) in tape.graphs)
         return [forward, n * m + (n - 1 - j) * m + i] if again else [forward]
-
-
-def _requires(leaves: Sequence[Any]) -> list[bool]:
-    return [isinstance(x, Tensor) and x.requires_grad for x in leaves]
-
-
-def _versions(leaves: Sequence[Any]) -> list[int]:
-    return [x._version for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
-
-
-def _rows(leaves: Sequence[Any]) -> int:
-    """Rows of a micro-batch: the largest dimension 0, since not every input has one."""
-    raw = (x.rows for x in leaves if isinstance(x, RawChunk))
-    return max((*(x.size(0) for x in leaves if isinstance(x, Tensor) and x.dim()), *raw), default=1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import offload.heap
-import offload.streamer
+import offload.homeward
 from offload import OffloadModel
 from offload.heap import Heap, anonymous_bytes
 from offload.tier import Block
@@ -56,7 +56,7 @@ def test_anonymous_memory_counts_what_is_written_to_and_not_what_a_file_backs(tm
 
 
 def test_a_gradient_is_free_as_soon_as_it_is_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = offload.streamer._store
+    store = offload.homeward._store
     alive: list[int] = []
     earlier: list[weakref.ref[torch.UntypedStorage]] = []
 
@@ -65,7 +65,7 @@ def test_a_gradient_is_free_as_soon_as_it_is_home(tmp_path: Path, monkeypatch: p
         earlier.append(weakref.ref(gradient.untyped_storage()))
         return store(block, offset, gradient)
 
-    monkeypatch.setattr(offload.streamer, "_store", watched)
+    monkeypatch.setattr(offload.homeward, "_store", watched)
     model = OffloadModel(build(["linear", "linear"]), "cpu", f"{tmp_path}/", num_slices=1)
     model(torch.ones(2, WIDTH)).sum().backward()
     assert alive == [0] * 8

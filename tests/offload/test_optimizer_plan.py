@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from offload import OffloadModel, OffloadOptimizer
-from offload.plan import Kind, validate
+from offload.plan import Kind, Plan, validate
 from tests.offload.pair import Pair
+from tests.offload.prompt import PromptLane
 from tests.offload.zoo import WIDTH, build
 
 
@@ -67,6 +68,55 @@ def test_updates_run_in_the_order_of_the_plan(home: str, tmp_path: Path, in_back
     ran = [event.token for event in sorted(events, key=lambda e: e.begin) if event.track == "update lane"]
     # In host memory, updates begin at once at step(), so this trace also holds those that its own step decided.
     assert ran[-4:] == expected
+
+
+@pytest.mark.parametrize("slots", [2, 4])
+@pytest.mark.parametrize("how", ["none", "before a load", "in backward"])
+def test_what_is_executed_are_the_tokens_that_are_printed(
+    tmp_path: Path, how: str, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = OffloadModel(
+        build(["linear", "linear"]),
+        "cpu",
+        f"{tmp_path}/",
+        num_slices=4,
+        checkpoint_activation=True,
+        num_microbatches=2,
+        num_slots=slots,
+    )
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if how != "none":
+        monkeypatch.setattr("offload.optim.optimizer.open_update_lane", lambda device: PromptLane())
+        optimizer = OffloadOptimizer(model, torch.optim.AdamW, update_in_backward=how == "in backward")
+    step(model, optimizer)
+    executed: list[str] = []
+
+    def noting(owner: Any, name: str, token: str) -> None:
+        method = getattr(owner, name)
+
+        def noted(*args: Any, **more: Any) -> Any:
+            executed.append(f"{token}{args[0]}" if isinstance(args[0], int) else f"{token}{args[1]}")
+            return method(*args, **more)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for name in ("load", "drain", "update"):
+        noting(model._walk.streamer, name, name[0].upper())
+    noting(model._walk._crossing, "forward", "F")
+    noting(model._walk._crossing, "backward", "B")
+    streamer, evict = model._walk.streamer, model._walk.streamer.evict
+    follow = model._walk._follow
+
+    def following(plan: Plan, visit: Any) -> None:  # outside a pass, slots are given up without a plan
+        monkeypatch.setattr(streamer, "evict", lambda j: (executed.append(f"E{j}"), evict(j))[1])
+        follow(plan, visit)
+        monkeypatch.setattr(streamer, "evict", evict)
+
+    monkeypatch.setattr(model._walk, "_follow", following)
+    printed = str(model.plan(batch_rows=2))
+    step(model, optimizer)
+    assert " ".join(executed) == printed
+    assert ("U" in printed) == (how != "none")
 
 
 def test_an_estimate_includes_updates(home: str) -> None:
