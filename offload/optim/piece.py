@@ -9,7 +9,7 @@ Guarantees
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from offload.optim.desk import Write
 from offload.shard import Shard, Slice
 
-__all__ = ["HostPiece", "Piece", "Recipe", "Task", "Torn", "Write"]
+__all__ = ["HostPiece", "Piece", "Recipe", "Task", "Torn"]
 
 #: Classes with a fused kernel for the CPU whose result agrees with the plain one to rounding. SGD is left out: its
 #: plain update is as fast as memory, and is then bit-equal to that of a resident model.
@@ -48,14 +49,6 @@ class Recipe:
     def make(self, group: dict[str, Any]) -> Optimizer:
         """An optimizer of one group."""
         return self.kind([group], **self.arguments)
-
-
-@dataclass
-class Write:
-    """Bytes that are ready to go where they rest."""
-
-    source: Tensor
-    to: Callable[[Tensor], object]
 
 
 @dataclass(eq=False)
@@ -139,8 +132,16 @@ class Piece(ABC):
         """Finishes what an earlier attempt computed but could not write."""
 
     @abstractmethod
-    def run(self, task: Task, slot: Tensor | None) -> None:
-        """Updates the parameters. ``slot`` is memory that holds the shard's home already, if there is any."""
+    def run(self, task: Task, slot: Tensor | None, following: Task | None = None) -> None:
+        """Updates the parameters.
+
+        ``slot`` is memory that holds the shard's home already, if there is any; ``following`` is what runs next, if
+        that is known.
+        """
+
+    @abstractmethod
+    def look_ahead(self, task: Task) -> None:
+        """Begins to bring what :meth:`run` will need, as far as that takes time."""
 
 
 class HostPiece(Piece):
@@ -149,7 +150,10 @@ class HostPiece(Piece):
     def flush(self, task: Task) -> None:
         """Nothing is left over: there is nothing to write."""
 
-    def run(self, task: Task, slot: Tensor | None) -> None:
+    def look_ahead(self, task: Task) -> None:
+        """Everything is there."""
+
+    def run(self, task: Task, slot: Tensor | None, following: Task | None = None) -> None:
         """Updates the parameters where they are."""
         optimizer = self.prepare(task.options)
         gradients = [g if g is None else g.to(p.device) for g, p in zip(task.gradients, self.proxies, strict=True)]

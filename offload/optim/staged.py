@@ -2,7 +2,8 @@
 
 An optimizer could work on the mapped files themselves. But then it reads by page faults in the middle of its
 arithmetic, a full or failing disk is a signal that kills the process, and what was half-written cannot be told from
-what was not. So a bite of the piece at a time is read onto a desk in memory, updated there, and written.
+what was not. So a bite of the piece at a time is read onto a desk in memory, updated there, and written, while the next
+bite is being read.
 
 ::
 
@@ -11,7 +12,7 @@ what was not. So a bite of the piece at a time is read onto a desk in memory, up
     states     their file --> desk -------------+                +--> their file
 
 Guarantees
-    * The desk holds one bite. A parameter larger than :data:`BITE_BYTES` is updated in several, where the class is
+    * The desk holds two bites. A parameter larger than :data:`BITE_BYTES` is updated in several, where the class is
       known to treat every element alone. So memory grows neither with the model nor with its largest parameter.
     * What rests is written only after a bite's arithmetic is done, and a write that failed is repeated, not computed
       again. So an update can be resumed after any error, and nothing is applied twice.
@@ -19,7 +20,7 @@ Guarantees
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,17 +29,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.optim.piece import Piece, Recipe, Task, Write
+from offload.optim.desk import Desk, Read, Tray, Write
+from offload.optim.piece import Piece, Recipe, Task
 from offload.partition import aligned
 from offload.shard import Shard, Slice
 from offload.tier import Block, Tier
-from offload.tier.buffer import PAGE_BYTES, host_buffer, whole_pages
+from offload.tier.buffer import PAGE_BYTES, whole_pages
 from offload.tier.contract import bytes_of
 
-__all__ = ["BITE_BYTES", "Desk", "StagedPiece", "cut"]
+__all__ = ["BITE_BYTES", "StagedPiece", "cut"]
 
 #: Bytes of weights that are updated at once.
-BITE_BYTES = 16 << 20
+BITE_BYTES = 8 << 20
 
 #: Classes whose update of one element depends on no other element, and whose states have the parameter's shape.
 ELEMENTWISE = (
@@ -64,31 +66,6 @@ def cut(slices: Sequence[Slice]) -> Iterator[list[Slice]]:
         piece.append(s)
     if piece:
         yield piece
-
-
-class Desk:
-    """Memory that bites take in turn. Only one lane works here, so there is one desk.
-
-    A part lies within its page as the bytes lie within theirs in the file, so that a disk can move them with no copy.
-    """
-
-    def __init__(self) -> None:
-        self._memory = host_buffer(0)
-        self._used = 0
-
-    def clear(self, parts: Sequence[int]) -> None:
-        """Makes room for parts of these bytes."""
-        nbytes = sum(parts) + len(parts) * PAGE_BYTES
-        if self._memory.numel() < nbytes:
-            self._memory = host_buffer(0)  # before the larger one is made
-            self._memory = host_buffer(nbytes)
-        self._used = 0
-
-    def take(self, nbytes: int, offset: int = 0) -> Tensor:
-        """Memory for the ``nbytes`` at ``offset`` of a file; flat, uint8."""
-        begin = self._used + (offset - self._used) % PAGE_BYTES
-        self._used = begin + nbytes
-        return self._memory[begin : self._used]
 
 
 @dataclass(frozen=True)
@@ -159,27 +136,44 @@ class StagedPiece(Piece):
             self._put_to_rest()
         return optimizer
 
-    def run(self, task: Task, slot: Tensor | None) -> None:
-        """Updates bite by bite, from where an earlier attempt failed."""
+    def run(self, task: Task, slot: Tensor | None, following: Task | None = None) -> None:
+        """Updates bite by bite, from where an earlier attempt failed; at the end ``following`` is being read."""
         self.flush(task)
         self.prepare(task.options)
-        if task.before is None:
-            task.before = [self._small(state) if state else None for state in self.states()]
+        self._note(task)
         bites = self._bites(task)
         while task.bites_done < len(bites):
-            self._run_bite(task, bites[task.bites_done], slot, task.before)
+            self._run_bite(task, bites, slot, following)
+
+    def look_ahead(self, task: Task) -> None:
+        """Begins to read the first bite that is still to be done."""
+        self._note(task)
+        bites = self._bites(task)
+        if task.bites_done < len(bites):
+            self._desk.look_ahead(*self._wanted(task, bites, task.bites_done))
 
     def flush(self, task: Task) -> None:
         """Writes what is computed but not at rest yet."""
-        if task.unwritten:
-            while task.unwritten:
-                write = task.unwritten[0]
-                write.to(write.source)
-                task.bytes_written += write.source.numel()
-                task.unwritten.pop(0)
-            task.bites_done += 1
+        if not task.unwritten:
+            return
+        nbytes = _nbytes(task.unwritten)
+        try:
+            self._desk.write(task.unwritten)
+        except BaseException:
+            # The desk and the slot are about to be used again.
+            for write in task.unwritten:
+                write.source = write.source.clone()
+            raise
+        finally:
+            task.bytes_written += nbytes - _nbytes(task.unwritten)
+        task.bites_done += 1
 
     # --- one bite -----------------------------------------------------------------------------------------------
+
+    def _note(self, task: Task) -> None:
+        """Notes what the states were before the task, when it is first looked at."""
+        if task.before is None:
+            task.before = [self._small(state) if state else None for state in self.states()]
 
     def _bites(self, task: Task) -> list[Bite]:
         s = self.slices[0]
@@ -189,17 +183,46 @@ class StagedPiece(Piece):
         step, count = BITE_BYTES // s.dtype.itemsize, s.parameter.numel()
         return [Bite(begin, min(begin + step, count)) for begin in range(0, count, step)]
 
-    def _run_bite(
-        self, task: Task, bite: Bite, slot: Tensor | None, before: Sequence[Mapping[str, Any] | None]
-    ) -> None:
-        optimizer = self.optimizer
+    def _wanted(self, task: Task, bites: Sequence[Bite], index: int) -> tuple[Hashable, list[Read], int]:
+        """What a bite of a task is called, what of it rests in files, and bytes of room for the rest of it."""
+        bite, before, reads, room_bytes = bites[index], task.before, [], 0
+        assert before is not None
+        for k, gradient in enumerate(task.gradients):
+            if gradient is None:
+                continue
+            s = self.slices[k]
+            offset, nbytes = bite.span(s.nbytes, s.dtype.itemsize)
+            room_bytes += 2 * (nbytes + PAGE_BYTES)  # weights, where no slot has them, and a gradient that is in memory
+            if self._in_file(s, gradient):
+                assert self.shard.gradients is not None
+                reads.append(Read((k, None), self.shard.gradients, s.offset + offset, nbytes))
+            if before[k] is None:
+                continue  # the optimizer starts from nothing, for each bite anew
+            for (owner, key), rest in self._rest.items():
+                if owner == k:
+                    offset, nbytes = bite.span(rest.nbytes, rest.dtype.itemsize)
+                    reads.append(Read((k, key), rest.block, rest.offset + offset, nbytes))
+        return (task, index), reads, room_bytes
+
+    def _in_file(self, s: Slice, gradient: Tensor) -> bool:
+        block = self.shard.gradients
+        if gradient.is_sparse or block is None:
+            return False
+        return gradient.data_ptr() == block.tensor.data_ptr() + s.offset
+
+    def _run_bite(self, task: Task, bites: Sequence[Bite], slot: Tensor | None, following: Task | None) -> None:
+        optimizer, before = self.optimizer, task.before
         assert optimizer is not None
+        assert before is not None
+        bite = bites[task.bites_done]
+        tray = self._desk.lay(*self._wanted(task, bites, task.bites_done))
         chosen = [k for k, gradient in enumerate(task.gradients) if gradient is not None]
-        self._desk.clear(self._parts(chosen, bite))
         writes: list[Write] = []
         try:
             for k in chosen:
-                writes.extend(self._lay_out(task, k, bite, slot, before[k]))
+                writes.extend(self._lay_out(task, k, bite, tray, slot, before[k]))
+            task.bytes_read += tray.bytes_read
+            self._look_past(task, bites, following)
             optimizer.step()
             self._make_room(chosen, bite)
             for k in chosen:
@@ -213,75 +236,56 @@ class StagedPiece(Piece):
         for k in chosen:
             self._come_to_rest(k)
         task.unwritten = writes
-        try:
-            self.flush(task)
-        except BaseException:
-            # The desk and the slot are about to be used again.
-            for write in task.unwritten:
-                write.source = write.source.clone()
-            raise
+        self.flush(task)
 
-    def _parts(self, chosen: Sequence[int], bite: Bite) -> list[int]:
-        """Bytes of all that comes to the desk: weights, gradients and states."""
-        parts = []
-        for k in chosen:
-            s = self.slices[k]
-            parts += 2 * [bite.span(s.nbytes, s.dtype.itemsize)[1]]
-            rests = [rest for (owner, _), rest in self._rest.items() if owner == k]
-            parts += [bite.span(rest.nbytes, rest.dtype.itemsize)[1] for rest in rests]
-        return parts
+    def _look_past(self, task: Task, bites: Sequence[Bite], following: Task | None) -> None:
+        """Begins to read the bite after the present one, of this task or of the following."""
+        index = task.bites_done + 1
+        if index < len(bites):
+            self._desk.look_ahead(*self._wanted(task, bites, index))
+        elif following is not None:
+            following.piece.look_ahead(following)
 
     def _lay_out(
-        self, task: Task, k: int, bite: Bite, slot: Tensor | None, before: Mapping[str, Any] | None
+        self, task: Task, k: int, bite: Bite, tray: Tray, slot: Tensor | None, before: Mapping[str, Any] | None
     ) -> Iterator[Write]:
-        """Brings one parameter, its gradient and its states into memory; yields what must be written afterwards."""
+        """Has one parameter, its gradient and its states in memory; yields what must be written afterwards."""
         s, proxy, home = self.slices[k], self.proxies[k], self.shard.home
         assert self.optimizer is not None
         assert home is not None
         offset, nbytes = bite.span(s.nbytes, s.dtype.itemsize)
         offset += s.offset
-        if slot is None:
-            weights = self._desk.take(nbytes, offset)
-            home.read_into(weights, offset)
-            task.bytes_read += nbytes
-        else:
-            weights = slot[offset : offset + nbytes]
+        weights = tray.read(Read(k, home, offset, nbytes)) if slot is None else slot[offset : offset + nbytes]
         proxy.data = bite.shape(weights, s.dtype, s.parameter.shape, s.stride)
         yield Write(weights, partial(_write, home, offset))
-        proxy.grad, writes = self._gradient(task, k, bite)
+        proxy.grad, writes = self._gradient(task, k, bite, tray)
         yield from writes
         state = self.optimizer.state[proxy]
         state.clear()
         if before is None:
-            return  # the optimizer starts from nothing, for each bite anew
+            return
         state.update(self._small(before))
         for (owner, key), rest in self._rest.items():
             if owner == k:
-                offset, nbytes = bite.span(rest.nbytes, rest.dtype.itemsize)
-                part = self._desk.take(nbytes, rest.offset + offset)
-                rest.block.read_into(part, rest.offset + offset)
-                task.bytes_read += nbytes
-                state[key] = bite.shape(part, rest.dtype, rest.shape, rest.stride)
+                state[key] = bite.shape(tray.part((k, key)), rest.dtype, rest.shape, rest.stride)
 
-    def _gradient(self, task: Task, k: int, bite: Bite) -> tuple[Tensor, list[Write]]:
+    def _gradient(self, task: Task, k: int, bite: Bite, tray: Tray) -> tuple[Tensor, list[Write]]:
         s, gradient, coefficient = self.slices[k], task.gradients[k], task.coefficient
         assert gradient is not None
         if gradient.is_sparse:
             return (gradient if coefficient is None else gradient * coefficient), []
         offset, nbytes = bite.span(s.nbytes, s.dtype.itemsize)
-        block = self.shard.gradients
         to: Callable[[Tensor], object]
-        if block is not None and gradient.data_ptr() == block.tensor.data_ptr() + s.offset:
-            part = self._desk.take(nbytes, s.offset + offset)
-            block.read_into(part, s.offset + offset)
-            task.bytes_read += nbytes
-            to = partial(_write, block, s.offset + offset)
+        if self._in_file(s, gradient):
+            assert self.shard.gradients is not None
+            part = tray.part((k, None))
+            to = partial(_write, self.shard.gradients, s.offset + offset)
         else:
             if gradient.stride() != s.stride or gradient.device.type != "cpu":
                 dense = torch.empty_strided(s.parameter.shape, s.stride, dtype=s.dtype)
                 gradient = task.gradients[k] = dense.copy_(gradient)
             resting = bytes_of(gradient)[offset : offset + nbytes]
-            part = resting if coefficient is None else self._desk.take(nbytes).copy_(resting)
+            part = resting if coefficient is None else tray.take(nbytes).copy_(resting)
             to = resting.copy_
         if coefficient is None:
             return bite.shape(part, s.dtype, s.parameter.shape, s.stride), []
@@ -354,6 +358,10 @@ class StagedPiece(Piece):
                 write.to(write.source)
             if self.states()[k]:
                 self._come_to_rest(k)
+
+
+def _nbytes(writes: Sequence[Write]) -> int:
+    return sum(write.source.numel() for write in writes)
 
 
 def _rests(value: Any) -> bool:

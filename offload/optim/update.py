@@ -52,6 +52,8 @@ class Update:
         self._failed = False
         self._torn: Torn | None = None
         self._filled: Tensor | None = None
+        #: The update that is expected next: what it needs is read while this one ends.
+        self.following: Update | None = None
 
     def start(self, slot: Tensor | None = None, after: Sequence[Arrival] = ()) -> Arrival:
         """Starts the update, unless it is under way or done. ``slot`` is where the shard is about to be loaded."""
@@ -84,6 +86,8 @@ class Update:
             for task in self.tasks:
                 task.piece.flush(task)
             if slot is not None and self._shard.home is not None:
+                if (first := self._first_task()) is not None:
+                    first.piece.look_ahead(first)
                 with self._meter.on_lane("load", f"L{self._shard.index}"):
                     self._shard.home.read_into(slot)
             with self._meter.on_lane("update", f"U{self._shard.index}"):
@@ -107,10 +111,19 @@ class Update:
             meter.update_bytes_written += task.bytes_written
             meter.bytes_applied += task.nbytes
 
+    def _first_task(self) -> Task | None:
+        return next((task for task in self.tasks if not task.done), None)
+
     def _run_tasks(self, slot: Tensor | None) -> None:
-        for task in self.tasks:
+        for k, task in enumerate(self.tasks):
             if not task.done:
-                task.piece.run(task, slot)
+                task.piece.run(task, slot, self._after(k))
                 task.done = True
                 task.gradients = []  # their memory is free from here on
                 self._finished(task)
+
+    def _after(self, k: int) -> Task | None:
+        """The task that comes after task ``k``."""
+        if k + 1 < len(self.tasks):
+            return self.tasks[k + 1]
+        return None if self.following is None else self.following._first_task()

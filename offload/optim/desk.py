@@ -1,0 +1,172 @@
+"""The desk: memory where what rests in files is updated, a bite at a time, while the next bite is already being read.
+
+Read, compute, write, and only then read again: so the disk would rest while the processor computes, and reads would
+wait for writes that are no business of theirs. The desk has two trays. While a bite is worked on in one, the next is
+read into the other; and what is read or written together moves together.
+
+::
+
+    tray 0   read 0 | compute 0 | write 0 | read 2           | compute 2 | write 2
+    tray 1          | read 1              | compute 1 | ...
+
+Guarantees
+    * Memory is that of two bites, however many there are, and however large the model is.
+    * :meth:`Desk.lay` returns a tray that holds everything that was asked for. What was read ahead for somebody who
+      did not come is thrown away. Nobody reads into a tray before what was written from it is in its file.
+    * When :meth:`Desk.write` raises, nothing of it is going on any more, and what is not known to be written is left in
+      the list.
+
+Assumes
+    * What is read ahead is not written by anybody else before it is used: it belongs to an update that is decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from offload.tier import Block
+from offload.tier.buffer import PAGE_BYTES, host_buffer
+from offload.tier.crew import Crew, Job
+
+__all__ = ["Desk", "Read", "Tray", "Write"]
+
+#: Transfers at a time: what a parameter of Adam needs besides its weights is three.
+AT_A_TIME = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """Bytes of a block from ``offset`` on; ``name`` is what they are called on the tray."""
+
+    name: Hashable
+    block: Block
+    offset: int
+    nbytes: int
+
+
+@dataclass(eq=False)
+class Write:
+    """Bytes that are ready to go where they rest."""
+
+    source: Tensor
+    to: Callable[[Tensor], object]
+
+    def go(self) -> None:
+        """Writes them."""
+        self.to(self.source)
+
+
+class Tray:
+    """Memory for one bite.
+
+    A part lies within its page as the bytes lie within theirs in the file, so that a disk can move them with no copy.
+    """
+
+    def __init__(self) -> None:
+        self._memory = host_buffer(0)
+        self._used = 0
+        self._parts: dict[Hashable, Tensor] = {}
+        self._jobs: list[Job] = []
+        #: For whom it is laid; None if for nobody.
+        self.bite: Hashable = None
+        #: Bytes that were read since it was laid.
+        self.bytes_read = 0
+
+    def lay(self, bite: Hashable, reads: Sequence[Read], room_bytes: int, crew: Crew) -> None:
+        """Begins to read. Whatever the tray held is gone; there is room for so many bytes besides."""
+        self.clear()
+        nbytes = room_bytes + sum(read.nbytes + PAGE_BYTES for read in reads)
+        if self._memory.numel() < nbytes:
+            self._memory = host_buffer(0)  # before the larger one is made
+            self._memory = host_buffer(nbytes)
+        self.bite = bite
+        for read in reads:
+            self._parts[read.name] = part = self.take(read.nbytes, read.offset)
+            self._jobs.append(crew.give(partial(read.block.read_into, part, read.offset)))
+            self.bytes_read += read.nbytes
+
+    def arrive(self) -> None:
+        """Waits for what is being read; raises what reading raised."""
+        try:
+            for job in self._jobs:
+                # Reader -> update lane. Without this, moments and gradients are what the bite before left on the tray.
+                job.finish()
+        except BaseException:
+            self.clear()
+            raise
+        self._jobs.clear()
+
+    def clear(self) -> None:
+        """Returns when nobody reads into the tray any more; its parts are forgotten."""
+        for job in self._jobs:
+            # Without this, what was read ahead for nobody arrives on top of the next bite.
+            job.abandon()
+        self._jobs.clear()
+        self._parts.clear()
+        self._used = self.bytes_read = 0
+        self.bite = None
+
+    def part(self, name: Hashable) -> Tensor:
+        """What was read under a name; flat, uint8."""
+        return self._parts[name]
+
+    def read(self, read: Read) -> Tensor:
+        """Reads something more, now."""
+        part = self.take(read.nbytes, read.offset)
+        read.block.read_into(part, read.offset)
+        self.bytes_read += read.nbytes
+        return part
+
+    def take(self, nbytes: int, offset: int = 0) -> Tensor:
+        """Room for the ``nbytes`` at ``offset`` of a file; flat, uint8."""
+        begin = self._used + (offset - self._used) % PAGE_BYTES
+        self._used = begin + nbytes
+        return self._memory[begin : self._used]
+
+
+class Desk:
+    """Two trays. Bites come one after the other, on one lane."""
+
+    def __init__(self) -> None:
+        self._now, self._next = Tray(), Tray()
+        self._crew = Crew(AT_A_TIME)
+
+    def lay(self, bite: Hashable, reads: Sequence[Read], room_bytes: int) -> Tray:
+        """The tray with all of ``reads``, and room for so many bytes besides.
+
+        Raises:
+            OSError: if they cannot be read; also where they were being read ahead.
+        """
+        self.look_ahead(bite, reads, room_bytes)
+        self._next.arrive()
+        self._now, self._next = self._next, self._now
+        # Without this, a bite that failed in the middle of its arithmetic would be taken for one that was just read.
+        self._next.clear()
+        return self._now
+
+    def look_ahead(self, bite: Hashable, reads: Sequence[Read], room_bytes: int) -> None:
+        """Begins to read what the next :meth:`lay` will ask for. To be called when the last bite but one is written."""
+        if self._next.bite != bite:
+            self._next.lay(bite, reads, room_bytes, self._crew)
+
+    def write(self, writes: list[Write]) -> None:
+        """Writes all, and takes them out of the list.
+
+        Raises:
+            OSError: if one could not be written. It is still in the list, as may be others.
+        """
+        jobs = [(write, self._crew.give(write.go)) for write in writes]
+        done: list[Write] = []
+        try:
+            for write, job in jobs:
+                # Writer -> update lane. Without this, the tray is filled anew while the file still takes from it.
+                job.finish()
+                done.append(write)
+        finally:
+            for _, job in jobs:
+                job.abandon()
+            writes[:] = [write for write in writes if write not in done]
