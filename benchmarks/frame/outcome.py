@@ -42,6 +42,7 @@ class Outcome:
     data_peak_bytes: int = 0  # private memory that was mapped, used or not: what a cap on it must leave
     seconds: float = 0.0
     version: str | None = None  # of the peer
+    ratio: float | None = None  # its time to the reference's of the same moment, where rungs took turns
 
     @property
     def peak_bytes(self) -> int:

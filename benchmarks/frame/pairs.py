@@ -81,6 +81,7 @@ def run_pairs(
                         paired.reference.append(taken[id(first)][-1])
                         paired.steps.append(taken[id(second)][-1])
                     second.finish()
+                    second.outcome.ratio = paired.ratio() if paired.steps else None
                 if second.outcome.reason:
                     bar.write(f"{rung.name}: {second.outcome.reason}")
             found.append(paired)
@@ -90,7 +91,8 @@ def run_pairs(
 def run_in_turn(rungs: Sequence[Rung], turns: int, *, progress: bool = True) -> list[Outcome]:
     """Takes ``turns`` turns of every rung, one of each in a round; who begins changes from round to round.
 
-    All of them hold their memory at once. One that ends before its time is left out from then on; the others go on.
+    All of them hold their memory at once. One that ends before its time is left out from then on; the others go on. A
+    rung's ``ratio`` is to the first one that ran to its end.
     """
     tqdm = require("tqdm").tqdm
     with contextlib.ExitStack() as stack:
@@ -111,6 +113,9 @@ def run_in_turn(rungs: Sequence[Rung], turns: int, *, progress: bool = True) -> 
         for outcome in outcomes:
             if outcome.reason:
                 bar.write(f"{outcome.rung.name}: {outcome.reason}")
+        done = [outcome for outcome in outcomes if outcome.result is not None and outcome.steps]
+        for outcome in done[1:]:
+            outcome.ratio = statistics.median(step_ratios(outcome, done[0]))
         return outcomes
 
 

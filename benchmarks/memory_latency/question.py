@@ -103,8 +103,22 @@ def run(arguments: argparse.Namespace) -> int:
         broken=broken_bounds(measured, [pair.outcome for pair in forward]),
         draw=lambda path: draw(path, measured, environment),
         limits=limits,
+        ratios=_ratios(measured, forward),
         facts=[("homes", f"a directory on {filesystem_of(arguments.home)}")],
     )
+
+
+def _ratios(measured: Sequence[Measured], forward: Sequence[Paired]) -> dict[str, float]:
+    """Time and peak in use of each way, to those of plain torch."""
+    found: dict[str, float] = {}
+    reference, *others = measured
+    for way in others:
+        if way.complete:
+            found[f"{way.name}: time"] = way.paired.ratio()
+            if reference.complete and reference.peak_bytes > 0:
+                found[f"{way.name}: peak"] = way.peak_bytes / reference.peak_bytes
+    found |= {f"{pair.outcome.rung.name}: time": pair.ratio() for pair in forward[1:] if pair.steps}
+    return found
 
 
 def _training(shape: Shape, common: dict[str, Any], only: Sequence[str]) -> list[Rung]:

@@ -100,12 +100,29 @@ def run(arguments: argparse.Namespace) -> int:
         draw=lambda path: _draw(path, timed, peaks, bubble, environment),
         facts=[("model", f"{arguments.blocks} blocks of {arguments.dim} channels, {arguments.rows} rows, two stages")],
         limits=limits,
+        ratios=_ratios(timed, overhead, peaks),
     )
 
 
 def without_result(outcomes: Sequence[Outcome]) -> list[str]:
     """A line for each rung that has nothing to show."""
     return [f"{outcome.rung.name}: {outcome.reason}" for outcome in outcomes if outcome.reason]
+
+
+def _ratios(timed: Sequence[Outcome], overhead: Sequence[Outcome], peaks: Sequence[Outcome]) -> dict[str, float]:
+    """Processor time of ours to each ancestor's, and peaks to ours."""
+    found = {}
+    for title, outcomes in (("time", timed), ("tiny cells", overhead)):
+        done = [outcome for outcome in outcomes if outcome.result is not None]
+        for other in done[0].rung.arguments["names"][1:] if done else ():
+            found |= {f"{outcome.rung.name}: ours / {other}": ratio_of(outcome, other) for outcome in done}
+            found[f"{title}, geometric mean: ours / {other}"] = mean_ratio(done, other)
+    ours, *others = peaks
+    if ours.result is not None:
+        for outcome in others:
+            if outcome.result is not None:
+                found[f"{outcome.rung.name}: peak to ours"] = _above_model(outcome) / _above_model(ours)
+    return found
 
 
 def _names() -> list[str]:

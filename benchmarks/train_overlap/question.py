@@ -76,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         draw=lambda path: _draw(path, outcomes, environment),
         facts=[("homes", f"a directory on {filesystem_of(arguments.home)}")],
         limits=limits,
+        ratios={f"{o.rung.name}: pipelined / slowest": _median(o, "ratio") for o in outcomes if o.result is not None},
     )
 
 

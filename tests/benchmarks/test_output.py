@@ -164,7 +164,7 @@ def test_pictures_and_lines_are_written(tmp_path: Path) -> None:
 
 
 def asked(**files: Path) -> argparse.Namespace:
-    nowhere = dict.fromkeys(("out", "json", "markdown", "plot"))
+    nowhere = dict.fromkeys(("out", "json", "markdown", "plot", "against"))
     return argparse.Namespace(question="a-question", summary="what is it?", **(nowhere | files))
 
 
