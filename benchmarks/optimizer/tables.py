@@ -13,7 +13,7 @@ from benchmarks.frame.table import markdown_table, mebibytes, reasons
 from benchmarks.optimizer.shape import Shape
 from benchmarks.optimizer.steps import FLOOR, STEPS
 
-__all__ = ["alone_table", "bytes_of_step", "paired_table"]
+__all__ = ["beside", "bytes_of_step", "large_table", "paired_table"]
 
 
 def paired_table(
@@ -71,30 +71,53 @@ def _row(
     ]
 
 
-def alone_table(outcome: Outcome, shape: Shape, limits: Limits) -> str:
-    """The one way that runs where no other can."""
-    if outcome.result is None:
-        return reasons([outcome])
-    read, written = bytes_of_step(outcome.steps)
-    seconds = _median(outcome.steps, "seconds")
-    header = ["steps", "s/step", "waiting", "read B/parameter", "written", "peak memory", "less torch", *LIMIT_HEADER]
-    row = [
-        f"{len(outcome.steps)} after a first one",
-        f"{seconds:.1f}",
-        f"{_median(outcome.steps, 'waited') / seconds:.1%}",
-        f"{read / shape.parameters:.1f}",
-        f"{written / shape.parameters:.1f}",
-        mebibytes(outcome.peak_bytes),
-        mebibytes(outcome.peak_bytes - outcome.moments[FLOOR]),
-        *limit_cells(seconds, limits.step_seconds(flops=shape.flops, read_bytes=read, written_bytes=written)),
+def large_table(ours: Outcome, theirs: Outcome | None, shape: Shape, limits: Limits) -> str:
+    """The two ways that can train what nobody else can."""
+    header = [
+        "way",
+        "s/step",
+        "beside ours",
+        "kernel",
+        "waiting",
+        "read B/parameter",
+        "written",
+        "peak memory",
+        "less torch",
+        "losses",
+        *LIMIT_HEADER,
     ]
-    losses = ", ".join(f"{loss:.2f}" for loss in (outcome.result["first"]["loss"], *(s["loss"] for s in outcome.steps)))
+    outcomes = [ours] if theirs is None else [ours, theirs]
+    complete = [outcome for outcome in outcomes if outcome.result is not None]
+    rows = []
+    for outcome in complete:
+        cells = _row(outcome, outcome.steps, f"{_seconds(outcome) / _seconds(complete[0]):.2f}", None, shape, limits)
+        losses = [outcome.result["first"]["loss"] if outcome.result else 0.0]
+        losses += [step["loss"] for step in outcome.steps]
+        cells[header.index("losses")] = f"{losses[0]:.1f} to {losses[-1]:.1f} in {len(losses)} steps"
+        rows.append(cells)
     words = (
         f"{shape.parameters / 1e9:.3f} billion parameters in {shape.blocks} blocks, fp32: "
         f"{16 * shape.parameters / 1e9:.1f} GB of parameters, gradients and moments in files. {shape.tokens:,} tokens "
-        f"a step, AdamW, gradients clipped to a global norm of {shape.max_norm:g}. Losses: {losses}."
+        f"a step, AdamW, gradients clipped to a global norm of {shape.max_norm:g}."
     )
-    return f"{words}\n\n{markdown_table(header, [row])}"
+    closing = ""
+    if theirs is not None and len(complete) == 2:
+        speedup, share = beside(ours, theirs)
+        closing = (
+            f"Ours takes 1/{speedup:.2f} of the time of {theirs.rung.name} {theirs.version or ''} and {share:.2f} of "
+            f"its memory. Each has the machine to itself and the allocator as it comes."
+        )
+    table = markdown_table(header, rows) if rows else ""
+    return "\n\n".join(filter(None, (words, table, closing, reasons(outcomes))))
+
+
+def beside(ours: Outcome, theirs: Outcome) -> tuple[float, float]:
+    """How many times as fast ours is, and its share of the memory."""
+    return _seconds(theirs) / _seconds(ours), ours.peaks[STEPS] / theirs.peaks[STEPS]
+
+
+def _seconds(outcome: Outcome) -> float:
+    return _median(outcome.steps, "seconds")
 
 
 def bytes_of_step(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float]:

@@ -155,7 +155,13 @@ class OffloadedSerial(Offloaded):
 
 
 class OffloadedFromMeta(Offloaded):
-    """The layers come without memory and are made shard by shard: the model may be larger than memory."""
+    """The layers come without memory and get their values block by block: the model may be larger than memory."""
+
+    def __init__(self, shape: Shape, home: Path) -> None:
+        super().__init__(shape, home)
+        for k in range(shape.blocks):
+            values = {f"{k}.{name}": value for name, value in shape.block(k).state_dict().items()}
+            self.model.load_state_dict(values, strict=False)
 
     def layers(self) -> list[nn.Module]:
         """Without memory."""

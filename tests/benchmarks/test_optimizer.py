@@ -13,7 +13,7 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.frame.outcome import Outcome, Rung
 from benchmarks.frame.pairs import Paired
-from benchmarks.optimizer.question import COMPARED, DISK, NAMES, PEER, broken_alone, broken_bounds
+from benchmarks.optimizer.question import COMPARED, DISK, LARGE, NAMES, PEER, broken_bounds, broken_large
 from benchmarks.optimizer.shape import Shape, parameters_of_block
 from benchmarks.optimizer.steps import FLOOR, STEPS, greatest_difference, run_way, train
 from benchmarks.optimizer.tables import bytes_of_step
@@ -55,11 +55,11 @@ def test_clipping_clips_at_every_step(tmp_path: Path) -> None:
         assert way.optimizer.last_norm > 2 * SHAPE.max_norm  # type: ignore[attr-defined]
 
 
-def test_the_model_that_needs_no_memory_trains(tmp_path: Path) -> None:
-    _, outcome = trained("from meta", tmp_path)
-    losses = [step["loss"] for step in outcome.steps]
-    assert len(set(losses)) == TURNS
-    assert all(map(math.isfinite, losses))
+def test_the_model_that_is_on_disk_from_birth_is_the_same_model(tmp_path: Path) -> None:
+    reference, _ = trained("resident", tmp_path)
+    saved, outcome = trained(LARGE, tmp_path)
+    assert greatest_difference(reference, saved) <= 1e-6
+    assert len(outcome.steps) == TURNS
 
 
 def test_a_model_is_counted_and_made_block_by_block() -> None:
@@ -114,7 +114,6 @@ def paired(way: str, seconds: float = 1.0, peak: int = 100) -> Paired:
         ({DISK: paired(DISK, 1.06)}, {DISK: 0.0}, ["at most 1.05"]),
         ({DISK: paired(DISK)}, {DISK: 2e-6}, ["must agree"]),
         ({DISK: paired(DISK)}, {DISK: math.nan}, ["must agree"]),
-        ({DISK: paired(DISK), PEER: paired(PEER, 1.4, 300)}, {}, ["at least 1.5 times as fast", "of the memory"]),
     ],
 )
 def test_each_bound_is_checked(found: dict[str, Paired], differences: dict[str, float], complaints: list[str]) -> None:
@@ -131,13 +130,28 @@ def test_a_rung_that_failed_breaks_the_run_and_one_that_was_skipped_does_not() -
     assert broken_bounds(paired("resident").outcome, {DISK: dead, PEER: absent}, {}) == ["on disk: killed by SIGKILL"]
 
 
-def test_the_one_that_runs_alone_is_held_to_its_memory() -> None:
-    outcome = Outcome(Rung("1,000 M on disk", "m:f"), result={}, steps=[{"loss": 1.0}], peaks={STEPS: 3 << 30})
-    assert "at most 2 GiB, takes 3.00 GiB" in broken_alone(outcome, SHAPE)[0]
-    outcome.peaks[STEPS] = 1 << 30
-    assert broken_alone(outcome, SHAPE) == []
-    outcome.steps.append({"loss": math.nan})
-    assert broken_alone(outcome, SHAPE) == ["losses must be numbers"]
+def large(way: str, seconds: float, peak: int, loss: float = 1.0) -> Outcome:
+    steps = [{"loss": loss, "seconds": seconds}]
+    return Outcome(Rung(NAMES[way], "m:f"), result={"first": {"loss": 2.0}}, steps=steps, peaks={STEPS: peak})
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "complaints"),
+    [
+        (large(LARGE, 1.0, 2 << 30), large(PEER, 1.6, 8 << 30), []),
+        (large(LARGE, 1.0, 2 << 30), None, []),
+        (large(LARGE, 1.0, 3 << 30), large(PEER, 1.6, 12 << 30), ["at most 2 GiB, takes 3.00 GiB"]),
+        (large(LARGE, 1.0, 1 << 30), large(PEER, 1.4, 3 << 30), ["at least 1.5 times as fast", "of the memory"]),
+        (large(LARGE, 1.0, 1 << 30, math.nan), None, ["losses must be numbers"]),
+    ],
+)
+def test_the_one_that_is_larger_than_memory_has_bounds(
+    ours: Outcome, theirs: Outcome | None, complaints: list[str]
+) -> None:
+    broken = broken_large(ours, theirs)
+    assert len(broken) == len(complaints)
+    for line, complaint in zip(broken, complaints, strict=True):
+        assert complaint in line
 
 
 SIZES = ["--dim", "64", "--rows", "2", "--positions", "4", "--blocks", "2", "--pairs", "2", "--other-pairs", "1"]
@@ -162,15 +176,24 @@ def test_the_question_ends_in_a_page_and_a_picture(
     assert list((tmp_path / "home").iterdir()) == []
 
 
-def test_one_way_runs_alone(
+def test_a_model_is_on_disk_from_birth(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("benchmarks.optimizer.question.run_rungs", run_here)
-    options = ["--parameters", "150e3", "--home", str(tmp_path / "home"), "--out", str(tmp_path / "o")]
+    options = [
+        "--parameters",
+        "150e3",
+        "--ways",
+        "disk",
+        "--home",
+        str(tmp_path / "home"),
+        "--out",
+        str(tmp_path / "o"),
+    ]
     assert main(["optimizer", *SIZES, *options]) == 0
     shown = capsys.readouterr().out
     assert "0.000 billion parameters in 3 blocks" in shown
-    assert "2 after a first one" in shown
+    assert f"| {NAMES[LARGE]}" in shown
     assert (tmp_path / "o.png").exists()
 
 
