@@ -89,6 +89,25 @@ def test_what_was_read_ahead_for_nobody_is_thrown_away(desk: Desk) -> None:
         tray.part("b")
 
 
+def test_what_was_read_ahead_for_nobody_does_not_arrive_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up: list[list[Callable[[], None]]] = []
+
+    class Slow(Late):
+        def give(self, work: Callable[[], None]) -> Job:
+            given_up.append([work])
+            return Job(given_up[-1], None)
+
+    monkeypatch.setattr("offload.optim.desk.Crew", Slow)
+    desk, blocks = Desk(), [Recorded(name, [k], []) for k, name in enumerate(("a", "b", "c"))]
+    desk.lay("a", reads_of(blocks[0]), 0)
+    desk.look_ahead("b", reads_of(blocks[1]), 0)
+    tray = desk.lay("c", reads_of(blocks[2]), 0)
+    for todo in given_up:
+        for work in todo:  # a thread that takes what nobody has taken back
+            work()
+    assert tray.part("c").tolist() == [2]
+
+
 def test_a_bite_that_is_laid_again_is_read_again(desk: Desk) -> None:
     """What lies on the tray of a bite that failed may be half computed."""
     block = Recorded("a", [7], [])
