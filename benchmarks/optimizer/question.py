@@ -86,6 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
     sizes: dict[str, Any] = {name: getattr(arguments, name) for name in ("blocks", "dim", "rows", "positions")}
     if arguments.parameters is not None:
         sizes["blocks"] = max(1, round(arguments.parameters / parameters_of_block(arguments.dim)))
+        # Every block moves the sum that the last one answers with: deeper, each may move it less.
+        sizes["learning_rate"] = Shape.learning_rate * min(1.0, Shape.blocks / sizes["blocks"])
     shape = Shape(**sizes)
     arguments.home.mkdir(parents=True, exist_ok=True)
     room = shutil.disk_usage(arguments.home).free
@@ -227,7 +229,11 @@ def _run_large(
 ) -> int:
     # One after the other, not in turn: while it waits for its turn, a process holds memory that the other's files want.
     ways = [LARGE, *([PEER] if PEER in arguments.ways else [])]
-    ours, *others = run_rungs([_rung(way, shape, folder, 0) for way in ways], turns=arguments.pairs)
+    # In the first of its turns a way makes the files of its moments, which it does once.
+    outcomes = run_rungs([_rung(way, shape, folder, 0) for way in ways], turns=1 + arguments.pairs)
+    for outcome in outcomes:
+        del outcome.steps[:1]
+    ours, *others = outcomes
     theirs = others[0] if others else None
     return publish(
         arguments,

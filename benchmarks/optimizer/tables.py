@@ -93,7 +93,7 @@ def large_table(ours: Outcome, theirs: Outcome | None, shape: Shape, limits: Lim
         cells = _row(outcome, outcome.steps, f"{_seconds(outcome) / _seconds(complete[0]):.2f}", None, shape, limits)
         losses = [outcome.result["first"]["loss"] if outcome.result else 0.0]
         losses += [step["loss"] for step in outcome.steps]
-        cells[header.index("losses")] = f"{losses[0]:.1f} to {losses[-1]:.1f} in {len(losses)} steps"
+        cells[header.index("losses")] = f"{losses[0]:.1f} to {losses[-1]:.1f}"
         rows.append(cells)
     words = (
         f"{shape.parameters / 1e9:.3f} billion parameters in {shape.blocks} blocks, fp32: "
