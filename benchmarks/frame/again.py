@@ -20,7 +20,7 @@ from benchmarks.frame.environment import Environment
 from benchmarks.frame.outcome import Outcome
 from benchmarks.frame.table import markdown_table
 
-__all__ = ["MAXIMUM_CHANGE", "Earlier", "again_table", "broken_again", "ratios_of", "read_earlier"]
+__all__ = ["MAXIMUM_CHANGE", "Earlier", "again_table", "asked_words", "broken_again", "ratios_of", "read_earlier"]
 
 MAXIMUM_CHANGE = 0.10
 MACHINE = ("cpu", "cores", "threads", "accelerator")  # what must be the same; its memory's size moves by a few MiB
@@ -44,7 +44,7 @@ class Earlier:
         now = environment.as_json()["environment"]
         if any(self.environment.get(name) != now[name] for name in MACHINE):
             return f"The run of {self.date} was on another machine: its ratios are not set beside these."
-        if _asked(str(self.environment.get("command", ""))) != _asked(now["command"]):
+        if asked_words(str(self.environment.get("command", ""))) != asked_words(now["command"]):
             return f"The run of {self.date} was of another command: its ratios are not set beside these."
         if not self.ratios.keys() & ratios.keys():
             return f"The run of {self.date} has no ratio in common with this one."
@@ -117,7 +117,7 @@ def broken_again(path: Path, environment: Environment, ratios: Mapping[str, floa
     ]
 
 
-def _asked(command: str) -> list[str]:
+def asked_words(command: str) -> list[str]:
     """The command without the options that only say where things lie."""
     words, kept = shlex.split(command), []
     k = 0
