@@ -163,7 +163,10 @@ class Crossing:
     def _brought(self, x: Tensor) -> Tensor:
         """An input on the compute device, in the type that layers compute in."""
         dtype = self._param_dtype if x.is_floating_point() and self._param_dtype is not None else x.dtype
-        return x.detach().to(self._device, dtype, non_blocking=True)
+        # The caller did not ask for a copy that goes on after the call. Without this, one from page-locked memory does,
+        # and reads what a loader has put there since. From other memory it is done with its source when it returns.
+        goes_on = x.layout is torch.strided and x.is_pinned()
+        return x.detach().to(self._device, dtype, non_blocking=not goes_on)
 
     def _output_fn(self, tape: Tape, cell: Cell) -> OutputFn | None:
         return tape.output_fns[cell.i] if cell.j == len(self._runners) - 1 else None

@@ -9,9 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 
-from offload.lane import Arrival, Lane
+from offload.lane import Arrival, Lane, Lanes
+from offload.shard import Shard
 
 
 class LateArrival(Arrival):
@@ -43,7 +45,8 @@ class LateArrival(Arrival):
         if self.lane.forgets is not None and self.token.startswith(self.lane.forgets):
             return
         # The adversary lets any other copies overtake this one first.
-        for other in self.lane.random.sample(self.lane.pending, self.lane.random.randint(0, len(self.lane.pending))):
+        pending, random = self.lane.pending, self.lane.random
+        for other in pending[::-1] if self.lane.backwards else random.sample(pending, random.randint(0, len(pending))):
             other.run()
         self.run()
         if self.error is not None:
@@ -53,9 +56,19 @@ class LateArrival(Arrival):
 
 
 class LateLane(Lane):
-    """Args: ``seed`` of the adversary; ``forgets``: tokens whose waits do nothing; ``forgets_after``: no ``after``."""
+    """A lane whose order an adversary chooses.
 
-    def __init__(self, seed: int = 0, forgets: str | None = None, forgets_after: bool = False) -> None:
+    Args:
+        seed: of the adversary.
+        forgets: tokens whose waits do nothing.
+        forgets_after: no ``after``.
+        backwards: the last copy comes first, whatever the seed.
+    """
+
+    def __init__(
+        self, seed: int = 0, forgets: str | None = None, forgets_after: bool = False, backwards: bool = False
+    ) -> None:
+        self.backwards = backwards
         self.random = random.Random(seed)
         self.pending: list[LateArrival] = []
         self.log: list[str] = []
@@ -70,3 +83,23 @@ class LateLane(Lane):
     def close(self) -> None:
         for arrival in list(self.pending):
             arrival.run()
+
+
+def run_late(monkeypatch: pytest.MonkeyPatch, seed: int = 0, **mutations: object) -> list[LateLane]:
+    """Models made from now on move their bytes on late lanes, and every slot holds NaN until it is filled."""
+    made: list[LateLane] = []
+
+    def open_late_lanes(device: object, *, blocking_io: bool) -> Lanes:
+        lanes = [LateLane(seed + k, **mutations) for k in range(3)]  # type: ignore[arg-type]
+        made.extend(lanes)
+        return Lanes(*lanes)
+
+    monkeypatch.setattr("offload.model.open_lanes", open_late_lanes)
+    load = Shard.load
+
+    def poisoned_load(self: Shard, slot: torch.Tensor) -> None:
+        slot.fill_(255)  # every float made of these bytes is NaN
+        load(self, slot)
+
+    monkeypatch.setattr(Shard, "load", poisoned_load)
+    return made

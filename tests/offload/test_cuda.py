@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer
 from offload.lane import Arrival, StreamLane
+from offload.walk.crossing import Crossing
 from tests.offload.zoo import WIDTH, build
 
 pytestmark = [
@@ -207,17 +209,80 @@ def test_peak_device_bytes_are_those_of_the_formula(shards: int) -> None:
     assert model.statistics().peak_device_bytes <= 2 * slot + 2 * slot + (1 << 20) + 8 * rows * width * 4
 
 
-def test_the_host_never_synchronises_in_the_loop() -> None:
-    """Twin: test_trace.py::test_compute_follows_the_plan_and_lanes_copy_what_it_says, which counts the waits."""
-    model = OffloadModel(build(["linear"] * 4), "cuda", num_slices=6, checkpoint_activation=True)
+def stepped(recompute: bool, boundary_bytes: int | None) -> Callable[[], None]:
+    """A step of a model whose slots, gradients and pinned memory are made already."""
+    model = OffloadModel(
+        build(["linear"] * 4),
+        "cuda",
+        num_slices=6,
+        checkpoint_activation=recompute,
+        num_microbatches=2,
+        boundary_bytes=boundary_bytes,
+    )
     x = torch.randn(4, WIDTH, device="cuda")
-    model(x).sum().backward()  # makes slots and gradients
-    model.zero_grad()
+
+    def step() -> None:
+        model(x).sum().backward()
+        model.zero_grad()
+
+    for _ in range(2):  # after the second, the clocks of the first are read
+        step()
+    return step
+
+
+MODES = pytest.mark.parametrize(("recompute", "boundary_bytes"), [(True, None), (True, 0), (False, None)])
+
+
+@MODES
+def test_the_host_never_synchronises_in_the_loop(recompute: bool, boundary_bytes: int | None) -> None:
+    """Twin: test_every_wait.py, the_host_waits_at_the_end_of_a_pass_and_never_before."""
+    step = stepped(recompute, boundary_bytes)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        model(x).sum().backward()
+        step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@MODES
+def test_the_host_waits_for_no_event_before_the_end_of_a_pass(
+    recompute: bool, boundary_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the debug mode of torch does not see. Twin: as above."""
+    step = stepped(recompute, boundary_bytes)
+    log: list[str] = []
+
+    def noting(owner: type, name: str, what: str) -> None:
+        method = getattr(owner, name)
+
+        def noted(*args: Any, **more: Any) -> Any:
+            log.append(what)
+            return method(*args, **more)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    noting(Crossing, "forward", "F")
+    noting(Crossing, "backward", "B")
+    noting(torch.cuda.Event, "synchronize", "wait")
+    noting(torch.cuda.Stream, "synchronize", "wait")
+    step()
+    for kind in "FB":
+        cells = [k for k, what in enumerate(log) if what == kind]
+        assert len(cells) == 12
+        assert "wait" not in log[cells[0] : cells[-1]]
+
+
+def test_a_page_locked_input_may_be_filled_anew_as_soon_as_the_call_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twin: test_model.py::test_a_copy_of_a_page_locked_input_ends_before_the_call."""
+    model = OffloadModel(build(["linear"]), "cuda", num_slices=3, num_slots=3, checkpoint_activation=True)
+    x = torch.randn(3, WIDTH)
+    with torch.no_grad():
+        expected = model(x)
+        pinned = x.pin_memory()
+        torch.cuda._sleep(CYCLES)
+        output = model(pinned)
+        pinned.fill_(7)
+    assert torch.equal(output, expected)
 
 
 def test_homes_in_host_memory_are_page_locked() -> None:

@@ -17,6 +17,8 @@ from torch import nn
 import offload
 from offload import OffloadModel
 from offload.shard import State
+from offload.statistics import Meter
+from offload.walk.crossing import Crossing
 from tests.offload.zoo import WIDTH, build
 
 
@@ -478,3 +480,24 @@ def test_a_model_in_files_needs_the_memory_of_its_slots_only(tmp_path: Path) -> 
     whole, grown = map(int, result.stdout.split())
     assert whole == 64 << 20
     assert grown < 8 << 20
+
+
+def test_a_copy_of_a_page_locked_input_ends_before_the_call() -> None:
+    """Nobody asked for one that goes on: a loader may fill that memory anew as soon as the call returns."""
+    asked: list[bool] = []
+
+    class Input(torch.Tensor):
+        locked = False
+
+        def is_pinned(self, device: object = None) -> bool:
+            return type(self).locked
+
+        def to(self, device: torch.device, dtype: torch.dtype, *, non_blocking: bool) -> torch.Tensor:
+            asked.append(non_blocking)
+            return self
+
+    device = torch.device("cuda", 0)
+    crossing = Crossing([], device=device, meter=Meter(torch.device("cpu")), recompute=True, param_dtype=None)
+    for Input.locked in (False, True):
+        crossing._brought(torch.zeros(3).as_subclass(Input))
+    assert asked == [True, False]

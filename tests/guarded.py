@@ -1,0 +1,67 @@
+"""Locks that say when they are held, and a queue that nobody may look at without."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Condition", "Guarded"]
+
+
+class Condition:
+    """A lock, or a condition. Whoever waits for it is helped by ``helper``, once, and then waits for ever."""
+
+    def __init__(self) -> None:
+        self.held = False
+        self.notified = 0
+        self.helper: Callable[[], None] | None = None
+
+    def __enter__(self) -> None:
+        assert not self.held
+        self.held = True
+
+    def __exit__(self, *_: object) -> None:
+        self.held = False
+
+    def wait(self) -> None:
+        assert self.held
+        helper, self.helper = self.helper, None
+        assert helper is not None, "it would wait for ever"
+        self.held = False
+        helper()
+        self.held = True
+
+    def notify(self) -> None:
+        assert self.held
+        self.notified += 1
+
+
+class Guarded(deque[Any]):
+    """Is looked at only by who holds ``condition``, and not for ever."""
+
+    def __init__(self, condition: Condition) -> None:
+        super().__init__()
+        self.condition = condition
+        self.looks = 0
+
+    def _look(self) -> None:
+        assert self.condition.held, "somebody else may be changing it"
+        self.looks += 1
+        assert self.looks < 100, "somebody looks again and again, instead of waiting"
+
+    def __len__(self) -> int:
+        self._look()
+        return super().__len__()
+
+    def popleft(self) -> Any:
+        self._look()
+        return super().popleft()
+
+    def append(self, item: Any) -> None:
+        self._look()
+        super().append(item)
+
+    def clear(self) -> None:
+        self._look()
+        super().clear()

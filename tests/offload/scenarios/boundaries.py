@@ -1,0 +1,104 @@
+"""Boundaries that leave and return on a lane that is late, and a place that says when it is used wrongly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.statistics import Meter
+from offload.walk.boundary import WRITES_IN_FLIGHT, BoundaryStore
+from tests.late_cuda import LateCuda
+from tests.offload.late import LateLane
+from tests.offload.test_boundary import BYTES, MOVING, Shelf, value
+
+SEEDS = range(6)
+
+
+class Strict(Shelf):
+    """Refuses to be used after it was closed."""
+
+    def store(self, tensor: torch.Tensor) -> object:
+        assert not self.closed
+        return super().store(tensor)
+
+
+def _store(seed: int = 0, boxes: int = 0) -> tuple[BoundaryStore, Strict, LateLane]:
+    shelf, lane = Strict(), LateLane(seed)
+    return BoundaryStore(shelf, lane, (boxes + MOVING) * BYTES, Meter(torch.device("cpu"))), shelf, lane
+
+
+def every_use_sees_its_value(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    for seed in SEEDS:
+        boundaries, _, _ = _store(seed)
+        for key in range(5):
+            boundaries.put(key, value(key), [9 - key])
+        for key in reversed(range(5)):
+            assert (boundaries.get(key, 9 - key)[0] == key).all()
+            boundaries.prefetch(key - 1)
+            boundaries.drop(key)
+        boundaries.close()
+
+
+def room_is_given_away_after_its_last_use(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    boundaries, shelf, lane = _store()
+    boundaries.put(0, value(0), [9])
+    boundaries.put(1, value(1), [5])
+    boundaries.prefetch(0)
+    boundaries.drop(0)
+    spill, fetch, release = lane.pending
+    release.run()  # the adversary has it run as early as it may
+    lane.close()
+    assert [arrival.error for arrival in (spill, fetch, release)] == [None] * 3
+    assert shelf.rest == {}
+
+
+def nothing_is_under_way_in_a_place_that_was_closed(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    boundaries, shelf, lane = _store()
+    boundaries.put(0, value(0), [9])
+    boundaries.put(1, value(1), [5])
+    (spill,) = lane.pending
+    boundaries.close()
+    assert shelf.closed
+    lane.close()
+    assert spill.error is None
+
+
+def few_boundaries_are_on_their_way_out(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Each of them keeps its memory, which the budget knows of."""
+    boundaries, _, lane = _store()
+    for key in range(8):
+        boundaries.put(key, value(key), [20 + key])
+        assert len(lane.pending) <= WRITES_IN_FLIGHT
+    boundaries.close()
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says that it is on a CUDA device, and notes which streams use its memory."""
+
+    users: list[object]
+    is_cuda = True  # type: ignore[assignment]
+
+    def record_stream(self, stream: object) -> None:
+        self.users.append(stream)
+
+
+def memory_made_on_the_lane_is_known_to_be_used_by_compute(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Without this its memory is reused on the lane's stream while layers read it."""
+    cuda = LateCuda(monkeypatch)
+    boundaries, shelf, _ = _store()
+    fetched: list[OnDevice] = []
+
+    def fetch(ticket: int) -> OnDevice:
+        tensor = shelf.rest[ticket].clone().as_subclass(OnDevice)
+        tensor.users = []
+        fetched.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(shelf, "fetch", fetch)
+    boundaries.put(0, value(0), [9])
+    boundaries.put(1, value(1), [5])
+    boundaries.get(0, 9)
+    assert [tensor.users for tensor in fetched] == [[cuda.compute]]
+    boundaries.close()

@@ -1,0 +1,310 @@
+"""Files, buffers and the threads that move between them: work that a thread has begun ends when it is waited for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.optim.desk import Desk, Read, Write
+from offload.tier import DiskTier
+from offload.tier.buffer import host_buffer, view_memory
+from offload.tier.cache import PageCache
+from offload.tier.staging import Link, Staging
+from offload.tier.transfer import IN_FLIGHT, move_all
+from offload.trace import Tracer
+from tests.guarded import Condition, Guarded
+from tests.offload.test_staging import LateLink
+
+CPU = torch.device("cpu")
+PIECE = 1 << 14
+
+
+class LateThreads:
+    """An executor all of whose jobs were begun at once, and come to their end when somebody waits for them."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.begun: list[Begun] = []
+
+    def submit(self, job: Callable[[], None]) -> Begun:
+        self.begun.append(Begun(job))
+        return self.begun[-1]
+
+    def end(self) -> None:
+        for future in self.begun:
+            future.end()
+
+    def under_way(self) -> int:
+        return sum(not future.ended for future in self.begun)
+
+
+class Begun:
+    def __init__(self, job: Callable[[], None]) -> None:
+        self._job = job
+        self.ended = False
+        self._error: BaseException | None = None
+
+    def cancel(self) -> bool:
+        return False
+
+    def end(self) -> None:
+        if not self.ended:
+            self.ended = True
+            try:
+                self._job()
+            except BaseException as error:
+                self._error = error
+
+    def result(self) -> None:
+        self.end()
+        if self._error is not None:
+            raise self._error
+
+
+def late_threads(monkeypatch: pytest.MonkeyPatch) -> list[LateThreads]:
+    made: list[LateThreads] = []
+
+    def executor(*_: object, **__: object) -> LateThreads:
+        made.append(LateThreads())
+        return made[-1]
+
+    monkeypatch.setattr("offload.tier.crew.ThreadPoolExecutor", executor)
+    monkeypatch.setattr("offload.tier.crew.wait", lambda futures: [future.end() for future in futures])
+    return made
+
+
+def _disk(
+    monkeypatch: pytest.MonkeyPatch, path: Path, pieces: int = 6, link: Link | None = None
+) -> tuple[list[LateThreads], DiskTier, Any, Tensor]:
+    """A file of some pieces, full of sevens, and what is to be read into."""
+    monkeypatch.setattr("offload.tier.transfer.PIECE_BYTES", PIECE)
+    threads = late_threads(monkeypatch)
+    tier = DiskTier(path, CPU, direct=False, link=link)
+    block: Any = tier.allocate(pieces * PIECE, "weights")
+    block.keeps = tier  # whose files go with it
+    block.tensor.fill_(7)
+    return threads, tier, block, host_buffer(pieces * PIECE)
+
+
+def a_read_is_done_when_it_returns(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    for link in (None, LateLink()):
+        _, _, block, slot = _disk(monkeypatch, path, link=link)
+        block.read_into(slot)
+        if link is not None:
+            link.finish()
+        assert (slot == 7).all()
+
+
+def a_write_comes_after_the_copy_from_the_device(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    _, _, block, _ = _disk(monkeypatch, path, link=LateLink())
+    block.write(torch.full((block.nbytes,), 9, dtype=torch.uint8), 0)
+    assert (block.tensor == 9).all()
+
+
+def few_pieces_are_on_their_way(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    link = LateLink()
+    threads, tier, block, slot = _disk(monkeypatch, path, pieces=3 * IN_FLIGHT, link=link)
+    tier.transfers.staging = Staging(link, 3 * IN_FLIGHT, PIECE)
+    submit, most = LateThreads.submit, list[int]()
+
+    def counted(self: LateThreads, job: Callable[[], None]) -> Begun:
+        future = submit(self, job)
+        most.append(self.under_way())
+        return future
+
+    monkeypatch.setattr(LateThreads, "submit", counted)
+    block.read_into(slot)
+    assert max(most) <= IN_FLIGHT
+    assert sum(crew.under_way() for crew in threads) == 0
+
+
+def where_buffers_are_few_pieces_wait_for_them(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    link = LateLink()
+    _, tier, block, slot = _disk(monkeypatch, path, link=link)
+    tier.transfers.staging = Staging(link, 1, PIECE)
+
+    def near(tensor: Tensor) -> memoryview:
+        inside = 0 <= tensor.data_ptr() - slot.data_ptr() < slot.numel()
+        assert not inside, "a call of the system cannot reach a device"
+        return view_memory(tensor)
+
+    monkeypatch.setattr("offload.tier.transfer.view_memory", near)
+    block.read_into(slot)
+    link.finish()
+    assert (slot == 7).all()
+
+
+def buffers_are_given_back(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    _, tier, block, slot = _disk(monkeypatch, path, link=LateLink())
+    tier.transfers.staging._changed = Condition()  # type: ignore[assignment]
+    for _ in range(3):
+        block.read_into(slot)
+
+
+def a_transfer_that_failed_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    threads, _, block, _ = _disk(monkeypatch, path, link=LateLink())
+    first = [True]
+
+    def fails_once(*arguments: Any) -> None:
+        if first:
+            first.clear()
+            raise OSError("once")
+        move_all(*arguments)
+
+    monkeypatch.setattr("offload.tier.transfer.move_all", fails_once)
+    source = torch.full((block.nbytes,), 9, dtype=torch.uint8)
+    with pytest.raises(OSError, match="once"):
+        block.write(source, 0)
+    assert sum(crew.under_way() for crew in threads) == 0
+    before = block.tensor.clone()
+    source.fill_(11)
+    for crew in threads:
+        crew.end()
+    assert torch.equal(before, block.tensor)
+
+
+def work_on_parts_is_done_when_it_returns(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    threads, tier, _, _ = _disk(monkeypatch, path)
+    parts = [memoryview(bytes([k])) for k in range(4)]
+    assert tier.transfers.together(lambda part: part[0], parts) == [0, 1, 2, 3]
+
+    def fails(part: memoryview) -> int:
+        if part[0] == 0:
+            raise OSError("once")
+        return part[0]
+
+    with pytest.raises(OSError, match="once"):
+        tier.transfers.together(fails, parts)
+    assert sum(crew.under_way() for crew in threads) == 0
+
+
+# --- buffers that lanes share ---------------------------------------------------------------------------------------
+
+
+def _staging(link: Link, count: int = 1) -> tuple[Staging, Condition]:
+    staging, condition = Staging(link, count, 16), Condition()
+    staging._changed = condition  # type: ignore[assignment]
+    staging._free = Guarded(condition)
+    return staging, condition
+
+
+def a_lane_waits_for_a_buffer_of_another(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    staging, condition = _staging(LateLink())
+    held = staging.take(wait=True)
+    assert held is not None
+    condition.helper = lambda: staging.give(held)
+    assert staging.take(wait=True) is held
+    assert condition.notified == 1, "nobody would wake up"
+    assert staging.nbytes == 0
+
+
+def a_buffer_that_could_not_be_made_is_made_by_another(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    class Full(LateLink):
+        def prepare(self, buffer: Tensor) -> None:
+            raise OSError("full")
+
+    staging, condition = _staging(Full())
+    with pytest.raises(OSError, match="full"):
+        staging.take(wait=True)
+    assert condition.notified == 1, "nobody would wake up"
+
+
+def a_buffer_is_used_again_after_the_copy_out_of_it(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    link = LateLink()
+    staging, _ = _staging(link)
+    device = torch.zeros(16, dtype=torch.uint8)
+    for piece in (1, 2):
+        buffer = staging.take(wait=True)
+        assert buffer is not None
+        buffer.fill_(piece)
+        assert piece == 1 or (device == 1).all()
+        staging.give(buffer, link.copy(device, buffer))
+
+
+# --- what several threads look at -----------------------------------------------------------------------------------
+
+
+def one_thread_finds_out_what_the_file_system_can(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    cache, lock = PageCache(path, True), Condition()
+    cache._lock = lock  # type: ignore[assignment]
+
+    def probe(folder: Path) -> bool:
+        assert lock.held, "two threads would write the same probe"
+        return True
+
+    monkeypatch.setattr("offload.tier.cache._direct_works", probe)
+    assert cache.direct
+
+
+def one_thread_at_a_time_writes_a_trace(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    tracer, lock = Tracer(), Condition()
+    tracer._lock = lock  # type: ignore[assignment]
+
+    class Samples(dict[str, Any]):
+        def setdefault(self, key: str, default: Any) -> Any:
+            assert lock.held
+            return super().setdefault(key, default)
+
+    with tracer.recording():
+        tracer._events = Guarded(lock)  # type: ignore[assignment]
+        tracer._samples = Samples()
+        tracer.sample(1)
+        with tracer.span("compute", "F0.0"):
+            pass
+
+
+# --- the desk of an optimizer ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _desk(monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[tuple[list[LateThreads], Desk, Any, Any]]:
+    """A desk, and two files: of fives and of sixes."""
+    threads = late_threads(monkeypatch)
+    tier = DiskTier(path, CPU, direct=False)
+    fives, sixes = (tier.allocate(PIECE, f"block{k}") for k in (5, 6))
+    fives.tensor.fill_(5)
+    sixes.tensor.fill_(6)
+    yield threads, Desk(), fives, sixes
+    tier.close()
+
+
+def a_tray_holds_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    with _desk(monkeypatch, path) as (_, desk, fives, _):
+        tray = desk.lay("bite", [Read("moment", fives, 0, PIECE)], 0)
+        assert (tray.part("moment") == 5).all()
+
+
+def what_was_read_for_nobody_does_not_arrive_later(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    with _desk(monkeypatch, path) as (threads, desk, fives, sixes):
+        desk.look_ahead("nobody's", [Read("moment", fives, 0, PIECE)], 0)
+        tray = desk.lay("bite", [Read("moment", sixes, 0, PIECE)], 0)
+        for crew in threads:
+            crew.end()
+        assert (tray.part("moment") == 6).all()
+
+
+def a_tray_is_free_when_its_writes_are_done(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    with _desk(monkeypatch, path) as (threads, desk, fives, sixes):
+        source = torch.full((PIECE,), 9, dtype=torch.uint8)
+        writes = [Write(source, partial(block.write, offset=0)) for block in (fives, sixes)]
+        desk.write(writes)
+        assert writes == []
+        assert (fives.tensor == 9).all()
+        assert (sixes.tensor == 9).all()
+
+        def fails(source: Tensor) -> None:
+            raise OSError("full")
+
+        writes = [Write(source, fails), Write(source, partial(sixes.write, offset=0))]
+        with pytest.raises(OSError, match="full"):
+            desk.write(writes)
+        source.fill_(11)
+        for crew in threads:
+            crew.end()
+        assert (sixes.tensor == 9).all()

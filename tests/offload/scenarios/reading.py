@@ -1,0 +1,124 @@
+"""An update is pending, on a lane that is late; then somebody reads or writes what it is about to change."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from offload import OffloadModel, OffloadOptimizer
+from tests.offload.late import LateLane
+from tests.offload.pair import Pair
+from tests.offload.scenarios.training import update_on
+
+Scenario = Callable[[pytest.MonkeyPatch, Path], None]
+
+
+def after_a_step(look: Callable[[Pair], None]) -> Scenario:
+    """A scenario: one step is pending when ``look`` looks."""
+
+    def scenario(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+        update_on(monkeypatch, LateLane(0))
+        pair = Pair("momentum", f"{path}/")
+        pair.kept = list(pair.model.parameters())  # type: ignore[attr-defined]
+        pair.first = copy.deepcopy([pair.bare.state_dict(), pair.plain.state_dict()])  # type: ignore[attr-defined]
+        pair.backward()
+        pair.step()
+        look(pair)
+
+    scenario.__name__ = look.__name__
+    return scenario
+
+
+def _same(pair: Pair, parameters: list[torch.Tensor]) -> None:
+    for expected, got in zip(pair.bare.parameters(), parameters, strict=True):
+        pair.close(got, expected)
+
+
+@after_a_step
+def parameters_are_updated(pair: Pair) -> None:
+    pair.compare()
+
+
+@after_a_step
+def a_state_dict_is_updated(pair: Pair) -> None:
+    for key, value in pair.model.state_dict().items():
+        pair.close(value, pair.bare.state_dict()[key])
+
+
+@after_a_step
+def a_loaded_state_is_not_updated_by_an_earlier_step(pair: Pair) -> None:
+    for model in (pair.bare, pair.model):
+        model.load_state_dict(pair.first[0])  # type: ignore[attr-defined]
+    pair.eval()
+
+
+@after_a_step
+def gradients_are_zeroed_after_their_use_by_the_model(pair: Pair) -> None:
+    for model in (pair.bare, pair.model):
+        model.zero_grad(set_to_none=False)
+    pair.compare()
+
+
+@after_a_step
+def gradients_are_zeroed_after_their_use_by_the_optimizer(pair: Pair) -> None:
+    pair.zero_in_place()
+    pair.compare()
+
+
+@after_a_step
+def a_closed_model_is_updated(pair: Pair) -> None:
+    pair.model.close()
+    _same(pair, pair.kept)  # type: ignore[attr-defined]
+
+
+@after_a_step
+def a_deep_copy_is_updated(pair: Pair) -> None:
+    _same(pair, list(copy.deepcopy(pair.model).parameters()))
+
+
+@after_a_step
+def a_pickled_copy_is_updated(pair: Pair) -> None:
+    _same(pair, list(pickle.loads(pickle.dumps(pair.model)).parameters()))
+
+
+@after_a_step
+def a_second_step_is_a_second_update(pair: Pair) -> None:
+    pair.step()
+    pair.compare()
+
+
+@after_a_step
+def synchronize_finishes_the_update(pair: Pair) -> None:
+    pair.ours.synchronize()
+    _same(pair, pair.kept)  # type: ignore[attr-defined]
+
+
+@after_a_step
+def the_state_of_the_optimizer_is_updated(pair: Pair) -> None:
+    pair.compare_states()
+
+
+@after_a_step
+def a_loaded_optimizer_is_not_updated_by_an_earlier_step(pair: Pair) -> None:
+    for optimizer in (pair.plain, pair.ours):
+        state = copy.deepcopy(pair.first[1])  # type: ignore[attr-defined]
+        for group in state["param_groups"]:
+            group["lr"] = 0.5
+        optimizer.load_state_dict(state)
+    pair.compare()
+    pair.compare_states()
+
+
+def a_gradient_that_a_class_refuses_is_refused_by_the_step(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    layers = [nn.EmbeddingBag(5, 4, sparse=True), nn.Linear(4, 2)]
+    model = OffloadModel(layers, "cpu", f"{path}/", checkpoint_activation=True)
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW)
+    model(torch.tensor([[0, 1]])).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()

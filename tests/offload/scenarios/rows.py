@@ -1,0 +1,74 @@
+"""An embedding whose rows are read beside compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload.embedding.bag import OffloadEmbeddingBag
+from pipe.train import InlineLane, Lane, Ticket
+from tests.late_cuda import LateCuda, LateStream
+
+
+class _LateTicket(Ticket[Any]):
+    def __init__(self, job: Callable[[], Any]) -> None:
+        super().__init__()
+        self._job = job
+
+    def succeeded(self) -> bool:
+        if not self.done:
+            self.run(self._job)
+        return super().succeeded()
+
+
+class _LateLane(Lane):
+    def submit(self, job: Callable[[], Any]) -> Ticket[Any]:
+        return _LateTicket(job)
+
+
+def _bag() -> tuple[nn.EmbeddingBag, OffloadEmbeddingBag]:
+    torch.manual_seed(0)
+    theirs = nn.EmbeddingBag(9, 4)
+    torch.manual_seed(0)
+    ours = OffloadEmbeddingBag(9, 4)
+    ours._lane = _LateLane()  # type: ignore[assignment]
+    return theirs, ours
+
+
+def a_lookup_finds_its_rows(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    theirs, ours = _bag()
+    indices = torch.tensor([[1, 2], [7, 2]])
+    torch.testing.assert_close(ours(indices), theirs(indices))
+    request = ours.input_dist(None, indices).wait()  # whoever holds a request need not have waited for its rows
+    torch.testing.assert_close(ours.compute_and_output_dist(None, request), theirs(indices))
+
+
+def a_read_that_failed_is_told_by_its_wait(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    with pytest.raises(IndexError, match="from 0 to 8"):
+        _bag()[1].input_dist(None, torch.tensor([[1, 99]])).wait().wait()
+
+
+def indices_are_read_after_they_have_come(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    theirs, ours = _bag()
+    indices = torch.zeros(1, 2, dtype=torch.int64)
+    monkeypatch.setattr("offload.embedding.bag.fence", lambda device: _LateTicket(lambda: indices.fill_(5)))
+    got = ours(indices)
+    torch.testing.assert_close(got, theirs(torch.full((1, 2), 5)))
+
+
+def what_crosses_streams_is_known_to_the_allocator(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    cuda, stream = LateCuda(monkeypatch), LateStream()
+    _, ours = _bag()
+    ours._lane = InlineLane(stream)  # type: ignore[arg-type, assignment]
+    log: list[tuple[int, object]] = []
+    monkeypatch.setattr(
+        "offload.embedding.bag.record_stream",
+        lambda value, user: log.append((len(value) if isinstance(value, list) else 0, user)),
+    )
+    ours(torch.tensor([[1, 2]]))
+    assert log == [(0, stream), (2, cuda.compute)]

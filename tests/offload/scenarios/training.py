@@ -1,0 +1,223 @@
+"""Steps whose copies are as late as they may be: right numbers, and order where numbers cannot tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload import OffloadModel
+from offload.homeward import Homeward
+from offload.lane import Arrival, Lane, Lanes
+from offload.streamer import Streamer
+from offload.walk.crossing import Crossing
+from tests.offload.late import LateLane, run_late
+from tests.offload.pair import Pair
+from tests.offload.prompt import PromptLane
+from tests.offload.test_late_lane import both, equal
+from tests.offload.zoo import WIDTH, build
+
+SEEDS = range(4)
+
+
+def update_on(monkeypatch: pytest.MonkeyPatch, lane: LateLane) -> None:
+    monkeypatch.setattr("offload.optim.optimizer.open_update_lane", lambda device: lane)
+
+
+def it_trains_like_the_bare_model(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    for seed in SEEDS:
+        run_late(monkeypatch, seed)
+        assert equal(both(f"{path}/"))
+
+
+def loads_see_the_updates_of_their_homes(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    for seed in SEEDS:
+        run_late(monkeypatch, seed)
+        update_on(monkeypatch, LateLane(seed))
+        pair = Pair("sgd", f"{path}/", tied=True, slices=2)
+        for action in ("backward", "step", "zero", "eval"):
+            pair.do(action)
+
+
+def updates_in_backward_see_complete_gradients(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Some rest at home from the backward before, and are added to there; the update is as early as it may be."""
+    run_late(monkeypatch, 0)
+    update_on(monkeypatch, PromptLane())
+    pair = Pair("adamw", f"{path}/", update_in_backward=True)
+    for action in ("accumulate", "backward", "step", "zero", "eval"):
+        pair.do(action)
+
+
+def gradients_do_not_pile_up(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Two sets at a time: those on their way home, or those of an update and of the one before it."""
+    waiting: list[int] = []
+    for owner, name in ((Homeward, "drain"), (Homeward, "update")):
+        method = getattr(owner, name)
+
+        def noted(self: Homeward, *args: Any, method: Any = method) -> None:
+            method(self, *args)
+            waiting.append(len(self._drains))
+
+        monkeypatch.setattr(owner, name, noted)
+    for in_backward in (False, True):
+        run_late(monkeypatch, 0)
+        update_on(monkeypatch, LateLane(0))
+        pair = Pair("sgd", f"{path}/", slices=6, kinds=("linear",) * 4, update_in_backward=in_backward)
+        pair.backward()
+    assert max(waiting) <= 2
+
+
+def nothing_moves_after_an_exception(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    lanes = run_late(monkeypatch, 0)
+    model = OffloadModel(build(["linear"] * 3), "cpu", f"{path}/", num_slices=5, checkpoint_activation=True)
+    loss = model(torch.randn(3, WIDTH)).sum()
+    first = next(iter(model.children()))
+
+    def fail_in_backward(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda _: 1 / 0)
+
+    first.register_forward_hook(fail_in_backward)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    assert sum(g is not None for g in gradients) >= 2
+    for lane in lanes:
+        lane.close()  # whatever was left behind arrives now
+    for before, p in zip(gradients, model.parameters(), strict=True):
+        assert before is None or torch.equal(before, p.grad)
+
+
+def a_forward_after_one_that_failed_is_right(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    for backwards in (True, False):
+        run_late(monkeypatch, backwards=backwards)
+        model = OffloadModel(build(["linear"] * 4), "cpu", f"{path}/", num_slices=6, checkpoint_activation=True)
+        first = next(iter(model.children()))
+        x = torch.randn(3, WIDTH)
+        expected = model(x).detach()
+        handle = first.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(x)
+        handle.remove()
+        assert torch.equal(model(x), expected)
+
+
+def a_load_that_nobody_used_does_not_arrive_later(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """A model looks ahead; then somebody writes to the homes, and what was loaded is not used."""
+    run_late(monkeypatch, backwards=True)
+    bare = build(["linear"] * 2)
+    model = OffloadModel(build(["linear"] * 2), "cpu", f"{path}/", num_slices=4, checkpoint_activation=True)
+    model(torch.zeros(1, WIDTH)).sum().backward()  # makes slots, and leaves them empty
+    with torch.no_grad():
+        model.expect()
+        for p, q in zip(model.parameters(), bare.parameters(), strict=True):
+            p.mul_(2)
+            q.copy_(p)
+        x = torch.randn(3, WIDTH)
+        torch.testing.assert_close(model(x), bare(x))
+
+
+def an_update_that_was_cut_off_from_its_load_ends_first(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """An interrupt between the two: the update works in a slot that is about to be given away."""
+    for seed in SEEDS:
+        run_late(monkeypatch, seed)
+        update_on(monkeypatch, LateLane(seed))
+        pair = Pair("sgd", f"{path}/", slices=4)
+        for action in ("backward", "step", "zero"):
+            pair.do(action)
+        load = Streamer.load
+
+        def interrupted(self: Streamer, j: int) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Streamer, "load", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pair.model(torch.zeros(1, WIDTH))
+        monkeypatch.setattr(Streamer, "load", load)
+        assert pair.model._walk.shards[0].pending is None, "it is still to come, in a slot that was given back"
+        pair.eval()
+
+
+class _Noted(Arrival):
+    def __init__(self, token: str, log: list[tuple[str, str]]) -> None:
+        self._token = token
+        self._log = log
+
+    def wait(self) -> None:
+        self._log.append(("compute", self._token))
+
+    def finish(self) -> None:
+        self._log.append(("host", self._token))
+
+
+class NotingLane(Lane):
+    """Copies at once, and notes who waits for what: compute, which may be far behind, or the host."""
+
+    def __init__(self, log: list[tuple[str, str]]) -> None:
+        self._log = log
+
+    def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
+        self._log.append(("copy", token))
+        with torch.no_grad():
+            copy()
+        return _Noted(token, self._log)
+
+    def close(self) -> None: ...
+
+
+def the_host_waits_at_the_end_of_a_pass_and_never_before(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """On a device the host is ahead. What it may read or write after a call must be done when the call returns."""
+    log: list[tuple[str, str]] = []
+    monkeypatch.setattr("offload.model.open_lanes", lambda device, **_: Lanes(*(NotingLane(log) for _ in range(3))))
+    for name in ("forward", "backward"):
+        method = getattr(Crossing, name)
+
+        def noted(self: Crossing, *args: Any, method: Any = method, **more: Any) -> Any:
+            log.append(("cell", ""))
+            return method(self, *args, **more)
+
+        monkeypatch.setattr(Crossing, name, noted)
+
+    def waited(run: Callable[[], Any]) -> tuple[set[str], list[str], Any]:
+        """What the host waited for in a pass, what was copied, and what the pass returned."""
+        log.clear()
+        result = run()
+        kinds = [kind for kind, _ in log]
+        last = len(kinds) - 1 - kinds[::-1].index("cell")
+        assert "host" not in kinds[kinds.index("cell") : last], "the host waited in the middle of the pass"
+        return (
+            {token for kind, token in log if kind == "host"},
+            [token for kind, token in log if kind == "copy"],
+            result,
+        )
+
+    def make(slots: int, frozen: int) -> OffloadModel:
+        bare = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        bare[:frozen].requires_grad_(False)
+        return OffloadModel(
+            bare,
+            "cpu",
+            f"{path}/",
+            num_slices=4,
+            checkpoint_activation=True,
+            num_slots=slots,
+            num_microbatches=2,
+            boundary_bytes=0,
+        )
+
+    x = torch.randn(6, WIDTH)
+    model = make(slots=4, frozen=2)
+    with torch.no_grad():
+        assert waited(lambda: model(x))[0] == {"L0", "L1", "L2", "L3"}
+    model = make(slots=4, frozen=2)
+    by_host, _, output = waited(lambda: model(x))
+    assert by_host == {"L0", "L1"}, "what is frozen in front may be changed before the backward"
+    assert "D2" in waited(output.sum().backward)[0]  # which came after D3
+    model = make(slots=2, frozen=4)
+    output = model(x.clone().requires_grad_()).sum()
+    by_host, copies, _ = waited(output.backward)
+    assert [token for token in copies if token[0] == "L"][-1] in by_host

@@ -1,0 +1,196 @@
+"""Finds every wait and event in the engine's sources, and takes one of them out.
+
+A wait that no test misses is a wait that somebody removes one day. So tests hold a table with an entry for each, and
+run a scenario of copies that are as late as they may be, once as the code stands and once without that wait.
+
+What counts is found in the syntax tree, by name:
+
+===========  ==========================================================================================
+kind         what, and what is left in its place
+===========  ==========================================================================================
+call         a call such as ``arrival.wait()`` or ``event.record(stream)``: the statement goes, and a loop
+             that it alone ends goes with it; where its value is used, None is
+reference    ``event.synchronize`` handed on to be called later: something that returns at once
+order        the arrivals that a copy is submitted ``after``: none
+lock         ``with self._lock``: nothing is locked
+===========  ==========================================================================================
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import inspect
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import pytest
+
+__all__ = ["Site", "find_sites", "take_out"]
+
+ROOT = Path(__file__).parent.parent
+
+#: Methods and functions that make somebody wait for somebody, or give him something to wait for.
+CALLED = {
+    *("wait", "finish", "result", "join", "acquire", "synchronize", "wait_event", "wait_stream", "fence", "_fence"),
+    *("record", "record_event", "record_stream", "notify", "notify_all", "set", "query"),
+    # What the engine builds of these.
+    *("catch_up", "leave_homes", "settle", "abandon", "land", "leave", "_flush", "_finish", "_settle", "succeeded"),
+}
+#: Names that are handed on as something to call.
+HANDED_ON = {"wait", "finish", "result", "synchronize"}
+LOCKS = {"_lock", "_changed", "lock"}
+
+
+@dataclass(frozen=True)
+class Site:
+    """One wait: where it is, and its text."""
+
+    module: str
+    #: The outermost function, as ``Class.method``.
+    function: str
+    kind: str
+    text: str
+    #: Counts equal ones in one function from 1.
+    number: int = 1
+
+    def __str__(self) -> str:
+        again = f" #{self.number}" if self.number > 1 else ""
+        return f"{self.module} {self.function}: {self.text}{again}"
+
+
+def find_sites(paths: Iterable[str | Path]) -> list[Site]:
+    """All sites in the modules under ``paths`` (files or folders, relative to the root of the project)."""
+    files = [file for path in paths for file in (sorted((ROOT / path).rglob("*.py")) or [ROOT / path])]
+    return [site for file in files for site, _, _ in _sites_in(file)]
+
+
+def _sites_in(file: Path) -> Iterator[tuple[Site, ast.Module, list[ast.AST]]]:
+    """Each site, its tree, and the way from the tree to the node."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    module = ".".join((file.relative_to(ROOT) if file.is_relative_to(ROOT) else file).with_suffix("").parts)
+    seen: dict[tuple[str, str, str], int] = {}
+    for way in _ways([tree]):
+        found = _kind_of(way)
+        if found is None:
+            continue
+        names = [node for node in way if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+        outer = next((k for k, node in enumerate(names) if isinstance(node, ast.FunctionDef)), None)
+        function = ".".join(node.name for node in names[: len(names) if outer is None else outer + 1])
+        key = (function, *found)
+        seen[key] = seen.get(key, 0) + 1
+        yield Site(module, function, *found, seen[key]), tree, way
+
+
+def _ways(way: list[ast.AST]) -> Iterator[list[ast.AST]]:
+    for child in ast.iter_child_nodes(way[-1]):
+        inner = [*way, child]
+        yield inner
+        yield from _ways(inner)
+
+
+def _kind_of(way: list[ast.AST]) -> tuple[str, str] | None:
+    node, parent = way[-1], way[-2]
+    if isinstance(node, ast.Call):
+        name = _name(node.func)
+        if _order_of(node) is not None:
+            return "order", ast.unparse(node)
+        if name in CALLED and not _is_text_or_set(node):
+            return "call", ast.unparse(node)
+    elif isinstance(node, ast.Attribute) and node.attr in HANDED_ON:
+        if not (isinstance(parent, ast.Call) and parent.func is node):
+            return "reference", ast.unparse(node)
+    elif isinstance(node, ast.withitem) and _name(node.context_expr) in LOCKS:
+        return "lock", f"with {ast.unparse(node)}"
+    return None
+
+
+def _is_text_or_set(call: ast.Call) -> bool:
+    """``", ".join(...)`` and ``set(...)`` wait for nobody; ``thread.join()`` and ``event.set()`` are meant."""
+    if isinstance(call.func, ast.Name):
+        return call.func.id == "set"
+    return isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Constant)
+
+
+def _name(node: ast.expr) -> str | None:
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _order_of(call: ast.Call) -> ast.keyword | int | None:
+    """Where a call says what it comes after: as a keyword, or as the third argument of ``submit``."""
+    for keyword in call.keywords:
+        if keyword.arg == "after":
+            return keyword
+    return 2 if _name(call.func) == "submit" and len(call.args) == 3 else None
+
+
+# --- taking one out -------------------------------------------------------------------------------------------------
+
+
+def take_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the function that holds ``site`` without it from now on."""
+    file = ROOT / Path(*site.module.split(".")).with_suffix(".py")
+    tree, way = next((tree, way) for found, tree, way in _sites_in(file) if found == site)
+    _remove(way, site.kind)
+    code = compile(ast.fix_missing_locations(tree), str(file), "exec")
+    function = _function(site)
+    monkeypatch.setattr(function, "__code__", _code_in(code, function.__qualname__))
+
+
+def _remove(way: list[ast.AST], kind: str) -> None:
+    node, parent = way[-1], way[-2]
+    if kind == "order":
+        assert isinstance(node, ast.Call)
+        place = _order_of(node)
+        nothing = ast.Tuple(elts=[], ctx=ast.Load())
+        if isinstance(place, ast.keyword):
+            place.value = nothing
+        else:
+            node.args[2] = nothing
+    elif kind == "lock":
+        assert isinstance(node, ast.withitem)
+        node.context_expr = ast.parse("__import__('contextlib').nullcontext()", mode="eval").body
+    elif kind == "reference":
+        _replace(parent, node, ast.parse("lambda *_: None", mode="eval").body)
+    elif not isinstance(parent, ast.Expr):
+        _replace(parent, node, ast.Constant(None))
+    elif isinstance(way[-3], ast.While) and way[-3].body == [parent]:
+        _replace(way[-4], way[-3], ast.Pass())
+    else:
+        _replace(way[-3], parent, ast.Pass())
+
+
+def _replace(parent: ast.AST, old: ast.AST, new: ast.AST) -> None:
+    for name, value in ast.iter_fields(parent):
+        if value is old:
+            setattr(parent, name, new)
+        elif isinstance(value, list) and any(item is old for item in value):
+            value[:] = [new if item is old else item for item in value]
+
+
+def _function(site: Site) -> FunctionType:
+    """The plain function, below whatever decorates it."""
+    found: Any = importlib.import_module(site.module)
+    for name in site.function.split("."):
+        found = inspect.getattr_static(found, name)
+    if isinstance(found, property):
+        found = found.fget
+    found = inspect.unwrap(getattr(found, "__func__", found))
+    assert isinstance(found, FunctionType), f"{site} is in no function"
+    return found
+
+
+def _code_in(code: CodeType, qualname: str) -> CodeType:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            if constant.co_qualname == qualname:
+                return constant
+            with contextlib.suppress(LookupError):
+                return _code_in(constant, qualname)
+    raise LookupError(qualname)
