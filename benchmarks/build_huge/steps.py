@@ -136,7 +136,7 @@ def _train(
         model, optimizer = make()
         seconds = time.perf_counter() - started
         report.phase("steps")
-        for step in _steps(shape, model, optimizer):
+        for _, step in zip(report.turns(), _steps(shape, model, optimizer), strict=False):
             report.step(**step)
     except (RuntimeError, MemoryError) as error:
         line = str(error).split("\n")[0]

@@ -109,7 +109,8 @@ def limit_cells(seconds: float, limit_seconds: float) -> list[str]:
     """The two cells below :data:`LIMIT_HEADER`: the bound, and how much longer than the bound the step took."""
     if not limit_seconds > 0:
         return ["-", "-"]
-    return [f"{limit_seconds:.3g} s", f"{seconds / limit_seconds - 1:+.0%}"]
+    shown = f"{limit_seconds:.3g} s" if limit_seconds >= 0.1 else f"{1e3 * limit_seconds:.3g} ms"
+    return [shown, f"{seconds / limit_seconds - 1:+,.0%}"]
 
 
 def measure_limits(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -48,6 +49,20 @@ class Outcome:
     def peak_bytes(self) -> int:
         """The most memory that the rung's process held at any time."""
         return max(self.peaks.values(), default=0)
+
+    def median(self, name: str, default: float | None = None) -> float:
+        """The median over the steps of what they report as ``name``.
+
+        Raises:
+            KeyError: if a step does not, and there is no default.
+        """
+        values = (step[name] if default is None else step.get(name, default) for step in self.steps)
+        return float(statistics.median(values))
+
+    @property
+    def title(self) -> str:
+        """The rung's name, and the version of the peer where it is one."""
+        return f"{self.rung.name} ({self.version})" if self.version else self.rung.name
 
     @property
     def status(self) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.frame.arguments import at_least
 from benchmarks.frame.cache import cache_directory
 from benchmarks.frame.environment import Environment, here
 from benchmarks.frame.limits import LIMIT_HEADER, Limits, limit_cells, measure_limits
@@ -25,7 +26,7 @@ from benchmarks.frame.rungs import run_rungs
 from benchmarks.frame.table import markdown_table, mebibytes, reasons
 from benchmarks.frame.work import adamw_bytes
 from benchmarks.gpu_train.steps import FLOOR
-from benchmarks.memory_latency.shape import Shape
+from benchmarks.memory_latency.shape import Shape, add_shape_arguments, shape_of
 
 __all__ = ["add_arguments", "broken_bounds", "limit_seconds", "run"]
 
@@ -44,10 +45,7 @@ HOST_UPDATES = ("ours", "torchao_optimizer", "fairscale_offload")  # ways whose 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Sizes, the device and the number of steps."""
     parser.add_argument("--device", default="cuda", help="where layers compute")
-    parser.add_argument("--layers", type=int, default=12, metavar="N", help="transformer blocks")
-    parser.add_argument("--dim", type=int, default=1024, metavar="N", help="channels, a multiple of 64")
-    parser.add_argument("--rows", type=int, default=8, metavar="N", help="rows of the batch")
-    parser.add_argument("--positions", type=int, default=512, metavar="N", help="tokens of a row")
+    add_shape_arguments(parser, layers=12, dim=1024, rows=8, positions=512)
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="of which the first is not timed; at least 2")
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="WORD", help="only rungs with one of these in their names"
@@ -57,11 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the rungs; 0 if all that can run here did, and began with the same loss."""
-    if arguments.dim < 64 or arguments.dim % 64:
-        raise ValueError(f"expected a multiple of 64 channels, got dim={arguments.dim}")
-    for name, least in (("layers", 1), ("rows", 1), ("positions", 1), ("steps", 2)):
-        if getattr(arguments, name) < least:
-            raise ValueError(f"expected at least {least}, got {name}={getattr(arguments, name)}")
+    at_least(arguments, steps=2)
+    shape = shape_of(arguments)
     device = torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
@@ -72,7 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
     size = {"file_bytes": 32 << 20, "side": 256} if device.type == "cpu" else {"side": 8192}
     limits = measure_limits(arguments.home, device=str(device), dtype=torch.bfloat16, **size)
     print(f"limits   {limits.line()}", flush=True)
-    shape = Shape(arguments.layers, arguments.dim, arguments.rows, arguments.positions)
     common: dict[str, Any] = {"shape": asdict(shape), "device": str(device)}
     outcomes = run_rungs(
         [
@@ -148,7 +142,7 @@ def _table(outcomes: Sequence[Outcome], shape: Shape, limits: Limits) -> str:
         seconds = _seconds(outcome)
         rows.append(
             [
-                f"{outcome.rung.name} ({outcome.version})" if outcome.version else outcome.rung.name,
+                outcome.title,
                 mebibytes(outcome.result["device_peak"]),
                 mebibytes(outcome.peaks["steps"] - outcome.moments[FLOOR]),
                 f"{seconds:.3g}",

@@ -60,12 +60,7 @@ def resident(shape: Shape, device: str) -> tuple[Step, Statistics]:
     model = shape.build().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), RATE, fused=True)
 
-    def forward(hidden: Tensor) -> Tensor:
-        for layer in model:
-            hidden = checkpoint(layer, hidden, use_reentrant=False)
-        return hidden
-
-    return _plain_step(forward, optimizer, device), dict
+    return _plain_step(_checkpointed(model), optimizer, device), dict
 
 
 def saved_on_cpu(shape: Shape, device: str) -> tuple[Step, Statistics]:
@@ -88,12 +83,7 @@ def torchao_optimizer(shape: Shape, device: str) -> tuple[Step, Statistics]:
     model = shape.build().to(device)
     optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=True, lr=RATE, fused=True)
 
-    def forward(hidden: Tensor) -> Tensor:
-        for layer in model:
-            hidden = checkpoint(layer, hidden, use_reentrant=False)
-        return hidden
-
-    return _plain_step(forward, optimizer, device), dict
+    return _plain_step(_checkpointed(model), optimizer, device), dict
 
 
 def fairscale_offload(shape: Shape, device: str) -> tuple[Step, Statistics]:
@@ -138,6 +128,15 @@ def train(report: Report, way: str, shape: dict[str, Any], device: str) -> dict[
         moved = {name: counted[name] - before[name] for name in ("bytes_loaded", "bytes_stored") if name in counted}
         report.step(seconds=seconds, loss=loss, **moved)
     return {"device_peak": torch.cuda.max_memory_allocated(device) if on_gpu else 0, "statistics": counted}
+
+
+def _checkpointed(model: nn.Sequential) -> Step:
+    def forward(hidden: Tensor) -> Tensor:
+        for layer in model:
+            hidden = checkpoint(layer, hidden, use_reentrant=False)
+        return hidden
+
+    return forward
 
 
 def _plain_step(forward: Step, optimizer: Any, device: str) -> Step:

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.frame.arguments import at_least
 from benchmarks.frame.cache import cache_directory
 from benchmarks.frame.environment import filesystem_of, here
 from benchmarks.frame.limits import measure_limits
@@ -25,7 +26,7 @@ from benchmarks.frame.pairs import Paired, run_pairs
 from benchmarks.frame.report import publish
 from benchmarks.frame.table import reasons
 from benchmarks.memory_latency.results import Measured, draw, forward_table, prediction_table, training_table
-from benchmarks.memory_latency.shape import Shape
+from benchmarks.memory_latency.shape import Shape, add_shape_arguments, shape_of
 
 __all__ = ["add_arguments", "broken_bounds", "run"]
 
@@ -50,11 +51,8 @@ CHECKPOINT: dict[str, Any] = {"checkpoint_activation": True}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Sizes, the number of pairs, where homes are, and which rungs."""
     parser.add_argument("--device", default="cpu", help="where layers compute")
-    parser.add_argument("--layers", type=int, default=12, metavar="N", help="transformer blocks")
-    parser.add_argument("--dim", type=int, default=512, metavar="N", help="channels, a multiple of 64")
-    parser.add_argument("--rows", type=int, default=16, metavar="N", help="rows of the batch, at least 4")
-    parser.add_argument("--positions", type=int, default=32, metavar="N", help="tokens of a row")
-    parser.add_argument("--pairs", type=int, default=3, metavar="N", help="steps in turn with plain torch")
+    add_shape_arguments(parser, layers=12, dim=512, rows=16, positions=32)
+    parser.add_argument("--pairs", type=int, default=5, metavar="N", help="steps in turn with plain torch")
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="WORD", help="only rungs with one of these in their names"
     )
@@ -63,17 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the rungs, prints the tables; 0 if the gradients agree and every budget was kept."""
-    if arguments.dim < 64 or arguments.dim % 64:
-        raise ValueError(f"expected a multiple of 64 channels, got dim={arguments.dim}")
-    for name, least in (("layers", 4), ("rows", 4), ("positions", 1), ("pairs", 1)):
-        if getattr(arguments, name) < least:
-            raise ValueError(f"expected at least {least}, got {name}={getattr(arguments, name)}")
+    at_least(arguments, "pairs")
+    shape = shape_of(arguments, layers=4, rows=4)
     environment = here()
     print("\n".join(environment.lines()))
     arguments.home.mkdir(parents=True, exist_ok=True)
     limits = measure_limits(arguments.home, device=arguments.device)
     print(f"limits   {limits.line()}", flush=True)
-    shape = Shape(arguments.layers, arguments.dim, arguments.rows, arguments.positions)
     with tempfile.TemporaryDirectory(prefix="memory-latency-", dir=arguments.home) as home:
         common = {"shape": asdict(shape), "home": home, "device": arguments.device}
         reference, *training = _training(shape, common, arguments.only)

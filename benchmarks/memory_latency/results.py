@@ -95,7 +95,7 @@ def training_table(measured: Sequence[Measured], shape: Shape, limits: Limits) -
         assert way.paired.outcome.result is not None
         rows.append(
             [
-                way.name,
+                way.paired.outcome.title,
                 mebibytes(way.peak_bytes),
                 mebibytes(above_floor(way.paired.outcome)),
                 f"{way.seconds:.2f}",
@@ -138,14 +138,14 @@ def forward_table(paired: Sequence[Paired], shape: Shape, limits: Limits) -> str
     rows = []
     for pair in paired:
         outcome = pair.outcome
-        name = outcome.rung.name.removeprefix("forward, ")
+        name = outcome.title.removeprefix("forward, ")
         if outcome.result is None or not pair.steps:
             rows.append([name, outcome.status, *[""] * (len(header) - 2)])
             continue
         seconds = statistics.median(step["seconds"] for step in pair.steps)
         rows.append(
             [
-                f"{name} ({outcome.version})" if outcome.version else name,
+                name,
                 mebibytes(above_floor(outcome)),
                 f"{seconds:.2f}",
                 spread(pair.ratios(), 2),

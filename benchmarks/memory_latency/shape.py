@@ -6,15 +6,17 @@ dropout, so that ways which cut the batch draw nothing that others do not, and g
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.frame.arguments import at_least
 from benchmarks.frame.work import block_flops
 
-__all__ = ["Block", "Shape"]
+__all__ = ["Block", "Shape", "add_shape_arguments", "shape_of"]
 
 
 class Block(nn.Module):
@@ -78,3 +80,23 @@ class Shape:
         The batch needs no gradient, but the norm in front of the first product does.
         """
         return 3 * self.forward_flops
+
+
+def add_shape_arguments(parser: argparse.ArgumentParser, *, layers: int, dim: int, rows: int, positions: int) -> None:
+    """The sizes of a :class:`Shape`, with these defaults."""
+    parser.add_argument("--layers", type=int, default=layers, metavar="N", help="transformer blocks")
+    parser.add_argument("--dim", type=int, default=dim, metavar="N", help="channels, a multiple of 64")
+    parser.add_argument("--rows", type=int, default=rows, metavar="N", help="rows of the batch")
+    parser.add_argument("--positions", type=int, default=positions, metavar="N", help="tokens of a row")
+
+
+def shape_of(arguments: argparse.Namespace, **least: int) -> Shape:
+    """The shape that was asked for.
+
+    Raises:
+        ValueError: if no model has these sizes; ``least`` says how large some must be, the others at least 1.
+    """
+    at_least(arguments, **{"layers": 1, "rows": 1, "positions": 1} | least)
+    if arguments.dim < 64 or arguments.dim % 64:
+        raise ValueError(f"expected a multiple of 64 channels, got dim={arguments.dim}")
+    return Shape(arguments.layers, arguments.dim, arguments.rows, arguments.positions)

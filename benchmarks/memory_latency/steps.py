@@ -33,17 +33,9 @@ def train(
 ) -> dict[str, Any]:
     """Steps (forward, loss, backward) of one way. The way "plain" leaves its gradients in ``home`` for the others."""
     chosen = Shape(**shape)
-    small = replace(chosen, layers=2)
-    try:
-        # Libraries, threads, their scratch memory, and whatever else is made once: a process that took this step and
-        # gave back what it could is the floor of the peak.
-        first = WAYS[way](small.build(), _folder(home, "small"), device, **_for_small(settings))
-        _step(first, small.batch().to(device))
-        del first
-        _note_floor(report)
-        prepared = WAYS[way](chosen.build(), _folder(home, way), device, **settings)
-    except CannotRunError as reason:
-        report.skip(str(reason))
+    where = (_folder(home, "small"), _folder(home, way))
+    prepared = _build(report, WAYS[way], _step, chosen, where, device, settings)
+    if prepared is None:
         return {}
     batch = chosen.batch().to(device)
     report.phase("steps")
@@ -80,16 +72,9 @@ def forward(
 ) -> dict[str, Any]:
     """Forward passes of one way. The way "plain" leaves its output in ``home`` for the others."""
     chosen = Shape(**shape)
-    small = replace(chosen, layers=2)
-    try:
-        with torch.no_grad():
-            first = FORWARD_WAYS[way](small.build(), _folder(home, "small"), device, **_for_small(settings))
-            first(small.batch().to(device))
-        del first
-        _note_floor(report)
-        run = FORWARD_WAYS[way](chosen.build(), _folder(home, way), device, **settings)
-    except CannotRunError as reason:
-        report.skip(str(reason))
+    where = (_folder(home, "small"), _folder(home, way))
+    run = _build(report, FORWARD_WAYS[way], _without_graph, chosen, where, device, settings)
+    if run is None:
         return {}
     batch, output = chosen.batch().to(device), torch.empty(0)
     report.phase("steps")
@@ -98,10 +83,38 @@ def forward(
             seconds, output = _timed(lambda: run(batch), device)
             report.step(seconds=seconds)
     report.phase("end")
-    where = Path(home, "output.pt")
-    if not where.exists():
-        torch.save(output.cpu(), where)
-    return {"difference": greatest_difference({"output": output}, {"output": torch.load(where)})}
+    saved = Path(home, "output.pt")
+    if not saved.exists():
+        torch.save(output.cpu(), saved)
+    return {"difference": greatest_difference({"output": output}, {"output": torch.load(saved)})}
+
+
+def _build(
+    report: Report,
+    make: Callable[..., T],
+    use: Callable[[T, Tensor], object],
+    chosen: Shape,
+    where: tuple[Path, Path],
+    device: str,
+    settings: dict[str, Any],
+) -> T | None:
+    """What ``make`` makes of the model, after the floor of the peak was noted.
+
+    None if this machine has not what the way needs, which the report then tells.
+
+    The floor is a process that has used the same way with a model of two layers and given back what it could: it has
+    libraries, threads, their scratch memory, and whatever else is made once.
+    """
+    small = replace(chosen, layers=2)
+    try:
+        first = make(small.build(), where[0], device, **_for_small(settings))
+        use(first, small.batch().to(device))
+        del first
+        _note_floor(report)
+        return make(chosen.build(), where[1], device, **settings)
+    except CannotRunError as reason:
+        report.skip(str(reason))
+        return None
 
 
 def greatest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -112,6 +125,11 @@ def greatest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -
         float((found[name].detach().cpu() - tensor).abs().max() / tensor.abs().max().clamp(min=1e-30))
         for name, tensor in expected.items()
     )
+
+
+@torch.no_grad()
+def _without_graph(run: Callable[[Tensor], Tensor], batch: Tensor) -> None:
+    run(batch)
 
 
 def _folder(home: str, name: str) -> Path:

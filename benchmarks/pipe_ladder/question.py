@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.frame.arguments import at_least
 from benchmarks.frame.cache import cache_directory
 from benchmarks.frame.environment import Environment, here
 from benchmarks.frame.limits import LIMIT_HEADER, Limits, limit_cells, measure_limits
@@ -32,6 +33,8 @@ MAXIMUM_PEAK_RATIO = 1.02  # of peak above the model, ours to each ancestor's; s
 PIPES = ["ours", "torchgpipe", "fairscale"]
 MEASURE = "benchmarks.pipe_ladder.steps"
 TINY = {"dim": 16, "rows": 64}  # where layers take next to no time, and nearly all is what a pipe adds
+#: Of these, as many times the rounds: steps of a millisecond differ by a third from one to the next, and cost nothing.
+MORE_ROUNDS = 15
 #: Where pipes take turns in one process, glibc may give one's pages back just before the next one wants them, and which
 #: of them pays for new ones is chance. Kept, they cost nobody anything.
 KEEP_PAGES = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
@@ -70,11 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the rungs and prints the tables; 0 if the bounds at the head of this module hold."""
-    for name in ("dim", "rows", "rounds", "threads"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"expected at least 1, got {name}={getattr(arguments, name)}")
-    if arguments.blocks < 2:
-        raise ValueError(f"expected at least 2 blocks for two stages, got blocks={arguments.blocks}")
+    at_least(arguments, "dim", "rows", "rounds", "threads", blocks=2)
     if min(arguments.chunks) < 1 or max(arguments.chunks) > arguments.rows:
         raise ValueError(f"expected from 1 to {arguments.rows} micro-batches, got chunks={arguments.chunks}")
     environment = here()
@@ -82,8 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     limits = measure_limits(arguments.home, threads=arguments.threads)
     shape = asdict(Shape(arguments.dim, arguments.blocks, arguments.rows, arguments.threads))
     tiny = {**shape, **TINY}
-    timed = run_rungs(_timed(arguments, shape, "time"))
-    overhead = run_rungs(_timed(arguments, tiny, "tiny cells"))
+    timed = run_rungs(_timed(arguments, shape, "time", arguments.rounds))
+    overhead = run_rungs(_timed(arguments, tiny, "tiny cells", MORE_ROUNDS * arguments.rounds))
     peaks = run_rungs(_peaks(arguments, shape))
     bubble = run_rungs(_bubbles(arguments, shape))[0]
     return publish(
@@ -130,8 +129,8 @@ def _names() -> list[str]:
     return [PIPES[0], *(name for name in PIPES[1:] if isinstance(find_peer(name), Found))]
 
 
-def _timed(arguments: argparse.Namespace, shape: dict[str, int], title: str) -> list[Rung]:
-    settings = {"shape": shape, "names": _names(), "rounds": arguments.rounds}
+def _timed(arguments: argparse.Namespace, shape: dict[str, int], title: str, rounds: int) -> list[Rung]:
+    settings = {"shape": shape, "names": _names(), "rounds": rounds}
     return [
         Rung(f"{title}, {chunks} micro-batches", f"{MEASURE}:time_rounds", {"chunks": chunks, **settings}, KEEP_PAGES)
         for chunks in arguments.chunks
@@ -178,9 +177,9 @@ def _time_table(timed: Sequence[Outcome], limits: Limits) -> str:
         if outcome.result is None:
             rows.append([outcome.rung.name, outcome.reason, *[""] * (len(header) - 2)])
             continue
-        seconds = [statistics.median(step[f"{name}: processor"] for step in outcome.steps) for name in names]
+        seconds = [outcome.median(f"{name}: processor") for name in names]
         ratios = [ratio_of(outcome, name, kind) for name in names[1:] for kind in ("processor", "clock")]
-        clock = statistics.median(step[f"{names[0]}: clock"] for step in outcome.steps)
+        clock = outcome.median(f"{names[0]}: clock")
         rows.append(
             [
                 str(outcome.result["chunks"]),
@@ -208,10 +207,10 @@ def _peak_table(peaks: Sequence[Outcome], limits: Limits) -> str:
         if outcome.result is None or ours.result is None:
             rows.append([outcome.rung.name, outcome.status, *[""] * (len(header) - 2)])
             continue
-        seconds = statistics.median(step["seconds"] for step in outcome.steps)
+        seconds = outcome.median("seconds")
         rows.append(
             [
-                outcome.rung.name,
+                outcome.title,
                 str(outcome.result["chunks"]),
                 mebibytes(_above_model(outcome)),
                 f"{_above_model(outcome) / _above_model(ours):.2f}x",

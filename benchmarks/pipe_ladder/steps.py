@@ -33,6 +33,7 @@ __all__ = ["FLOOR", "ONES", "STAGES", "Shape", "bubbles", "peak", "time_rounds"]
 
 STAGES = 2
 FLOOR = "model and batch alone"
+WARMUP = 2  # steps of each way: pages, threads and the first growth of the heap
 
 
 @dataclass(frozen=True)
@@ -173,8 +174,9 @@ def time_rounds(report: Report, shape: dict[str, Any], chunks: int, names: list[
     sizes = Shape(**shape)
     x = sizes.batch()
     steps = {name: ONES[name](sizes, chunks) for name in names}
-    for step in steps.values():
-        step(x)
+    for _ in range(WARMUP):
+        for step in steps.values():
+            step(x)
     gc.collect()
     report.total(rounds)
     for k in range(rounds):

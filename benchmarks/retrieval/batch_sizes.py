@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -82,8 +81,8 @@ class BatchSizes:
                 outcome.rung.name,
                 f"{settings.steps:,}",
                 f"{settings.learning_rate:.1e}",
-                f"{_seconds(outcome):.2f}",
-                *limit_cells(_seconds(outcome), limit_seconds(outcome, settings, limits)),
+                f"{outcome.median('seconds'):.2f}",
+                *limit_cells(outcome.median("seconds"), limit_seconds(outcome, settings, limits)),
                 mebibytes(outcome.peaks["training"]),
                 mebibytes(outcome.peaks["training"] - outcome.moments[FLOOR]),
                 f"{result['recall_before']:.1%} -> {result['recall_after']:.1%}",
@@ -98,10 +97,6 @@ class BatchSizes:
             f"at every size, {_held_out(outcomes)} held-out pairs to search. {LIMIT_WORDS}"
         )
         return "\n\n".join(filter(None, (words, markdown_table(header, rows) if rows else "", reasons(outcomes))))
-
-
-def _seconds(outcome: Outcome) -> float:
-    return float(statistics.median(step["seconds"] for step in outcome.steps))
 
 
 def _held_out(outcomes: Sequence[Outcome]) -> int:

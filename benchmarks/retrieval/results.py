@@ -43,7 +43,7 @@ def greatest_difference(outcomes: Sequence[Outcome]) -> float | None:
 def limit_seconds(outcome: Outcome, settings: Settings, limits: Limits) -> float:
     """The least seconds of a step: the encoder's arithmetic with nothing recomputed, AdamW, and the bytes of files."""
     parameters = int((outcome.result or {})["parameters"])
-    medians = {name: statistics.median(step.get(name, 0) for step in outcome.steps) for name in COUNTED}
+    medians = {name: outcome.median(name, 0) for name in COUNTED}
     copied = gradient_bytes(parameters) + adamw_bytes(parameters)
     return limits.step_seconds(flops=settings.training_flops, copied_bytes=copied, **disk_bytes(medians))
 
@@ -78,9 +78,9 @@ def table(outcomes: Sequence[Outcome], settings: Settings, limits: Limits) -> st
                 ratio(outcome.peak_bytes, reference.peak_bytes),
                 mebibytes(outcome.peak_bytes - outcome.moments[FLOOR]),
                 mebibytes(outcome.moments[BEFORE]),
-                f"{_seconds(outcome):.2f}",
+                f"{outcome.median('seconds'):.2f}",
                 spread(step_ratios(outcome, reference), 2) if outcome is not reference else "1",
-                *limit_cells(_seconds(outcome), limit_seconds(outcome, settings, limits)),
+                *limit_cells(outcome.median("seconds"), limit_seconds(outcome, settings, limits)),
                 f"{_mean_loss(outcome.steps[:quarter]):.4f}",
                 f"{_mean_loss(outcome.steps[-quarter:]):.4f}",
                 f"{result['recall_before']:.1%} -> {result['recall_after']:.1%}",
@@ -112,7 +112,7 @@ def draw(path: Path, outcomes: Sequence[Outcome], settings: Settings, environmen
     bars(axes[0], names, [outcome.peak_bytes / 2**20 for outcome in finished], "peak memory, MiB")
     floor = statistics.median(outcome.moments[FLOOR] for outcome in finished) / 2**20
     level_line(axes[0], floor, "interpreter and torch alone")
-    bars(axes[1], names, [_seconds(outcome) for outcome in finished], "seconds a step, median", "{:.2f}")
+    bars(axes[1], names, [outcome.median("seconds") for outcome in finished], "seconds a step, median", "{:.2f}")
     for k, outcome in enumerate(finished):
         losses = [step["loss"] for step in outcome.steps]
         # Lines that lie on each other must all be seen: the first ones are wide, the last one is thin.
@@ -125,10 +125,6 @@ def draw(path: Path, outcomes: Sequence[Outcome], settings: Settings, environmen
     level_line(axes[3], 100 * results[0]["recall_before"], "before training", ":")
     level_line(axes[3], 100 * RECALL_AT / results[0]["held_out"], "chance")
     return save(figure, path, environment)
-
-
-def _seconds(outcome: Outcome) -> float:
-    return float(statistics.median(step["seconds"] for step in outcome.steps))
 
 
 def _mean_loss(steps: Sequence[dict[str, Any]]) -> float:

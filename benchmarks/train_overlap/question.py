@@ -8,12 +8,12 @@ pipeline is driven over the same model, table and loader, where it is installed.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.frame.arguments import at_least
 from benchmarks.frame.cache import cache_directory
 from benchmarks.frame.environment import Environment, filesystem_of, here
 from benchmarks.frame.extra import require
@@ -48,16 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bags", type=int, default=512, metavar="N", help="rows of the batch")
     parser.add_argument("--indices", type=int, default=4, metavar="N", help="rows of the table for each of them")
     parser.add_argument("--width", type=int, default=768, metavar="N", help="channels of the dense part")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="repetitions of each rung")
-    parser.add_argument("--batches", type=int, default=20, metavar="N", help="timed batches of each way in a round")
+    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="repetitions of each rung")
+    parser.add_argument("--batches", type=int, default=12, metavar="N", help="timed batches of each way in a round")
     parser.add_argument("--home", type=Path, default=cache_directory(), help="a directory on disk for the table")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the rungs and prints the table; 0 if every rung holds the bound at the head of this module."""
-    for name in ("table_rows", "table_dim", "bags", "indices", "width", "rounds", "batches"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"expected at least 1, got {name}={getattr(arguments, name)}")
+    at_least(arguments, "table_rows", "table_dim", "bags", "indices", "width", "rounds", "batches")
     for package in ("tqdm", *(("matplotlib",) if arguments.plot or arguments.out else ())):
         require(package)
     environment = here()
@@ -76,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         draw=lambda path: _draw(path, outcomes, environment),
         facts=[("homes", f"a directory on {filesystem_of(arguments.home)}")],
         limits=limits,
-        ratios={f"{o.rung.name}: pipelined / slowest": _median(o, "ratio") for o in outcomes if o.result is not None},
+        ratios={f"{o.rung.name}: pipelined / slowest": o.median("ratio") for o in outcomes if o.result is not None},
     )
 
 
@@ -94,10 +92,6 @@ def _rungs(arguments: argparse.Namespace, home: str) -> list[Rung]:
         )
 
     return [*(rung(balance, OURS) for balance in BALANCES), rung("all are even", TORCHREC)]
-
-
-def _median(outcome: Outcome, name: str) -> float:
-    return statistics.median(step[name] for step in outcome.steps)
 
 
 def limit_seconds(outcome: Outcome, limits: Limits) -> float:
@@ -126,10 +120,10 @@ def _table(outcomes: Sequence[Outcome], limits: Limits) -> str:
         ratios = sorted(step["ratio"] for step in outcome.steps)
         rows.append(
             [
-                outcome.rung.name,
-                *(f"{1e3 * _median(outcome, name):.1f} ms" for name in (*PARTS, IN_TURN, PIPELINED)),
-                f"{_median(outcome, 'ratio'):.3f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
-                *limit_cells(_median(outcome, PIPELINED), limit_seconds(outcome, limits)),
+                outcome.title,
+                *(f"{1e3 * outcome.median(name):.1f} ms" for name in (*PARTS, IN_TURN, PIPELINED)),
+                f"{outcome.median('ratio'):.3f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+                *limit_cells(outcome.median(PIPELINED), limit_seconds(outcome, limits)),
                 f"{outcome.result['rows_refreshed'] / outcome.result['rows_read']:.1%}",
             ]
         )
@@ -144,10 +138,10 @@ def _broken(outcomes: Sequence[Outcome]) -> list[str]:
             continue
         if outcome.result["undistributed"]:
             broken.append(f"{outcome.rung.name}: rows did not run ahead: {outcome.result['undistributed']}")
-        if not _median(outcome, "ratio") <= MAXIMUM_RATIO:
+        if not outcome.median("ratio") <= MAXIMUM_RATIO:
             broken.append(
                 f"{outcome.rung.name}: the pipelined step must take at most {MAXIMUM_RATIO:.2f} of the slowest part, "
-                f"takes {_median(outcome, 'ratio'):.3f}"
+                f"takes {outcome.median('ratio'):.3f}"
             )
     return broken
 
@@ -158,12 +152,12 @@ def _draw(path: Path, outcomes: Sequence[Outcome], environment: Environment) -> 
     for axis, outcome in zip(axes, shown, strict=True):
         bottom = 0.0
         for k, part in enumerate(PARTS):
-            milliseconds = 1e3 * _median(outcome, part)
+            milliseconds = 1e3 * outcome.median(part)
             axis.bar(0, milliseconds, bottom=bottom, color=COLOURS[k], label=part)
             bottom += milliseconds
         for x, way in ((1, IN_TURN), (2, PIPELINED)):
-            axis.bar(x, 1e3 * _median(outcome, way), color="#999999")
-        axis.axhline(1e3 * _median(outcome, "slowest"), color="#333333", linestyle="--", linewidth=1, label="slowest")
+            axis.bar(x, 1e3 * outcome.median(way), color="#999999")
+        axis.axhline(1e3 * outcome.median("slowest"), color="#333333", linestyle="--", linewidth=1, label="slowest")
         axis.set_xticks(range(3), ["alone", IN_TURN, PIPELINED], fontsize=8)
         axis.set_title(f"{outcome.rung.name}, ms", fontsize=10)
     axes[0].legend(fontsize=7, frameon=False)

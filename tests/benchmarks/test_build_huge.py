@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -35,6 +37,9 @@ class Report:
 
     def step(self, **values: float) -> None:
         self.steps.append(values)
+
+    def turns(self) -> Iterator[int]:
+        return itertools.count()
 
 
 def test_the_offloaded_and_the_resident_model_train_alike_from_the_same_files(tmp_path: Any) -> None:

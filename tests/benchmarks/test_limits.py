@@ -40,6 +40,8 @@ def test_bytes_to_an_accelerator_that_is_not_there_are_refused() -> None:
 def test_the_distance_is_what_is_left_to_win() -> None:
     assert len(limit_cells(1.5, 1.0)) == len(LIMIT_HEADER)
     assert limit_cells(1.5, 1.0) == ["1 s", "+50%"]
+    assert limit_cells(0.04, 0.02) == ["20 ms", "+100%"]
+    assert limit_cells(0.05, 0.000025) == ["0.025 ms", "+199,900%"]
     assert limit_cells(1.5, 0.0) == ["-", "-"]
 
 

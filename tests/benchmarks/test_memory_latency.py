@@ -22,10 +22,11 @@ from tests.benchmarks.here import RATES, pairs_here
 SMALL = ["--layers", "4", "--dim", "64", "--rows", "4", "--positions", "4", "--pairs", "1"]
 
 
+pytestmark = pytest.mark.usefixtures("in_a_folder_of_its_own")
+
+
 @pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def with_rates_of_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.memory_latency.question.measure_limits", lambda *_, **__: RATES)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,13 @@ from benchmarks.frame.pairs import Paired, agree, run_in_turn, run_pairs, spread
 from benchmarks.frame.peers import PEERS, Absent, Found, Peer, find_peer, variable_of
 from benchmarks.frame.process import RungProcess
 from benchmarks.frame.rungs import run_rung, run_rungs
+from benchmarks.gpu_train import question as gpu_train
+from benchmarks.gradcache_batch import ways as gradcache_batch
+from benchmarks.memory_latency import question as memory_latency
+from benchmarks.memory_latency.shape import Shape
+from benchmarks.optimizer import question as optimizer
+from benchmarks.pipe_ladder import question as pipe_ladder
+from benchmarks.train_overlap import question as train_overlap
 
 HERE = "tests.benchmarks.rungs_of_tests"
 
@@ -134,6 +142,24 @@ def test_a_peer_that_needs_an_accelerator_says_so(monkeypatch: pytest.MonkeyPatc
 def test_every_peer_is_found_or_gives_a_reason(name: str) -> None:
     found = find_peer(name)
     assert found.version if isinstance(found, Found) else found.reason
+
+
+def test_every_peer_is_beside_ours_in_some_question() -> None:
+    shape = asdict(Shape(layers=4, dim=64, rows=4, positions=4))
+    common = {"shape": shape, "home": "h", "device": "cpu"}
+    lists = (memory_latency._training, memory_latency._forward)
+    in_curve = [rung for rungs in lists for rung in rungs(Shape(**shape), common, [""])]
+    asked = {
+        *(rung.peer for rung in in_curve if rung.peer),
+        *(name for name in pipe_ladder.PIPES if name != "ours"),
+        *gradcache_batch.PEERS.values(),
+        *(peer for _, _, peer in gpu_train.WAYS if peer),
+        train_overlap.TORCHREC,
+        optimizer.PEER,
+    }
+    assert asked == PEERS.keys()
+    torchs_own = {"torch.utils.checkpoint", "save_on_cpu", "FSDP2, CPUOffloadPolicy"}
+    assert torchs_own <= {rung.name for rung in in_curve}
 
 
 def test_a_spread_is_the_median_and_both_ends() -> None:

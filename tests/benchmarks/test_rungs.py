@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.frame.arguments import at_least
 from benchmarks.frame.memory import PeakMeter, resident_bytes
 from benchmarks.frame.rungs import Outcome, Rung, run_rung, run_rungs
 
@@ -119,3 +121,18 @@ def test_the_meter_ends_with_the_process_and_keeps_its_peak() -> None:
     with pytest.raises(ProcessLookupError):
         resident_bytes(child.pid)
     assert resident_bytes(os.getpid()) > 0
+
+
+def test_a_median_is_of_what_the_steps_report() -> None:
+    outcome = Outcome(Rung("a", "m:f"), steps=[{"seconds": 3.0}, {"seconds": 1.0, "more": 6}, {"seconds": 2.0}])
+    assert outcome.median("seconds") == 2.0
+    assert outcome.median("more", 0) == 0.0
+    with pytest.raises(KeyError):
+        outcome.median("more")
+
+
+def test_all_options_that_are_too_small_are_told_at_once() -> None:
+    arguments = argparse.Namespace(rows=0, steps=1, dim=3)
+    at_least(arguments, "dim", steps=1)
+    with pytest.raises(ValueError, match=r"at least 1, got rows=0; expected at least 2, got steps=1$"):
+        at_least(arguments, "rows", "dim", steps=2)
