@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Arrival", "Clock", "Lane", "Lanes", "StreamLane", "ThreadLane", "naming", "open_lanes"]
+__all__ = ["Arrival", "Clock", "Lane", "Lanes", "Mark", "StreamLane", "ThreadLane", "naming", "open_lanes"]
 
 
 class Arrival(ABC):
@@ -199,13 +199,20 @@ def open_lanes(device: torch.device, *, blocking_io: bool) -> Lanes:
     return Lanes(ThreadLane("load", device), ThreadLane("drain", device), ThreadLane("boundary", device))
 
 
+@dataclass
+class Mark:
+    """A moment of a clock."""
+
+    seconds: float = 0.0
+
+
 class Clock:
     """Adds up the time that compute spends in a kind of work: by the wall on the CPU, by events on a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seconds = 0.0
-        self._spans: deque[tuple[Any, Any]] = deque()
+        self._spans: deque[tuple[Any, Any] | Mark] = deque()
 
     @contextlib.contextmanager
     def span(self) -> Iterator[None]:
@@ -230,11 +237,25 @@ class Clock:
 
     def _settle(self, *, wait: bool) -> None:
         """Adds up the spans that have ended; all of them if the host is to ``wait``, which it never is in a step."""
-        while self._spans and (wait or self._spans[0][1].query()):
-            begin, end = self._spans.popleft()
-            # Without this, the time between events that have not happened yet is asked for, which is an error.
-            end.synchronize()
-            self._seconds += begin.elapsed_time(end) / 1e3
+        while self._spans:
+            span = self._spans[0]
+            if isinstance(span, Mark):
+                span.seconds = self._seconds
+            else:
+                begin, end = span
+                if not wait and not end.query():
+                    return
+                # Without this, the time between events that have not happened yet is asked for, which is an error.
+                end.synchronize()
+                self._seconds += begin.elapsed_time(end) / 1e3
+            self._spans.popleft()
+
+    def mark(self) -> Mark:
+        """The seconds up to now; known as soon as :attr:`seconds` was asked for, since spans may not have ended."""
+        mark = Mark(self._seconds)
+        if self._spans:
+            self._spans.append(mark)
+        return mark
 
     @property
     def seconds(self) -> float:

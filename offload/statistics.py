@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.lane import Clock
+from offload.lane import Clock, Mark
 from offload.trace import Tracer
 
 __all__ = ["Meter", "Statistics"]
@@ -71,7 +71,7 @@ class Meter:
         #: Shard -> bytes that autograd keeps of one row until backward, where nothing is computed again.
         self.kept_bytes_per_row: dict[int, float] = {}
         self._steps = 0
-        self._first_step: dict[object, tuple[float, int]] = {}
+        self._first_step: dict[object, tuple[Mark, int]] = {}
         self._device = device
         self.tracer = Tracer()
         self._held = 0
@@ -110,14 +110,14 @@ class Meter:
         """A training step begins. What the first one took says little: it also makes files, buffers and pages."""
         self._steps += 1
         if self._steps == 2:
-            self._first_step = {cell: (clock.seconds, self.rows.get(cell, 0)) for cell, clock in self.cells.items()}
-            self._first_step["load"] = self.loading.seconds, self.bytes_loaded
-            self._first_step["drain"] = self.draining.seconds, self.bytes_stored
+            self._first_step = {cell: (clock.mark(), self.rows.get(cell, 0)) for cell, clock in self.cells.items()}
+            self._first_step["load"] = self.loading.mark(), self.bytes_loaded
+            self._first_step["drain"] = self.draining.mark(), self.bytes_stored
 
     def _after_first(self, what: object, seconds: float, amount: int) -> tuple[float, int]:
         """Without what the first step took, as soon as there is anything else."""
-        first_seconds, first_amount = self._first_step.get(what, (0.0, 0))
-        return (seconds - first_seconds, amount - first_amount) if amount > first_amount else (seconds, amount)
+        first, first_amount = self._first_step.get(what, (Mark(), 0))
+        return (seconds - first.seconds, amount - first_amount) if amount > first_amount else (seconds, amount)
 
     def cell_seconds_per_row(self, kind: str, shard: int) -> float:
         """What a cell takes, for a forecast; 0 where none was seen."""

@@ -113,7 +113,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("self._settle(wait=False)", lanes.a_clock_hoards_no_events_and_never_waits_in_a_step),
         ],
         "Clock._settle": [
-            ("self._spans[0][1].query()", lanes.a_clock_hoards_no_events_and_never_waits_in_a_step),
+            ("end.query()", lanes.a_clock_hoards_no_events_and_never_waits_in_a_step),
             ("end.synchronize()", lanes.a_clock_counts_what_has_ended),
         ],
         "Clock.seconds": [("self._settle(wait=True)", lanes.a_clock_counts_what_has_ended)],

@@ -14,6 +14,8 @@ from torch import nn
 
 from offload import OffloadModel
 from offload.lane import Arrival, Lanes, ThreadLane
+from offload.statistics import Meter
+from tests.late_cuda import DEVICE, LateCuda
 from tests.offload.late import LateLane
 from tests.offload.zoo import WIDTH, build, reference
 
@@ -165,3 +167,15 @@ def test_no_load_is_under_way_when_an_inference_returns(monkeypatch: pytest.Monk
         model(torch.randn(3, WIDTH))
     assert len(arrivals) == 3
     assert all(arrival.by_host for arrival in arrivals)
+
+
+def test_the_second_step_begins_before_the_first_has_ended_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cells took in the first step is set apart then, but nobody waits for it."""
+    cuda = LateCuda(monkeypatch)
+    meter = Meter(DEVICE)
+    for rows in (4, 2, 2):
+        meter.begin_step()
+        with meter.cell("F", 0, 0, rows):
+            cuda.launch(lambda: None)
+    assert cuda.host_waits == 0
+    assert meter.cell_seconds_per_row("F", 0) == pytest.approx(2e-3 / 4)  # a late span takes a millisecond
