@@ -1,7 +1,8 @@
 """Bytes between files and memory, in pieces: through the page cache or past it, several at a time.
 
-Each transfer is cut at multiples of :data:`PIECE_BYTES`. The first and the last page of a direct one go through the
-page cache where they are not whole, since a disk takes whole pages only; the kernel keeps both ways in step. ::
+Each transfer is cut at multiples of a fixed size (:data:`STRAIGHT` or :data:`STAGED`). The first and the last page of a
+direct one go through the page cache where they are not whole, since a disk takes whole pages only; the kernel keeps
+both ways in step. ::
 
     memory, where the system can reach it and address and offset agree    file <--> memory, no copy at all
     memory that is not aligned                                            file <--> buffer <--> memory
@@ -20,7 +21,7 @@ import contextlib
 import ctypes
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,14 +34,25 @@ from offload.tier.cache import PageCache
 from offload.tier.crew import Crew, Job
 from offload.tier.staging import Fence, Link, Staging
 
-__all__ = ["PIECE_BYTES", "Transfers", "move_all"]
+__all__ = ["STAGED", "STRAIGHT", "Cut", "Transfers", "move_all"]
 
 T = TypeVar("T")
 
-#: Bytes of a request, and requests at a time. Larger or more of them were no faster where this was measured; with fewer
-#: the disk may stand idle between two.
-PIECE_BYTES = 8 << 20
-IN_FLIGHT = 4
+
+@dataclass(frozen=True)
+class Cut:
+    """Bytes of a request, and requests at a time."""
+
+    piece_bytes: int
+    in_flight: int
+
+
+#: Straight between file and memory. A disk whose reader does nothing else is kept busy by a fourth of this. But layers
+#: that compute on all cores keep the thread that asks for the next piece waiting, some milliseconds at a time, and the
+#: disk must have work left until then.
+STRAIGHT = Cut(16 << 20, 4)
+#: Through buffers, of which there are as many.
+STAGED = Cut(8 << 20, 4)
 #: Transfers that are smaller are left to the page cache: they wait for a disk's latency, not for its bandwidth.
 DIRECT_LEAST_BYTES = 256 << 10
 
@@ -71,17 +83,14 @@ class _Piece:
     direct: bool
 
 
-def _pieces(begin: int, end: int, *, direct: bool, whole: bool) -> Iterator[_Piece]:
-    """Cuts a transfer; into one piece if ``whole``, where nothing asks for more."""
-    if whole:
-        yield _Piece(begin, end, False)
-        return
+def _pieces(begin: int, end: int, piece_bytes: int, *, direct: bool) -> Iterator[_Piece]:
+    """Cuts a transfer."""
     first = min(end, -(-begin // PAGE_BYTES) * PAGE_BYTES) if direct else begin
     last = max(first, end // PAGE_BYTES * PAGE_BYTES) if direct else end
     if begin < first:
         yield _Piece(begin, first, False)
     while first < last:
-        until = min(last, (first // PIECE_BYTES + 1) * PIECE_BYTES)
+        until = min(last, (first // piece_bytes + 1) * piece_bytes)
         yield _Piece(first, until, direct)
         first = until
     if last < end:
@@ -93,8 +102,8 @@ class Transfers:
 
     def __init__(self, cache: PageCache, link: Link) -> None:
         self.cache = cache
-        self.staging = Staging(link, IN_FLIGHT, PIECE_BYTES)
-        self._crew = Crew(IN_FLIGHT - 1)
+        self.staging = Staging(link, STAGED.in_flight, STAGED.piece_bytes)
+        self._crew = Crew(max(STAGED.in_flight, STRAIGHT.in_flight) - 1)
 
     def read(self, path: Path, destination: Tensor, offset: int) -> None:
         """Fills ``destination`` (flat, uint8) with the bytes of a file from ``offset`` on.
@@ -136,20 +145,25 @@ class Transfers:
             return
         far = self.staging.link.is_far(tensor)
         direct = nbytes >= DIRECT_LEAST_BYTES and self.cache.direct
+        staged = far or (direct and (tensor.data_ptr() - offset) % PAGE_BYTES != 0)
+        cut = STAGED if staged else STRAIGHT
+        pieces: Iterable[_Piece] = [_Piece(offset, offset + nbytes, False)]
+        if direct or far:  # else nothing asks for more than one
+            pieces = _pieces(offset, offset + nbytes, cut.piece_bytes, direct=direct)
         flying: deque[_Flight] = deque()
         with contextlib.ExitStack() as stack:
             cached = stack.enter_context(_opened(path))
             uncached = stack.enter_context(_opened(path, os.O_DIRECT)) if direct else cached
             try:
-                for piece in _pieces(offset, offset + nbytes, direct=direct, whole=not direct and not far):
+                for piece in pieces:
                     part = tensor[piece.begin - offset : piece.end - offset]
                     buffer = None
-                    if far or (piece.direct and part.data_ptr() % PAGE_BYTES):
+                    if far or (staged and piece.direct):
                         while (buffer := self.staging.take(wait=not flying)) is None:
                             flying.popleft().land()
                     flying.append(_Flight(self.staging, part, buffer, far=far, write=write))
                     flying[-1].start(self._crew, partial(_move_piece, path, cached, uncached, piece, write))
-                    if len(flying) == IN_FLIGHT:
+                    if len(flying) == cut.in_flight:
                         flying.popleft().land()
                 while flying:
                     flying.popleft().land()

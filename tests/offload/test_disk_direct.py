@@ -17,7 +17,7 @@ from offload.tier import DiskTier, Tier
 from offload.tier import cache as cache_module
 from offload.tier.buffer import PAGE_BYTES, host_buffer
 from offload.tier.cache import available_bytes
-from offload.tier.transfer import IN_FLIGHT, PIECE_BYTES
+from offload.tier.transfer import STAGED
 from tests.offload.test_tier import MANY, TierContract, noise
 
 CPU = torch.device("cpu")
@@ -76,27 +76,32 @@ class TestDirectTier(TierContract):
 
     def test_a_file_that_was_cut_is_an_error_and_not_zeros(self, tier: Tier, tmp_path: Path) -> None:
         block = tier.allocate(MANY, "weights")
-        os.truncate(next(tmp_path.glob("*/*weights")), PIECE_BYTES + 5000)
-        with pytest.raises(OSError, match=rf"weights: the file ends after {PIECE_BYTES + 5000:,} bytes, expected"):
+        os.truncate(next(tmp_path.glob("*/*weights")), STAGED.piece_bytes + 5000)
+        with pytest.raises(
+            OSError, match=rf"weights: the file ends after {STAGED.piece_bytes + 5000:,} bytes, expected"
+        ):
             block.read_into(host_buffer(MANY))
 
     @pytest.mark.parametrize(("name", "number"), [("preadv", errno.EIO), ("pwritev", errno.ENOSPC)])
     def test_a_fault_names_the_file_and_leaves_nothing_going_on(
         self, tier: Tier, name: str, number: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        block, memory = tier.allocate(8 * PIECE_BYTES, "shard3-weights"), host_buffer(8 * PIECE_BYTES + 64)[64:]
+        block, memory = (
+            tier.allocate(8 * STAGED.piece_bytes, "shard3-weights"),
+            host_buffer(8 * STAGED.piece_bytes + 64)[64:],
+        )
         block.read_into(memory)
         calls = Calls(monkeypatch)
 
         def fault(call: str, direct: bool, offset: int) -> None:
-            if offset == PIECE_BYTES:
+            if offset == STAGED.piece_bytes:
                 raise OSError(number, os.strerror(number))
 
         calls.fault = fault
         with pytest.raises(OSError, match=rf"shard3-weights: {os.strerror(number)}") as caught:
             block.read_into(memory) if name == "preadv" else block.write(memory, 0)
         assert caught.value.errno == number
-        assert len(calls.log) <= 1 + IN_FLIGHT  # what was on its way ended; nothing more was begun
+        assert len(calls.log) <= 1 + STAGED.in_flight  # what was on its way ended; nothing more was begun
         assert tier.transfers.staging.nbytes > 0  # type: ignore[attr-defined] - and its buffers are free
         calls.fault = lambda *_: None
         block.write(noise(8, 1), 0)

@@ -13,7 +13,7 @@ import torch
 from offload.tier import DiskTier, Tier
 from offload.tier.buffer import host_buffer
 from offload.tier.staging import Link, Staging
-from offload.tier.transfer import IN_FLIGHT, PIECE_BYTES
+from offload.tier.transfer import STAGED
 from tests.offload.test_tier import MANY, TierContract, noise
 
 CPU = torch.device("cpu")
@@ -72,14 +72,14 @@ class TestStagedTier(TierContract):
         return tier
 
     def test_what_is_page_locked_is_a_few_pieces_and_not_a_model(self, tier: DiskTier) -> None:
-        blocks = [tier.allocate(6 * PIECE_BYTES, "weights") for _ in range(3)]
-        slot = host_buffer(6 * PIECE_BYTES)
+        blocks = [tier.allocate(6 * STAGED.piece_bytes, "weights") for _ in range(3)]
+        slot = host_buffer(6 * STAGED.piece_bytes)
         for k, block in enumerate(blocks):
             block.write(noise(MANY, k), 0)
             block.read_into(slot)
             assert torch.equal(slot[:MANY], noise(MANY, k))
-        assert tier.transfers.staging.link.prepared <= IN_FLIGHT  # type: ignore[attr-defined]
-        assert tier.transfers.staging.nbytes <= IN_FLIGHT * PIECE_BYTES
+        assert tier.transfers.staging.link.prepared <= STAGED.in_flight  # type: ignore[attr-defined]
+        assert tier.transfers.staging.nbytes <= STAGED.in_flight * STAGED.piece_bytes
 
 
 def test_a_buffer_is_used_again_only_after_the_copy_out_of_it() -> None:
@@ -111,9 +111,9 @@ def test_a_lane_that_holds_a_buffer_never_waits_for_another() -> None:
 def test_lanes_that_share_too_few_buffers_all_get_through(direct_folder: Path) -> None:
     link = LateLink()
     tier = DiskTier(direct_folder, CPU, direct=True, link=link)
-    block = tier.allocate(8 * PIECE_BYTES, "weights")
-    block.tensor.copy_(torch.arange(8 * PIECE_BYTES) // PIECE_BYTES)
-    slots = [host_buffer(8 * PIECE_BYTES) for _ in range(4)]
+    block = tier.allocate(8 * STAGED.piece_bytes, "weights")
+    block.tensor.copy_(torch.arange(8 * STAGED.piece_bytes) // STAGED.piece_bytes)
+    slots = [host_buffer(8 * STAGED.piece_bytes) for _ in range(4)]
     lanes = [threading.Thread(target=block.read_into, args=(slot,)) for slot in slots]
     for lane in lanes:
         lane.start()
@@ -131,7 +131,7 @@ def test_disk_to_staging_to_a_cuda_device(tmp_path: Path, direct: bool) -> None:
     """The twin of TestStagedTier."""
     device = torch.device("cuda", torch.cuda.current_device())
     tier = DiskTier(tmp_path, device, direct=direct)
-    block = tier.allocate(6 * PIECE_BYTES + 100, "weights")
+    block = tier.allocate(6 * STAGED.piece_bytes + 100, "weights")
     stream = torch.cuda.Stream(device)
     for k in range(4):
         source = torch.cat([noise(MANY, k), noise(block.nbytes - MANY, k + 7)])
@@ -163,13 +163,13 @@ def test_buffers_are_page_locked_once_and_a_refusal_is_a_warning(monkeypatch: py
             return 0
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime())
-    buffer = host_buffer(PIECE_BYTES)
+    buffer = host_buffer(STAGED.piece_bytes)
     if locks:
         CudaLink().prepare(buffer)
     else:
         with pytest.warns(RuntimeWarning, match="staging between disk and device: cannot page-lock 8,388,608 bytes"):
             CudaLink().prepare(buffer)
-    assert log == [("lock", PIECE_BYTES)]
+    assert log == [("lock", STAGED.piece_bytes)]
     address = buffer.data_ptr()
     del buffer
     gc.collect()

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from offload.tier import DiskTier, HostTier, Tier, open_tier
 from offload.tier.buffer import host_buffer
 from offload.tier.contract import bytes_of
-from offload.tier.transfer import PIECE_BYTES
+from offload.tier.transfer import STAGED, STRAIGHT
 
 CPU = torch.device("cpu")
 
 
 #: Larger than a few pieces of a transfer, and no multiple of one.
-MANY = 3 * PIECE_BYTES + 5 * 4096
+MANY = STRAIGHT.piece_bytes + STAGED.piece_bytes + 5 * 4096  # several pieces either way
 
 
 NOISE = torch.randint(0, 256, (2 * MANY,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
