@@ -13,7 +13,7 @@ Guarantees
     * These bytes first hold what enters layers. A chunk that finds no room keeps no more, and in pass 2 runs forward
       once more from the last thing that it kept; what enters its layers then exists beyond the budget, for one chunk
       at a time. Where room is left, chunks run together (see ``grouping``), and the cells that pass 2 begins with keep
-      their graphs (see ``lean``). The two never need the room at the same time: kept graphs are gone when pass 2
+      their graphs (see ``pipe.lean``). The two never need the room at the same time: kept graphs are gone when pass 2
       recomputes.
     * Kept values rest in host memory if the model is on an accelerator.
     * Of a chunk that ``input_fn`` makes, no more is kept than of any other; see ``entering``.

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gradcache import grouping, representations
 from gradcache.entering import Entering
-from gradcache.lean import Lean
 from pipe.guard import Guard
+from pipe.lean import Lean
 from pipe.nested import flatten, map_tensors, tensors_in, unflatten
 from pipe.replay import Replay, devices_of
 from pipe.tail import Listener, OtherOperations, Skipper, Tail, listened_to

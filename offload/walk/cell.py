@@ -29,6 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload.shard import Shard
 from pipe.checkpoint import enable_checkpointing, enable_recomputing
 from pipe.guard import Guard, Watched
+from pipe.lean import Lean
 from pipe.nested import map_tensors, tensors_in
 from pipe.replay import Replay, autocast_without_cache
 from pipe.tail import Listener, OtherOperations, Skipper, Tail, listened_to
@@ -70,8 +71,9 @@ class CellRunner:
     watched: Watched = field(init=False)
     #: Bytes that autograd would have kept of the last recorded forward.
     activation_bytes: int = 0
-    #: The same, with what entered the cell if it is not the first.
+    #: The same of a lean graph, with what entered the cell if it is not the first; where ``measures_graphs``.
     graph_bytes: int = 0
+    measures_graphs: bool = False
     #: As the last recorded forward had it; None before.
     graph_bytes_per_row: float | None = None
     #: Whether the shard writes into its input, as seen under each combination of ``training`` flags.
@@ -94,30 +96,35 @@ class CellRunner:
         """
         replay, guard = Replay.capture([self.device]), Guard(self.watched)
         sizes: dict[StorageWeakRef, int] = {}
-        listener = Listener()
+        made_again: set[StorageWeakRef] = set()
+        listener, lean = Listener(), Lean(hold=lambda tensor: None) if self.measures_graphs else None
 
-        def count(tensor: Tensor) -> None:
+        def count(tensor: Tensor) -> StorageWeakRef:
             # What is dropped is freed at once. Without the weak references, its address would soon be another one's.
             storage = tensor.untyped_storage()
-            sizes[StorageWeakRef(storage)] = storage.nbytes()
+            reference = StorageWeakRef(storage)
+            sizes[reference] = storage.nbytes()
+            return reference
 
         def drop(tensor: Tensor) -> None:
             listener.saved()
             # The graph of a first run only tells which outputs need a gradient, and how much it would have kept.
             if tensor.layout is torch.strided:
-                count(tensor)
+                reference = count(tensor)
+                if lean is not None and lean.knows(tensor):
+                    made_again.add(reference)
 
         with (
             enable_checkpointing(),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(drop, _never),
         ):
-            output, copied = self._first_run(boundary, output_fn, listener)
+            output, copied, given = self._first_run(boundary, output_fn, *([] if lean is None else [lean]), listener)
         sizes.pop(StorageWeakRef(self.shard.slot.untyped_storage()), None)
         self.activation_bytes = sum(sizes.values())
-        for tensor in tensors_in(boundary) if self.shard.index else ():
-            count(tensor)
-        self.graph_bytes = sum(sizes.values())
+        # A copy that only showed that none is needed stands for the boundary itself.
+        entered = {count(t) for t in tensors_in(boundary if copied else given)} if self.shard.index else set()
+        self.graph_bytes = sum(nbytes for reference, nbytes in sizes.items() if reference not in made_again - entered)
         tail = None if listened_to(module for _, module in self.watched.modules) else listener.tail()
         return output, Record(replay.seal(), guard.seal(), copied, tail)
 
@@ -160,16 +167,21 @@ class CellRunner:
         self,
         boundary: Any,
         output_fn: OutputFn | None,
-        mode: contextlib.AbstractContextManager[Any] | None = None,
-    ) -> tuple[Any, bool]:
-        """Output, and whether the input must be copied to survive it. ``mode`` is around the layers only."""
+        *around: contextlib.AbstractContextManager[Any],
+    ) -> tuple[Any, bool, Any]:
+        """Output, whether the input must be copied to survive it, and what was run on.
+
+        ``around`` are around the layers only.
+        """
         modes = tuple(module.training for _, module in self.watched.modules)
         copies_input = self._writes_input.get(modes, True)
         value = map_tensors(Tensor.clone, boundary) if copies_input else boundary
         counted = not any(t.is_inference() for t in tensors_in(value))  # inference tensors do not count their changes
         before = [(t, t._version) for t in tensors_in(value)] if counted else []
         # The cache of casted weights would hold all shards' weights at once, and casts whose graph is gone.
-        with autocast_without_cache([self.device]), mode or contextlib.nullcontext():
+        with autocast_without_cache([self.device]), contextlib.ExitStack() as stack:
+            for mode in around:
+                stack.enter_context(mode)
             output = self._call(value, output_fn)
         writes = any(t._version != version for t, version in before)
         if writes and not copies_input:
@@ -180,7 +192,7 @@ class CellRunner:
             )
         if before:
             self._writes_input.setdefault(modes, writes)
-        return output, self._writes_input.get(modes, True)
+        return output, self._writes_input.get(modes, True), value
 
     def _call(self, boundary: Any, output_fn: OutputFn | None) -> Any:
         first, *rest = self.shard.layers

@@ -79,7 +79,7 @@ class Crossing:
                 runner.graph_bytes_per_row = runner.graph_bytes / max(tape.rows[cell.i], 1)
             else:
                 kept: dict[int, int] = {}
-                with weights_by_reference(runner.shard, kept):
+                with weights_by_reference(runner.shard, kept, lean=self._recompute):
                     output = runner.forward_with_graph(value, output_fn)
                 self._meter.kept_activations(cell.j, sum(kept.values()), tape.rows[cell.i])
                 tape.kept[cell] = KeptCell(source, flatten(output)[0])

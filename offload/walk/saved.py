@@ -5,6 +5,9 @@ but by then the slot holds another shard. While a shard's forward runs, every te
 in the shard's slot is replaced by a note of its place; backward finds the shard in whichever slot it is by then. What
 is a cast of a part of the slot, as autocast makes them, is replaced likewise, and cast again (:mod:`offload.casts`).
 
+Where a graph is kept instead of a recomputation it is lean (:mod:`pipe.lean`): what is cheap to compute again is saved
+as its recipe, in which weights are references too.
+
 All else goes through the saved-tensor hooks that the user has put around the model (``save_on_cpu``, say), of which
 torch would call only the innermost.
 """
@@ -22,6 +25,7 @@ from torch import Tensor
 from offload.casts import Cast, CastsSeen
 from offload.shard import Shard
 from pipe.ambient import lasting_hooks
+from pipe.lean import Lean, Made
 
 __all__ = ["weights_by_reference"]
 
@@ -60,12 +64,16 @@ class _Packed:
 
 
 @contextlib.contextmanager
-def weights_by_reference(shard: Shard, kept: dict[int, int]) -> Iterator[None]:
+def weights_by_reference(shard: Shard, kept: dict[int, int], lean: bool = False) -> Iterator[None]:
     """Inside, autograd saves views of ``shard``'s slot, and casts of them, by reference.
 
     The shard must be bound, then and in backward.
 
-    ``kept`` takes note of what is saved besides: address -> bytes of each storage.
+    Args:
+        shard: whose layers run.
+        kept: takes note of what is saved besides: address -> bytes of each storage.
+        lean: save what is cheap to compute again as its recipe. Not done under hooks of the user's, which would not
+            see what a recipe holds.
     """
     address = shard.slot.untyped_storage().data_ptr()
     seen = CastsSeen(shard.weight_casts, shard.slot)
@@ -74,16 +82,12 @@ def weights_by_reference(shard: Shard, kept: dict[int, int]) -> Iterator[None]:
     def handed_on(tensor: Tensor) -> Any:
         return tensor if users is None else _Packed(users[0](tensor), users[1])
 
-    def pack(tensor: Tensor) -> Any:
+    def reference(tensor: Tensor) -> _Reference | None:
         if tensor.layout is not torch.strided or not tensor.numel():
-            return handed_on(tensor)
-        storage = tensor.untyped_storage()
+            return None
         cast = seen.find(tensor)
-        if storage.data_ptr() != address and cast is None:
-            kept[storage.data_ptr()] = storage.nbytes()
-            # Without detaching, an operation that saves its own output holds itself, through no object of Python's:
-            # its activations stay for ever.
-            return handed_on(tensor.detach())
+        if tensor.untyped_storage().data_ptr() != address and cast is None:
+            return None
         return _Reference(
             shard,
             cast,
@@ -95,8 +99,24 @@ def weights_by_reference(shard: Shard, kept: dict[int, int]) -> Iterator[None]:
             tensor.is_neg(),
         )
 
-    def unpack(saved: Any) -> Tensor:
-        return saved.resolve() if isinstance(saved, (_Reference, _Packed)) else saved
+    recipes = Lean(lambda tensor: reference(tensor) or tensor) if lean and users is None else None
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack), seen:
+    def pack(tensor: Tensor) -> Any:
+        if recipes is not None and recipes.knows(tensor):
+            return recipes.pack(tensor)
+        saved = reference(tensor)
+        if saved is not None:
+            return saved
+        if tensor.layout is not torch.strided or not tensor.numel():
+            return handed_on(tensor)
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        # Without detaching, an operation that saves its own output holds itself, through no object of Python's: its
+        # activations stay for ever.
+        return handed_on(tensor.detach())
+
+    def unpack(saved: Any) -> Tensor:
+        return saved.resolve() if isinstance(saved, (_Reference, _Packed, Made)) else saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack), seen, recipes or contextlib.nullcontext():
         yield

@@ -80,6 +80,8 @@ class Walk:
         self.boundary_bytes = boundary_bytes
         self._recompute = recompute
         self._graph_bytes = graph_bytes
+        for runner in self.runners:
+            runner.measures_graphs = recompute and graph_bytes > 0
         self._untouched = Untouched(shards, (p for runner in self.runners for _, p in runner.watched.parameters))
         self._busy = False
         self._held_still = 0

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import OffloadModel
 from offload.walk.cell import Cell
@@ -96,6 +97,70 @@ def test_gradients_and_generators_are_the_same_whatever_is_kept(home: str, kinds
         found[keeps] = [leaf.grad, torch.get_rng_state(), *(p.grad.clone() for p in model.parameters())]
     for mine, theirs in zip(found[True], found[False], strict=True):
         assert torch.equal(mine, theirs)
+
+
+def perceptron() -> nn.Sequential:
+    return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("budget", [None, 2000, "1MiB"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_norms_of_shards_that_share_slots_are_made_again_with_the_weights_of_their_own(
+    home: str, budget: Any, autocast: bool
+) -> None:
+    torch.manual_seed(0)
+    bare = nn.Sequential(*(perceptron() for _ in range(5)))
+    for parameter in bare.parameters():
+        nn.init.normal_(parameter)
+    model = OffloadModel(
+        copy.deepcopy(bare), "cpu", home, num_slices=5, num_slots=2, checkpoint_activation=True, graph_bytes=budget
+    )
+    x = torch.randn(6, WIDTH)
+    for _ in range(2):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(x).square().mean()
+        loss.backward()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = bare(x).square().mean()
+    expected.backward()
+    assert torch.equal(loss, expected)
+    for mine, theirs in zip(model.parameters(), bare.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_kept_graphs_are_counted_without_results_of_norms_and_activations_and_do_not_hold_them() -> None:
+    rows = 32
+    bare = nn.Sequential(perceptron(), perceptron())
+    made: list[StorageWeakRef] = []
+    for layers in bare:
+        for k in (0, 2):
+            layers[k].register_forward_hook(lambda _m, _a, out: made.append(StorageWeakRef(out.untyped_storage())))
+    model = OffloadModel(bare, "cpu", num_slices=2, checkpoint_activation=True, graph_bytes="1MiB")
+    model(torch.randn(rows, WIDTH)).sum().backward()
+    # What entered, the norm's two statistics, and what entered the activation; the first input is the user's.
+    kept = 4 * rows * (WIDTH + 2 + 2 * WIDTH)
+    assert [runner.graph_bytes for runner in model._walk.runners] == [kept, kept]
+    made.clear()
+    loss = model(torch.randn(rows, WIDTH)).sum()
+    assert [storage.expired() for storage in made] == [True] * 4
+    loss.backward()
+
+
+def test_under_hooks_of_the_user_all_that_a_kept_graph_holds_goes_through_them() -> None:
+    seen: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor.numel())
+        return tensor
+
+    model = OffloadModel(perceptron(), "cpu", num_slices=1, checkpoint_activation=True, graph_bytes="1MiB")
+    x = torch.randn(3, WIDTH)
+    model(x).sum().backward()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(x).sum()
+    loss.backward()
+    assert sorted(seen)[-2:] == [3 * 2 * WIDTH, 3 * 2 * WIDTH]  # what entered the activation, and its result
 
 
 def test_kept_graphs_of_a_retained_forward_serve_two_backwards(home: str) -> None:

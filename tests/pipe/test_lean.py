@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gradcache.grouping import SavedBytes
-from gradcache.lean import Lean
+from pipe.lean import Lean
 
 
 def run(block: nn.Module, x: Tensor) -> tuple[Tensor, list[int]]:
@@ -80,11 +79,21 @@ def test_a_graph_that_is_used_or_dropped_frees_all_that_it_kept(goes_back: bool)
     assert [storage.expired() for storage in made] == [True] * len(layers)
 
 
-def test_counting_leaves_out_what_is_made_again() -> None:
-    block = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
-    lean = Lean()
-    graph = SavedBytes(list(block.parameters()))
-    counter = SavedBytes(list(block.parameters()), lambda tensor: None if lean.knows(tensor) else graph.count(tensor))
-    with counter, lean:
-        block(torch.randn(4, 8))
-    assert counter.total - graph.total == 4 * 32 * 4
+def test_what_stands_for_an_argument_is_resolved_when_the_result_is_made_again() -> None:
+    torch.manual_seed(0)
+    norm, last, x = nn.LayerNorm(8), nn.Linear(8, 8), torch.randn(3, 8)
+    expected = torch.autograd.grad(last(norm(x)).sin().sum(), [norm.weight, last.weight])
+    resolved: list[str] = []
+
+    class Elsewhere:
+        def resolve(self) -> Tensor:
+            resolved.append("weight")
+            return norm.weight.detach()
+
+    weight = norm.weight.untyped_storage().data_ptr()
+    lean = Lean(lambda tensor: Elsewhere() if tensor.untyped_storage().data_ptr() == weight else tensor)
+    with torch.autograd.graph.saved_tensors_hooks(lean.pack, lean.unpack), lean:
+        result = last(norm(x)).sin().sum()
+    found = torch.autograd.grad(result, [norm.weight, last.weight])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    assert resolved == ["weight"]

@@ -9,11 +9,13 @@ Guarantees
     * The same kernel runs on the same values, so backward reads the same bits.
     * An argument that was changed in place in between raises, as it does in any graph.
     * A result that was written over before it was saved is saved as it is.
+
+Tensors that rest elsewhere until backward (the weights of a shard) stand in recipes as references; see ``hold``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-__all__ = ["Lean"]
+__all__ = ["Lean", "Made"]
 
 _aten = torch.ops.aten
 #: Operations that save all of their tensors for their own backward, so that holding these costs nothing.
@@ -50,14 +52,15 @@ class _Recipe:
                 f"a tensor that {self.func} needs for its backward was changed in place after it was used; clone it "
                 f"before changing it"
             )
+        args, kwargs = tree_map(_resolved, (self.args, self.kwargs))
         with torch.no_grad():
-            made = self.func(*self.args, **self.kwargs)
+            made = self.func(*args, **kwargs)
         result: Tensor = made[0] if isinstance(made, tuple) else made
         return result
 
 
 @dataclass(frozen=True)
-class _Saved:
+class Made:
     """A view of what a recipe makes."""
 
     recipe: _Recipe
@@ -65,13 +68,19 @@ class _Saved:
     stride: tuple[int, ...]
     offset: int
 
+    def resolve(self) -> Tensor:
+        """The view, made again."""
+        return self.recipe.make().as_strided(self.size, self.stride, self.offset)
+
 
 class Lean(TorchDispatchMode):
     """One forward whose graph is to be kept lean: ``with torch.autograd.graph.saved_tensors_hooks(lean.pack,
     lean.unpack), lean: ...``."""
 
-    def __init__(self) -> None:
+    def __init__(self, hold: Callable[[Tensor], Any] = lambda tensor: tensor) -> None:
+        """``hold``: what stands in a recipe for an argument: the tensor, or an object with ``resolve()``."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._hold = hold
         self._recipes: dict[StorageWeakRef, _Recipe] = {}
 
     @classmethod
@@ -97,7 +106,8 @@ class Lean(TorchDispatchMode):
         if func in _CHEAP:
             made = result[0] if isinstance(result, tuple) else result
             # As they are: a detached tensor, made below autograd, would not count the changes of the one it is of.
-            recipe = _Recipe(func, args, kwargs, _versions((args, kwargs)))
+            held_args, held_kwargs = tree_map_only(Tensor, self._hold, (args, kwargs))
+            recipe = _Recipe(func, held_args, held_kwargs, _versions((held_args, held_kwargs)))
             self._recipes[StorageWeakRef(made.untyped_storage())] = recipe
         elif func._schema.is_mutable and self._recipes:
             for tensor in tree_leaves((args, kwargs)):
@@ -109,20 +119,22 @@ class Lean(TorchDispatchMode):
         """Whether the tensor is not kept, but made again."""
         return tensor.layout is torch.strided and StorageWeakRef(tensor.untyped_storage()) in self._recipes
 
-    def pack(self, tensor: Tensor) -> Tensor | _Saved:
+    def pack(self, tensor: Tensor) -> Tensor | Made:
         """What the graph keeps for a tensor."""
         if not self.knows(tensor):
             # Without detaching, an operation that saves its own result would hold itself, and what it saved, for ever.
             return tensor.detach()
         recipe = self._recipes[StorageWeakRef(tensor.untyped_storage())]
-        return _Saved(recipe, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
+        return Made(recipe, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
     @staticmethod
-    def unpack(saved: Tensor | _Saved) -> Tensor:
+    def unpack(saved: Tensor | Made) -> Tensor:
         """The tensor."""
-        if isinstance(saved, Tensor):
-            return saved
-        return saved.recipe.make().as_strided(saved.size, saved.stride, saved.offset)
+        return saved if isinstance(saved, Tensor) else saved.resolve()
+
+
+def _resolved(value: Any) -> Any:
+    return value.resolve() if hasattr(value, "resolve") else value
 
 
 def _versions(value: Any) -> tuple[int, ...]:
