@@ -17,13 +17,14 @@ from offload.tier import DiskTier
 from offload.tier.buffer import host_buffer, view_memory
 from offload.tier.cache import PageCache
 from offload.tier.staging import Link, Staging
-from offload.tier.transfer import IN_FLIGHT, move_all
+from offload.tier.transfer import Cut, move_all
 from offload.trace import Tracer
 from tests.guarded import Condition, Guarded
 from tests.offload.test_staging import LateLink
 
 CPU = torch.device("cpu")
 PIECE = 1 << 14
+IN_FLIGHT = 4
 
 
 class LateThreads:
@@ -83,7 +84,8 @@ def _disk(
     monkeypatch: pytest.MonkeyPatch, path: Path, pieces: int = 6, link: Link | None = None
 ) -> tuple[list[LateThreads], DiskTier, Any, Tensor]:
     """A file of some pieces, full of sevens, and what is to be read into."""
-    monkeypatch.setattr("offload.tier.transfer.PIECE_BYTES", PIECE)
+    for way in ("STRAIGHT", "STAGED"):
+        monkeypatch.setattr(f"offload.tier.transfer.{way}", Cut(PIECE, IN_FLIGHT))
     threads = late_threads(monkeypatch)
     tier = DiskTier(path, CPU, direct=False, link=link)
     block: Any = tier.allocate(pieces * PIECE, "weights")
