@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["Outcome", "Rung"]
+__all__ = ["Outcome", "Rung", "failures_of_ours"]
 
 
 @dataclass(frozen=True)
@@ -78,3 +79,9 @@ class Outcome:
         """A JSON object: one line of the file that ``--json`` names."""
         fields = asdict(self)
         return {"rung": fields.pop("rung")["name"], "peak_bytes": self.peak_bytes, **fields}
+
+
+def failures_of_ours(outcomes: Iterable[Outcome]) -> list[str]:
+    """A line for each rung that failed, but for peers: one that another version of torch breaks is a row that says so,
+    and no fault of the question."""
+    return [f"{o.rung.name}: {o.failure}" for o in outcomes if o.failure and not o.rung.peer]

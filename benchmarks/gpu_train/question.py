@@ -19,7 +19,7 @@ from benchmarks.frame.arguments import at_least
 from benchmarks.frame.cache import cache_directory
 from benchmarks.frame.environment import Environment, here
 from benchmarks.frame.limits import LIMIT_HEADER, Limits, limit_cells, measure_limits
-from benchmarks.frame.outcome import Outcome, Rung
+from benchmarks.frame.outcome import Outcome, Rung, failures_of_ours
 from benchmarks.frame.plot import bars, new_figure, save
 from benchmarks.frame.report import publish
 from benchmarks.frame.rungs import run_rungs
@@ -89,12 +89,13 @@ def run(arguments: argparse.Namespace) -> int:
         broken=broken_bounds(outcomes),
         draw=lambda path: _draw(path, outcomes, shape, environment),
         limits=limits,
+        may_fail=[outcome for outcome in outcomes if outcome.rung.peer],
     )
 
 
 def broken_bounds(outcomes: Sequence[Outcome]) -> list[str]:
     """What must hold and does not: rungs run, losses are numbers, and all begin with the same."""
-    broken = [f"{outcome.rung.name}: {outcome.failure}" for outcome in outcomes if outcome.failure]
+    broken = failures_of_ours(outcomes)
     done = [outcome for outcome in outcomes if outcome.result is not None and outcome.steps]
     for outcome in done:
         losses = [step["loss"] for step in outcome.steps]

@@ -21,7 +21,7 @@ from benchmarks.frame.arguments import at_least
 from benchmarks.frame.cache import cache_directory
 from benchmarks.frame.environment import filesystem_of, here
 from benchmarks.frame.limits import measure_limits
-from benchmarks.frame.outcome import Outcome, Rung
+from benchmarks.frame.outcome import Outcome, Rung, failures_of_ours
 from benchmarks.frame.pairs import Paired, run_pairs
 from benchmarks.frame.report import publish
 from benchmarks.frame.table import reasons
@@ -97,6 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         broken=broken_bounds(measured, [pair.outcome for pair in forward]),
         draw=lambda path: draw(path, measured, environment),
         limits=limits,
+        may_fail=[pair.outcome for pair in (*paired, *forward) if pair.outcome.rung.peer],
         ratios=_ratios(measured, forward),
         facts=[("homes", f"a directory on {filesystem_of(arguments.home)}")],
     )
@@ -183,7 +184,7 @@ def _with_itself(reference: Outcome) -> Paired:
 def broken_bounds(measured: Sequence[Measured], forward: Sequence[Outcome]) -> list[str]:
     """What must hold and does not, one line each: rungs run, gradients are those of plain torch, budgets are kept."""
     outcomes = [*(way.paired.outcome for way in measured), *forward]
-    broken = [f"{outcome.rung.name}: {outcome.failure}" for outcome in outcomes if outcome.failure]
+    broken = failures_of_ours(outcomes)
     for outcome in outcomes:
         if outcome.result is None:
             continue

@@ -49,8 +49,10 @@ def _join_group(device: str) -> None:
     """A process group of this process alone, once."""
     import torch.distributed as dist
 
+    backend = "gloo" if torch.device(device).type == "cpu" else "nccl"
+    if not (dist.is_available() and dist.is_backend_available(backend)):
+        raise CannotRunError(f"this torch was built without the backend {backend}")
     if not dist.is_initialized():
-        backend = "gloo" if torch.device(device).type == "cpu" else "nccl"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 

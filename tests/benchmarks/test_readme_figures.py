@@ -98,13 +98,18 @@ def missing(text: str, pages: dict[str, str]) -> list[str]:
     ]
 
 
+def _without_before(page: str) -> str:
+    """Without the table that shows the ratios of the run before this one: a figure of that one is not of this page."""
+    return page.partition("\n\nAgain: the same command")[0]
+
+
 COMMAND = re.compile(r"`(python -m benchmarks [^`]+)`")
 
 
 def paragraphs(text: str) -> Iterator[tuple[str, dict[str, str]]]:
     """The paragraphs of the section with the pages that each is about."""
     section = re.split(r"^## ", text.partition(f"\n{SECTION}\n")[2], flags=re.MULTILINE)[0]
-    made = {path.stem: path.read_text(encoding="utf-8") for path in sorted(RESULTS.glob("*.md"))}
+    made = {path.stem: _without_before(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.md"))}
     listing = made.pop("README")
     subject: dict[str, str] = {}
     for paragraph in filter(None, (part.strip() for part in section.split("\n\n"))):

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.frame.arguments import at_least
 from benchmarks.frame.memory import PeakMeter, resident_bytes
+from benchmarks.frame.outcome import failures_of_ours
 from benchmarks.frame.rungs import Outcome, Rung, run_rung, run_rungs
 
 MEBIBYTE = 2**20
@@ -136,3 +137,11 @@ def test_all_options_that_are_too_small_are_told_at_once() -> None:
     at_least(arguments, "dim", steps=1)
     with pytest.raises(ValueError, match=r"at least 1, got rows=0; expected at least 2, got steps=1$"):
         at_least(arguments, "rows", "dim", steps=2)
+
+
+def test_a_peer_that_fails_is_no_fault_of_the_question() -> None:
+    outcomes = [
+        Outcome(Rung("a", "m:f"), failure="killed"),
+        Outcome(Rung("b", "m:f", peer="torchao"), failure="killed"),
+    ]
+    assert failures_of_ours([*outcomes, Outcome(Rung("c", "m:f"), result={})]) == ["a: killed"]
