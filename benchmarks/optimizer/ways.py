@@ -84,13 +84,19 @@ class Offloaded(Way):
     on_disk = True
     clipped = True
     serial = False
+    #: What is recomputed elsewhere is kept in so much memory.
+    graph_bytes: str | None = None
 
     def __init__(self, shape: Shape, home: Path) -> None:
         from offload import OffloadModel, OffloadOptimizer
 
         super().__init__(shape, home)
         self.model = OffloadModel(
-            self.layers(), "cpu", offload_device=home if self.on_disk else "cpu", checkpoint_activation=True
+            self.layers(),
+            "cpu",
+            offload_device=home if self.on_disk else "cpu",
+            checkpoint_activation=True,
+            graph_bytes=self.graph_bytes,
         )
         self.optimizer = OffloadOptimizer(
             self.model,
@@ -155,7 +161,12 @@ class OffloadedSerial(Offloaded):
 
 
 class OffloadedFromMeta(Offloaded):
-    """The layers come without memory and get their values block by block: the model may be larger than memory."""
+    """The layers come without memory and get their values block by block: the model may be larger than memory.
+
+    A part of the memory that the model does without keeps graphs.
+    """
+
+    graph_bytes = "512MiB"
 
     def __init__(self, shape: Shape, home: Path) -> None:
         super().__init__(shape, home)
