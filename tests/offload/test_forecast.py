@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 
+from offload.lane import Clock
 from offload.statistics import Meter
+
+CPU = torch.device("cpu")
+
+
+class Told(Clock):
+    """A clock that is told what time has passed."""
+
+    def pass_time(self, seconds: float) -> None:
+        self._seconds += seconds
 
 
 def took(meter: Meter, seconds: float, rows: int) -> None:
     """One cell of shard 0, one load and one drain, each of so many seconds."""
-    clock = meter.cells.setdefault(("F", 0), SimpleNamespace(seconds=0.0))  # type: ignore[arg-type]
+    clock = meter.cells.setdefault(("F", 0), Told(CPU))
     meter.rows["F", 0] = meter.rows.get(("F", 0), 0) + rows
     for each in (clock, meter.loading, meter.draining):
-        each.seconds += seconds  # type: ignore[misc]
+        assert isinstance(each, Told)
+        each.pass_time(seconds)
     meter.bytes_loaded += 100 * rows
     meter.bytes_stored += 10 * rows
 
 
 def metered() -> Meter:
-    meter = Meter(torch.device("cpu"))
-    meter.loading = SimpleNamespace(seconds=0.0)  # type: ignore[assignment]
-    meter.draining = SimpleNamespace(seconds=0.0)  # type: ignore[assignment]
+    meter = Meter(CPU)
+    meter.loading, meter.draining = Told(CPU), Told(CPU)
     return meter
 
 
