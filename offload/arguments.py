@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from offload.budget import Layout, fit, parse_bytes
 from offload.partition import cut_layers, layer_bytes
 
-__all__ = ["as_call", "compute_device", "layers_of", "layout_of"]
+__all__ = ["as_call", "check_choices", "compute_device", "layers_of", "layout_of"]
 
 #: Device bytes for boundaries where the user sets no budget.
 DEFAULT_BOUNDARY_BYTES = 64 << 20
@@ -25,6 +25,25 @@ def layers_of(model: Any) -> dict[str, nn.Module]:
     if isinstance(model, (list, tuple)) and model and all(isinstance(module, nn.Module) for module in model):
         return {str(k): module for k, module in enumerate(model)}
     raise TypeError(f"expected an nn.Sequential or a list of modules, got {type(model).__name__} (model)")
+
+
+def check_choices(
+    num_slices: int | None,
+    num_microbatches: int,
+    num_slots: int | None,
+    boundary_bytes: int | None,
+    param_dtype: torch.dtype | None,
+) -> None:
+    """Types and ranges of the arguments of the same names."""
+    if param_dtype is not None and not (isinstance(param_dtype, torch.dtype) and param_dtype.is_floating_point):
+        raise TypeError(f"expected a floating-point torch.dtype, got param_dtype={param_dtype!r}")
+    for name, value, least in (("num_microbatches", num_microbatches, 1), ("num_slots", num_slots or 2, 2)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"expected an integer of at least {least}, got {name}={value!r}")
+    if boundary_bytes is not None and boundary_bytes < 0:
+        raise ValueError(f"expected bytes, zero or more, got boundary_bytes={boundary_bytes}")
+    if num_slices is not None and (not isinstance(num_slices, int) or isinstance(num_slices, bool)):
+        raise TypeError(f"expected the number of shards, or None, got num_slices={num_slices!r}")
 
 
 def layout_of(

@@ -3,53 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from offload.arguments import as_call, compute_device, layers_of, layout_of
+from offload.arguments import as_call, check_choices, compute_device, layers_of, layout_of
 from offload.budget import parse_bytes
 from offload.estimate import Estimate, estimate_step
 from offload.files.pretrained import Pretrained, tensors_of
 from offload.heap import return_freed_memory
 from offload.keep import Keeper
 from offload.lane import open_lanes
-from offload.plan import Plan, Updates, plan_step
+from offload.plan import Plan, plan_step
+from offload.resting import ModuleAtHome
 from offload.shard import make_shards
 from offload.statistics import Meter, Statistics
 from offload.streamer import Streamer
 from offload.tier import DiskHome, open_tier
 from offload.trace import Event
+from offload.updates import Updating, updates_of
 from offload.walk.autograd import attach
+from offload.walk.measure import measured_activations
 from offload.walk.raw import RawChunk
 from offload.walk.regroup import RegroupedTape, by_chunk, join_chunks, looks_across_rows, split_output
 from offload.walk.tape import Tape
 from offload.walk.walk import Walk
-from pipe.guard import Guard
 from pipe.microbatch import gather_nested, split_nested
 from pipe.nested import map_tensors
-from pipe.replay import Replay
 
 __all__ = ["OffloadModel"]
 
 
-class Updating(Protocol):
-    """An optimizer whose updates are a part of the model's steps."""
-
-    max_norm: float | None
-    update_in_backward: bool
-
-    @property
-    def updated_shards(self) -> frozenset[int]:
-        """The shards that it updates."""
-
-
-class OffloadModel(nn.Module):
+class OffloadModel(ModuleAtHome):
     """A huge ``nn.Sequential`` that trains on a device which cannot hold it.
 
     The layers are cut into shards. Shards rest in host memory or in files, and stream to the compute device ahead of
@@ -119,19 +108,11 @@ class OffloadModel(nn.Module):
         _cuts: list[int] | None = None,
     ) -> None:
         super().__init__()
-        if param_dtype is not None and not (isinstance(param_dtype, torch.dtype) and param_dtype.is_floating_point):
-            raise TypeError(f"expected a floating-point torch.dtype, got param_dtype={param_dtype!r}")
         named = layers_of(model)
         self.device = compute_device(device)
-        for name, value, least in (("num_microbatches", num_microbatches, 1), ("num_slots", num_slots or 2, 2)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"expected an integer of at least {least}, got {name}={value!r}")
-        if boundary_bytes is not None and boundary_bytes < 0:
-            raise ValueError(f"expected bytes, zero or more, got boundary_bytes={boundary_bytes}")
         if not isinstance(model, nn.Sequential):
             num_slices = len(named)
-        if num_slices is not None and (not isinstance(num_slices, int) or isinstance(num_slices, bool)):
-            raise TypeError(f"expected the number of shards, or None, got num_slices={num_slices!r}")
+        check_choices(num_slices, num_microbatches, num_slots, boundary_bytes, param_dtype)
         layout = layout_of(
             list(named.values()),
             num_slices,
@@ -259,17 +240,7 @@ class OffloadModel(nn.Module):
         Runs the chunk forward once, and leaves no trace in buffers or generators. 0 if there is nothing to train.
         """
         call = map_tensors(Tensor.clone, as_call(0, chunk))  # of a view, all that it is a view of would be counted
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            for runner in self._walk.runners:
-                stack.enter_context(Guard(runner.watched).again(strict=False))
-            stack.enter_context(Replay.capture([self.device]).again())
-            tape = self._walk.tape([call], [output_fn])
-            tape.graphs = frozenset()  # a cell that keeps its graph is not measured
-            self._walk.forward(tape, [call])
-            first = tape.first if tape.records else len(self._walk.runners)
-            tape.close()
-        return max((runner.activation_bytes for runner in self._walk.runners[first:]), default=0)
+        return measured_activations(self._walk, call, output_fn)
 
     def _rows_together(self) -> int:
         """Rows whose activations fit in one cell; 0 if chunks stay as they are."""
@@ -308,17 +279,8 @@ class OffloadModel(nn.Module):
             slots=self._walk.streamer.slots,
             microbatches=min(self._num_microbatches, batch_rows or self._num_microbatches),
             training=training,
-            **self._updates(),
+            **updates_of(self._optimizers),
         )
-
-    def _updates(self) -> Updates:
-        """What the optimizers of this model add to a plan."""
-        optimizers = list(self._optimizers)
-        return {
-            "pending": frozenset[int]().union(*(o.updated_shards for o in optimizers if not o.update_in_backward)),
-            "updates": any(o.update_in_backward for o in optimizers),
-            "clips": any(o.max_norm is not None for o in optimizers),
-        }
 
     def estimate(self, batch_rows: int) -> Estimate:
         """Predicts a training step on a batch of ``batch_rows`` rows: seconds, bytes moved, peak bytes by tier.
@@ -338,7 +300,7 @@ class OffloadModel(nn.Module):
             boundary_budget_bytes=self._walk.boundary_bytes,
             home=self._tier.name,
             staging_bytes=self._tier.staging_bytes,
-            updates=self._updates(),
+            updates=updates_of(self._optimizers),
         )
 
     @contextlib.contextmanager
@@ -360,28 +322,7 @@ class OffloadModel(nn.Module):
         largest = max(shard.slot_bytes for shard in shards)
         return f"{len(shards)} shards of at most {largest:,} bytes at home in {self._tier.name}"
 
-    # --- what is pending at home is finished before anybody reads it ----------------------------------------------
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """As in torch. Parameters and buffers are found through this, from a module around this one as well."""
-        self._walk.streamer.catch_up()
-        found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
-        return found
-
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._walk.streamer.catch_up()
-        super()._save_to_state_dict(*args, **kwargs)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._walk.streamer.catch_up()
-        super()._load_from_state_dict(*args, **kwargs)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. A pending update keeps its gradients, so only ``set_to_none=False`` has to finish it."""
-        if not set_to_none:
-            self._walk.streamer.catch_up()
-        for layer in self.children():
-            layer.zero_grad(set_to_none)
+    # --- the end -------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Ends the model: finishes what is pending, seals a home that is kept, and removes files that are not.
@@ -398,47 +339,6 @@ class OffloadModel(nn.Module):
         self._keeper.close()
         self._walk.closed = True
         self._end()
-
-    # --- staying home -------------------------------------------------------------------------------------------
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OffloadModel:
-        """Refuses to move or cast parameters away from their homes; lets through what changes nothing."""
-        for dtype in {parameter.dtype for parameter in self.parameters()}:
-            probe = torch.empty(0, dtype=dtype)
-            result = fn(probe)
-            if result.dtype != dtype or result.device != probe.device:
-                raise RuntimeError(
-                    f"an OffloadModel's parameters rest in {self._tier.name} and cannot become {result.dtype} on "
-                    f"{result.device}; convert the layers before you wrap them"
-                )
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadModel:
-        """Another model with homes of its own."""
-        self._walk.streamer.catch_up()
-        layers = {name: copy.deepcopy(layer, memo) for name, layer in self._modules.items()}
-        return _rebuild(layers, [len(shard.layers) for shard in self._walk.shards], self._arguments, self.training)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles as bare layers, with storage of their own, and the arguments that offload them again."""
-        self._walk.streamer.catch_up()
-        memo: dict[int, Any] = {}
-        layers = {name: copy.deepcopy(layer, memo) for name, layer in self._modules.items()}
-        cuts = [len(shard.layers) for shard in self._walk.shards]
-        return _rebuild, (layers, cuts, self._arguments, self.training)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, (nn.Module, nn.Parameter)) and "_walk" in self.__dict__:
-            raise TypeError(f"cannot add {name} to an OffloadModel: its layers are fixed when it is made")
-        super().__setattr__(name, value)
-
-
-def _rebuild(layers: Any, cuts: list[int], arguments: dict[str, Any], training: bool) -> OffloadModel:
-    bare = nn.Sequential()
-    bare._modules.update(layers)
-    model = OffloadModel(bare, **{**arguments, "num_slices": len(cuts)}, _cuts=cuts)
-    model.training = training  # of the container; each layer brings its own
-    return model
 
 
 def _close(lanes: Any, tier: Any) -> None:
