@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradcache import grouping, representations
 from gradcache.entering import Entering
+from gradcache.layers import Layers, Profile
 from pipe.guard import Guard
 from pipe.lean import Lean
 from pipe.nested import flatten, map_tensors, tensors_in, unflatten
 from pipe.replay import Replay, devices_of
 from pipe.tail import Listener, OtherOperations, Skipper, Tail, listened_to
-
-if TYPE_CHECKING:
-    from gradcache.layered import LayeredModel, Profile
 
 __all__ = ["LayeredTape"]
 
@@ -71,7 +69,7 @@ class _Group:
 
 @dataclass
 class _Survey:
-    """What one chunk teaches, layer by layer; see :class:`gradcache.layered.Profile`."""
+    """What one chunk teaches, layer by layer; see :class:`gradcache.layers.Profile`."""
 
     saved: list[tuple[int, int]] = field(default_factory=list)
     entering: list[int] = field(default_factory=list)
@@ -92,7 +90,7 @@ class LayeredTape:
 
     def __init__(
         self,
-        model: LayeredModel,
+        model: Layers,
         entering: Entering,
         output_fn: Callable[[Any], Any] | None,
         records: bool,

@@ -17,7 +17,8 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -31,10 +32,45 @@ from gradcache.streamed import StreamedModel, StreamedWalk
 from gradcache.two_pass import InputGradients, is_trainable
 from pipe.microbatch import rows_of
 
-if TYPE_CHECKING:
-    from gradcache.grad_cache import GradCache
+__all__ = ["Owner", "Step", "Tower"]
 
-__all__ = ["Step", "Tower"]
+
+class Owner(Protocol):
+    """What a step asks of the object that it is a step of, :class:`gradcache.GradCache`: see there."""
+
+    models: Sequence[nn.Module]
+    process_fn: Callable[[Any], Any] | None
+    broadcast: tuple[str | int, ...]
+    boundary_bytes: int | None
+    regroup: bool
+    audit: bool
+    #: What was learnt about the layers of each plain model.
+    layered: WeakKeyDictionary[nn.Module, LayeredModel]
+
+    def replaced(self, *hooks: str) -> bool:
+        """Whether one of these hooks is not the class's own."""
+
+    def processed(self, chunk: Any) -> Any:
+        """A chunk as the model sees it."""
+
+    def get_reps(self, model_out: Any) -> Any:
+        """The representations in a model's output."""
+
+    def autocast(self, *owners: Any) -> contextlib.AbstractContextManager[Any]:
+        """The context that a model runs in."""
+
+    def forward_no_grad(self, model: nn.Module, model_inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The first pass over a tower, chunk by chunk."""
+
+    def forward_backward(
+        self,
+        model: nn.Module,
+        model_inputs: Sequence[Any],
+        cached_gradients: Sequence[Any],
+        random_states: Sequence[Any],
+        no_sync_except_last: bool = False,
+    ) -> None:
+        """The second pass over a tower, chunk by chunk."""
 
 
 @dataclass
@@ -51,7 +87,7 @@ class Tower:
 class Step:
     """Both passes over all towers."""
 
-    def __init__(self, owner: GradCache, towers: list[Tower]) -> None:
+    def __init__(self, owner: Owner, towers: list[Tower]) -> None:
         self._owner = owner
         self._towers = towers
         self.inputs = InputGradients()

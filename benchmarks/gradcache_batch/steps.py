@@ -66,7 +66,8 @@ def growing(
             pairs *= 2
     except (MemoryError, RuntimeError, OSError) as error:
         ended = str(error).splitlines()[0][:200] or type(error).__name__
-        if not any(word in ended.lower() for word in ("memory", "allocate", "memoryerror")):
+        # A thread needs a stack, and says nothing of memory when there is none.
+        if not any(word in ended.lower() for word in ("memory", "allocate", "memoryerror", "start new thread")):
             raise
     return {"pairs": fitted, "ended": ended, "sketches": {str(k): v for k, v in sketches.items()}}
 

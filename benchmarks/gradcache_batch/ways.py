@@ -118,28 +118,29 @@ def sentence_transformers(encoder: nn.Sequential, shape: Shape, home: Path) -> t
     return encoder, step
 
 
-def ours(encoder: nn.Sequential, shape: Shape, home: Path, regroup: bool = True) -> tuple[nn.Module, Step]:
+def ours(encoder: nn.Sequential, shape: Shape, home: Path) -> tuple[nn.Module, Step]:
     """Fused over the layers, which are in memory."""
     loss = SimpleContrastiveLoss(temperature=TEMPERATURE, tile_rows=TILE_ROWS)
     kept = shape.kept_mebibytes * MEBIBYTE
-    cache = GradCache([encoder, encoder], shape.chunk, loss, boundary_bytes=kept, regroup=regroup)
+    cache = GradCache([encoder, encoder], shape.chunk, loss, boundary_bytes=kept)
     return encoder, lambda queries, passages: cache(queries, passages)
-
-
-def ours_apart(encoder: nn.Sequential, shape: Shape, home: Path) -> tuple[nn.Module, Step]:
-    """The same, with the chunks as they were asked for."""
-    return ours(encoder, shape, home, regroup=False)
 
 
 def ours_over_offload(encoder: nn.Sequential, shape: Shape, home: Path) -> tuple[nn.Module, Step]:
     """Fused over an OffloadModel with its home on disk."""
-    model = _offloaded(
-        encoder,
-        shape,
-        home,
-        graph_bytes=shape.graph_mebibytes * MEBIBYTE or None,
-        activation_bytes=shape.activation_mebibytes * MEBIBYTE,
-    )
+    together = shape.activation_mebibytes * MEBIBYTE
+    return _over_offload(encoder, shape, home, shape.graph_mebibytes, activation_bytes=together)
+
+
+def ours_apart(encoder: nn.Sequential, shape: Shape, home: Path) -> tuple[nn.Module, Step]:
+    """The same, with the chunks as they were asked for: each has gradients of its own beside the sum of all."""
+    return _over_offload(encoder, shape, home, shape.graph_mebibytes * 3 // 4)
+
+
+def _over_offload(
+    encoder: nn.Sequential, shape: Shape, home: Path, graph_mebibytes: int, **options: Any
+) -> tuple[nn.Module, Step]:
+    model = _offloaded(encoder, shape, home, graph_bytes=graph_mebibytes * MEBIBYTE or None, **options)
     loss = SimpleContrastiveLoss(temperature=TEMPERATURE, tile_rows=TILE_ROWS)
     cache = GradCache([model, model], shape.chunk, loss)
     return model, lambda queries, passages: cache(queries, passages)
@@ -155,9 +156,9 @@ WAYS: dict[str, Callable[[nn.Sequential, Shape, Path], tuple[nn.Module, Step]]] 
     "torch.utils.checkpoint": checkpointed,
     "upstream GradCache": upstream,
     "sentence-transformers": sentence_transformers,
-    "ours, chunks apart": ours_apart,
     "ours": ours,
     "ours over OffloadModel": ours_over_offload,
+    "ours over OffloadModel, chunks apart": ours_apart,
     "OffloadModel, chunk by chunk": offload_chunk_by_chunk,
 }
 PEERS = {"upstream GradCache": "gradcache", "sentence-transformers": "sentence-transformers"}

@@ -90,8 +90,8 @@ def test_bounds_are_told_when_they_do_not_hold() -> None:
     reference = _outcome(REFERENCE, {"sketch": [3.0, 4.0]})
     steps = [{"seconds": 1.0}]
     good = Paired(_outcome("ours", {"sketch": [3.0, 4.0]}), [{"seconds": 0.5}], steps)
-    bad = Paired(_outcome("ours, chunks apart", {"sketch": [3.0, 4.1]}), [{"seconds": 0.9}], steps)
-    peaks = [_outcome(name, {}) for name in (REFERENCE, "ours", "ours, chunks apart")]
+    bad = Paired(_outcome("ours over OffloadModel, chunks apart", {"sketch": [3.0, 4.1]}), [{"seconds": 0.9}], steps)
+    peaks = [_outcome(name, {}) for name in (REFERENCE, "ours", "ours over OffloadModel, chunks apart")]
     peaks[2].peaks["steps"] = 200
     grown = [_outcome("plain torch", {"pairs": 8, "sketches": {}}), _outcome(FUSED, {"pairs": 4, "sketches": {}})]
     laddered = [
@@ -101,9 +101,9 @@ def test_bounds_are_told_when_they_do_not_hold() -> None:
     loss = _outcome("loss", {"given": 1 << 30})
     told = broken_bounds(reference, [good, bad], peaks, grown, laddered, loss)
     assert [line.split(":")[0].split(" must")[0] for line in told] == [
-        "ours, chunks apart",
-        "ours, chunks apart",
-        "ours, chunks apart",
+        "ours over OffloadModel, chunks apart",
+        "ours over OffloadModel, chunks apart",
+        "ours over OffloadModel, chunks apart",
         FUSED,
         "4 chunks",
         "bytes loaded",

@@ -119,17 +119,19 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "Clock.seconds": [("self._settle(wait=True)", lanes.a_clock_counts_what_has_ended)],
     },
     "offload.model": {
-        "OffloadModel.named_modules": [("self._walk.streamer.catch_up()", reading.parameters_are_updated)],
-        "OffloadModel._save_to_state_dict": [("self._walk.streamer.catch_up()", reading.a_state_dict_is_updated)],
-        "OffloadModel._load_from_state_dict": [
+        "OffloadModel.close": [("self._walk.streamer.catch_up()", reading.a_closed_model_is_updated)],
+    },
+    "offload.resting": {
+        "ModuleAtHome.named_modules": [("self._walk.streamer.catch_up()", reading.parameters_are_updated)],
+        "ModuleAtHome._save_to_state_dict": [("self._walk.streamer.catch_up()", reading.a_state_dict_is_updated)],
+        "ModuleAtHome._load_from_state_dict": [
             ("self._walk.streamer.catch_up()", reading.a_loaded_state_is_not_updated_by_an_earlier_step),
         ],
-        "OffloadModel.zero_grad": [
+        "ModuleAtHome.zero_grad": [
             ("self._walk.streamer.catch_up()", reading.gradients_are_zeroed_after_their_use_by_the_model),
         ],
-        "OffloadModel.close": [("self._walk.streamer.catch_up()", reading.a_closed_model_is_updated)],
-        "OffloadModel.__deepcopy__": [("self._walk.streamer.catch_up()", reading.a_deep_copy_is_updated)],
-        "OffloadModel.__reduce__": [("self._walk.streamer.catch_up()", reading.a_pickled_copy_is_updated)],
+        "ModuleAtHome.__deepcopy__": [("self._walk.streamer.catch_up()", reading.a_deep_copy_is_updated)],
+        "ModuleAtHome.__reduce__": [("self._walk.streamer.catch_up()", reading.a_pickled_copy_is_updated)],
     },
     "offload.optim.optimizer": {
         "OffloadOptimizer.step": [("self.synchronize()", reading.a_second_step_is_a_second_update)],

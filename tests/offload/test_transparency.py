@@ -63,7 +63,7 @@ def test_any_combination_trains_like_the_bare_model(data: st.DataObject) -> None
     spills_strided = on_disk and boundary_bytes is not None and any("complex" in kind for kind in kinds)
     # The two gradients of a tied weight go home one by one: (old + b) + a, not old + (b + a).
     reordered = microbatches > 1 or (tied and accumulate)
-    exact = not reordered and not autocast and not spills_strided
+    exact = not reordered and not spills_strided
     # Another order of sums differs in the last digit, and steps of normalising layers multiply that: so that it never
     # grows to what a fault would do, the last digit is that of float64.
     wide = not exact and not autocast
@@ -89,12 +89,14 @@ def test_any_combination_trains_like_the_bare_model(data: st.DataObject) -> None
             x = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(step))
             x = x.double() if wide else x
             results = []
-            for run, optimizer in zip(
-                (lambda v: reference(bare, cuts, v, microbatches), model), optimizers, strict=True
+            # Autocast's cache would hand the bare model the cast of a weight that a layer has clipped since, and add
+            # the gradients of a tied one in bfloat16. Ours is the model without it, whatever the user has chosen.
+            for run, optimizer, cache in zip(
+                (lambda v: reference(bare, cuts, v, microbatches), model), optimizers, (False, True), strict=True
             ):
                 leaf = x.clone().requires_grad_(input_gradient)
                 seed_everything(step)
-                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast, cache_enabled=cache):
                     output = run(leaf)
                     loss = (output if wide else output.float()).pow(2).mean()
                 loss.backward()
