@@ -104,9 +104,9 @@ def run(arguments: argparse.Namespace) -> int:
     outcomes = [reference, *(paired.outcome for paired in timed), *peaks, *grown, *laddered, loss]
     sections = [
         time_table(_shape(arguments), reference, timed, peaks, limits),
-        memory_table(arguments.limit, grown),
-        chunk_table(arguments.chunks, laddered),
-        loss_table(loss),
+        memory_table(arguments.limit, grown, limits),
+        chunk_table(arguments.chunks, laddered, limits),
+        loss_table(loss, limits),
     ]
     return publish(
         arguments,

@@ -89,9 +89,9 @@ def time_table(
     return f"## Time\n\n{words}\n\n{markdown_table(header, rows)}"
 
 
-def memory_table(limit_mebibytes: int, grown: Sequence[Outcome]) -> str:
+def memory_table(limit_mebibytes: int, grown: Sequence[Outcome], limits: Limits) -> str:
     """The largest batch of each way."""
-    header = ["way", "largest batch, pairs", "s/step there", "pairs/s", "ended by"]
+    header = ["way", "largest batch, pairs", "s/step there", "pairs/s", "ended by", *LIMIT_HEADER]
     rows = []
     for outcome in grown:
         if outcome.result is None:
@@ -99,6 +99,7 @@ def memory_table(limit_mebibytes: int, grown: Sequence[Outcome]) -> str:
             continue
         last = outcome.steps[-1] if outcome.steps else {"seconds": float("nan"), "pairs": 0}
         ended = "memory" if outcome.result["ended"] else "the end of the question"
+        shape = Shape(**outcome.rung.arguments["shape"] | {"pairs": int(last["pairs"])})
         rows.append(
             [
                 outcome.rung.name,
@@ -106,20 +107,23 @@ def memory_table(limit_mebibytes: int, grown: Sequence[Outcome]) -> str:
                 f"{last['seconds']:.2f}",
                 f"{last['pairs'] / last['seconds']:,.0f}",
                 ended,
+                *limit_cells(last["seconds"], limits.step_seconds(flops=3 * forward_flops(shape))),
             ]
         )
     words = f"Each process may take {limit_mebibytes} MiB beyond interpreter, torch and a step of two pairs."
     return f"## Largest exact batch in fixed memory\n\n{words}\n\n{markdown_table(header, rows)}"
 
 
-def loss_table(outcome: Outcome) -> str:
+def loss_table(outcome: Outcome, limits: Limits) -> str:
     """What the loss of a very big batch takes by itself."""
-    header = ["representations", "width", "seconds", "memory, representations included"]
+    header = ["representations", "width", "seconds", "memory, representations included", *LIMIT_HEADER]
     if outcome.result is None:
-        row = [outcome.reason, "", "", ""]
+        row = [outcome.reason, *[""] * (len(header) - 1)]
     else:
         found = outcome.result
+        least = limits.step_seconds(flops=3 * 2.0 * found["rows"] ** 2 * found["width"])  # scores, and both gradients
         row = [f"{found['rows']:,}", str(found["width"]), f"{found['seconds']:.0f}", mebibytes(loss_bytes(outcome))]
+        row += limit_cells(found["seconds"], least)
     return f"## The loss alone, by tiles\n\n{markdown_table(header, [row])}"
 
 
@@ -128,12 +132,13 @@ def loss_bytes(outcome: Outcome) -> int:
     return above_torch(outcome) + int((outcome.result or {})["given"])
 
 
-def chunk_table(counts: Sequence[int], laddered: Sequence[Outcome]) -> str:
-    """Seconds of each way, over the number of chunks."""
+def chunk_table(counts: Sequence[int], laddered: Sequence[Outcome], limits: Limits) -> str:
+    """Seconds of each way, over the number of chunks; the distance is that of the most chunks."""
     header = [
         "way",
         *(f"{count} chunks, s" for count in counts),
         "bytes loaded a step, fewest to most chunks",
+        *LIMIT_HEADER,
     ]
     rows = []
     for outcome in laddered:
@@ -142,5 +147,10 @@ def chunk_table(counts: Sequence[int], laddered: Sequence[Outcome]) -> str:
             continue
         loads = [outcome.result["bytes_loaded"][str(count)] for count in counts]
         words = "-" if loads[0] is None else f"{mebibytes(loads[0])} to {mebibytes(loads[-1])}"
-        rows.append([outcome.rung.name, *(f"{seconds_of(outcome, count):.2f}" for count in counts), words])
-    return f"## Chunks\n\nThe same batch in each column.\n\n{markdown_table(header, rows)}"
+        # The least that a model on disk must load is what the fewest chunks load.
+        flops = 3 * forward_flops(Shape(**outcome.rung.arguments["shape"]))
+        least = limits.step_seconds(flops=flops, read_bytes=min((n for n in loads if n is not None), default=0))
+        cells = limit_cells(seconds_of(outcome, counts[-1]), least)
+        rows.append([outcome.rung.name, *(f"{seconds_of(outcome, count):.2f}" for count in counts), words, *cells])
+    about = "The same batch in each column. The distance from the limit is that of the most chunks."
+    return f"## Chunks\n\n{about}\n\n{markdown_table(header, rows)}"

@@ -140,7 +140,8 @@ def ours_apart(encoder: nn.Sequential, shape: Shape, home: Path) -> tuple[nn.Mod
 def _over_offload(
     encoder: nn.Sequential, shape: Shape, home: Path, graph_mebibytes: int, **options: Any
 ) -> tuple[nn.Module, Step]:
-    model = _offloaded(encoder, shape, home, graph_bytes=graph_mebibytes * MEBIBYTE or None, **options)
+    options |= {"graph_bytes": graph_mebibytes * MEBIBYTE or None, "boundary_bytes": shape.kept_mebibytes * MEBIBYTE}
+    model = _offloaded(encoder, shape, home, **options)
     loss = SimpleContrastiveLoss(temperature=TEMPERATURE, tile_rows=TILE_ROWS)
     cache = GradCache([model, model], shape.chunk, loss)
     return model, lambda queries, passages: cache(queries, passages)

@@ -26,10 +26,12 @@ from pathlib import Path
 
 from benchmarks.frame.cache import cache_directory
 from benchmarks.frame.environment import Environment, filesystem_of, here
+from benchmarks.frame.limits import LIMIT_HEADER, Limits, limit_cells, measure_limits
 from benchmarks.frame.plot import COLOURS, level_line, new_figure, save
 from benchmarks.frame.report import publish
 from benchmarks.frame.rungs import Outcome, Rung, run_rungs
 from benchmarks.frame.table import markdown_table, mebibytes
+from benchmarks.frame.work import block_flops
 from benchmarks.offload_step.steps import FLOOR, Shape
 
 __all__ = ["add_arguments", "broken_bounds", "run"]
@@ -74,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="offload-step-", dir=arguments.home) as home:
         print(f"homes    {home} ({filesystem_of(Path(home))})", flush=True)
+        limits = measure_limits(Path(home))
         outcomes = run_rungs(_rungs(arguments, home))
     outcomes, engine, streams = outcomes[:-3], outcomes[-3], outcomes[-2:]
     timed, finer, deeper = outcomes[0], outcomes[1 : 1 + len(shards)], outcomes[1 + len(shards) : -1]
@@ -83,10 +86,15 @@ def run(arguments: argparse.Namespace) -> int:
     return publish(
         arguments,
         environment,
-        sections=[time_table([timed, engine]), disk_table(streams), _peak_table(outcomes[1:])],
+        sections=[
+            time_table([timed, engine], limits),
+            disk_table(streams, limits),
+            _peak_table(outcomes[1:], limits),
+        ],
         outcomes=[*outcomes, engine, *streams],
         broken=broken,
         draw=lambda path: _draw(path, timed, finer, deeper, environment),
+        limits=limits,
         facts=[("homes", f"a directory on {filesystem_of(arguments.home)}")],
         may_fail=[outcomes[-1], engine, *streams],
     )
@@ -131,9 +139,22 @@ def _above_torch(outcome: Outcome) -> int:
     return outcome.peaks["steps"] - outcome.moments[FLOOR]
 
 
-def time_table(outcomes: Sequence[Outcome]) -> str:
+def _least_seconds(outcome: Outcome, limits: Limits) -> float:
+    """What the machine needs at the least for a step of a rung, the streamed one if there are two.
+
+    A forward and a backward with nothing recomputed; and each parameter read from its file, and its gradient written.
+    """
+    shape = Shape(**outcome.rung.arguments["shape"])
+    tokens, blocks = shape.rows * shape.positions, shape.shards * shape.blocks
+    on_disk = 0 if outcome.rung.arguments["home"] == "cpu" else _model_bytes(outcome) / 2
+    flops = 3 * blocks * block_flops(shape.dim, tokens, shape.positions)
+    return limits.step_seconds(flops=flops, read_bytes=on_disk, written_bytes=on_disk)
+
+
+def time_table(outcomes: Sequence[Outcome], limits: Limits) -> str:
     """Seconds of steps, resident and streamed in turn, beside what ``model.estimate()`` says."""
     header = ["rung", "parameters", "tokens", "resident", "streamed", "median ratio of pairs", "waiting", "predicted"]
+    header += LIMIT_HEADER
     rows = []
     for outcome in outcomes:
         if outcome.result is None:
@@ -152,14 +173,18 @@ def time_table(outcomes: Sequence[Outcome]) -> str:
                 f"{_ratio(outcome):.3f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
                 f"{_wait_share(outcome):.1%}",
                 f"{outcome.result['predicted']:.2f} s",
+                *limit_cells(
+                    statistics.median(step["streamed"] for step in outcome.steps), _least_seconds(outcome, limits)
+                ),
             ]
         )
     return markdown_table(header, rows)
 
 
-def disk_table(outcomes: Sequence[Outcome]) -> str:
+def disk_table(outcomes: Sequence[Outcome], limits: Limits) -> str:
     """GB/s of streamed passes beside those of plain reads of the same files."""
     header = ["rung", "files", "plain, direct", "plain, cached", "loaded", "stored", "loaded / faster plain", "s/step"]
+    header += LIMIT_HEADER
     rows = []
     for outcome in outcomes:
         if outcome.result is None:
@@ -168,7 +193,12 @@ def disk_table(outcomes: Sequence[Outcome]) -> str:
         shares = sorted(step["share"] for step in outcome.steps)
         speeds = ("plain_direct", "plain_cached", "streamed", "stored")
         predicted = outcome.result["predicted"]
-        seconds = f"{statistics.median(step['seconds'] for step in outcome.steps):.2f}"
+        median = statistics.median(step["seconds"] for step in outcome.steps)
+        read, written = (
+            1e9 * statistics.median(step[name] * step["seconds"] for step in outcome.steps)
+            for name in ("streamed", "stored")
+        )
+        seconds = f"{median:.2f}"
         rows.append(
             [
                 outcome.rung.name,
@@ -176,6 +206,7 @@ def disk_table(outcomes: Sequence[Outcome]) -> str:
                 *(f"{statistics.median(step[name] for step in outcome.steps):.2f}" for name in speeds),
                 f"{_disk_share(outcome):.1%} ({shares[0]:.0%} to {shares[-1]:.0%})",
                 seconds if predicted is None else f"{seconds} (predicted {predicted:.2f})",
+                *limit_cells(median, limits.step_seconds(read_bytes=read, written_bytes=written)),
             ]
         )
     return markdown_table(header, rows)
@@ -203,12 +234,13 @@ def broken_speeds(engine: Outcome, streams: Sequence[Outcome]) -> list[str]:
     return broken
 
 
-def _peak_table(outcomes: Sequence[Outcome]) -> str:
+def _peak_table(outcomes: Sequence[Outcome], limits: Limits) -> str:
     header = ["rung", "parameters and gradients", "held by the engine", "peak above torch", "whole peak", "s/step"]
+    header += LIMIT_HEADER
     rows = []
     for outcome in outcomes:
         if outcome.result is None:
-            rows.append([outcome.rung.name, f"failed: {outcome.failure}", "", "", "", ""])
+            rows.append([outcome.rung.name, f"failed: {outcome.failure}", *[""] * (len(header) - 2)])
             continue
         rows.append(
             [
@@ -218,6 +250,9 @@ def _peak_table(outcomes: Sequence[Outcome]) -> str:
                 mebibytes(_above_torch(outcome)),
                 mebibytes(outcome.peaks["steps"]),
                 f"{statistics.median(step['seconds'] for step in outcome.steps):.2f}",
+                *limit_cells(
+                    statistics.median(step["seconds"] for step in outcome.steps), _least_seconds(outcome, limits)
+                ),
             ]
         )
     return markdown_table(header, rows)

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.retrieval.corpus import build_corpus
-from tests.benchmarks.here import run_here
+from tests.benchmarks.here import RATES, run_here
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,6 +68,7 @@ def test_the_streamed_step_is_measured_against_the_resident_one(
 ) -> None:
     """At sizes where times mean nothing: the loss is compared inside, and the tables and the picture are there."""
     monkeypatch.setattr("benchmarks.offload_step.question.run_rungs", run_here)
+    monkeypatch.setattr("benchmarks.offload_step.question.measure_limits", lambda path: RATES)
     sizes = ["--dim", "64", "--rows", "2", "--positions", "4", "--pairs", "2", "--shards", "2", "4", "--width", "64"]
     status = main(["offload-step", *sizes, "--json", "s.json", "--plot", "s.png"])
     shown = capsys.readouterr()

@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -311,8 +312,9 @@ def test_the_bounds_of_the_engine_alone_and_of_the_disk_are_checked() -> None:
     ):
         (line,) = broken_speeds(engine, streams)
         assert complaint in line
-    shown = " ".join(disk_table(fine).split())
-    assert "| 3.00 | 2.00 | 2.90 | 0.00 | 95.0% (95% to 95%) | 1.00 (predicted 1.25) |" in shown
+    rates = replace(RATES, disk_read_bytes=2.9e9)
+    shown = " ".join(disk_table(fine, rates).split())
+    assert "| 3.00 | 2.00 | 2.90 | 0.00 | 95.0% (95% to 95%) | 1.00 (predicted 1.25) | 1 s | +0% |" in shown
 
 
 def test_a_rung_without_a_result_breaks_the_bounds_by_its_reason() -> None:
