@@ -84,8 +84,8 @@ class Offloaded(Way):
     on_disk = True
     clipped = True
     serial = False
-    #: What is recomputed elsewhere is kept in so much memory.
-    graph_bytes: str | None = None
+    #: A part of the memory that the model does without keeps graphs, which need not be recomputed.
+    graph_bytes = "512MiB"
 
     def __init__(self, shape: Shape, home: Path) -> None:
         from offload import OffloadModel, OffloadOptimizer
@@ -161,12 +161,7 @@ class OffloadedSerial(Offloaded):
 
 
 class OffloadedFromMeta(Offloaded):
-    """The layers come without memory and get their values block by block: the model may be larger than memory.
-
-    A part of the memory that the model does without keeps graphs.
-    """
-
-    graph_bytes = "512MiB"
+    """The layers come without memory and get their values block by block: the model may be larger than memory."""
 
     def __init__(self, shape: Shape, home: Path) -> None:
         super().__init__(shape, home)
