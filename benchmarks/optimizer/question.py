@@ -5,7 +5,7 @@ streamed, with the updates hidden behind the next forward. Each way has a proces
 ratios are of steps that shared their moment. An update that runs on between two turns would cost its way nothing: a way
 that leaves one is given a step that is not timed, one that is, and finishes what is left before others go on. What a
 way leaves to the kernel's page cache is written out before others go on, and the time of that stands in the table. Ours
-spend a part of the memory that they save on graphs that are not recomputed; the peak beside the time shows what is left.
+spend a part of the memory that they save on graphs that are not recomputed; the peak beside the time shows the rest.
 
 With ``--parameters 1e9`` nothing is resident: how little memory does a model need whose parameters, gradients and
 moments are larger than the memory that it may take, and what is its step beside DeepSpeed's, which can train it too?
