@@ -118,12 +118,17 @@ def sentence_transformers(encoder: nn.Sequential, shape: Shape, home: Path) -> t
     return encoder, step
 
 
-def ours(encoder: nn.Sequential, shape: Shape, home: Path) -> tuple[nn.Module, Step]:
+def ours(encoder: nn.Sequential, shape: Shape, home: Path, regroup: bool = True) -> tuple[nn.Module, Step]:
     """Fused over the layers, which are in memory."""
     loss = SimpleContrastiveLoss(temperature=TEMPERATURE, tile_rows=TILE_ROWS)
     kept = shape.kept_mebibytes * MEBIBYTE
-    cache = GradCache([encoder, encoder], shape.chunk, loss, boundary_bytes=kept)
+    cache = GradCache([encoder, encoder], shape.chunk, loss, boundary_bytes=kept, regroup=regroup)
     return encoder, lambda queries, passages: cache(queries, passages)
+
+
+def ours_apart(encoder: nn.Sequential, shape: Shape, home: Path) -> tuple[nn.Module, Step]:
+    """The same, with the chunks as they were asked for."""
+    return ours(encoder, shape, home, regroup=False)
 
 
 def ours_over_offload(encoder: nn.Sequential, shape: Shape, home: Path) -> tuple[nn.Module, Step]:
@@ -132,7 +137,7 @@ def ours_over_offload(encoder: nn.Sequential, shape: Shape, home: Path) -> tuple
     return _over_offload(encoder, shape, home, shape.graph_mebibytes, activation_bytes=together)
 
 
-def ours_apart(encoder: nn.Sequential, shape: Shape, home: Path) -> tuple[nn.Module, Step]:
+def ours_over_offload_apart(encoder: nn.Sequential, shape: Shape, home: Path) -> tuple[nn.Module, Step]:
     """The same, with the chunks as they were asked for: each has gradients of its own beside the sum of all."""
     return _over_offload(encoder, shape, home, shape.graph_mebibytes * 3 // 4)
 
@@ -159,7 +164,8 @@ WAYS: dict[str, Callable[[nn.Sequential, Shape, Path], tuple[nn.Module, Step]]] 
     "sentence-transformers": sentence_transformers,
     "ours": ours,
     "ours over OffloadModel": ours_over_offload,
-    "ours over OffloadModel, chunks apart": ours_apart,
+    "ours, chunks apart": ours_apart,
+    "ours over OffloadModel, chunks apart": ours_over_offload_apart,
     "OffloadModel, chunk by chunk": offload_chunk_by_chunk,
 }
 PEERS = {"upstream GradCache": "gradcache", "sentence-transformers": "sentence-transformers"}

@@ -186,11 +186,16 @@ def broken_bounds(reference: Outcome, found: dict[str, Paired], differences: dic
                 f"{NAMES[way]}: parameters must agree with the resident model's to {MAXIMUM_DIFFERENCE:.0e}, "
                 f"they differ by {differences[way]:.1e}"
             )
-    ours = found.get(DISK)
-    if ours is not None and ours.outcome.result is not None and not ours.ratio() <= MAXIMUM_RATIO:
+    ours, theirs = found.get(DISK), found.get(PEER)
+    if ours is None or ours.outcome.result is None:
+        return broken
+    if not ours.ratio() <= MAXIMUM_RATIO:
         broken.append(
             f"{NAMES[DISK]}: a step must take at most {MAXIMUM_RATIO:.2f} of the resident one, takes {ours.ratio():.3f}"
         )
+    if theirs is not None and theirs.outcome.result is not None:
+        share = ours.outcome.peaks[STEPS] / theirs.outcome.peaks[STEPS]
+        broken += _broken_beside(theirs.ratio() / ours.ratio(), share)
     return broken
 
 
@@ -257,14 +262,20 @@ def broken_large(ours: Outcome, theirs: Outcome | None) -> list[str]:
     losses = [ours.result["first"]["loss"], *(step["loss"] for step in ours.steps)] if ours.result else []
     if not all(map(math.isfinite, losses)):
         broken.append("losses must be numbers")
-    if ours.peaks[STEPS] > MAXIMUM_LARGE_BYTES:
-        broken.append(f"at most {MAXIMUM_LARGE_BYTES / 2**30:.0f} GiB, takes {ours.peaks[STEPS] / 2**30:.2f} GiB")
+    if ours.peak_bytes > MAXIMUM_LARGE_BYTES:
+        broken.append(f"at most {MAXIMUM_LARGE_BYTES / 2**30:.0f} GiB, takes {ours.peak_bytes / 2**30:.2f} GiB")
     if theirs is not None and theirs.result is not None:
-        speedup, share = beside(ours, theirs)
-        if not speedup >= MINIMUM_SPEEDUP:
-            broken.append(f"at least {MINIMUM_SPEEDUP} times as fast as {NAMES[PEER]}, is {speedup:.2f}")
-        if not share <= MAXIMUM_MEMORY_SHARE:
-            broken.append(f"at most {MAXIMUM_MEMORY_SHARE:.2f} of the memory of {NAMES[PEER]}, takes {share:.2f}")
+        broken += _broken_beside(*beside(ours, theirs))
+    return broken
+
+
+def _broken_beside(speedup: float, share: float) -> list[str]:
+    """What must hold beside DeepSpeed, at any size, and does not."""
+    broken = []
+    if not speedup >= MINIMUM_SPEEDUP:
+        broken.append(f"at least {MINIMUM_SPEEDUP} times as fast as {NAMES[PEER]}, is {speedup:.2f}")
+    if not share <= MAXIMUM_MEMORY_SHARE:
+        broken.append(f"at most {MAXIMUM_MEMORY_SHARE:.2f} of the memory of {NAMES[PEER]}, takes {share:.2f}")
     return broken
 
 

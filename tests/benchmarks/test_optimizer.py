@@ -114,6 +114,7 @@ def paired(way: str, seconds: float = 1.0, peak: int = 100) -> Paired:
         ({DISK: paired(DISK, 1.06)}, {DISK: 0.0}, ["at most 1.05"]),
         ({DISK: paired(DISK)}, {DISK: 2e-6}, ["must agree"]),
         ({DISK: paired(DISK)}, {DISK: math.nan}, ["must agree"]),
+        ({DISK: paired(DISK), PEER: paired(PEER, 1.4, 300)}, {}, ["at least 1.5 times as fast", "of the memory"]),
     ],
 )
 def test_each_bound_is_checked(found: dict[str, Paired], differences: dict[str, float], complaints: list[str]) -> None:
