@@ -51,10 +51,10 @@ def estimate_step(
     Raises:
         RuntimeError: if no training step has been measured yet.
     """
-    if any(("B", shard.index) not in meter.rows for shard in shards if shard.trainable) or not meter.bytes_loaded:
+    seen = all(meter.cell_seconds_per_row("B", shard.index) for shard in shards if shard.trainable)
+    if not seen or not meter.bytes_loaded:
         raise RuntimeError("run one training step first: estimate() predicts from the bandwidths that it measures")
-    load_bandwidth, drain_bandwidth = meter.bandwidths()
-    update_seconds = meter.updating.seconds / max(meter.bytes_applied, 1)  # for each byte of gradients
+    load, drain, update = (meter.copy_seconds_per_byte(lane) for lane in ("load", "drain", "update"))
     home_bytes = [sum(s.nbytes for s in shard.at_home) for shard in shards]
     gradient_bytes = [sum(s.nbytes for s in shard.at_home if s.parameter.requires_grad) for shard in shards]
     mean_rows = sum(rows) / len(rows)
@@ -66,12 +66,12 @@ def estimate_step(
     forecast = simulate(
         plan,
         Costs(
-            load=[nbytes / load_bandwidth for nbytes in home_bytes],
+            load=[nbytes * load for nbytes in home_bytes],
             forward=[cell_seconds("F", shard.index) for shard in shards],
             backward=[cell_seconds("B", shard.index) for shard in shards],
-            drain=[nbytes / drain_bandwidth if drain_bandwidth else 0.0 for nbytes in gradient_bytes],
+            drain=[nbytes * drain for nbytes in gradient_bytes],
             slot_bytes=max(shard.slot_bytes for shard in shards),
-            update=[nbytes * update_seconds for nbytes in gradient_bytes],
+            update=[nbytes * update for nbytes in gradient_bytes],
         ),
     )
     levels = [int(nbytes * sum(rows)) for nbytes in meter.boundary_bytes_per_row.values()]

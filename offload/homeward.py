@@ -163,7 +163,7 @@ class Homeward:
             self._finish()
 
         def copy() -> None:
-            with self._meter.on_lane("drain", f"D{shard.index}"):
+            with self._meter.on_lane("drain", f"D{shard.index}", nbytes):
                 while moves:
                     parameter, move = moves.popleft()
                     total = move()

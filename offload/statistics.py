@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.lane import Clock, Mark
+from offload.lane import Clock
 from offload.trace import Tracer
 
 __all__ = ["Meter", "Statistics"]
@@ -52,18 +52,10 @@ class Meter:
         self.shard_updates = 0
         self.update_bytes_read = 0
         self.update_bytes_written = 0
-        #: Bytes of gradients that updates have applied.
-        self.bytes_applied = 0
         self.wait = Clock(device)
         self.compute = Clock(device)
-        #: Time that copies take on their lanes, which is what the bandwidths of a forecast are made of.
-        self.loading = Clock(device)
-        self.draining = Clock(device)
-        self.spilling = Clock(device)
-        self.updating = Clock(torch.device("cpu"))  # an optimizer works on the host, whatever the layers compute on
-        #: (forward or backward, shard) -> time of its cells, and the rows that passed.
+        #: (forward or backward, shard) -> time of its cells, for the rows that passed.
         self.cells: dict[tuple[str, int], Clock] = {}
-        self.rows: dict[tuple[str, int], int] = {}
         #: Shard -> bytes of the boundary that enters it, for each row.
         self.boundary_bytes_per_row: dict[int, float] = {}
         #: Largest number of bytes that autograd keeps of one row while a shard computes.
@@ -71,23 +63,19 @@ class Meter:
         #: Shard -> bytes that autograd keeps of one row until backward, where nothing is computed again.
         self.kept_bytes_per_row: dict[int, float] = {}
         self._steps = 0
-        self._first_step: dict[object, tuple[Mark, int]] = {}
         self._device = device
         self.tracer = Tracer()
         self._held = 0
         self._peak = 0
-        self._lane_clocks = {
-            "load": self.loading,
-            "drain": self.draining,
-            "boundary": self.spilling,
-            "update": self.updating,
-        }
+        #: Time that copies take on their lanes, for their bytes.
+        self._lane_clocks = {lane: Clock(device) for lane in ("load", "drain", "boundary")}
+        # An optimizer works on the host, whatever the layers compute on.
+        self._lane_clocks["update"] = Clock(torch.device("cpu"))
 
     @contextlib.contextmanager
-    def on_lane(self, lane: str, token: str) -> Iterator[None]:
-        """Counts the time of one copy, in the thread or stream that makes it."""
-        clock = self._lane_clocks[lane]
-        with clock.span(), self.tracer.span(f"{lane} lane", token):
+    def on_lane(self, lane: str, token: str, nbytes: int = 0) -> Iterator[None]:
+        """Counts the time of one copy of so many bytes, in the thread or stream that makes it."""
+        with self._lane_clocks[lane].span(nbytes), self.tracer.span(f"{lane} lane", token):
             yield
 
     @contextlib.contextmanager
@@ -101,37 +89,27 @@ class Meter:
         """Counts the time of one cell."""
         clock = self.cells.setdefault((kind, shard), Clock(self._device))
         token = f"{kind}{shard}.{microbatch}"
-        with self.compute.span(), clock.span(), self.tracer.span("compute", token):
+        with self.compute.span(), clock.span(rows), self.tracer.span("compute", token):
             with torch.profiler.record_function(token):
                 yield
-        self.rows[kind, shard] = self.rows.get((kind, shard), 0) + rows
 
     def begin_step(self) -> None:
         """A training step begins. What the first one took says little: it also makes files, buffers and pages."""
         self._steps += 1
         if self._steps == 2:
-            self._first_step = {cell: (clock.mark(), self.rows.get(cell, 0)) for cell, clock in self.cells.items()}
-            self._first_step["load"] = self.loading.mark(), self.bytes_loaded
-            self._first_step["drain"] = self.draining.mark(), self.bytes_stored
-
-    def _after_first(self, what: object, seconds: float, amount: int) -> tuple[float, int]:
-        """Without what the first step took, as soon as there is anything else."""
-        first, first_amount = self._first_step.get(what, (Mark(), 0))
-        return (seconds - first.seconds, amount - first_amount) if amount > first_amount else (seconds, amount)
+            for clock in (*self.cells.values(), *self._lane_clocks.values()):
+                clock.first_step_ends()
 
     def cell_seconds_per_row(self, kind: str, shard: int) -> float:
         """What a cell takes, for a forecast; 0 where none was seen."""
-        cell = kind, shard
-        if not self.rows.get(cell):
-            return 0.0
-        seconds, rows = self._after_first(cell, self.cells[cell].seconds, self.rows[cell])
-        return seconds / rows
+        clock = self.cells.get((kind, shard))
+        return 0.0 if clock is None else clock.seconds_each()
 
-    def bandwidths(self) -> tuple[float, float]:
-        """Bytes per second of loads, and of gradients on their way home, for a forecast."""
-        load_seconds, loaded = self._after_first("load", self.loading.seconds, self.bytes_loaded)
-        drain_seconds, stored = self._after_first("drain", self.draining.seconds, self.bytes_stored)
-        return loaded / max(load_seconds, 1e-9), stored / max(drain_seconds, 1e-9)
+    def copy_seconds_per_byte(self, lane: str) -> float:
+        """What the copies of a lane take for each byte, for a forecast; 0 where none was seen. Of updates, the
+        bytes of the gradients that they apply.
+        """
+        return self._lane_clocks[lane].seconds_each()
 
     def saw_activations(self, nbytes: int, rows: int) -> None:
         """Notes what one cell of so many rows needs for its activations."""

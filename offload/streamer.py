@@ -99,10 +99,12 @@ class Streamer:
         shard, slot, pending = self.shards[j], updating.slot, updating.pending
         shard.load(slot)
         self._meter.shard_loads += 1
-        self._meter.bytes_loaded += sum(s.nbytes for s in shard.at_home)
+        nbytes = sum(s.nbytes for s in shard.at_home)
+        self._meter.bytes_loaded += nbytes
 
         def fill() -> None:
-            with self._meter.on_lane("load", f"L{j}"):
+            filled = pending is not None and pending.filled(slot)  # which was counted where it was read
+            with self._meter.on_lane("load", f"L{j}", 0 if filled else nbytes):
                 shard.fill(slot, pending)
 
         owners = dict.fromkeys(loan.owner for loan in shard.loans)

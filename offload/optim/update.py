@@ -88,9 +88,10 @@ class Update:
             if slot is not None and self._shard.home is not None:
                 if (first := self._first_task()) is not None:
                     first.piece.look_ahead(first)
-                with self._meter.on_lane("load", f"L{self._shard.index}"):
+                with self._meter.on_lane("load", f"L{self._shard.index}", self._shard.home.nbytes):
                     self._shard.home.read_into(slot)
-            with self._meter.on_lane("update", f"U{self._shard.index}"):
+            nbytes = sum(task.nbytes for task in self.tasks if not task.done)
+            with self._meter.on_lane("update", f"U{self._shard.index}", nbytes):
                 self._run_tasks(slot)
         except Torn as error:
             self._torn, self._failed = error, True
@@ -109,7 +110,6 @@ class Update:
         for task in self.tasks:
             meter.update_bytes_read += task.bytes_read
             meter.update_bytes_written += task.bytes_written
-            meter.bytes_applied += task.nbytes
 
     def _first_task(self) -> Task | None:
         return next((task for task in self.tasks if not task.done), None)

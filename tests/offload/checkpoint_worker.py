@@ -66,8 +66,8 @@ class Killer:
                 yield
 
         @contextlib.contextmanager
-        def watched_lane(meter: Meter, lane: str, token: str) -> Iterator[None]:
-            with self._around(lane), on_lane(meter, lane, token):
+        def watched_lane(meter: Meter, lane: str, token: str, nbytes: int = 0) -> Iterator[None]:
+            with self._around(lane), on_lane(meter, lane, token, nbytes):
                 yield
 
         def watched_read(block: DiskBlock, destination: torch.Tensor, offset: int = 0) -> None:

@@ -117,6 +117,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("end.synchronize()", lanes.a_clock_counts_what_has_ended),
         ],
         "Clock.seconds": [("self._settle(wait=True)", lanes.a_clock_counts_what_has_ended)],
+        "Clock.seconds_each": [("self._settle(wait=True)", lanes.a_forecast_counts_what_has_ended)],
     },
     "offload.model": {
         "OffloadModel.close": [("self._walk.streamer.catch_up()", reading.a_closed_model_is_updated)],

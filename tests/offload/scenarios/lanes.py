@@ -125,6 +125,13 @@ def a_clock_counts_what_has_ended(monkeypatch: pytest.MonkeyPatch, path: Path) -
     assert clock.seconds == pytest.approx(3e-3)
 
 
+def a_forecast_counts_what_has_ended(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    cuda, clock = LateCuda(monkeypatch), Clock(DEVICE)
+    with clock.span(4):
+        cuda.launch(_ones)
+    assert clock.seconds_each() == pytest.approx(1e-3 / 4)
+
+
 def a_clock_hoards_no_events_and_never_waits_in_a_step(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     cuda, clock = LateCuda(monkeypatch), Clock(DEVICE)
     for _ in range(4200):
