@@ -3,7 +3,7 @@
 ::
 
     pass 1    for group of chunks g:            for layer j:            value = layer_j(value), no graph; value is kept
-    pass 2    for group of chunks g, reversed:  for layer j, reversed:  layer_j again with a graph, gradient through it
+    pass 2    for layer j, reversed:  for group of chunks g, reversed:  layer_j again with a graph, gradient through it
 
 Two passes over a checkpointed model run every layer three times forward. Here what entered each layer in pass 1 serves
 pass 2, and it is two times; or one, for the cells (layer j, group g) at the end of pass 1 whose graphs are kept.
@@ -15,6 +15,7 @@ Guarantees
       at a time. Where room is left, chunks run together (see ``grouping``), and the cells that pass 2 begins with keep
       their graphs (see ``pipe.lean``). The two never need the room at the same time: kept graphs are gone when pass 2
       recomputes.
+    * What was kept for a layer goes as the gradients of its parameters come: the two share their memory.
     * Kept values rest in host memory if the model is on an accelerator.
     * Of a chunk that ``input_fn`` makes, no more is kept than of any other; see ``entering``.
 """

@@ -1,4 +1,4 @@
-"""The two passes of the layered walk over one step's chunks; see ``layered`` for the picture and the guarantees."""
+"""The first pass of the layered walk over one step's chunks, and what it leaves to the second; see ``layered``."""
 
 from __future__ import annotations
 
@@ -11,60 +11,17 @@ import torch
 from torch import Tensor
 
 from gradcache import grouping, representations
+from gradcache.cells import Again, Graph, Group, Kept, Work, nbytes_of
 from gradcache.entering import Entering
+from gradcache.layered_back import push_back
 from gradcache.layers import Layers, Profile
 from pipe.guard import Guard
 from pipe.lean import Lean
-from pipe.nested import flatten, map_tensors, tensors_in, unflatten
+from pipe.nested import map_tensors, tensors_in
 from pipe.replay import Replay, devices_of
-from pipe.tail import Listener, OtherOperations, Skipper, Tail, listened_to
+from pipe.tail import Listener, Tail, listened_to
 
 __all__ = ["LayeredTape"]
-
-
-class _Kept:
-    """A value at rest: in host memory, whatever device it came from."""
-
-    def __init__(self, value: Any) -> None:
-        leaves, self._spec = flatten(value)
-        self._devices = [leaf.device if isinstance(leaf, Tensor) else None for leaf in leaves]
-        self._leaves = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-    def back(self) -> Any:
-        """The value where it came from."""
-        pairs = zip(self._leaves, self._devices, strict=True)
-        return unflatten([x if device is None else x.to(device) for x, device in pairs], self._spec)
-
-
-@dataclass
-class _Again:
-    """How to repeat one layer's work on one group, and what entered it (None: not kept)."""
-
-    replay: Replay
-    guard: Guard
-    copies_input: bool
-    kept: _Kept | None
-    tail: Tail | None
-
-
-@dataclass
-class _Graph:
-    """One layer's work on one group that ran once and for all."""
-
-    output: Any
-    leaves: Any
-
-
-@dataclass
-class _Group:
-    """Chunks that run together, with the rows of each; cells from layer ``graphs_from`` on keep their graphs."""
-
-    chunks: list[int]
-    rows: list[int]
-    graphs_from: int
-    profile: Profile | None
-    cells: list[_Again | _Graph] = field(default_factory=list)
-    entered: Any = None
 
 
 @dataclass
@@ -98,15 +55,13 @@ class LayeredTape:
     ) -> None:
         self._model = model
         self._entering = entering
-        self._output_fn = output_fn
         self._records = records
-        self._wants_input = wants_input
-        self._groups: list[_Group] = []
+        self._groups: list[Group] = []
         self._bytes_left = model.boundary_bytes
         wants = [any(p.requires_grad for p in layer.parameters()) for layer in model.layers]
         wants[0] = wants[0] or wants_input
-        #: The first layer that a backward has to reach.
-        self._first = wants.index(True) if True in wants else len(wants)
+        first = wants.index(True) if True in wants else len(wants)
+        self._work = Work(model, entering, output_fn, first, wants_input)
 
     # -- pass 1 -------------------------------------------------------------------------------------------------------
 
@@ -150,8 +105,8 @@ class LayeredTape:
         if profile is None or not self._records:
             return plan
         left = self._bytes_left - sum(map(len, runs)) * sum(profile.entering_bytes)
-        for k in reversed(range(len(runs))):
-            for j in reversed(range(self._first, layers)):
+        for j in reversed(range(self._work.first, layers)):
+            for k in reversed(range(len(runs))):
                 left -= len(runs[k]) * (profile.graph_bytes[j] - profile.entering_bytes[j])
                 if left < 0:
                     return plan
@@ -165,21 +120,21 @@ class LayeredTape:
         pair = [self._entering.look(k) for k in others] if self._model.regroup and not survey.moves_buffers else []
         self._model.learn(chunk, survey.saved, survey.entering, survey.tails, pair)
 
-    def _group(self, chunks: list[int], values: list[Any], graphs_from: int) -> _Group:
+    def _group(self, chunks: list[int], values: list[Any], graphs_from: int) -> Group:
         rows = [grouping.rows_in(value) for value in values]
-        self._groups.append(_Group(chunks, rows, graphs_from, self._model.profile_of(values[0])))
+        self._groups.append(Group(chunks, rows, graphs_from, self._model.profile_of(values[0])))
         return self._groups[-1]
 
-    def _run_group(self, group: _Group, value: Any, outputs: list[Any], survey: _Survey | None = None) -> None:
+    def _run_group(self, group: Group, value: Any, outputs: list[Any], survey: _Survey | None = None) -> None:
         for j in range(len(self._model.layers)):
-            keeps = self._records and j >= max(self._first, 1)
+            keeps = self._records and j >= max(self._work.first, 1)
             if survey is not None:
-                survey.entering.append(_nbytes(value) if keeps else 0)
+                survey.entering.append(nbytes_of(value) if keeps else 0)
             if j >= group.graphs_from and self._has_room(group, j):
-                leaves, lean = self._leaves(j, value), Lean()
+                leaves, lean = self._work.leaves(j, value), Lean()
                 with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lean.pack, lean.unpack):
                     output, _, _ = self._first_run(j, leaves, group, lean)
-                group.cells.append(_Graph(output, leaves))
+                group.cells.append(Graph(output, leaves))
                 value = map_tensors(Tensor.detach, output)
                 continue
             kept = self._keep(value) if keeps else None
@@ -193,13 +148,13 @@ class LayeredTape:
                 # The last layer's result is looked at in the second pass too, by whoever compares the two.
                 tail = group.profile.tails[j] if group.profile and j + 1 < len(self._model.layers) else None
                 tail = None if listened_to(module for _, module in self._model.watched[j].modules) else tail
-                group.cells.append(_Again(replay.seal(), guard.seal(), copies_input, kept, tail))
+                group.cells.append(Again(replay.seal(), guard.seal(), copies_input, kept, tail))
                 if survey is not None:
                     survey.moves_buffers |= guard.moved
         for i, output in zip(group.chunks, value, strict=True):
             outputs[i] = representations.detached(output)
 
-    def _surveyed(self, j: int, value: Any, group: _Group, survey: _Survey) -> tuple[Any, bool]:
+    def _surveyed(self, j: int, value: Any, group: Group, survey: _Survey) -> tuple[Any, bool]:
         """A first run that counts what a graph would keep, but keeps none."""
         listener, lean = Listener(), Lean()
         graph = grouping.SavedBytes(self._model.parameters)
@@ -226,7 +181,7 @@ class LayeredTape:
         return map_tensors(Tensor.detach, output), copies_input
 
     def _first_run(
-        self, j: int, value: Any, group: _Group, *modes: contextlib.AbstractContextManager[Any]
+        self, j: int, value: Any, group: Group, *modes: contextlib.AbstractContextManager[Any]
     ) -> tuple[Any, bool, Any]:
         """The layer's result, whether it writes over its input, which is then met on a copy only, and what it met."""
         known = self._model.writes_input[j]
@@ -235,22 +190,14 @@ class LayeredTape:
         with contextlib.ExitStack() as stack:
             for mode in modes:
                 stack.enter_context(mode)
-            result = self._apply(j, given, group)
+            result = self._work.apply(j, given, group)
         writes = versions != [tensor._version for tensor in tensors_in(given)]
         if writes and known is False:
             raise RuntimeError(f"expected layer {j} to treat all chunks alike, but it wrote over its input only once")
         self._model.writes_input[j] = writes or known is True
         return result, writes, given
 
-    def _apply(self, j: int, value: Any, group: _Group) -> Any:
-        """One layer; the last one's result is cut into chunks, and ``output_fn`` is a part of it."""
-        result = self._model.call(j, value)
-        if j + 1 < len(self._model.layers):
-            return result
-        parts = grouping.cut(result, group.rows)
-        return parts if self._output_fn is None else [self._output_fn(part) for part in parts]
-
-    def _has_room(self, group: _Group, j: int) -> bool:
+    def _has_room(self, group: Group, j: int) -> bool:
         """Takes the bytes that a cell's graph keeps out of the budget, if they are left."""
         if group.profile is None:
             return False
@@ -259,12 +206,12 @@ class LayeredTape:
         self._bytes_left -= size if fits else 0
         return fits
 
-    def _keep(self, value: Any) -> _Kept | None:
-        size = _nbytes(value)
+    def _keep(self, value: Any) -> Kept | None:
+        size = nbytes_of(value)
         if size > self._bytes_left:
             return None
         self._bytes_left -= size
-        return _Kept(value)
+        return Kept(value)
 
     # -- pass 2 -------------------------------------------------------------------------------------------------------
 
@@ -280,100 +227,4 @@ class LayeredTape:
         if len(output_gradients) != len(self._entering):
             raise ValueError(f"expected {len(self._entering)} gradients, one per chunk, got {len(output_gradients)}")
         self._records = False
-        links: list[tuple[Tensor, Tensor]] = []
-        while self._groups:
-            group = self._groups.pop()
-            gradients = [output_gradients[i] for i in group.chunks]
-            if not any(representations.has_gradient(gradient) for gradient in gradients):
-                continue
-            entered = self._back(group, gradients)
-            if not self._wants_input:
-                continue
-            assert self._entering.known is not None
-            for i, gradient in zip(group.chunks, grouping.cut(entered, group.rows), strict=True):
-                pairs = zip(flatten(self._entering.known[i])[0], flatten(gradient)[0], strict=True)
-                links += [(x, g) for x, g in pairs if isinstance(g, Tensor) and x.requires_grad]
-        if links:
-            torch.autograd.backward([tensor for tensor, _ in links], [gradient for _, gradient in links])
-
-    def _back(self, group: _Group, gradients: list[Any]) -> Any:
-        """Returns the gradient of what entered the first layer, None for each leaf where it has none."""
-        gradient: Any = gradients
-        found = False
-        while len(group.cells) > self._first:
-            j, cell = len(group.cells) - 1, group.cells[-1]
-            if isinstance(cell, _Again) and not found:
-                self._find_again(group)
-                found = True
-            group.cells.pop()
-            gradient = self._back_through(j, cell, group, gradient)
-            del cell  # or its graph would outlive the next one's making
-            if not representations.has_gradient(gradient):
-                break
-        if group.cells and self._wants_input:
-            return map_tensors(lambda tensor: None, self._entered(group))
-        return gradient
-
-    def _back_through(self, j: int, cell: _Again | _Graph, group: _Group, gradient: Any) -> Any:
-        """The gradient of what entered a cell."""
-        if isinstance(cell, _Graph):
-            _backward(cell.output, gradient)
-            return representations.gradients(cell.leaves)
-        leaves = self._leaves(j, cell.kept.back() if cell.kept is not None else self._entered(group))
-        # Where the layer turns out to do other operations than it did when it was surveyed, nothing is left out.
-        for skipper in (None,) if cell.tail is None else (Skipper(cell.tail), None):
-            # Buffers stay as they were until backward is done, which may read them.
-            with contextlib.suppress(OtherOperations), cell.guard.again(strict=False), torch.enable_grad():
-                with cell.replay.again():
-                    given = _given(cell, leaves)
-                    with skipper or contextlib.nullcontext():
-                        result = self._apply(j, given, group)
-                if skipper is not None:
-                    skipper.check()
-                _backward(result, gradient)
-                break
-        return representations.gradients(leaves)
-
-    def _entered(self, group: _Group) -> Any:
-        """What entered the first layer, made once for a backward."""
-        if group.entered is None:
-            group.entered = grouping.joined([self._entering.take(i) for i in group.chunks])
-        return group.entered
-
-    def _leaves(self, j: int, value: Any) -> Any:
-        """What enters layer ``j`` as leaves that collect gradients, where somebody wants them."""
-        if j > self._first or (j == 0 and self._wants_input):
-            return representations.as_leaves(value)
-        return map_tensors(Tensor.detach, value)
-
-    def _find_again(self, group: _Group) -> None:
-        """Computes what was not kept, from the last thing that was."""
-        cells = [cell for cell in group.cells if isinstance(cell, _Again)]
-        missing = [j for j in range(max(self._first, 1), len(cells)) if cells[j].kept is None]
-        if not missing:
-            return
-        start = max((j for j in range(missing[0]) if cells[j].kept is not None), default=0)
-        value = None
-        for j in range(start, missing[-1]):
-            cell = cells[j]
-            value = cell.kept.back() if cell.kept is not None else self._entered(group) if j == 0 else value
-            with torch.no_grad(), cell.guard.again(strict=False), cell.replay.again():
-                value = self._model.call(j, _given(cell, value))
-            if cells[j + 1].kept is None and j + 1 >= max(self._first, 1):
-                cells[j + 1].kept = _Kept(value)
-
-
-def _given(cell: _Again, value: Any) -> Any:
-    return map_tensors(torch.clone, value) if cell.copies_input else value
-
-
-def _nbytes(value: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
-
-
-def _backward(output: Any, gradient: Any) -> None:
-    """Like ``representations.backward``; a None in the gradient stands for any structure without one."""
-    if isinstance(output, list) and isinstance(gradient, list):
-        pairs = [(o, g) for o, g in zip(output, gradient, strict=True) if representations.has_gradient(g)]
-        output, gradient = [o for o, _ in pairs], [g for _, g in pairs]
-    representations.backward(output, gradient)
+        push_back(self._work, self._groups, output_gradients)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gradcache import GradCache
+from gradcache.cells import Again
 from gradcache.grouping import SavedBytes, runs_of_like_chunks
 from gradcache.layered import LayeredModel, is_plain_sequential
-from gradcache.layered_tape import _Again
 from gradcache.loss import SimpleContrastiveLoss
 
 PLENTY = 1 << 30
@@ -128,9 +129,9 @@ def test_layers_run_forward_once_where_graphs_find_room_and_the_first_chunk_twic
     [
         (0, [16, 16, 16, 16]),
         (63, [16, 16, 16, 16]),
-        (64, [14, 14, 14, 14]),
-        (127, [14, 14, 14, 14]),
-        (128, [12, 12, 12, 12]),
+        (64, [16, 16, 16, 14]),
+        (127, [16, 16, 16, 14]),
+        (128, [16, 16, 16, 12]),
         (256, [8, 8, 8, 8]),
     ],
 )
@@ -139,7 +140,8 @@ def test_the_cells_that_backward_begins_with_keep_their_graphs_as_far_as_the_bud
 ) -> None:
     """A chunk of 2 rows: 64 bytes enter each layer, and are counted before.
 
-    The graph of the last layer keeps 64 bytes more, its own result. What the others keep enters a layer.
+    The graph of the last layer keeps 64 bytes more, its own result. What the others keep enters a layer, so that they
+    cost nothing once the last layer's graphs of all chunks are kept.
     """
 
     class Head(nn.Module):
@@ -156,6 +158,54 @@ def test_the_cells_that_backward_begins_with_keep_their_graphs_as_far_as_the_bud
     watch = Watch(model)
     step(torch.randn(8, 8))
     assert watch.rows() == runs
+
+
+def order_of_gradients(model: nn.Sequential) -> list[int]:
+    """A list that gets the number of a layer whenever the gradient of its weight grows."""
+    order: list[int] = []
+    for j, layer in enumerate(model):
+        layer.weight.register_post_accumulate_grad_hook(lambda _, j=j: order.append(j))
+    return order
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        # Of three chunks in three layers. 64 bytes enter a layer for each, and rest before all but the first.
+        (PLENTY, [2, 2, 2, 1, 1, 1, 0, 0, 0]),
+        (6 * 64, [2, 2, 2, 1, 1, 1, 0, 0, 0]),
+        (4 * 64, [2, 1, 0, 2, 2, 1, 1, 0, 0]),
+        (0, [2, 1, 0] * 3),
+    ],
+)
+def test_chunks_that_kept_all_go_back_side_by_side_and_the_others_one_at_a_time(
+    budget: int, expected: list[int]
+) -> None:
+    model = layers("linear", "linear", "linear")
+    order = order_of_gradients(model)
+    GradCache([model], 2, energy, boundary_bytes=budget, regroup=False)(torch.randn(6, 8))
+    assert order == expected
+
+
+@pytest.mark.parametrize("budget", [9 * 64, PLENTY])
+def test_what_layers_kept_goes_as_gradients_come(budget: int) -> None:
+    """So that the two share their memory. What enters a layer is also the result that the graph before it holds."""
+    model = layers("linear", "linear", "linear", "linear")
+    step = GradCache([model], 2, energy, boundary_bytes=budget, regroup=False)
+    step(torch.randn(6, 8))  # graphs are kept from the second step on
+    entered: list[list[weakref.ref[Any]]] = [[] for _ in model]
+    alive: list[tuple[int, int]] = []
+
+    def look(j: int) -> None:
+        alive.append((j, sum(storage() is not None for later in entered[j + 2 :] for storage in later)))
+
+    for j, layer in enumerate(model):
+        layer.register_forward_hook(
+            lambda _m, args, _o, j=j: entered[j].append(weakref.ref(args[0].untyped_storage())), prepend=True
+        )
+        layer.weight.register_post_accumulate_grad_hook(lambda _, j=j: look(j))
+    step(torch.randn(6, 8))
+    assert alive == [(j, 0) for j in (3, 3, 3, 2, 2, 2, 1, 1, 1, 0, 0, 0)]
 
 
 def test_without_room_a_layer_runs_forward_a_third_time_and_never_a_fourth() -> None:
@@ -175,7 +225,7 @@ def test_budget_is_never_exceeded_and_what_fits_is_kept() -> None:
             tensor.numel() * tensor.element_size()
             for group in tape._groups
             for cell in group.cells
-            if isinstance(cell, _Again) and cell.kept is not None
+            if isinstance(cell, Again) and cell.kept is not None
             for tensor in cell.kept._leaves
         ]
         assert sum(sizes) == kept
