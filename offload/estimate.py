@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from offload.footprint import Footprint
 from offload.plan import Updates, plan_step
 from offload.shard import Shard
 from offload.simulate import Costs, simulate
 from offload.statistics import Meter
+from offload.tier import Tier
 
 __all__ = ["Estimate", "estimate_step"]
 
@@ -27,12 +32,16 @@ class Estimate:
     #: Bytes that the step takes from home, and sends there.
     bytes_loaded: int
     bytes_stored: int
-    #: Peak bytes by tier: on the compute device (what the engine holds; the activations inside one cell come on top),
-    #: at home (parameters, gradients, boundaries that rest there), and in host memory between the two ("staging").
+    #: The most bytes of each tier: on the compute device (what the engine holds; the activations inside one cell come
+    #: on top), at home (parameters, gradients, boundaries that rest there), and in host memory between the two
+    #: ("staging").
     peak_bytes: dict[str, int]
     #: On the compute device on top of that: what layers keep for their backward, of one cell where it is computed
-    #: again, of all cells where it is not; and as much again of one cell, for the gradients of what it keeps.
+    #: again, of all cells where it is not; and the gradients that one cell pushes through that.
     activation_bytes: int
+    #: What is in use at the fullest moment in the memory that layers compute in, of all these together; where that is
+    #: host memory, homes that are in host memory too. Less than the sum of the above, which are not all there at once.
+    memory_bytes: int
 
 
 def estimate_step(
@@ -42,8 +51,8 @@ def estimate_step(
     slots: int,
     rows: Sequence[int],
     boundary_budget_bytes: int,
-    home: str,
-    staging_bytes: int,
+    tier: Tier,
+    device: torch.device,
     updates: Updates,
 ) -> Estimate:
     """Predicts a training step with ``rows[i]`` rows in micro-batch i.
@@ -74,13 +83,33 @@ def estimate_step(
             update=[nbytes * update for nbytes in gradient_bytes],
         ),
     )
-    levels = [int(nbytes * sum(rows)) for nbytes in meter.boundary_bytes_per_row.values()]
-    boundaries = sum(levels)
+    # On the CPU a home in host memory takes gradients as they are.
+    gradients_stay = device.type == "cpu" and not tier.blocking_io
+    own = [s for shard in shards for s in shard.own]
+    at_rest = sum(s.nbytes for s in own)
+    n, all_rows = len(shards), sum(rows)
+    levels = [int(nbytes * all_rows) for j, nbytes in meter.boundary_bytes_per_row.items() if j < n]
+    resting = [0 if j in meter.keeping else int(meter.boundary_bytes_per_row.get(j, 0) * all_rows) for j in range(1, n)]
     # Boundaries have one half of the budget, their gradients, of which two levels exist at a time, the other.
-    resident = min(boundaries, boundary_budget_bytes // 2)
-    gradients_of_boundaries = min(2 * max(levels, default=0), boundary_budget_bytes // 2)
-    kept = meter.kept_bytes_per_row.values()
-    of_one_cell = max(meter.activation_bytes_per_row, *kept, 0.0) * max(rows)
+    most_boundary_bytes = math.inf if gradients_stay else boundary_budget_bytes // 2
+    resident = int(min(sum(resting), most_boundary_bytes))
+    gradients_of_boundaries = int(min(2 * max(levels, default=0), most_boundary_bytes))
+    gradients_in_flight = 0 if gradients_stay else 2 * max(gradient_bytes)
+    footprint = Footprint(
+        fixed_bytes=forecast.slot_bytes + (at_rest if gradients_stay else 0),
+        rows=rows,
+        gradient_bytes=gradient_bytes,
+        gradients_stay=gradients_stay,
+        slow={
+            j
+            for j in range(1, n)
+            if drain * gradient_bytes[j] > (0.0 if j - 1 in meter.keeping else cell_seconds("F", j - 1))
+        },
+        boundary_bytes_per_row=meter.boundary_bytes_per_row,
+        most_boundary_bytes=most_boundary_bytes,
+        courses=meter.courses,
+        keeping=meter.keeping,
+    )
     return Estimate(
         seconds=forecast.seconds,
         wait_seconds=forecast.wait_seconds,
@@ -88,9 +117,10 @@ def estimate_step(
         bytes_loaded=sum(home_bytes[j] for j in plan.loads),
         bytes_stored=sum(gradient_bytes),
         peak_bytes={
-            "device": forecast.slot_bytes + 2 * max(gradient_bytes) + resident + gradients_of_boundaries,
-            home: sum(home_bytes) + sum(gradient_bytes) + boundaries - resident,
-            "staging": staging_bytes,
+            "device": forecast.slot_bytes + gradients_in_flight + resident + gradients_of_boundaries,
+            tier.name: at_rest + sum(s.nbytes for s in own if s.parameter.requires_grad) + sum(resting) - resident,
+            "staging": tier.staging_bytes,
         },
-        activation_bytes=int(meter.activation_bytes_per_row * max(rows) + sum(kept) * sum(rows) + of_one_cell),
+        activation_bytes=footprint.activation_bytes(),
+        memory_bytes=footprint.peak_bytes() + (tier.staging_bytes if device.type == "cpu" else 0),
     )

@@ -285,8 +285,9 @@ class OffloadModel(ModuleAtHome):
     def estimate(self, batch_rows: int) -> Estimate:
         """Predicts a training step on a batch of ``batch_rows`` rows: seconds, bytes moved, peak bytes by tier.
 
-        The plan is simulated with the bandwidths and layer times of the steps so far; times of layers are taken to be
-        proportional to rows.
+        The plan is simulated with the median of the latest layer times and bandwidths, without the first step's; times
+        of layers are taken to be proportional to rows. A process is often slow in its second step, too: a forecast of
+        what is to come is better after some more. Bytes are as good after the first.
 
         Raises:
             RuntimeError: if no training step has run yet.
@@ -298,8 +299,8 @@ class OffloadModel(ModuleAtHome):
             slots=self._walk.streamer.slots,
             rows=[batch_rows // count + (i < batch_rows % count) for i in range(count)],
             boundary_budget_bytes=self._walk.boundary_bytes,
-            home=self._tier.name,
-            staging_bytes=self._tier.staging_bytes,
+            tier=self._tier,
+            device=self.device,
             updates=updates_of(self._optimizers),
         )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from offload.course import Course
 from offload.lane import Clock
 from offload.trace import Tracer
 
@@ -56,12 +57,13 @@ class Meter:
         self.compute = Clock(device)
         #: (forward or backward, shard) -> time of its cells, for the rows that passed.
         self.cells: dict[tuple[str, int], Clock] = {}
-        #: Shard -> bytes of the boundary that enters it, for each row.
+        #: Shard -> bytes of the boundary that enters it, for each row; the number of shards -> of the output.
         self.boundary_bytes_per_row: dict[int, float] = {}
         #: Largest number of bytes that autograd keeps of one row while a shard computes.
         self.activation_bytes_per_row = 0.0
-        #: Shard -> bytes that autograd keeps of one row until backward, where nothing is computed again.
-        self.kept_bytes_per_row: dict[int, float] = {}
+        #: Shard -> what backward meets in a cell; and the shards that keep their graphs until then.
+        self.courses: dict[int, Course] = {}
+        self.keeping: set[int] = set()
         self._steps = 0
         self._device = device
         self.tracer = Tracer()
@@ -115,9 +117,10 @@ class Meter:
         """Notes what one cell of so many rows needs for its activations."""
         self.activation_bytes_per_row = max(self.activation_bytes_per_row, nbytes / max(rows, 1))
 
-    def kept_activations(self, shard: int, nbytes: int, rows: int) -> None:
-        """Notes what one cell of so many rows keeps until its backward."""
-        self.kept_bytes_per_row[shard] = nbytes / max(rows, 1)
+    def saw_course(self, shard: int, course: Course, *, keeps: bool) -> None:
+        """Notes what backward will meet in a cell, and whether the cell keeps its graph until then."""
+        self.courses[shard] = course
+        (self.keeping.add if keeps else self.keeping.discard)(shard)
 
     def hold(self, nbytes: int) -> None:
         """Counts bytes that are now on the compute device."""

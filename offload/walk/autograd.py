@@ -75,6 +75,11 @@ class _Offload(torch.autograd.Function):
         node: _Node = ctx.node
         _ = ctx.saved_tensors  # raises torch's own error if the graph was freed
         tape = node.held.pop()
+        if tape.used:
+            raise RuntimeError(
+                "a backward through this forward failed before, and had given up a part of what the forward kept; run "
+                "the forward again"
+            )
         pieces: list[list[Any]] = [[None] * len(row) for row in node.rows]
         for k, gradient in zip(node.differentiable, gradients, strict=True):
             if gradient is None:
@@ -85,7 +90,15 @@ class _Offload(torch.autograd.Function):
                 piece[k] = part
         # False inside torch.autograd.grad and backward(inputs=...), where parameters must not accumulate.
         accumulate = torch.autograd._is_checkpoint_valid()  # type: ignore[attr-defined, unused-ignore]
-        back = node.walk.backward(tape, pieces, consume=False, accumulate=accumulate)
+        # Without this, all that the forward kept would stay until its last gradient is home: plain autograd gives it up
+        # piece by piece, unless the graph is retained.
+        consume = not torch._C._autograd._get_current_graph_task_keep_graph()
+        try:
+            back = node.walk.backward(tape, pieces, consume=consume, accumulate=accumulate)
+        except BaseException:
+            if tape.used:
+                tape.close()
+            raise
         return (None, None, *_joined(back, tape, ctx.needs_input_grad[2:]))
 
 

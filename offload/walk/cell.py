@@ -18,7 +18,7 @@ input, in place      a cell that was seen to write into its input, or was never 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload.course import CourseNotes, Turn
 from offload.shard import Shard
 from pipe.checkpoint import enable_checkpointing, enable_recomputing
 from pipe.guard import Guard, Watched
@@ -71,6 +72,8 @@ class CellRunner:
     watched: Watched = field(init=False)
     #: Bytes that autograd would have kept of the last recorded forward.
     activation_bytes: int = 0
+    #: The course that its backward takes.
+    turns: Sequence[Turn] = ()
     #: The same of a lean graph, with what entered the cell if it is not the first; where ``measures_graphs``.
     graph_bytes: int = 0
     measures_graphs: bool = False
@@ -97,6 +100,7 @@ class CellRunner:
         replay, guard = Replay.capture([self.device]), Guard(self.watched)
         sizes: dict[StorageWeakRef, int] = {}
         made_again: set[StorageWeakRef] = set()
+        notes = CourseNotes(self.shard)
         listener, lean = Listener(), Lean(hold=lambda tensor: None) if self.measures_graphs else None
 
         def count(tensor: Tensor) -> StorageWeakRef:
@@ -108,6 +112,7 @@ class CellRunner:
 
         def drop(tensor: Tensor) -> None:
             listener.saved()
+            notes.saw(tensor)
             # The graph of a first run only tells which outputs need a gradient, and how much it would have kept.
             if tensor.layout is torch.strided:
                 reference = count(tensor)
@@ -123,7 +128,9 @@ class CellRunner:
         sizes.pop(StorageWeakRef(self.shard.slot.untyped_storage()), None)
         self.activation_bytes = sum(sizes.values())
         # A copy that only showed that none is needed stands for the boundary itself.
-        entered = {count(t) for t in tensors_in(boundary if copied else given)} if self.shard.index else set()
+        own = tensors_in(boundary if copied else given)
+        self.turns = notes.turns(elsewhere=own)
+        entered = {count(t) for t in own} if self.shard.index else set()
         self.graph_bytes = sum(nbytes for reference, nbytes in sizes.items() if reference not in made_again - entered)
         tail = None if listened_to(module for _, module in self.watched.modules) else listener.tail()
         return output, Record(replay.seal(), guard.seal(), copied, tail)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.course import Course, CourseNotes
 from offload.shard import Shard
 from offload.statistics import Meter
 from offload.walk.cell import Cell, CellRunner, OutputFn
@@ -76,12 +77,13 @@ class Crossing:
             if not self.keeps_graph(tape, cell):
                 output, tape.cells[cell] = runner.forward_recorded(value, output_fn)
                 self._meter.saw_activations(runner.activation_bytes, tape.rows[cell.i])
+                self._meter.saw_course(cell.j, Course(tape.rows[cell.i], runner.turns), keeps=False)
                 runner.graph_bytes_per_row = runner.graph_bytes / max(tape.rows[cell.i], 1)
             else:
-                kept: dict[int, int] = {}
-                with weights_by_reference(runner.shard, kept, lean=self._recompute):
+                notes = CourseNotes(runner.shard)
+                with weights_by_reference(runner.shard, notes, lean=self._recompute):
                     output = runner.forward_with_graph(value, output_fn)
-                self._meter.kept_activations(cell.j, sum(kept.values()), tape.rows[cell.i])
+                self._meter.saw_course(cell.j, Course(tape.rows[cell.i], notes.turns()), keeps=True)
                 tape.kept[cell] = KeptCell(source, flatten(output)[0])
             tape.requires[Cell(cell.j + 1, cell.i)] = requires(flatten(output)[0])
             return map_tensors(Tensor.detach, output)

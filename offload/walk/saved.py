@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from offload.casts import Cast, CastsSeen
+from offload.course import CourseNotes
 from offload.shard import Shard
 from pipe.ambient import lasting_hooks
 from pipe.lean import Lean, Made
@@ -64,14 +65,14 @@ class _Packed:
 
 
 @contextlib.contextmanager
-def weights_by_reference(shard: Shard, kept: dict[int, int], lean: bool = False) -> Iterator[None]:
+def weights_by_reference(shard: Shard, notes: CourseNotes, lean: bool = False) -> Iterator[None]:
     """Inside, autograd saves views of ``shard``'s slot, and casts of them, by reference.
 
     The shard must be bound, then and in backward.
 
     Args:
         shard: whose layers run.
-        kept: takes note of what is saved besides: address -> bytes of each storage.
+        notes: of what is saved.
         lean: save what is cheap to compute again as its recipe. Not done under hooks of the user's, which would not
             see what a recipe holds.
     """
@@ -105,12 +106,12 @@ def weights_by_reference(shard: Shard, kept: dict[int, int], lean: bool = False)
         if recipes is not None and recipes.knows(tensor):
             return recipes.pack(tensor)
         saved = reference(tensor)
+        if saved is None or saved.cast is None:
+            notes.saw(tensor)
         if saved is not None:
             return saved
         if tensor.layout is not torch.strided or not tensor.numel():
             return handed_on(tensor)
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
         # Without detaching, an operation that saves its own output holds itself, through no object of Python's: its
         # activations stay for ever.
         return handed_on(tensor.detach())

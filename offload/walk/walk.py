@@ -38,7 +38,7 @@ from offload.walk.cell import Cell, CellRunner, OutputFn
 from offload.walk.crossing import Crossing, requires, rows_of, versions_of
 from offload.walk.graphs import graphs_that_fit
 from offload.walk.tape import Tape
-from pipe.nested import flatten
+from pipe.nested import flatten, tensors_in
 from pipe.phase import is_recomputing
 
 __all__ = ["Walk"]
@@ -178,9 +178,10 @@ class Walk:
                         tape.boundaries.drop((j, i))
                     if j + 1 < n:
                         nbytes = tape.boundaries.put((j + 1, i), output, self._uses(tape, j + 1, i))
-                        self._meter.boundary_bytes_per_row[j + 1] = nbytes / max(tape.rows[i], 1)
                     else:
                         outputs[i] = output
+                        nbytes = sum(x.numel() * x.element_size() for x in tensors_in(output))
+                    self._meter.boundary_bytes_per_row[j + 1] = nbytes / max(tape.rows[i], 1)
                 self.streamer.keep_changes(j)
                 tape.versions[j] = self.shards[j].versions()
 
@@ -238,6 +239,8 @@ class Walk:
             )
             for i, given in enumerate(output_gradients):
                 gradients.put((n, i), list(given), [last + i])
+            if consume:
+                tape.used = True  # from here on it lacks what was used
 
             def visit(j: int, microbatches: Sequence[int]) -> None:
                 for i in microbatches:
