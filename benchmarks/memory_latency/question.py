@@ -2,10 +2,10 @@
 
 Every way trains the same ``nn.Sequential`` on the same batch: the whole in memory, torch's own ways to use less, peers,
 and ``OffloadModel`` with each of its settings changed in turn. Each has a process of its own and takes its steps in
-turn with plain torch. After its timed steps it takes one more with glibc's heap told to give freed blocks back at once:
-that one's peak is what the way needs, and the peak with the heap as it comes stands beside it.
+turn with plain torch. In another process glibc's heap is told to give freed blocks back at once: there the peak of a
+step is what the way needs. The peak of the timed steps, with the heap as it comes, stands beside it.
 
-What ``estimate()`` predicts after two steps stands beside what was measured.
+What ``estimate()`` predicts after half of the turns stands beside what was measured.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from benchmarks.frame.limits import measure_limits
 from benchmarks.frame.outcome import Outcome, Rung, failures_of_ours
 from benchmarks.frame.pairs import Paired, run_pairs
 from benchmarks.frame.report import publish
+from benchmarks.frame.rungs import run_rungs
 from benchmarks.frame.table import reasons
 from benchmarks.memory_latency.results import Measured, draw, forward_table, prediction_table, training_table
 from benchmarks.memory_latency.shape import Shape, add_shape_arguments, shape_of
@@ -33,6 +35,7 @@ __all__ = ["add_arguments", "broken_bounds", "run"]
 REFERENCE = "torch, all in memory"
 MAXIMUM_DIFFERENCE = 1e-4  # of gradients and outputs, relative to the greatest element of the tensor
 MEASURE = "benchmarks.memory_latency.steps"
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}  # so that a peak is what is in use and not what once was
 
 #: Ways beside ours: name, function of ``ways.py``, settings, peer.
 OTHERS: list[tuple[str, str, dict[str, Any], str]] = [
@@ -70,21 +73,25 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"limits   {limits.line()}", flush=True)
     with tempfile.TemporaryDirectory(prefix="memory-latency-", dir=arguments.home) as home:
         common = {"shape": asdict(shape), "home": home, "device": arguments.device}
-        reference, *training = _training(shape, common, arguments.only)
+        asked_after = 1 + arguments.pairs // 2
+        reference, *training = _training(shape, {**common, "asked_after": asked_after}, arguments.only)
         first, paired = run_pairs(reference, training, arguments.pairs)
+        in_use = run_rungs(_in_use(shape, common, arguments.only)) if arguments.device == "cpu" else []
         forward: list[Paired] = []
         if rungs := _forward(shape, common, arguments.only):
             forward_first, forward = run_pairs(rungs[0], rungs[1:], arguments.pairs)
             forward.insert(0, _with_itself(forward_first))
-    measured = [Measured(pair) for pair in (_with_itself(first), *paired)]
+    pairs = [_with_itself(first), *paired]
+    measured = [Measured(pair, outcome) for pair, outcome in zip_longest(pairs, in_use)]
     sections = [
         training_table(measured, shape, limits),
         prediction_table(measured),
         forward_table(forward, shape, limits),
-        reasons([*(pair.outcome for pair in paired), *(pair.outcome for pair in forward)]),
+        reasons([*(pair.outcome for pair in paired), *_missing(measured), *(pair.outcome for pair in forward)]),
         f"{shape.layers} blocks, {shape.parameters / 1e6:.0f} M parameters in fp32, {shape.rows} rows of "
         f"{shape.positions} tokens. A step is forward, loss and backward, gradients at home. Peaks are above a process "
-        "that took a step of two such blocks in the same way: libraries, threads and their scratch memory. Limits "
+        "that took a step of two such blocks in the same way: libraries, threads and their scratch memory. Predictions "
+        f"are made after {asked_after} of the turns. Limits "
         "count a forward and a backward with nothing recomputed, parameters read and gradients written, and of ours "
         "the bytes between its places; bytes between the places of peers are not counted. Ratios: to the step of plain "
         "torch in the same pair, median (least to greatest).",
@@ -93,11 +100,11 @@ def run(arguments: argparse.Namespace) -> int:
         arguments,
         environment,
         sections=[section for section in sections if section],
-        outcomes=[*(way.paired.outcome for way in measured), *(pair.outcome for pair in forward)],
+        outcomes=[*(way.paired.outcome for way in measured), *in_use, *(pair.outcome for pair in forward)],
         broken=broken_bounds(measured, [pair.outcome for pair in forward]),
         draw=lambda path: draw(path, measured, environment),
         limits=limits,
-        may_fail=[pair.outcome for pair in (*paired, *forward) if pair.outcome.rung.peer],
+        may_fail=[o for o in (*(pair.outcome for pair in (*paired, *forward)), *in_use) if o.rung.peer],
         ratios=_ratios(measured, forward),
         facts=[("homes", f"a directory on {filesystem_of(arguments.home)}")],
     )
@@ -126,6 +133,19 @@ def _training(shape: Shape, common: dict[str, Any], only: Sequence[str]) -> list
             *(way for way in ways if any(word in way[0] for word in only)),
         ]
     ]
+
+
+def _in_use(shape: Shape, common: dict[str, Any], only: Sequence[str]) -> list[Rung]:
+    """The same ways again, for their peaks."""
+    return [
+        replace(rung, name=f"{rung.name}, in use", target=f"{MEASURE}:in_use", environment=GIVE_BACK)
+        for rung in _training(shape, common, only)
+    ]
+
+
+def _missing(measured: Sequence[Measured]) -> list[Outcome]:
+    """The peaks that there are none of, although the way was timed."""
+    return [way.in_use for way in measured if way.in_use is not None and way.paired.outcome.result is not None]
 
 
 def _ours(shape: Shape) -> dict[str, dict[str, Any]]:
@@ -184,7 +204,7 @@ def _with_itself(reference: Outcome) -> Paired:
 def broken_bounds(measured: Sequence[Measured], forward: Sequence[Outcome]) -> list[str]:
     """What must hold and does not, one line each: rungs run, gradients are those of plain torch, budgets are kept."""
     outcomes = [*(way.paired.outcome for way in measured), *forward]
-    broken = failures_of_ours(outcomes)
+    broken = failures_of_ours([*outcomes, *(way.in_use for way in measured if way.in_use is not None)])
     for outcome in outcomes:
         if outcome.result is None:
             continue

@@ -15,16 +15,17 @@ from benchmarks.frame.plot import COLOURS, new_figure, save
 from benchmarks.frame.table import markdown_table, mebibytes
 from benchmarks.frame.work import disk_bytes, gradient_bytes
 from benchmarks.memory_latency.shape import Shape
-from benchmarks.memory_latency.steps import FLOOR, IN_USE
+from benchmarks.memory_latency.steps import FLOOR
 
 __all__ = ["Measured", "draw", "forward_table", "prediction_table", "training_table"]
 
 
 @dataclass
 class Measured:
-    """One way: its steps in turn with plain torch."""
+    """One way: its steps in turn with plain torch, and on the CPU a step whose heap gave freed memory back."""
 
     paired: Paired
+    in_use: Outcome | None = None
 
     @property
     def name(self) -> str:
@@ -34,7 +35,13 @@ class Measured:
     @property
     def complete(self) -> bool:
         """Whether there is something to show."""
-        return self.paired.outcome.result is not None and bool(self.paired.steps)
+        has_peak = self.in_use is None or self.in_use.result is not None
+        return self.paired.outcome.result is not None and bool(self.paired.steps) and has_peak
+
+    @property
+    def status(self) -> str:
+        """Why there is not, in a word."""
+        return self.paired.outcome.status or ("" if self.in_use is None else self.in_use.status)
 
     @property
     def seconds(self) -> float:
@@ -44,29 +51,26 @@ class Measured:
     @property
     def peak_bytes(self) -> int:
         """What was in use: of an accelerator's allocator, or of the process above a step of two layers."""
-        return int((self.paired.outcome.result or {})["device_peak"]) or above_floor(self.paired.outcome, IN_USE)
+        if self.in_use is not None:
+            return above_floor(self.in_use)
+        return int((self.paired.outcome.result or {})["device_peak"])
 
     @property
     def predicted_bytes(self) -> int | None:
-        """What ``estimate()`` says for the same: the compute device, and the home where that is host memory too."""
+        """What ``estimate()`` says for the same."""
         estimate = (self.paired.outcome.result or {}).get("estimate")
-        if not estimate:
-            return None
-        one_memory = self.paired.outcome.rung.arguments["device"] == "cpu"
-        counted = ("device", "host", "staging") if one_memory else ("device",)
-        held = sum(nbytes for tier, nbytes in estimate["peak_bytes"].items() if tier in counted)
-        return int(held + estimate["activation_bytes"])
+        return int(estimate["memory_bytes"]) if estimate else None
 
     @property
     def predicted_seconds(self) -> float | None:
-        """What ``estimate()`` says after two steps."""
+        """What ``estimate()`` says after half of the turns."""
         estimate = (self.paired.outcome.result or {}).get("estimate")
         return float(estimate["seconds"]) if estimate else None
 
 
-def above_floor(outcome: Outcome, phase: str = "steps") -> int:
-    """Peak bytes of a phase, above what the process held that had only taken a step of two layers."""
-    return outcome.peaks[phase] - outcome.moments[FLOOR]
+def above_floor(outcome: Outcome) -> int:
+    """Peak bytes of the steps, above what the process held that had only taken a step of two layers."""
+    return outcome.peaks["steps"] - outcome.moments[FLOOR]
 
 
 def limit_seconds(way: Measured, shape: Shape, limits: Limits) -> float:
@@ -90,7 +94,7 @@ def training_table(measured: Sequence[Measured], shape: Shape, limits: Limits) -
     rows = []
     for way in measured:
         if not way.complete:
-            rows.append([way.name, way.paired.outcome.status, *[""] * (len(header) - 2)])
+            rows.append([way.name, way.status, *[""] * (len(header) - 2)])
             continue
         assert way.paired.outcome.result is not None
         rows.append(

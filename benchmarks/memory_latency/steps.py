@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.frame.child import Report
-from benchmarks.frame.heap import give_back_at_once, return_freed_memory
+from benchmarks.frame.heap import return_freed_memory
 from benchmarks.frame.work import counted_between
 from benchmarks.memory_latency.forward import FORWARD_WAYS
 from benchmarks.memory_latency.shape import Shape
@@ -22,16 +22,24 @@ from benchmarks.memory_latency.ways import WAYS, CannotRunError, Way
 
 T = TypeVar("T")
 
-__all__ = ["FLOOR", "IN_USE", "forward", "train"]
+__all__ = ["FLOOR", "forward", "in_use", "train"]
 
 FLOOR = "after a step of two layers"
-IN_USE = "a step with freed memory given back"
 
 
 def train(
-    report: Report, way: str, shape: dict[str, Any], home: str, device: str, settings: dict[str, Any]
+    report: Report,
+    way: str,
+    shape: dict[str, Any],
+    home: str,
+    device: str,
+    settings: dict[str, Any],
+    asked_after: int,
 ) -> dict[str, Any]:
-    """Steps (forward, loss, backward) of one way. The way "plain" leaves its gradients in ``home`` for the others."""
+    """Steps (forward, loss, backward) of one way. The way "plain" leaves its gradients in ``home`` for the others.
+
+    ``asked_after`` so many turns the way is asked for its prediction.
+    """
     chosen = Shape(**shape)
     where = (_folder(home, "small"), _folder(home, way))
     prepared = _build(report, WAYS[way], _step, chosen, where, device, settings)
@@ -48,14 +56,10 @@ def train(
         seconds, _ = _timed(lambda: _step(prepared, batch), device)
         statistics = prepared.statistics()
         report.step(seconds=seconds, **counted_between(before, statistics))
-        if k == 1:  # after the first step, which warms up, and one that is measured
+        if k + 1 == asked_after:
             estimate = prepared.estimate(chosen.rows)
         if k == 0 and way == "plain" and prepared.microbatches == 1:
             torch.save({name: g.cpu() for name, g in prepared.gradients().items()}, Path(home, "gradients.pt"))
-    if device == "cpu":
-        give_back_at_once()
-        report.phase(IN_USE)
-        _step(prepared, batch)
     device_peak = torch.cuda.max_memory_allocated(device) if device != "cpu" else 0
     report.phase("end")
     expected = torch.load(Path(home, "gradients.pt"), mmap=True)
@@ -65,6 +69,26 @@ def train(
         "statistics": statistics,
         "device_peak": device_peak,
     }
+
+
+def in_use(
+    report: Report, way: str, shape: dict[str, Any], home: str, device: str, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """A step of one way whose peak counts, after one that makes what is made once.
+
+    For a process whose heap gives freed memory back from its start: what a heap has once, it hands out and keeps.
+    """
+    chosen = Shape(**shape)
+    where = (_folder(home, "small"), _folder(home, way))
+    prepared = _build(report, WAYS[way], _step, chosen, where, device, settings)
+    if prepared is not None:
+        batch = chosen.batch().to(device)
+        report.phase("a first step")
+        _step(prepared, batch)
+        report.phase("steps")
+        _step(prepared, batch)
+        report.phase("end")
+    return {}
 
 
 def forward(

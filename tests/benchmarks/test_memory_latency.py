@@ -17,7 +17,7 @@ from benchmarks.memory_latency.results import Measured, limit_seconds, pareto_fr
 from benchmarks.memory_latency.shape import Shape
 from benchmarks.memory_latency.steps import greatest_difference
 from benchmarks.memory_latency.ways import WAYS, CannotRunError
-from tests.benchmarks.here import RATES, pairs_here
+from tests.benchmarks.here import RATES, pairs_here, run_here
 
 SMALL = ["--layers", "4", "--dim", "64", "--rows", "4", "--positions", "4", "--pairs", "1"]
 
@@ -34,14 +34,17 @@ def test_settings_of_ours_have_the_gradients_of_plain_torch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr("benchmarks.memory_latency.question.run_pairs", pairs_here)
+    monkeypatch.setattr("benchmarks.memory_latency.question.run_rungs", run_here)
     chosen = ("1 slices", "micro-batches", "budget", "disk, 4 slices")
     assert main(["memory-latency", *SMALL, "--only", *chosen, "--out", "m"]) == 0, "".join(capsys.readouterr())
     head, *rungs = [json.loads(line) for line in Path("m.jsonl").read_text().splitlines()]
     assert head["limits"]["disk_read_bytes"] == 1e6
-    ours = [rung for rung in rungs if rung["rung"].startswith("ours:")]
+    ours = [rung for rung in rungs if rung["rung"].startswith("ours:") and not rung["rung"].endswith(", in use")]
+    assert {f"{rung['rung']}, in use" for rung in ours} <= {rung["rung"] for rung in rungs}
     assert len(ours) >= 10
     assert all(rung["result"]["difference"] <= 1e-5 for rung in ours)
     assert all(rung["result"]["estimate"]["seconds"] > 0 for rung in ours)
+    assert all(rung["result"]["estimate"]["memory_bytes"] > 0 for rung in ours)
     page = Path("m.md").read_text()
     for words in ("| training ", "| prediction ", "| forward only ", "limit", "distance", "![memory-latency](m.png)"):
         assert words in page
@@ -58,7 +61,7 @@ def test_a_rung_in_its_own_process_takes_turns_with_plain_torch(
     assert "| save_on_cpu " in shown
     rungs = {rung["rung"]: rung for rung in map(json.loads, Path("m.json").read_text().splitlines()[1:])}
     assert len(rungs["save_on_cpu"]["steps"]) == 2
-    assert rungs["save_on_cpu"]["peaks"]["a step with freed memory given back"] > 0
+    assert rungs["save_on_cpu, in use"]["peaks"]["steps"] > 0
 
 
 @pytest.mark.parametrize(
