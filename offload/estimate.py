@@ -95,16 +95,20 @@ def estimate_step(
     resident = int(min(sum(resting), most_boundary_bytes))
     gradients_of_boundaries = int(min(2 * max(levels, default=0), most_boundary_bytes))
     gradients_in_flight = 0 if gradients_stay else 2 * max(gradient_bytes)
+
+    def cells_beside(j: int) -> int:
+        # A cell that is computed again is not full before it has been.
+        again = 0.0 if j - 1 in meter.keeping else cell_seconds("F", j - 1)
+        late = drain * gradient_bytes[j] - again
+        each = cell_seconds("B", j - 1)
+        return 0 if late <= 0 else len(rows) if late >= len(rows) * each else math.ceil(late / each)
+
     footprint = Footprint(
         fixed_bytes=forecast.slot_bytes + (at_rest if gradients_stay else 0),
         rows=rows,
         gradient_bytes=gradient_bytes,
         gradients_stay=gradients_stay,
-        slow={
-            j
-            for j in range(1, n)
-            if drain * gradient_bytes[j] > (0.0 if j - 1 in meter.keeping else cell_seconds("F", j - 1))
-        },
+        in_flight={j: cells_beside(j) for j in range(1, n)},
         boundary_bytes_per_row=meter.boundary_bytes_per_row,
         most_boundary_bytes=most_boundary_bytes,
         courses=meter.courses,

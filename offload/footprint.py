@@ -27,8 +27,8 @@ class Footprint:
     gradient_bytes: Sequence[int]
     #: Whether gradients that are complete stay in this memory, where homes are.
     gradients_stay: bool
-    #: Shards whose gradients are still on their way when the next backward cell is at its fullest.
-    slow: Set[int]
+    #: Shard -> in how many of the next shard's backward cells its gradients are still on their way; 0 if not named.
+    in_flight: Mapping[int, int]
     #: Shard -> bytes of one row of the boundary that enters it; the number of shards -> of the output.
     boundary_bytes_per_row: Mapping[int, float]
     #: The most that boundaries take here, and as much again their gradients.
@@ -54,7 +54,7 @@ class Footprint:
         held += course.peak_bytes(self.rows[i], self.gradient_bytes[j], adds=i > 0)
         if self.gradients_stay:
             held += sum(self.gradient_bytes[after:])
-        elif after in self.slow:
+        elif i < self.in_flight.get(after, 0):
             held += self.gradient_bytes[after]
         here, all_rows = sum(self.rows[i:]), sum(self.rows)
         resting = sum(self._boundary(k, all_rows) for k in range(1, j)) + self._boundary(j, here)

@@ -212,21 +212,21 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seconds = 0.0
-        self._spans: deque[tuple[Any, Any, int, bool]] = deque()
+        self._spans: deque[tuple[Any, Any, int, bool, bool]] = deque()
         self._first = True
         #: Amount and seconds of spans, apart: those of the first step, and later ones.
         self._samples: dict[bool, deque[tuple[int, float]]] = {first: deque(maxlen=LATEST) for first in (True, False)}
 
     @contextlib.contextmanager
-    def span(self, amount: int = 0) -> Iterator[None]:
-        """Counts what happens inside: so many bytes, or rows."""
+    def span(self, amount: int = 0, *, goes_on: bool = False) -> Iterator[None]:
+        """Counts what happens inside: so many bytes, or rows. What ``goes_on`` is remembered with the one before."""
         if self._device.type != "cuda":
             start, done = time.perf_counter(), 0
             try:
                 yield
                 done = amount  # what failed says nothing of how long it takes
             finally:
-                self._count(time.perf_counter() - start, done, self._first)
+                self._count(time.perf_counter() - start, done, self._first, goes_on)
             return
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         stream = torch.cuda.current_stream(self._device)
@@ -237,25 +237,27 @@ class Clock:
             done = amount
         finally:
             end.record(stream)
-            self._spans.append((begin, end, done, self._first))
+            self._spans.append((begin, end, done, self._first, goes_on))
             if len(self._spans) >= 4096:  # so that a long run does not hoard events
                 self._settle(wait=False)
 
     def _settle(self, *, wait: bool) -> None:
         """Counts the spans that have ended; all of them if the host is to ``wait``, which it never is in a step."""
         while self._spans:
-            begin, end, amount, first = self._spans[0]
+            begin, end, amount, first, goes_on = self._spans[0]
             if not wait and not end.query():
                 return
             # Without this, the time between events that have not happened yet is asked for, which is an error.
             end.synchronize()
-            self._count(begin.elapsed_time(end) / 1e3, amount, first)
+            self._count(begin.elapsed_time(end) / 1e3, amount, first, goes_on)
             self._spans.popleft()
 
-    def _count(self, seconds: float, amount: int, first: bool) -> None:
+    def _count(self, seconds: float, amount: int, first: bool, goes_on: bool = False) -> None:
         self._seconds += seconds
         if amount:
-            self._samples[first].append((amount, seconds))
+            samples = self._samples[first]
+            before = samples.pop() if goes_on and samples else (0, 0.0)
+            samples.append((before[0] + amount, before[1] + seconds))
 
     def first_step_ends(self) -> None:
         """What was counted up to now is set apart; nobody waits for what has not ended yet."""

@@ -91,7 +91,8 @@ class Meter:
         """Counts the time of one cell."""
         clock = self.cells.setdefault((kind, shard), Clock(self._device))
         token = f"{kind}{shard}.{microbatch}"
-        with self.compute.span(), clock.span(rows), self.tracer.span("compute", token):
+        # A visit counts as a whole: its first micro-batch is dearer than the others, in every step.
+        with self.compute.span(), clock.span(rows, goes_on=microbatch > 0), self.tracer.span("compute", token):
             with torch.profiler.record_function(token):
                 yield
 

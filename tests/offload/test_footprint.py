@@ -223,6 +223,15 @@ class _Failing(torch.autograd.Function):
         return gradient, None
 
 
+def test_gradients_are_beside_as_many_cells_as_their_way_takes() -> None:
+    courses = dict.fromkeys(range(2), Course(1, [Turn(0, 0, 1)]))
+
+    def peak(cells: int) -> int:
+        return Footprint(0, [1, 50], [0, 7], False, {1: cells}, {}, 0.0, {0: courses[0]}, set()).peak_bytes()
+
+    assert [peak(cells) for cells in (0, 1, 2)] == [50, 50, 57]
+
+
 # --- the course of one cell -----------------------------------------------------------------------------------------
 
 
@@ -270,7 +279,7 @@ def test_boundaries_beyond_their_budget_are_not_in_memory() -> None:
     def peak(most: float) -> int:
         levels = {1: 10.0, 2: 10.0, 3: 10.0}
         courses = dict.fromkeys(range(3), course)
-        return Footprint(100, [1], [0, 0, 0], False, set(), levels, most, courses, set()).peak_bytes()
+        return Footprint(100, [1], [0, 0, 0], False, {}, levels, most, courses, set()).peak_bytes()
 
     assert peak(float("inf")) == 100 + 20 + 10 + 20 + 1
     assert peak(5) == 100 + 5 + 5 + 20 + 1

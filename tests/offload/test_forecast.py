@@ -74,6 +74,20 @@ def test_a_long_run_remembers_a_bounded_number_of_spans() -> None:
     assert sum(len(samples) for samples in clock._samples.values()) == LATEST
 
 
+def test_the_first_micro_batch_of_each_visit_counts_although_it_is_in_the_minority(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It finds cold weights and makes the gradients that the others add to."""
+    now = [0.0]
+    monkeypatch.setattr("offload.lane.time.perf_counter", lambda: now[0])
+    meter = Meter(CPU)
+    for _ in range(3):
+        for i in range(4):
+            with meter.cell("B", 0, i, 2):
+                now[0] += 1.0 if i else 5.0
+    assert meter.cell_seconds_per_row("B", 0) == (5.0 + 3 * 1.0) / 8
+
+
 def test_what_failed_says_nothing_of_how_long_it_takes() -> None:
     meter = Meter(CPU)
     with pytest.raises(OSError), meter.on_lane("load", "L0", 8):
