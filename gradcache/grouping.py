@@ -118,15 +118,26 @@ def _close(a: Any, b: Any) -> bool:
     return True
 
 
-class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """A context that counts what a graph keeps, each storage once, as long as the object lives. Not for backward."""
+class SavedBytes:
+    """A context that counts what a graph keeps, each storage once. The graph is not for a backward."""
 
     def __init__(self, parameters: Sequence[Tensor], on_saved: Callable[[Tensor], None] = lambda tensor: None) -> None:
         self._on_saved = on_saved
         self._parameters = {tensor.untyped_storage().data_ptr() for tensor in parameters}
-        # Storages are held, since the address of one that is freed would soon be another one's.
+        # Storages are held, since the address of one that is freed would soon be another one's. So nothing may keep
+        # this object longer than its user: hooks that were a part of it would, until the garbage is collected.
         self._counted: dict[int, torch.UntypedStorage] = {}
-        super().__init__(self._saved, self._never)
+        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+
+    def __enter__(self) -> SavedBytes:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._saved, self._never)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        hooks, self._hooks = self._hooks, None
+        assert hooks is not None
+        hooks.__exit__(*error)
 
     @property
     def total(self) -> int:

@@ -98,6 +98,11 @@ class Listener(TorchDispatchMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
+    def __exit__(self, *error: object) -> None:
+        # The hooks tell this object, and would keep it, and it them, until the garbage is collected.
+        self._hooks = None
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
     def saved(self) -> None:
         """Autograd saves a tensor."""
         self._since.clear()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # torch imports it in the middle of a first checkpoint, and keeps that moment's frames for a while
 from torch import Tensor, nn
 from torch.nn import functional
 

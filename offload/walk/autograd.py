@@ -91,8 +91,9 @@ class _Offload(torch.autograd.Function):
         # False inside torch.autograd.grad and backward(inputs=...), where parameters must not accumulate.
         accumulate = torch.autograd._is_checkpoint_valid()  # type: ignore[attr-defined, unused-ignore]
         # Without this, all that the forward kept would stay until its last gradient is home: plain autograd gives it up
-        # piece by piece, unless the graph is retained.
-        consume = not torch._C._autograd._get_current_graph_task_keep_graph()
+        # piece by piece, unless the graph is retained. A torch that does not tell is taken to retain it.
+        retained = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+        consume = not retained()
         try:
             back = node.walk.backward(tape, pieces, consume=consume, accumulate=accumulate)
         except BaseException:
