@@ -66,11 +66,11 @@ class LayeredTape:
     # -- pass 1 -------------------------------------------------------------------------------------------------------
 
     def run_forward(self) -> list[Any]:
-        """Runs all chunks. A first chunk of its kind runs alone, to learn from it."""
+        """Runs all chunks. A first chunk of its kind runs once before, to learn from it."""
         outputs: list[Any] = [None] * len(self._entering)
         todo = list(range(len(self._entering)))
         if self._records and len(todo) > 1 and self._model.profile_of(self._entering.look(0)) is None:
-            self._explore(todo.pop(0), outputs)
+            self._explore()
         profile = self._model.profile_of(self._entering.look(todo[0]))
         together = self._together(profile, len(todo)) if profile else 1
         runs = self._planned_runs(todo, together)
@@ -113,10 +113,23 @@ class LayeredTape:
                 plan[k] = j
         return plan
 
-    def _explore(self, i: int, outputs: list[Any]) -> None:
-        chunk, survey = self._entering.take(i), _Survey()
-        self._run_group(self._group([i], [chunk], len(self._model.layers)), chunk, outputs, survey)
-        others = range(i + 1, min(i + 3, len(self._entering)))
+    def _explore(self) -> None:
+        """Runs the first chunk and leaves no trace.
+
+        It runs again with the others: kept apart from them, it would have gradients of its own beside their sum.
+        """
+        chunk, survey, layers = self._entering.look(0), _Survey(), len(self._model.layers)
+        group, value = Group([0], [grouping.rows_in(chunk)], layers, None), chunk
+        with contextlib.ExitStack() as stack:
+            for watched in self._model.watched:
+                stack.enter_context(Guard(watched).again(strict=False))
+            stack.enter_context(Replay.capture(devices_of(chunk, self._model.parameters)).again())
+            for j in range(layers):
+                survey.entering.append(nbytes_of(value) if j >= max(self._work.first, 1) else 0)
+                guard = Guard(self._model.watched[j])
+                value = self._surveyed(j, value, group, survey)
+                survey.moves_buffers |= guard.seal().moved
+        others = range(1, min(3, len(self._entering)))
         pair = [self._entering.look(k) for k in others] if self._model.regroup and not survey.moves_buffers else []
         self._model.learn(chunk, survey.saved, survey.entering, survey.tails, pair)
 
@@ -125,11 +138,9 @@ class LayeredTape:
         self._groups.append(Group(chunks, rows, graphs_from, self._model.profile_of(values[0])))
         return self._groups[-1]
 
-    def _run_group(self, group: Group, value: Any, outputs: list[Any], survey: _Survey | None = None) -> None:
+    def _run_group(self, group: Group, value: Any, outputs: list[Any]) -> None:
         for j in range(len(self._model.layers)):
             keeps = self._records and j >= max(self._work.first, 1)
-            if survey is not None:
-                survey.entering.append(nbytes_of(value) if keeps else 0)
             if j >= group.graphs_from and self._has_room(group, j):
                 leaves, lean = self._work.leaves(j, value), Lean()
                 with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lean.pack, lean.unpack):
@@ -139,22 +150,17 @@ class LayeredTape:
                 continue
             kept = self._keep(value) if keeps else None
             replay, guard = Replay.capture(devices_of(value, self._model.parameters)), Guard(self._model.watched[j])
-            if survey is None:
-                with torch.no_grad():
-                    value, copies_input, _ = self._first_run(j, value, group)
-            else:
-                value, copies_input = self._surveyed(j, value, group, survey)
+            with torch.no_grad():
+                value, copies_input, _ = self._first_run(j, value, group)
             if self._records:
                 # The last layer's result is looked at in the second pass too, by whoever compares the two.
                 tail = group.profile.tails[j] if group.profile and j + 1 < len(self._model.layers) else None
                 tail = None if listened_to(module for _, module in self._model.watched[j].modules) else tail
                 group.cells.append(Again(replay.seal(), guard.seal(), copies_input, kept, tail))
-                if survey is not None:
-                    survey.moves_buffers |= guard.moved
         for i, output in zip(group.chunks, value, strict=True):
             outputs[i] = representations.detached(output)
 
-    def _surveyed(self, j: int, value: Any, group: Group, survey: _Survey) -> tuple[Any, bool]:
+    def _surveyed(self, j: int, value: Any, group: Group, survey: _Survey) -> Any:
         """A first run that counts what a graph would keep, but keeps none."""
         listener, lean = Listener(), Lean()
         graph = grouping.SavedBytes(self._model.parameters)
@@ -178,7 +184,7 @@ class LayeredTape:
             graph.forget(tensor)
         survey.saved.append((counter.total, graph.total))
         survey.tails.append(listener.tail())
-        return map_tensors(Tensor.detach, output), copies_input
+        return map_tensors(Tensor.detach, output)
 
     def _first_run(
         self, j: int, value: Any, group: Group, *modes: contextlib.AbstractContextManager[Any]

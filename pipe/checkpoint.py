@@ -223,7 +223,6 @@ class _Cell:
             stack.enter_context(self._replay.again())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(enable_checkpointing(False))
-            stack.enter_context(enable_recomputing())
             outputs = flatten(self._run(leaves))[0]
         found = [k for k, y in enumerate(outputs) if isinstance(y, Tensor) and y.requires_grad]
         if found != self.differentiable:

@@ -36,6 +36,7 @@ from torch import Tensor
 from pipe import numpy_state
 from pipe.ambient import Ambient
 from pipe.nested import tensors_in
+from pipe.phase import enable_recomputing
 
 __all__ = ["Replay", "autocast_without_cache", "devices_of"]
 
@@ -148,5 +149,6 @@ class Replay:
                 generator.set(state)
             # Casted weights are not kept: the cache is keyed by parameter and outlives one recomputation inside an
             # enclosing autocast; it may then hold a cast made under no_grad, whose gradient would be lost.
+            stack.enter_context(enable_recomputing())
             stack.enter_context(self._ambient.again(recomputation=True, cache_casts=False))
             yield

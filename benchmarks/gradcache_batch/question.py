@@ -49,7 +49,14 @@ MAXIMUM_RATIO = {
     "ours": 0.55,
     "ours over OffloadModel": 0.55,
 }
-MAXIMUM_PEAK_RATIO = 1.0  # of the peak above torch, to the reference's
+#: Of the peak above torch, to the reference's. With chunks apart in memory, the gradients of one layer's input wait for
+#: all chunks, beside the gradient of the embedding; the reference takes each chunk to the end before the next.
+MAXIMUM_PEAK_RATIO = {
+    "ours, chunks apart": 1.02,
+    "ours over OffloadModel, chunks apart": 1.0,
+    "ours": 1.0,
+    "ours over OffloadModel": 1.0,
+}
 MAXIMUM_DIFFERENCE = 1e-6  # of gradients, to the reference's
 MAXIMUM_LOSS_BYTES = 1 << 30
 LOSS_WIDTH = 256
@@ -74,8 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     time.add_argument("--positions", type=int, default=128, metavar="N", help="tokens of a row")
     time.add_argument("--pairs", type=int, default=8, metavar="N", help="pairs of the batch")
     time.add_argument("--chunk", type=int, default=2, metavar="N", help="rows of a chunk")
-    time.add_argument("--kept", type=int, default=480, metavar="MiB", help="kept between the passes, layers in memory")
-    time.add_argument("--graphs", type=int, default=740, metavar="MiB", help="kept in graphs, over an OffloadModel")
+    time.add_argument("--kept", type=int, default=440, metavar="MiB", help="kept between the passes, layers in memory")
+    time.add_argument("--graphs", type=int, default=690, metavar="MiB", help="kept in graphs, over an OffloadModel")
     time.add_argument("--rounds", type=int, default=2, metavar="N", help="pairs of steps for each way")
     memory.add_argument("--limit", type=int, default=96, metavar="MiB", help="memory that a way may take")
     memory.add_argument("--most", type=int, default=4096, metavar="N", help="pairs at which growing ends")
@@ -219,8 +226,10 @@ def broken_bounds(
         if not apart <= MAXIMUM_DIFFERENCE:
             broken.append(f"{name}: gradients must be the reference's, differ by {apart:.1e}")
         peak = held[name] / held[REFERENCE]
-        if not peak <= MAXIMUM_PEAK_RATIO:
-            broken.append(f"{name}: the peak must be at most the reference's, is {peak:.2f} of it")
+        if not peak <= MAXIMUM_PEAK_RATIO[name]:
+            broken.append(
+                f"{name}: the peak must be at most {MAXIMUM_PEAK_RATIO[name]:g} of the reference's, is {peak:.2f}"
+            )
     broken += _broken_growth(grown)
     by_name = {outcome.rung.name: outcome for outcome in laddered}
     fused = by_name[FUSED]

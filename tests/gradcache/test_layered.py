@@ -18,6 +18,8 @@ from gradcache.cells import Again
 from gradcache.grouping import SavedBytes, runs_of_like_chunks
 from gradcache.layered import LayeredModel, is_plain_sequential
 from gradcache.loss import SimpleContrastiveLoss
+from offload import OffloadModel
+from pipe import is_recomputing
 
 PLENTY = 1 << 30
 
@@ -210,9 +212,55 @@ def test_what_layers_kept_goes_as_gradients_come(budget: int) -> None:
 
 def test_without_room_a_layer_runs_forward_a_third_time_and_never_a_fourth() -> None:
     model = layers("linear", "tanh", "linear")
+    step = GradCache([model], 2, energy, boundary_bytes=0, regroup=False)
+    step(torch.randn(8, 8))
     watch = Watch(model)
-    GradCache([model], 2, energy, boundary_bytes=0, regroup=False)(torch.randn(8, 8))
+    step(torch.randn(8, 8))
     assert watch.rows() == [24, 24, 16]
+
+
+class Counts(nn.Module):
+    """Counts its calls in Python, as ``is_recomputing`` asks it to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not is_recomputing():
+            self.calls += 1
+        hidden: Tensor = self.linear(x).tanh()
+        return hidden
+
+
+@pytest.mark.parametrize("walk", ["two passes", "layers", "shards"])
+def test_a_layer_that_counts_its_calls_counts_every_chunk_once(walk: str) -> None:
+    model = nn.Sequential(Counts(), Counts())
+    counted = list(model)
+    if walk == "shards":
+        model = OffloadModel(model, "cpu", num_slices=2, checkpoint_activation=True)
+    budget = {} if walk == "two passes" else {"boundary_bytes": 64}
+    GradCache([model], 2, energy, regroup=False, **budget)(torch.randn(6, 8))
+    assert [layer.calls for layer in counted] == [3, 3]
+
+
+def test_learning_from_a_first_chunk_leaves_no_trace() -> None:
+    """Neither in buffers nor in generators; whoever counts in Python can tell by ``is_recomputing``."""
+    model = layers("linear", "norm", "dropout", "linear")
+    calls: list[tuple[bool, int]] = []
+    model[0].register_forward_pre_hook(lambda _m, args: calls.append((is_recomputing(), args[0].size(0))))
+    chunks = list(torch.randn(8, 8).split(2))
+    bare = copy.deepcopy(model)
+    torch.manual_seed(1)
+    expected = [bare(chunk).detach() for chunk in chunks]
+    state = torch.get_rng_state()
+    calls.clear()
+    torch.manual_seed(1)
+    found, _ = LayeredModel(model, 0).forward_chunks(chunks)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), bare.buffers(), strict=True))
+    assert calls == [(True, 2)] + [(False, 2)] * 4
 
 
 def test_budget_is_never_exceeded_and_what_fits_is_kept() -> None:
