@@ -139,7 +139,7 @@ def ours_over_offload(encoder: nn.Sequential, shape: Shape, home: Path) -> tuple
 
 def ours_over_offload_apart(encoder: nn.Sequential, shape: Shape, home: Path) -> tuple[nn.Module, Step]:
     """The same, with the chunks as they were asked for: each has gradients of its own beside the sum of all."""
-    return _over_offload(encoder, shape, home, shape.graph_mebibytes * 3 // 4)
+    return _over_offload(encoder, shape, home, shape.graph_mebibytes * 7 // 8)
 
 
 def _over_offload(

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload.casts import Casts, CastsSeen
 from offload.course import CourseNotes, Turn
 from offload.shard import Shard
 from pipe.checkpoint import enable_checkpointing, enable_recomputing
@@ -102,6 +103,7 @@ class CellRunner:
         made_again: set[StorageWeakRef] = set()
         notes = CourseNotes(self.shard)
         listener, lean = Listener(), Lean(hold=lambda tensor: None) if self.measures_graphs else None
+        casts = CastsSeen(Casts(), self.shard.slot) if self.measures_graphs else None
 
         def count(tensor: Tensor) -> StorageWeakRef:
             # What is dropped is freed at once. Without the weak references, its address would soon be another one's.
@@ -116,7 +118,7 @@ class CellRunner:
             # The graph of a first run only tells which outputs need a gradient, and how much it would have kept.
             if tensor.layout is torch.strided:
                 reference = count(tensor)
-                if lean is not None and lean.knows(tensor):
+                if (lean and lean.knows(tensor)) or (casts and casts.find(tensor)):
                     made_again.add(reference)
 
         with (
@@ -124,7 +126,8 @@ class CellRunner:
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(drop, _never),
         ):
-            output, copied, given = self._first_run(boundary, output_fn, *([] if lean is None else [lean]), listener)
+            watching = [mode for mode in (casts, lean, listener) if mode is not None]
+            output, copied, given = self._first_run(boundary, output_fn, *watching)
         sizes.pop(StorageWeakRef(self.shard.slot.untyped_storage()), None)
         self.activation_bytes = sum(sizes.values())
         # A copy that only showed that none is needed stands for the boundary itself.

@@ -219,6 +219,33 @@ def test_without_room_a_layer_runs_forward_a_third_time_and_never_a_fourth() -> 
     assert watch.rows() == [24, 24, 16]
 
 
+def test_chunks_that_are_larger_than_the_first_keep_what_fits_and_find_the_rest_again() -> None:
+    """What is planned for them is planned too small, so that graphs may find room before and behind one that did not."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(8, 64), nn.Linear(64, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden: Tensor = self.outer(self.inner(x).tanh())
+            return hidden
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Wide(), nn.Tanh(), nn.Linear(8, 8))
+    chunks = [torch.randn(rows, 8) for rows in (2, 6, 4)]
+    model(torch.cat(chunks)).square().sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    for budget in range(0, 6000, 50):
+        layered = LayeredModel(model, budget, regroup=False)
+        for _ in range(2):
+            model.zero_grad()
+            outputs, tape = layered.forward_chunks(chunks)
+            tape.backward([2 * output for output in outputs])
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+
+
 class Counts(nn.Module):
     """Counts its calls in Python, as ``is_recomputing`` asks it to."""
 

@@ -152,6 +152,16 @@ def test_kept_graphs_are_counted_without_results_of_norms_and_activations_and_do
     loss.backward()
 
 
+def test_casts_of_weights_are_not_counted_among_what_kept_graphs_hold() -> None:
+    rows = 2
+    bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model = OffloadModel(bare, "cpu", num_slices=2, checkpoint_activation=True, graph_bytes="1MiB")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(torch.randn(rows, WIDTH)).sum()
+    assert [runner.graph_bytes for runner in model._walk.runners] == [2 * rows * WIDTH, 2 * rows * WIDTH]
+    loss.backward()
+
+
 def test_under_hooks_of_the_user_all_that_a_kept_graph_holds_goes_through_them() -> None:
     seen: list[int] = []
 
