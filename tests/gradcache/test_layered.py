@@ -220,7 +220,7 @@ def test_without_room_a_layer_runs_forward_a_third_time_and_never_a_fourth() -> 
 
 
 def test_chunks_that_are_larger_than_the_first_keep_what_fits_and_find_the_rest_again() -> None:
-    """What is planned for them is planned too small, so that graphs may find room before and behind one that did not."""
+    """What is planned for them is too small, so that graphs may find room before and behind one that did not."""
 
     class Wide(nn.Module):
         def __init__(self) -> None:
