@@ -19,9 +19,18 @@ __all__ = ["DiskScratch"]
 
 
 class _Ticket(NamedTuple):
+    """Where a tensor is, and what it is like: in Python's own objects.
+
+    A tensor on the meta device would say the same. But it would lie in the heap as long as the step lasts, between
+    blocks that come and go with every cell, and what is freed around it is too small for the next one: the heap would
+    grow with the number of cells.
+    """
+
     offset: int
     nbytes: int
-    like: Tensor  # on the meta device: shape, strides and type
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class DiskScratch(Scratch):
@@ -47,10 +56,8 @@ class DiskScratch(Scratch):
     def store(self, tensor: Tensor) -> object:
         """Writes a tensor; room of the same size that was released is used again."""
         tensor = tensor.resolve_conj().resolve_neg()
-        like = torch.empty_like(tensor, device="meta")
-        dense = (
-            tensor.cpu() if like.stride() == tensor.stride() else torch.empty_like(tensor, device="cpu").copy_(tensor)
-        )
+        stride = torch.empty_like(tensor, device="meta").stride()
+        dense = tensor.cpu() if stride == tensor.stride() else torch.empty_like(tensor, device="cpu").copy_(tensor)
         data = bytes_of(dense)
         nbytes = data.numel()
         free = self._free.get(nbytes)
@@ -59,12 +66,12 @@ class DiskScratch(Scratch):
             self._end += nbytes
         if nbytes:
             move_all(os.pwritev, self._fd, view_memory(data), offset, "boundary file")
-        return _Ticket(offset, nbytes, like)
+        return _Ticket(offset, nbytes, tuple(tensor.size()), stride, tensor.dtype)
 
     def fetch(self, ticket: object) -> Tensor:
         """Reads a tensor back."""
         assert isinstance(ticket, _Ticket)
-        rest = torch.empty_like(ticket.like, device="cpu")
+        rest = torch.empty_strided(ticket.size, ticket.stride, dtype=ticket.dtype)
         if ticket.nbytes:
             move_all(os.preadv, self._fd, view_memory(bytes_of(rest)), ticket.offset, "boundary file")
         return rest.to(self._device)

@@ -168,6 +168,14 @@ class TestDiskTier(TierContract):
             assert torch.equal(back, tensor)
         assert scratch.fetch(tickets[6]).stride() == tensors[6].stride()
 
+    def test_what_scratch_remembers_of_a_tensor_is_no_tensor(self, tier: Tier) -> None:
+        """One for each boundary of each chunk would lie in the heap between blocks that come and go."""
+        scratch = tier.scratch()
+        assert scratch is not None
+        ticket = scratch.store(torch.randn(3, 5))
+        assert isinstance(ticket, tuple)
+        assert not any(isinstance(part, torch.Tensor) for part in ticket)
+
     @settings(max_examples=30, deadline=None)
     @given(steps=st.lists(st.tuples(st.booleans(), st.integers(1, 3)), max_size=30))
     def test_released_room_is_used_again_and_never_while_it_is_taken(self, steps: list[tuple[bool, int]]) -> None:
