@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload.casts import Casts, CastsSeen
 from offload.course import CourseNotes, Turn
 from offload.shard import Shard
-from pipe.checkpoint import enable_checkpointing, enable_recomputing
+from pipe.checkpoint import enable_checkpointing
 from pipe.guard import Guard, Watched
 from pipe.lean import Lean
 from pipe.nested import map_tensors, tensors_in
@@ -162,7 +162,6 @@ class CellRunner:
             stack.enter_context(record.guard.again(strict=False))
             stack.enter_context(record.replay.again())
             stack.enter_context(enable_checkpointing(False))
-            stack.enter_context(enable_recomputing())
             stack.enter_context(torch.enable_grad())
             value = map_tensors(Tensor.clone, boundary) if record.copies_input else boundary
             with mode:
