@@ -15,10 +15,10 @@ from torch import Tensor
 from gradcache import grouping, representations
 from gradcache.entering import Entering
 from gradcache.layers import Layers, Profile
+from pipe.dead_code import DeadCode
 from pipe.guard import Guard
 from pipe.nested import flatten, map_tensors, tensors_in, unflatten
 from pipe.replay import Replay
-from pipe.tail import Tail
 
 __all__ = ["Again", "Graph", "Group", "Kept", "Work", "nbytes_of"]
 
@@ -45,7 +45,7 @@ class Again:
     guard: Guard
     copies_input: bool
     kept: Kept | None
-    tail: Tail | None
+    dead_code: DeadCode | None
 
     def given(self, value: Any) -> Any:
         """What the layer meets: ``value``, or a copy of it where the layer writes over its input."""

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from gradcache import grouping, representations
 from gradcache.cells import Again, Graph, Group, Kept, Work
+from pipe.dead_code import OtherOperations, Skipper
 from pipe.nested import flatten, map_tensors
-from pipe.tail import OtherOperations, Skipper
 
 __all__ = ["push_back"]
 
@@ -78,18 +78,26 @@ def _back_through(work: Work, j: int, cell: Again | Graph, group: Group, gradien
         _backward(cell.output, gradient)
         return representations.gradients(cell.leaves)
     leaves = work.leaves(j, cell.kept.back() if cell.kept is not None else work.entered(group))
-    # Where the layer turns out to do other operations than it did when it was surveyed, nothing is left out.
-    for skipper in (None,) if cell.tail is None else (Skipper(cell.tail), None):
-        # Buffers stay as they were until backward is done, which may read them.
-        with contextlib.suppress(OtherOperations), cell.guard.again(strict=False), torch.enable_grad():
-            with cell.replay.again():
-                given = cell.given(leaves)
-                with skipper or contextlib.nullcontext():
-                    result = work.apply(j, given, group)
-            if skipper is not None:
-                skipper.check()
-            _backward(result, gradient)
-            break
+    if cell.dead_code is not None:
+        with contextlib.suppress(OtherOperations):
+            return _repeat(work, j, cell, group, leaves, gradient, Skipper(cell.dead_code))
+        if group.profile is not None:
+            group.profile.dead_code[j] = None  # the layer does other operations than when it was surveyed
+    return _repeat(work, j, cell, group, leaves, gradient)
+
+
+def _repeat(
+    work: Work, j: int, cell: Again, group: Group, leaves: Any, gradient: Any, skipper: Skipper | None = None
+) -> Any:
+    # Buffers stay as they were until backward is done, which may read them.
+    with cell.guard.again(strict=False), torch.enable_grad():
+        with cell.replay.again():
+            given = cell.given(leaves)
+            with skipper or contextlib.nullcontext():
+                result = work.apply(j, given, group)
+        if skipper is not None:
+            skipper.check()
+        _backward(result, gradient)
     return representations.gradients(leaves)
 
 

@@ -15,11 +15,11 @@ from gradcache.cells import Again, Graph, Group, Kept, Work, nbytes_of
 from gradcache.entering import Entering
 from gradcache.layered_back import push_back
 from gradcache.layers import Layers, Profile
+from pipe.dead_code import DeadCode, Listener, listened_to
 from pipe.guard import Guard
 from pipe.lean import Lean
 from pipe.nested import map_tensors, tensors_in
 from pipe.replay import Replay, devices_of
-from pipe.tail import Listener, Tail, listened_to
 
 __all__ = ["LayeredTape"]
 
@@ -30,7 +30,7 @@ class _Survey:
 
     saved: list[tuple[int, int]] = field(default_factory=list)
     entering: list[int] = field(default_factory=list)
-    tails: list[Tail | None] = field(default_factory=list)
+    dead_code: list[DeadCode | None] = field(default_factory=list)
     moves_buffers: bool = False
 
 
@@ -131,7 +131,7 @@ class LayeredTape:
                 survey.moves_buffers |= guard.seal().moved
         others = range(1, min(3, len(self._entering)))
         pair = [self._entering.look(k) for k in others] if self._model.regroup and not survey.moves_buffers else []
-        self._model.learn(chunk, survey.saved, survey.entering, survey.tails, pair)
+        self._model.learn(chunk, survey.saved, survey.entering, survey.dead_code, pair)
 
     def _group(self, chunks: list[int], values: list[Any], graphs_from: int) -> Group:
         rows = [grouping.rows_in(value) for value in values]
@@ -153,12 +153,16 @@ class LayeredTape:
             with torch.no_grad():
                 value, copies_input, _ = self._first_run(j, value, group)
             if self._records:
-                # The last layer's result is looked at in the second pass too, by whoever compares the two.
-                tail = group.profile.tails[j] if group.profile and j + 1 < len(self._model.layers) else None
-                tail = None if listened_to(module for _, module in self._model.watched[j].modules) else tail
-                group.cells.append(Again(replay.seal(), guard.seal(), copies_input, kept, tail))
+                group.cells.append(Again(replay.seal(), guard.seal(), copies_input, kept, self._dead_code(j, group)))
         for i, output in zip(group.chunks, value, strict=True):
             outputs[i] = representations.detached(output)
+
+    def _dead_code(self, j: int, group: Group) -> DeadCode | None:
+        # The last layer's result is looked at in the second pass too, by whoever compares the two.
+        if group.profile is None or j + 1 == len(self._model.layers):
+            return None
+        listened = listened_to(module for _, module in self._model.watched[j].modules)
+        return None if listened else group.profile.dead_code[j]
 
     def _surveyed(self, j: int, value: Any, group: Group, survey: _Survey) -> Any:
         """A first run that counts what a graph would keep, but keeps none."""
@@ -166,14 +170,14 @@ class LayeredTape:
         graph = grouping.SavedBytes(self._model.parameters)
 
         def saved(tensor: Tensor) -> None:
-            listener.saved()
+            listener.saved(tensor)
             if not lean.knows(tensor):
                 graph.count(tensor)
 
         counter = grouping.SavedBytes(self._model.parameters, saved)
         leaves = representations.as_leaves(value)
         with counter, torch.enable_grad():
-            output, copies_input, given = self._first_run(j, leaves, group, lean, listener)
+            output, copies_input, given = self._first_run(j, leaves, group, lean, listener=listener)
         # What entered is kept as well, except that the first layer's input may be the caller's. A result enters the
         # next layer, and is counted there.
         for tensor in tensors_in((given, leaves if copies_input else ())):
@@ -183,11 +187,16 @@ class LayeredTape:
         for tensor in tensors_in(output) if j + 1 < len(self._model.layers) else ():
             graph.forget(tensor)
         survey.saved.append((counter.total, graph.total))
-        survey.tails.append(listener.tail())
+        survey.dead_code.append(listener.dead_code())
         return map_tensors(Tensor.detach, output)
 
     def _first_run(
-        self, j: int, value: Any, group: Group, *modes: contextlib.AbstractContextManager[Any]
+        self,
+        j: int,
+        value: Any,
+        group: Group,
+        *modes: contextlib.AbstractContextManager[Any],
+        listener: Listener | None = None,
     ) -> tuple[Any, bool, Any]:
         """The layer's result, whether it writes over its input, which is then met on a copy only, and what it met."""
         known = self._model.writes_input[j]
@@ -196,6 +205,9 @@ class LayeredTape:
         with contextlib.ExitStack() as stack:
             for mode in modes:
                 stack.enter_context(mode)
+            if listener is not None:
+                listener.meets([*tensors_in(given), *self._model.watched[j].tensors()])
+                stack.enter_context(listener)
             result = self._work.apply(j, given, group)
         writes = versions != [tensor._version for tensor in tensors_in(given)]
         if writes and known is False:

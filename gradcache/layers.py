@@ -2,7 +2,7 @@
 
 What one chunk's first forward shows (bytes that graphs keep, operations that a recomputation may leave out, whether
 chunks may run together) holds for all chunks of its kind, in this step and in later ones, as long as no layer changes
-between training and evaluation.
+between training and evaluation, and no parameter is frozen or thawed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from gradcache import grouping
+from pipe.dead_code import DeadCode
 from pipe.guard import Watched
-from pipe.tail import Tail
 
 __all__ = ["Layers", "Profile"]
 
@@ -33,8 +33,8 @@ class Profile:
     """What enters each layer, where it is to be kept."""
     graph_bytes: tuple[int, ...]
     """What each layer's lean graph keeps, with what entered it."""
-    tails: tuple[Tail | None, ...]
-    """What each layer's recomputation may leave out."""
+    dead_code: list[DeadCode | None]
+    """What each layer's recomputation may leave out; None where that turned out to be wrong, too."""
 
     def scaled(self, nbytes: int, rows: int) -> int:
         """As many bytes of ``rows`` rows as ``nbytes`` are of the first chunk."""
@@ -76,7 +76,7 @@ class Layers:
         chunk: Any,
         saved: Sequence[tuple[int, int]],
         entering_bytes: Sequence[int],
-        tails: Sequence[Tail | None],
+        dead_code: Sequence[DeadCode | None],
         pair: Sequence[Any],
     ) -> None:
         """Notes the profile of a chunk that just ran.
@@ -85,7 +85,7 @@ class Layers:
             chunk: what entered the first layer.
             saved: what each layer's graph keeps, without and with what entered it.
             entering_bytes: what enters each layer, where it is to be kept.
-            tails: see :class:`Profile`.
+            dead_code: see :class:`Profile`.
             pair: two further chunks for a trial, if chunks may run together at all.
         """
         together = 1
@@ -102,11 +102,11 @@ class Layers:
             layer_bytes=max(*alone, 1),
             entering_bytes=tuple(entering_bytes),
             graph_bytes=tuple(nbytes for _, nbytes in saved),
-            tails=tuple(tails),
+            dead_code=list(dead_code),
         )
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple(module.training for watched in self.watched for _, module in watched.modules)
 
     def _key(self, chunk: Any) -> str:
-        return repr((grouping.kind_of(chunk), self._modes()))
+        return repr((grouping.kind_of(chunk), self._modes(), [p.requires_grad for p in self.parameters]))

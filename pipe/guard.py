@@ -38,6 +38,11 @@ class Watched:
         self.unversioned: set[tuple[int, str]] | None = None
         self.devices = {p.device for _, p in self.parameters} | {b.device for b in module.buffers()}
 
+    def tensors(self) -> list[Tensor]:
+        """Parameters and buffers, as they are now."""
+        buffers = (owner._buffers[name] for owner, name in self.buffers)
+        return [*(p for _, p in self.parameters), *(b for b in buffers if b is not None)]
+
 
 class Guard:
     """One forward of a watched module, to be repeated.

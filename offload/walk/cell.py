@@ -30,11 +30,11 @@ from offload.casts import Casts, CastsSeen
 from offload.course import CourseNotes, Turn
 from offload.shard import Shard
 from pipe.checkpoint import enable_checkpointing
+from pipe.dead_code import DeadCode, Listener, OtherOperations, Skipper, listened_to
 from pipe.guard import Guard, Watched
 from pipe.lean import Lean
 from pipe.nested import map_tensors, tensors_in
 from pipe.replay import Replay, autocast_without_cache
-from pipe.tail import Listener, OtherOperations, Skipper, Tail, listened_to
 
 __all__ = ["Cell", "CellRunner", "OutputFn", "Record"]
 
@@ -60,7 +60,7 @@ class Record:
     guard: Guard
     copies_input: bool
     #: What the recomputation leaves out, since nobody reads it.
-    tail: Tail | None
+    dead_code: DeadCode | None
 
 
 @dataclass(eq=False)
@@ -113,7 +113,7 @@ class CellRunner:
             return reference
 
         def drop(tensor: Tensor) -> None:
-            listener.saved()
+            listener.saved(tensor)
             notes.saw(tensor)
             # The graph of a first run only tells which outputs need a gradient, and how much it would have kept.
             if tensor.layout is torch.strided:
@@ -126,8 +126,8 @@ class CellRunner:
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(drop, _never),
         ):
-            watching = [mode for mode in (casts, lean, listener) if mode is not None]
-            output, copied, given = self._first_run(boundary, output_fn, *watching)
+            others = [mode for mode in (casts, lean) if mode is not None]
+            output, copied, given = self._first_run(boundary, output_fn, *others, listener=listener)
         sizes.pop(StorageWeakRef(self.shard.slot.untyped_storage()), None)
         self.activation_bytes = sum(sizes.values())
         # A copy that only showed that none is needed stands for the boundary itself.
@@ -135,17 +135,17 @@ class CellRunner:
         self.turns = notes.turns(elsewhere=own)
         entered = {count(t) for t in own} if self.shard.index else set()
         self.graph_bytes = sum(nbytes for reference, nbytes in sizes.items() if reference not in made_again - entered)
-        tail = None if listened_to(module for _, module in self.watched.modules) else listener.tail()
-        return output, Record(replay.seal(), guard.seal(), copied, tail)
+        dead_code = None if listened_to(module for _, module in self.watched.modules) else listener.dead_code()
+        return output, Record(replay.seal(), guard.seal(), copied, dead_code)
 
     def recompute(self, boundary: Any, record: Record, output_fn: OutputFn | None = None) -> Any:
         """Runs the cell once more, with a graph from ``boundary`` and the parameters to its output.
 
         The output is of the right shape, but its values may be left out.
         """
-        if record.tail is not None:
+        if record.dead_code is not None:
             with contextlib.suppress(OtherOperations):
-                skipper = Skipper(record.tail)
+                skipper = Skipper(record.dead_code)
                 output = self._recompute(boundary, record, output_fn, skipper)
                 skipper.check()
                 return output
@@ -177,10 +177,11 @@ class CellRunner:
         boundary: Any,
         output_fn: OutputFn | None,
         *around: contextlib.AbstractContextManager[Any],
+        listener: Listener | None = None,
     ) -> tuple[Any, bool, Any]:
         """Output, whether the input must be copied to survive it, and what was run on.
 
-        ``around`` are around the layers only.
+        ``around`` are around the layers only, and ``listener`` within them.
         """
         modes = tuple(module.training for _, module in self.watched.modules)
         copies_input = self._writes_input.get(modes, True)
@@ -191,6 +192,9 @@ class CellRunner:
         with autocast_without_cache([self.device]), contextlib.ExitStack() as stack:
             for mode in around:
                 stack.enter_context(mode)
+            if listener is not None:
+                listener.meets([*tensors_in(value), *self.watched.tensors()])
+                stack.enter_context(listener)
             output = self._call(value, output_fn)
         writes = any(t._version != version for t, version in before)
         if writes and not copies_input:

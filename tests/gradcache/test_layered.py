@@ -12,6 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcache import GradCache
 from gradcache.cells import Again
@@ -47,6 +48,8 @@ def layers(*kinds: str, seed: int = 0) -> nn.Sequential:
         "inplace": InPlace,
         "relu": lambda: nn.ReLU(inplace=True),
         "frozen": lambda: nn.Linear(8, 8).requires_grad_(False),
+        "block": lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)),
+        "dropping": lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Dropout(0.5)),
     }
     return nn.Sequential(*(make[kind]() for kind in kinds))
 
@@ -74,7 +77,9 @@ class Watch:
 @settings(max_examples=60, deadline=None)
 @given(
     kinds=st.lists(
-        st.sampled_from(["linear", "tanh", "norm", "across", "inplace", "relu", "frozen"]), min_size=1, max_size=6
+        st.sampled_from(["linear", "tanh", "norm", "across", "inplace", "relu", "frozen", "block"]),
+        min_size=1,
+        max_size=6,
     ),
     rows=st.integers(2, 12),
     size=st.integers(2, 5),
@@ -208,6 +213,67 @@ def test_what_layers_kept_goes_as_gradients_come(budget: int) -> None:
         layer.weight.register_post_accumulate_grad_hook(lambda _, j=j: look(j))
     step(torch.randn(6, 8))
     assert alive == [(j, 0) for j in (3, 3, 3, 2, 2, 2, 1, 1, 1, 0, 0, 0)]
+
+
+class Products(TorchDispatchMode):
+    """Counts the rows of matrix products with a bias, that is of forwards, unless they are stand-ins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.addmm.default and args[1].device.type != "meta":
+            self.rows += args[1].size(0)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["block", "dropping"])
+def test_a_product_that_nobody_reads_is_not_recomputed(kind: str) -> None:
+    """Of the two products of a block the second, unless the block is the last, whose result is looked at."""
+    model = layers(kind, kind)
+    step = GradCache([model], 2, energy, boundary_bytes=8 * 8 * 4)  # what enters the second block, and no graph
+    step(torch.randn(8, 8))  # learns
+    with Products() as products:
+        step(torch.randn(8, 8))
+    assert products.rows == 8 * (2 + 2) + 8 * (1 + 2)
+
+
+def test_a_layer_that_is_thawed_after_a_step_gets_its_gradient(assert_same_gradients: Any) -> None:
+    """What a frozen layer does not save is dead, until the layer is thawed."""
+    bare, ours = layers("block", "block", "linear"), layers("block", "block", "linear")
+    steps = [GradCache([bare], 2, energy), GradCache([ours], 2, energy, boundary_bytes=512)]
+    for frozen in (True, False):
+        x = torch.randn(8, 8)
+        for model, step in zip((bare, ours), steps, strict=True):
+            model[1].requires_grad_(not frozen)
+            step(x)
+    assert_same_gradients([bare], [ours], tolerance=1e-5)
+
+
+def test_a_layer_that_does_other_operations_than_when_it_was_surveyed_is_repeated_in_full_and_only_once_in_vain(
+    assert_same_gradients: Any,
+) -> None:
+    class Fickle(nn.Sequential):
+        further = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return self[2](torch.tanh(y)) if self.further else y
+
+    bare, ours = [nn.Sequential(Fickle(*layers("block")[0]), nn.Linear(8, 8)) for _ in range(2)]
+    ours.load_state_dict(bare.state_dict())
+    steps = [GradCache([bare], 4, energy), GradCache([ours], 4, energy, boundary_bytes=1, regroup=False)]
+    x = torch.randn(8, 8)
+    counts = []
+    for further in (False, True, True):
+        for model, step in zip((bare, ours), steps, strict=True):
+            model[0].further = further
+            with Products() as products:
+                step(x)
+        counts.append(products.rows)
+    assert_same_gradients([bare], [ours], tolerance=1e-5)
+    assert counts[1] > counts[2]
 
 
 def test_without_room_a_layer_runs_forward_a_third_time_and_never_a_fourth() -> None:
