@@ -34,6 +34,7 @@ class Shape:
     learning_rate: float = 1e-4
     weight_decay: float = 0.01
     max_norm: float = 1.0
+    graph_mebibytes: int = 512  #: what ours may keep in graphs, which need not be recomputed
 
     def __post_init__(self) -> None:
         """Refuses what nobody could train, all of it at once."""

@@ -84,8 +84,6 @@ class Offloaded(Way):
     on_disk = True
     clipped = True
     serial = False
-    #: A part of the memory that the model does without keeps graphs, which need not be recomputed.
-    graph_bytes = "512MiB"
 
     def __init__(self, shape: Shape, home: Path) -> None:
         from offload import OffloadModel, OffloadOptimizer
@@ -96,7 +94,8 @@ class Offloaded(Way):
             "cpu",
             offload_device=home if self.on_disk else "cpu",
             checkpoint_activation=True,
-            graph_bytes=self.graph_bytes,
+            # A part of the memory that the model does without.
+            graph_bytes=shape.graph_mebibytes << 20 or None,
         )
         self.optimizer = OffloadOptimizer(
             self.model,
