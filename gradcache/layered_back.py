@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gradcache import grouping, representations
 from gradcache.cells import Again, Graph, Group, Kept, Work
+from gradcache.tables import rows_in_place
 from pipe.dead_code import OtherOperations, Skipper
 from pipe.nested import flatten, map_tensors
 
@@ -93,7 +94,7 @@ def _repeat(
     with cell.guard.again(strict=False), torch.enable_grad():
         with cell.replay.again():
             given = cell.given(leaves)
-            with skipper or contextlib.nullcontext():
+            with skipper or contextlib.nullcontext(), rows_in_place(work.model.tables[j]):
                 result = work.apply(j, given, group)
         if skipper is not None:
             skipper.check()

@@ -15,6 +15,7 @@ from gradcache.cells import Again, Graph, Group, Kept, Work, nbytes_of
 from gradcache.entering import Entering
 from gradcache.layered_back import push_back
 from gradcache.layers import Layers, Profile
+from gradcache.tables import rows_in_place
 from pipe.dead_code import DeadCode, Listener, listened_to
 from pipe.guard import Guard
 from pipe.lean import Lean
@@ -144,7 +145,7 @@ class LayeredTape:
             if j >= group.graphs_from and self._has_room(group, j):
                 leaves, lean = self._work.leaves(j, value), Lean()
                 with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lean.pack, lean.unpack):
-                    output, _, _ = self._first_run(j, leaves, group, lean)
+                    output, _, _ = self._first_run(j, leaves, group, rows_in_place(self._model.tables[j]), lean)
                 group.cells.append(Graph(output, leaves))
                 value = map_tensors(Tensor.detach, output)
                 continue

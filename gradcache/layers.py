@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from gradcache import grouping
+from gradcache.tables import tables_of
 from pipe.dead_code import DeadCode
 from pipe.guard import Watched
 
@@ -56,6 +57,7 @@ class Layers:
         self.regroup = regroup
         self.parameters = list(model.parameters())
         self.watched = [Watched(layer) for layer in self.layers]
+        self.tables = [tables_of(layer) for layer in self.layers]
         self.writes_input: list[bool | None] = [None] * len(self.layers)
         self._profiles: dict[str, Profile] = {}
         self._may_group: dict[tuple[bool, ...], bool] = {}

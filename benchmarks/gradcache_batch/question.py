@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     time.add_argument("--positions", type=int, default=128, metavar="N", help="tokens of a row")
     time.add_argument("--pairs", type=int, default=8, metavar="N", help="pairs of the batch")
     time.add_argument("--chunk", type=int, default=2, metavar="N", help="rows of a chunk")
-    time.add_argument("--kept", type=int, default=466, metavar="MiB", help="kept between the passes, layers in memory")
+    time.add_argument("--kept", type=int, default=440, metavar="MiB", help="kept between the passes, layers in memory")
     time.add_argument("--graphs", type=int, default=690, metavar="MiB", help="kept in graphs, over an OffloadModel")
     time.add_argument("--rounds", type=int, default=2, metavar="N", help="pairs of steps for each way")
     memory.add_argument("--limit", type=int, default=96, metavar="MiB", help="memory that a way may take")
