@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     time.add_argument("--chunk", type=int, default=2, metavar="N", help="rows of a chunk")
     time.add_argument("--kept", type=int, default=440, metavar="MiB", help="kept between the passes, layers in memory")
     time.add_argument("--graphs", type=int, default=690, metavar="MiB", help="kept in graphs, over an OffloadModel")
-    time.add_argument("--rounds", type=int, default=2, metavar="N", help="pairs of steps for each way")
+    time.add_argument("--rounds", type=int, default=3, metavar="N", help="pairs of steps for each way")
     memory.add_argument("--limit", type=int, default=96, metavar="MiB", help="memory that a way may take")
     memory.add_argument("--most", type=int, default=4096, metavar="N", help="pairs at which growing ends")
     memory.add_argument("--loss-rows", type=int, default=65_536, metavar="N", help="rows for the loss by itself")
