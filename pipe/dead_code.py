@@ -124,12 +124,13 @@ class Listener(TorchDispatchMode):
             self._live.update(read)  # no hooks, so it is the layer that detaches: to look at the value
             return func(*args, **kwargs)
         unseen = bool(types) or not torch.is_grad_enabled() or _hooks() != self._hooks
+        if unseen:
+            self._live.update(self._seen)
         result = func(*args, **kwargs)
-        before = self._seen.keys() if unseen else ()
-        self._live.update(before)
         self.meets(_tensors((result,)))
         written = self._storages(_tensors((result,)))
-        self._live.update(written if unseen else ())
+        if unseen:
+            self._live.update(written)
         self._operations.append(func)
         self._read.append(read)
         self._written.append(written)
