@@ -16,7 +16,7 @@ Guarantees
       their graphs (see ``pipe.lean``). The two never need the room at the same time: kept graphs are gone when pass 2
       recomputes.
     * What was kept for a layer goes as the gradients of its parameters come: the two share their memory.
-    * On the CPU the gradient of an ``nn.Embedding`` exists once, whatever the number of chunks; see ``tables`` for where
+    * On the CPU the gradient of an ``nn.Embedding`` exists once, whatever the number of chunks; ``tables`` says where
       that is not so.
     * Kept values rest in host memory if the model is on an accelerator.
     * Of a chunk that ``input_fn`` makes, no more is kept than of any other; see ``entering``.
