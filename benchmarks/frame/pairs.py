@@ -88,11 +88,12 @@ def run_pairs(
         return first.finish(), found
 
 
-def run_in_turn(rungs: Sequence[Rung], turns: int, *, progress: bool = True) -> list[Outcome]:
+def run_in_turn(rungs: Sequence[Rung], turns: int, *, warmup: int = 0, progress: bool = True) -> list[Outcome]:
     """Takes ``turns`` turns of every rung, one of each in a round; who begins changes from round to round.
 
-    All of them hold their memory at once. One that ends before its time is left out from then on; the others go on. A
-    rung's ``ratio`` is to the first one that ran to its end.
+    Before them come ``warmup`` rounds whose steps are not counted. All rungs hold their memory at once. One that ends
+    before its time is left out from then on; the others go on. A rung's ``ratio`` is to the first one that ran to its
+    end.
     """
     tqdm = require("tqdm").tqdm
     with contextlib.ExitStack() as stack:
@@ -103,14 +104,15 @@ def run_in_turn(rungs: Sequence[Rung], turns: int, *, progress: bool = True) -> 
         bar = stack.enter_context(
             tqdm(desc=", ".join(r.name for r in rungs), unit="round", disable=not progress, dynamic_ncols=True)
         )
-        bar.reset(turns)
-        for k in range(turns):
+        bar.reset(warmup + turns)
+        for k in range(warmup + turns):
             begin = k % len(processes)
             for process in processes[begin:] + processes[:begin]:
                 process.turn()
             bar.update()
         outcomes = [process.finish() for process in processes]
         for outcome in outcomes:
+            del outcome.steps[:warmup]
             if outcome.reason:
                 bar.write(f"{outcome.rung.name}: {outcome.reason}")
         done = [outcome for outcome in outcomes if outcome.result is not None and outcome.steps]

@@ -27,10 +27,9 @@ from benchmarks.frame.cache import cache_directory
 from benchmarks.frame.environment import Environment, filesystem_of, here
 from benchmarks.frame.limits import Limits, measure_limits
 from benchmarks.frame.outcome import Outcome, Rung
-from benchmarks.frame.pairs import Paired, run_pairs
+from benchmarks.frame.pairs import Paired, run_in_turn, run_pairs
 from benchmarks.frame.plot import bars, level_line, new_figure, save
 from benchmarks.frame.report import publish
-from benchmarks.frame.rungs import run_rungs
 from benchmarks.optimizer.shape import Shape, parameters_of_block
 from benchmarks.optimizer.steps import FLOOR, STEPS, greatest_difference
 from benchmarks.optimizer.tables import beside, large_table, paired_table
@@ -235,13 +234,9 @@ def _draw(path: Path, reference: Outcome, found: Sequence[Paired], environment: 
 def _run_large(
     arguments: argparse.Namespace, shape: Shape, folder: Path, environment: Environment, limits: Limits
 ) -> int:
-    # One after the other, not in turn: while it waits for its turn, a process holds memory that the other's files want.
     ways = [LARGE, *([PEER] if PEER in arguments.ways else [])]
     # In the first of its turns a way makes the files of its moments, which it does once.
-    outcomes = run_rungs([_rung(way, shape, folder, 0) for way in ways], turns=1 + arguments.pairs)
-    for outcome in outcomes:
-        del outcome.steps[:1]
-    ours, *others = outcomes
+    ours, *others = run_in_turn([_rung(way, shape, folder, 0) for way in ways], arguments.pairs, warmup=1)
     theirs = others[0] if others else None
     return publish(
         arguments,

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.frame.limits import LIMIT_HEADER, Limits, limit_cells
 from benchmarks.frame.outcome import Outcome
-from benchmarks.frame.pairs import Paired, spread
+from benchmarks.frame.pairs import Paired, spread, step_ratios
 from benchmarks.frame.table import markdown_table, mebibytes, reasons
 from benchmarks.optimizer.shape import Shape
 from benchmarks.optimizer.steps import FLOOR, STEPS
@@ -90,7 +90,8 @@ def large_table(ours: Outcome, theirs: Outcome | None, shape: Shape, limits: Lim
     complete = [outcome for outcome in outcomes if outcome.result is not None]
     rows = []
     for outcome in complete:
-        cells = _row(outcome, outcome.steps, f"{_seconds(outcome) / _seconds(complete[0]):.2f}", None, shape, limits)
+        ratio = None if outcome is complete[0] else spread(step_ratios(outcome, complete[0]), 2)
+        cells = _row(outcome, outcome.steps, ratio, None, shape, limits)
         losses = [outcome.result["first"]["loss"] if outcome.result else 0.0]
         losses += [step["loss"] for step in outcome.steps]
         cells[header.index("losses")] = f"{losses[0]:.1f} to {losses[-1]:.1f}"
@@ -105,19 +106,16 @@ def large_table(ours: Outcome, theirs: Outcome | None, shape: Shape, limits: Lim
         speedup, share = beside(ours, theirs)
         closing = (
             f"Ours takes 1/{speedup:.2f} of the time of {theirs.rung.name} {theirs.version or ''} and {share:.2f} of "
-            f"its memory. Each has the machine to itself and the allocator as it comes."
+            f"its memory. Their steps were taken in turn, each in a process with the allocator as it comes; a ratio is "
+            f"the median of the pairs' and from where to where they go."
         )
     table = markdown_table(header, rows) if rows else ""
     return "\n\n".join(filter(None, (words, table, closing, reasons(outcomes))))
 
 
 def beside(ours: Outcome, theirs: Outcome) -> tuple[float, float]:
-    """How many times as fast ours is, and its share of the memory."""
-    return _seconds(theirs) / _seconds(ours), ours.peaks[STEPS] / theirs.peaks[STEPS]
-
-
-def _seconds(outcome: Outcome) -> float:
-    return _median(outcome.steps, "seconds")
+    """How many times as fast ours is, step beside step, and its share of the memory."""
+    return statistics.median(step_ratios(theirs, ours)), ours.peaks[STEPS] / theirs.peaks[STEPS]
 
 
 def bytes_of_step(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float]:

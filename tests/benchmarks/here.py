@@ -11,7 +11,7 @@ from benchmarks.frame.limits import Limits
 from benchmarks.frame.outcome import Outcome, Rung
 from benchmarks.frame.pairs import Paired
 
-__all__ = ["RATES", "pairs_here", "run_here"]
+__all__ = ["RATES", "in_turn_here", "pairs_here", "run_here"]
 
 RATES = Limits(  # of no machine
     threads=1,
@@ -58,6 +58,13 @@ def run_here(rungs: Iterable[Rung], turns: int = 0) -> list[Outcome]:
         run = getattr(importlib.import_module(module), function)
         result = run(Recorder(outcome, turns), **outcome.rung.arguments)
         outcome.result = None if outcome.skipped else result
+    return outcomes
+
+
+def in_turn_here(rungs: Iterable[Rung], turns: int, *, warmup: int = 0) -> list[Outcome]:
+    outcomes = run_here(rungs, turns=warmup + turns)
+    for outcome in outcomes:
+        del outcome.steps[:warmup]
     return outcomes
 
 

@@ -82,6 +82,14 @@ def test_rungs_in_turn_take_one_of_each_in_a_round_and_who_begins_changes(tmp_pa
     assert step_ratios(outcomes[1], outcomes[0]) == [1.5] * 4
 
 
+def test_rounds_before_the_counted_ones_are_taken_and_not_counted(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    outcomes = run_in_turn([turns("a", log, 2.0), turns("b", log, 3.0)], 2, warmup=1, progress=False)
+    assert log.read_text() == "ab" + "ba" + "ab"
+    assert [len(outcome.steps) for outcome in outcomes] == [2, 2]
+    assert outcomes[1].ratio == 1.5
+
+
 def test_a_rung_that_ends_is_left_out_from_then_on_and_the_others_go_on(tmp_path: Path) -> None:
     dying = Rung("dying", f"{HERE}:ends_in_its_second_turn")
     dead, other = run_in_turn([dying, turns("b", tmp_path / "log")], 3, progress=False)
