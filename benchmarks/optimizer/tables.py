@@ -27,6 +27,7 @@ def paired_table(
         "kernel",
         "waiting",
         "read B/parameter",
+        "of it from disk",
         "written",
         "peak memory",
         "less torch",
@@ -63,6 +64,7 @@ def _row(
         f"{_median(steps, 'kernel'):.2f} s",
         f"{_median(steps, 'waited') / seconds:.1%}",
         f"{read / shape.parameters:.1f}",
+        f"{_mean(steps, 'from_disk') / shape.parameters:.1f}",
         f"{written / shape.parameters:.1f}",
         mebibytes(outcome.peaks[STEPS]),
         mebibytes(outcome.peaks[STEPS] - outcome.moments[FLOOR]),
@@ -71,8 +73,8 @@ def _row(
     ]
 
 
-def large_table(ours: Outcome, theirs: Outcome | None, shape: Shape, limits: Limits) -> str:
-    """The two ways that can train what nobody else can."""
+def large_table(ours: Outcome, theirs: Outcome | None, shape: Shape, limits: Limits, *, in_turn: bool) -> str:
+    """The two ways that can train what nobody else can; ``in_turn``: whether they took turns, both in memory."""
     header = [
         "way",
         "s/step",
@@ -80,6 +82,7 @@ def large_table(ours: Outcome, theirs: Outcome | None, shape: Shape, limits: Lim
         "kernel",
         "waiting",
         "read B/parameter",
+        "of it from disk",
         "written",
         "peak memory",
         "less torch",
@@ -106,11 +109,17 @@ def large_table(ours: Outcome, theirs: Outcome | None, shape: Shape, limits: Lim
         speedup, share = beside(ours, theirs)
         closing = (
             f"Ours takes 1/{speedup:.2f} of the time of {theirs.rung.name} {theirs.version or ''} and {share:.2f} of "
-            f"its memory. Their steps were taken in turn, each in a process with the allocator as it comes; a ratio is "
-            f"the median of the pairs' and from where to where they go."
+            f"its memory. {_TURNS[in_turn]} The allocator is as it comes; a ratio is the median of the steps' and from "
+            f"where to where they go. What is read, but not from disk, is from the page cache."
         )
     table = markdown_table(header, rows) if rows else ""
     return "\n\n".join(filter(None, (words, table, closing, reasons(outcomes))))
+
+
+_TURNS = {
+    True: "They took their steps in turn, while both held their memory, so that the page cache had what both left.",
+    False: "Each had the machine to itself.",
+}
 
 
 def beside(ours: Outcome, theirs: Outcome) -> tuple[float, float]:

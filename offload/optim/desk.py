@@ -2,7 +2,8 @@
 
 Read, compute, write, and only then read again: so the disk would rest while the processor computes, and reads would
 wait for writes that are no business of theirs. The desk has two trays. While a bite is worked on in one, the next is
-read into the other; and what is read or written together moves together.
+read into the other; and what is read or written together moves together. What lies side by side in a file moves in one
+call: a block has more norms and biases than matrices, and each call takes the interpreter from the layers.
 
 ::
 
@@ -22,17 +23,19 @@ Assumes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from offload.partition import aligned
 from offload.tier import Block
 from offload.tier.buffer import PAGE_BYTES, host_buffer
 from offload.tier.crew import Crew, Job
 
-__all__ = ["Desk", "Read", "Tray", "Write"]
+__all__ = ["Copy", "Desk", "Read", "Tray", "Write"]
 
 #: Transfers at a time: what a parameter of Adam needs besides its weights is three.
 AT_A_TIME = 3
@@ -50,14 +53,95 @@ class Read:
 
 @dataclass(eq=False)
 class Write:
-    """Bytes that are ready to go where they rest."""
+    """Bytes (flat, uint8) that are ready to go where they rest: to a block, from ``offset`` on."""
 
     source: Tensor
-    to: Callable[[Tensor], object]
+    block: Block
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """How many."""
+        return self.source.numel()
 
     def go(self) -> None:
         """Writes them."""
-        self.to(self.source)
+        self.block.write(self.source, self.offset)
+
+
+@dataclass(eq=False)
+class Copy:
+    """Bytes (flat, uint8) that are ready to go where they rest: to other memory."""
+
+    source: Tensor
+    to: Tensor
+
+    def go(self) -> None:
+        """Copies them."""
+        self.to.copy_(self.source)
+
+
+class _Place(Protocol):
+    """Bytes of a block."""
+
+    @property
+    def block(self) -> Block: ...
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+P = TypeVar("P", bound=_Place)
+
+
+def _neighbours(places: Iterable[P]) -> Iterator[list[P]]:
+    """Groups of what lies side by side in a block, in the block's order, with nothing but padding in between."""
+    by_block: dict[Block, list[P]] = {}
+    for place in places:
+        by_block.setdefault(place.block, []).append(place)
+    for members in by_block.values():
+        members.sort(key=lambda place: place.offset)
+        group: list[P] = []
+        for place in members:
+            if group and place.offset != aligned(group[-1].offset + group[-1].nbytes):
+                yield group
+                group = []
+            group.append(place)
+        yield group
+
+
+def _span(group: Sequence[_Place]) -> int:
+    """Bytes from the begin of the first to the end of the last."""
+    return group[-1].offset + group[-1].nbytes - group[0].offset
+
+
+def _in_one_call(writes: Iterable[Write]) -> Iterator[list[Write]]:
+    """Groups of what lies side by side in the block, and just so in memory."""
+    for neighbours in _neighbours(writes):
+        group: list[Write] = []
+        for write in neighbours:
+            if group and not _as_far_apart(group[-1], write):
+                yield group
+                group = []
+            group.append(write)
+        yield group
+
+
+def _as_far_apart(first: Write, second: Write) -> bool:
+    """Whether two sources belong to the same memory, and are as far apart there as in the block."""
+    a, b = first.source, second.source
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    return b.data_ptr() - a.data_ptr() == second.offset - first.offset
+
+
+def _write_group(group: Sequence[Write]) -> None:
+    first = group[0]
+    # The padding in between goes with the rest; nobody reads it.
+    first.block.write(first.source.as_strided((_span(group),), (1,)), first.offset)
 
 
 class Tray:
@@ -79,15 +163,19 @@ class Tray:
     def lay(self, bite: Hashable, reads: Sequence[Read], room_bytes: int, crew: Crew) -> None:
         """Begins to read. Whatever the tray held is gone; there is room for so many bytes besides."""
         self.clear()
-        nbytes = room_bytes + sum(read.nbytes + PAGE_BYTES for read in reads)
+        groups = list(_neighbours(reads))
+        nbytes = room_bytes + sum(_span(group) + PAGE_BYTES for group in groups)
         if self._memory.numel() < nbytes:
             self._memory = host_buffer(0)  # before the larger one is made
             self._memory = host_buffer(nbytes)
         self.bite = bite
-        for read in reads:
-            self._parts[read.name] = part = self.take(read.nbytes, read.offset)
-            self._jobs.append(crew.give(partial(read.block.read_into, part, read.offset)))
-            self.bytes_read += read.nbytes
+        for group in groups:
+            begin = group[0].offset
+            whole = self.take(_span(group), begin)
+            for read in group:
+                self._parts[read.name] = whole[read.offset - begin : read.offset - begin + read.nbytes]
+                self.bytes_read += read.nbytes
+            self._jobs.append(crew.give(partial(group[0].block.read_into, whole, begin)))
 
     def arrive(self) -> None:
         """Waits for what is being read; raises what reading raised."""
@@ -153,19 +241,23 @@ class Desk:
         if self._next.bite != bite:
             self._next.lay(bite, reads, room_bytes, self._crew)
 
-    def write(self, writes: list[Write]) -> None:
+    def write(self, writes: list[Write | Copy]) -> None:
         """Writes all, and takes them out of the list.
 
         Raises:
             OSError: if one could not be written. It is still in the list, as may be others.
         """
-        jobs = [(write, self._crew.give(write.go)) for write in writes]
-        done: list[Write] = []
+        jobs: list[tuple[Sequence[Write | Copy], Job]] = [
+            (group, self._crew.give(partial(_write_group, group)))
+            for group in _in_one_call(write for write in writes if isinstance(write, Write))
+        ]
+        jobs += [([copy], self._crew.give(copy.go)) for copy in writes if isinstance(copy, Copy)]
+        done: list[Write | Copy] = []
         try:
-            for write, job in jobs:
+            for group, job in jobs:
                 # Writer -> update lane. Without this, the tray is filled anew while the file still takes from it.
                 job.finish()
-                done.append(write)
+                done += group
         finally:
             for _, job in jobs:
                 job.abandon()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offload.optim.desk import Write
+from offload.optim.desk import Copy, Write
 from offload.shard import Shard, Slice
 
 __all__ = ["HostPiece", "Piece", "Recipe", "Task", "Torn"]
@@ -66,7 +66,7 @@ class Task:
     #: Bites of the piece that are done, states that are not at rest as they were before, and what failed to be written.
     bites_done: int = 0
     before: list[dict[str, Any] | None] | None = None
-    unwritten: list[Write] = field(default_factory=list)
+    unwritten: list[Write | Copy] = field(default_factory=list)
     #: Bytes that went from files to the desk, and back.
     bytes_read: int = 0
     bytes_written: int = 0

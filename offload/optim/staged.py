@@ -20,16 +20,15 @@ Guarantees
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.optim.desk import Desk, Read, Tray, Write
+from offload.optim.desk import Copy, Desk, Read, Tray, Write
 from offload.optim.piece import Piece, Recipe, Task
 from offload.partition import aligned
 from offload.shard import Shard, Slice
@@ -217,7 +216,7 @@ class StagedPiece(Piece):
         bite = bites[task.bites_done]
         tray = self._desk.lay(*self._wanted(task, bites, task.bites_done))
         chosen = [k for k, gradient in enumerate(task.gradients) if gradient is not None]
-        writes: list[Write] = []
+        writes: list[Write | Copy] = []
         try:
             for k in chosen:
                 writes.extend(self._lay_out(task, k, bite, tray, slot, before[k]))
@@ -248,7 +247,7 @@ class StagedPiece(Piece):
 
     def _lay_out(
         self, task: Task, k: int, bite: Bite, tray: Tray, slot: Tensor | None, before: Mapping[str, Any] | None
-    ) -> Iterator[Write]:
+    ) -> Iterator[Write | Copy]:
         """Has one parameter, its gradient and its states in memory; yields what must be written afterwards."""
         s, proxy, home = self.slices[k], self.proxies[k], self.shard.home
         assert self.optimizer is not None
@@ -257,7 +256,7 @@ class StagedPiece(Piece):
         offset += s.offset
         weights = tray.read(Read(k, home, offset, nbytes)) if slot is None else slot[offset : offset + nbytes]
         proxy.data = bite.shape(weights, s.dtype, s.parameter.shape, s.stride)
-        yield Write(weights, partial(_write, home, offset))
+        yield Write(weights, home, offset)
         proxy.grad, writes = self._gradient(task, k, bite, tray)
         yield from writes
         state = self.optimizer.state[proxy]
@@ -269,29 +268,29 @@ class StagedPiece(Piece):
             if owner == k:
                 state[key] = bite.shape(tray.part((k, key)), rest.dtype, rest.shape, rest.stride)
 
-    def _gradient(self, task: Task, k: int, bite: Bite, tray: Tray) -> tuple[Tensor, list[Write]]:
+    def _gradient(self, task: Task, k: int, bite: Bite, tray: Tray) -> tuple[Tensor, list[Write | Copy]]:
         s, gradient, coefficient = self.slices[k], task.gradients[k], task.coefficient
         assert gradient is not None
         if gradient.is_sparse:
             return (gradient if coefficient is None else gradient * coefficient), []
         offset, nbytes = bite.span(s.nbytes, s.dtype.itemsize)
-        to: Callable[[Tensor], object]
+        back: Write | Copy
         if self._in_file(s, gradient):
             assert self.shard.gradients is not None
             part = tray.part((k, None))
-            to = partial(_write, self.shard.gradients, s.offset + offset)
+            back = Write(part, self.shard.gradients, s.offset + offset)
         else:
             if gradient.stride() != s.stride or gradient.device.type != "cpu":
                 dense = torch.empty_strided(s.parameter.shape, s.stride, dtype=s.dtype)
                 gradient = task.gradients[k] = dense.copy_(gradient)
             resting = bytes_of(gradient)[offset : offset + nbytes]
             part = resting if coefficient is None else tray.take(nbytes).copy_(resting)
-            to = resting.copy_
+            back = Copy(part, resting)
         if coefficient is None:
             return bite.shape(part, s.dtype, s.parameter.shape, s.stride), []
         part.view(s.dtype).mul_(coefficient)
         # A gradient that is not zeroed after a clipped step goes on clipped.
-        writes = [Write(part, to)] if s.parameter.grad is gradient else []
+        writes = [back] if s.parameter.grad is gradient else []
         return bite.shape(part, s.dtype, s.parameter.shape, s.stride), writes
 
     # --- states at rest -----------------------------------------------------------------------------------------
@@ -334,7 +333,7 @@ class StagedPiece(Piece):
                 if bite.end is None and value.stride() != rest.stride:
                     dense = torch.empty_strided(rest.shape, rest.stride, dtype=rest.dtype).copy_(value)
                 offset = bite.span(rest.nbytes, rest.dtype.itemsize)[0]
-                yield Write(bytes_of(dense), partial(_write, rest.block, rest.offset + offset))
+                yield Write(bytes_of(dense), rest.block, rest.offset + offset)
 
     def _come_to_rest(self, k: int) -> None:
         """Parameter and states are views of their files again; states that only the desk holds are dropped."""
@@ -355,18 +354,14 @@ class StagedPiece(Piece):
         self._make_room(everyone, Bite())
         for k in everyone:
             for write in self._state_writes(k, Bite()):
-                write.to(write.source)
+                write.go()
             if self.states()[k]:
                 self._come_to_rest(k)
 
 
-def _nbytes(writes: Sequence[Write]) -> int:
+def _nbytes(writes: Sequence[Write | Copy]) -> int:
     return sum(write.source.numel() for write in writes)
 
 
 def _rests(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
-
-
-def _write(block: Block, offset: int, source: Tensor) -> None:
-    block.write(source, offset)

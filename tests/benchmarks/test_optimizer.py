@@ -18,7 +18,7 @@ from benchmarks.optimizer.shape import Shape, parameters_of_block
 from benchmarks.optimizer.steps import FLOOR, STEPS, greatest_difference, run_way, train
 from benchmarks.optimizer.tables import bytes_of_step
 from benchmarks.optimizer.ways import WAYS, Way
-from tests.benchmarks.here import Recorder, in_turn_here, pairs_here
+from tests.benchmarks.here import Recorder, in_turn_here, pairs_here, run_here
 
 SHAPE = Shape(blocks=3, dim=64, rows=2, positions=4)
 TURNS = 3
@@ -177,10 +177,14 @@ def test_the_question_ends_in_a_page_and_a_picture(
     assert list((tmp_path / "home").iterdir()) == []
 
 
+@pytest.mark.parametrize("in_turn", [False, True])
 def test_a_model_is_on_disk_from_birth(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    in_turn: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("benchmarks.optimizer.question.run_in_turn", in_turn_here)
+    if in_turn:
+        monkeypatch.setattr("benchmarks.optimizer.question.run_in_turn", in_turn_here)
+    else:
+        monkeypatch.setattr("benchmarks.optimizer.question.run_rungs", run_here)
     options = [
         "--parameters",
         "150e3",
@@ -190,6 +194,7 @@ def test_a_model_is_on_disk_from_birth(
         str(tmp_path / "home"),
         "--out",
         str(tmp_path / "o"),
+        *(["--in-turn"] if in_turn else []),
     ]
     assert main(["optimizer", *SIZES, *options]) == 0
     shown = capsys.readouterr().out

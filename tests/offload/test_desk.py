@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import offload.optim.staged
-from offload.optim.desk import Desk, Read, Tray, Write
+from offload.optim.desk import Copy, Desk, Read, Tray, Write
 from offload.tier import Block
 from offload.tier.buffer import PAGE_BYTES
 from offload.tier.crew import Crew, Job
@@ -130,9 +130,8 @@ def test_an_error_while_reading_ahead_is_raised_where_it_matters_and_once(desk: 
 def test_a_write_that_fails_stays_and_what_is_written_goes(desk: Desk) -> None:
     blocks = [Recorded(name, [0], []) for name in ("a", "b", "c")]
     blocks[1].fails = 1
-    writes = [
-        Write(torch.tensor([k + 1], dtype=torch.uint8), lambda source, block=block: block.write(source, 0))  # type: ignore[misc]
-        for k, block in enumerate(blocks)
+    writes: list[Write | Copy] = [
+        Write(torch.tensor([k + 1], dtype=torch.uint8), block, 0) for k, block in enumerate(blocks)
     ]
     with pytest.raises(OSError, match="Input/output error"):
         desk.write(writes)
@@ -141,6 +140,65 @@ def test_a_write_that_fails_stays_and_what_is_written_goes(desk: Desk) -> None:
     desk.write(writes)
     assert writes == []
     assert [block.tensor.tolist() for block in blocks] == [[1], [2], [3]]
+
+
+def test_what_lies_side_by_side_is_read_in_one_call(desk: Desk) -> None:
+    events: list[str] = []
+    first, second = Recorded("first", [k % 251 for k in range(400)], events), Recorded("second", [7] * 64, events)
+    # Padding up to the next multiple of 64 belongs to nobody; at 256 somebody else's bytes are in between.
+    places = [(first, 64, 10), (second, 0, 64), (first, 0, 64), (first, 128, 3), (first, 256, 9)]
+    tray = desk.lay("a", [Read(k, *place) for k, place in enumerate(places)], 0)
+    for k, (block, offset, nbytes) in enumerate(places):
+        assert tray.part(k).tolist() == block.tensor[offset : offset + nbytes].tolist()
+    assert sorted(events) == ["read first", "read first", "read second"]
+    assert tray.bytes_read == sum(nbytes for *_, nbytes in places)
+
+
+def test_what_lies_side_by_side_in_memory_and_in_the_file_is_written_in_one_call(desk: Desk) -> None:
+    events: list[str] = []
+    block = Recorded("block", [0] * 512, events)
+    memory = torch.arange(512).remainder(251).to(torch.uint8)
+    elsewhere = torch.full((64,), 9, dtype=torch.uint8)
+    rest = torch.zeros(3, dtype=torch.uint8)
+    places = [(128, 64), (192, 20), (0, 3)]  # the third is not next to the others
+    writes: list[Write | Copy] = [Write(memory[begin : begin + size], block, begin) for begin, size in places]
+    writes.append(Write(memory[300:364], block, 256))  # next to the second in the file, and not in memory
+    writes.append(Write(elsewhere, block, 320))  # next to the one before in the file, in other memory
+    writes.append(Copy(elsewhere[:3], rest))
+    desk.write(writes)
+    assert writes == []
+    assert events == ["write block"] * 4
+    for begin, size in places:
+        assert block.tensor[begin : begin + size].equal(memory[begin : begin + size])
+    assert block.tensor[256:320].equal(memory[300:364])
+    assert block.tensor[320:384].equal(elsewhere)
+    assert block.tensor[384:].sum() == 0
+    assert rest.tolist() == [9, 9, 9]
+
+
+def test_memory_that_two_tensors_own_side_by_side_is_not_one_source(desk: Desk) -> None:
+    events: list[str] = []
+    block, owned = Recorded("block", [0] * 128, events), bytearray([3] * 64 + [4] * 64)
+    halves = [torch.frombuffer(owned, dtype=torch.uint8, offset=begin, count=64) for begin in (0, 64)]
+    writes: list[Write | Copy] = [Write(half, block, begin) for half, begin in zip(halves, (0, 64), strict=True)]
+    desk.write(writes)
+    assert bytes(block.tensor.tolist()) == bytes(owned)
+    assert len(events) == 2
+
+
+def test_of_a_group_that_cannot_be_written_all_stays(desk: Desk) -> None:
+    block = Recorded("block", [0] * 128, [])
+    block.fails = 1
+    memory = torch.ones(128, dtype=torch.uint8)
+    writes: list[Write | Copy] = [Write(memory[:64], block, 0), Write(memory[64:], block, 64)]
+    with pytest.raises(OSError, match="Input/output error"):
+        desk.write(writes)
+    assert len(writes) == 2
+    for write in writes:
+        write.source = write.source.clone()  # as a piece does that keeps them
+    desk.write(writes)
+    assert writes == []
+    assert block.tensor.tolist() == [1] * 128
 
 
 @given(st.lists(st.tuples(st.integers(0, 9000), st.integers(0, 9000)), max_size=5), st.integers(0, 5000))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from offload.lane import Arrival
 from offload.optim.update import Update
+from offload.partition import aligned
 from offload.shard import Shard
 from offload.streamer import Streamer
 from tests.offload.late import LateLane
@@ -180,10 +181,12 @@ def test_a_disk_home_is_read_once_for_update_and_load(tmp_path: Path, monkeypatc
     monkeypatch.setattr(DiskBlock, "read_into", counted_read)
     monkeypatch.setattr(DiskBlock, "write", counted_write)
     pair.eval()
-    trained = sum(p.numel() * 4 for n, p in pair.model.named_parameters() if "never" not in n)
+    trained = [p.numel() * 4 for n, p in pair.model.named_parameters() if "never" not in n]
+    once, padded = sum(trained), sum(aligned(nbytes) for nbytes in trained)
     homes = sum(shard.home.nbytes for shard in pair.model._walk.shards)
-    assert moved["read"] == homes + 3 * trained  # weights in whole shards; gradient and two moments
-    assert moved["write"] == 3 * trained  # weights and two moments
+    # Weights in whole shards; gradient and two moments. Padding moves with what it lies between.
+    assert homes + 3 * once <= moved["read"] <= homes + 3 * padded
+    assert 3 * once <= moved["write"] <= 3 * padded  # weights and two moments
 
 
 def test_updates_stand_in_the_trace_beside_compute(home: str, tmp_path: Path) -> None:

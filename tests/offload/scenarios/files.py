@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.optim.desk import Desk, Read, Write
+from offload.optim.desk import Copy, Desk, Read, Write
 from offload.tier import DiskTier
 from offload.tier.buffer import host_buffer, view_memory
 from offload.tier.cache import PageCache
@@ -294,16 +293,17 @@ def what_was_read_for_nobody_does_not_arrive_later(monkeypatch: pytest.MonkeyPat
 def a_tray_is_free_when_its_writes_are_done(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     with _desk(monkeypatch, path) as (threads, desk, fives, sixes):
         source = torch.full((PIECE,), 9, dtype=torch.uint8)
-        writes = [Write(source, partial(block.write, offset=0)) for block in (fives, sixes)]
+        writes: list[Write | Copy] = [Write(source, block, 0) for block in (fives, sixes)]
         desk.write(writes)
         assert writes == []
         assert (fives.tensor == 9).all()
         assert (sixes.tensor == 9).all()
 
-        def fails(source: Tensor) -> None:
+        def fails(source: Tensor, offset: int) -> None:
             raise OSError("full")
 
-        writes = [Write(source, fails), Write(source, partial(sixes.write, offset=0))]
+        monkeypatch.setattr(fives, "write", fails)
+        writes = [Write(source, fives, 0), Write(source, sixes, 0)]
         with pytest.raises(OSError, match="full"):
             desk.write(writes)
         source.fill_(11)
