@@ -2,9 +2,7 @@
 
 Read, compute, write, and only then read again: so the disk would rest while the processor computes, and reads would
 wait for writes that are no business of theirs. The desk has two trays. While a bite is worked on in one, the next is
-read into the other; and what is read or written together moves together. What lies side by side in a file moves in one
-call: a block has more norms and biases than matrices, and each call takes the interpreter from the layers.
-
+read into the other; and what is read or written together moves together.
 ::
 
     tray 0   read 0 | compute 0 | write 0 | read 2           | compute 2 | write 2
@@ -23,125 +21,19 @@ Assumes
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from offload.partition import aligned
-from offload.tier import Block
+from offload.optim.moves import Copy, Read, Write, in_one_call, neighbours, span_bytes, write_together
 from offload.tier.buffer import PAGE_BYTES, host_buffer
 from offload.tier.crew import Crew, Job
 
-__all__ = ["Copy", "Desk", "Read", "Tray", "Write"]
+__all__ = ["Desk", "Tray"]
 
 #: Transfers at a time: what a parameter of Adam needs besides its weights is three.
 AT_A_TIME = 3
-
-
-@dataclass(frozen=True, eq=False)
-class Read:
-    """Bytes of a block from ``offset`` on; ``name`` is what they are called on the tray."""
-
-    name: Hashable
-    block: Block
-    offset: int
-    nbytes: int
-
-
-@dataclass(eq=False)
-class Write:
-    """Bytes (flat, uint8) that are ready to go where they rest: to a block, from ``offset`` on."""
-
-    source: Tensor
-    block: Block
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        """How many."""
-        return self.source.numel()
-
-    def go(self) -> None:
-        """Writes them."""
-        self.block.write(self.source, self.offset)
-
-
-@dataclass(eq=False)
-class Copy:
-    """Bytes (flat, uint8) that are ready to go where they rest: to other memory."""
-
-    source: Tensor
-    to: Tensor
-
-    def go(self) -> None:
-        """Copies them."""
-        self.to.copy_(self.source)
-
-
-class _Place(Protocol):
-    """Bytes of a block."""
-
-    @property
-    def block(self) -> Block: ...
-
-    @property
-    def offset(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-P = TypeVar("P", bound=_Place)
-
-
-def _neighbours(places: Iterable[P]) -> Iterator[list[P]]:
-    """Groups of what lies side by side in a block, in the block's order, with nothing but padding in between."""
-    by_block: dict[Block, list[P]] = {}
-    for place in places:
-        by_block.setdefault(place.block, []).append(place)
-    for members in by_block.values():
-        members.sort(key=lambda place: place.offset)
-        group: list[P] = []
-        for place in members:
-            if group and place.offset != aligned(group[-1].offset + group[-1].nbytes):
-                yield group
-                group = []
-            group.append(place)
-        yield group
-
-
-def _span(group: Sequence[_Place]) -> int:
-    """Bytes from the begin of the first to the end of the last."""
-    return group[-1].offset + group[-1].nbytes - group[0].offset
-
-
-def _in_one_call(writes: Iterable[Write]) -> Iterator[list[Write]]:
-    """Groups of what lies side by side in the block, and just so in memory."""
-    for neighbours in _neighbours(writes):
-        group: list[Write] = []
-        for write in neighbours:
-            if group and not _as_far_apart(group[-1], write):
-                yield group
-                group = []
-            group.append(write)
-        yield group
-
-
-def _as_far_apart(first: Write, second: Write) -> bool:
-    """Whether two sources belong to the same memory, and are as far apart there as in the block."""
-    a, b = first.source, second.source
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
-        return False
-    return b.data_ptr() - a.data_ptr() == second.offset - first.offset
-
-
-def _write_group(group: Sequence[Write]) -> None:
-    first = group[0]
-    # The padding in between goes with the rest; nobody reads it.
-    first.block.write(first.source.as_strided((_span(group),), (1,)), first.offset)
 
 
 class Tray:
@@ -163,15 +55,15 @@ class Tray:
     def lay(self, bite: Hashable, reads: Sequence[Read], room_bytes: int, crew: Crew) -> None:
         """Begins to read. Whatever the tray held is gone; there is room for so many bytes besides."""
         self.clear()
-        groups = list(_neighbours(reads))
-        nbytes = room_bytes + sum(_span(group) + PAGE_BYTES for group in groups)
+        groups = list(neighbours(reads))
+        nbytes = room_bytes + sum(span_bytes(group) + PAGE_BYTES for group in groups)
         if self._memory.numel() < nbytes:
             self._memory = host_buffer(0)  # before the larger one is made
             self._memory = host_buffer(nbytes)
         self.bite = bite
         for group in groups:
             begin = group[0].offset
-            whole = self.take(_span(group), begin)
+            whole = self.take(span_bytes(group), begin)
             for read in group:
                 self._parts[read.name] = whole[read.offset - begin : read.offset - begin + read.nbytes]
                 self.bytes_read += read.nbytes
@@ -248,8 +140,8 @@ class Desk:
             OSError: if one could not be written. It is still in the list, as may be others.
         """
         jobs: list[tuple[Sequence[Write | Copy], Job]] = [
-            (group, self._crew.give(partial(_write_group, group)))
-            for group in _in_one_call(write for write in writes if isinstance(write, Write))
+            (group, self._crew.give(partial(write_together, group)))
+            for group in in_one_call(write for write in writes if isinstance(write, Write))
         ]
         jobs += [([copy], self._crew.give(copy.go)) for copy in writes if isinstance(copy, Copy)]
         done: list[Write | Copy] = []

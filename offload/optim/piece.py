@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offload.optim.desk import Copy, Write
+from offload.optim.moves import Copy, Write
 from offload.shard import Shard, Slice
 
 __all__ = ["HostPiece", "Piece", "Recipe", "Task", "Torn"]

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.optim.desk import Copy, Desk, Read, Tray, Write
+from offload.optim.desk import Desk, Tray
+from offload.optim.moves import Copy, Read, Write
 from offload.optim.piece import Piece, Recipe, Task
 from offload.partition import aligned
 from offload.shard import Shard, Slice

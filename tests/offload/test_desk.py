@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import offload.optim.staged
-from offload.optim.desk import Copy, Desk, Read, Tray, Write
+from offload.optim.desk import Desk, Tray
+from offload.optim.moves import Copy, Read, Write
 from offload.tier import Block
 from offload.tier.buffer import PAGE_BYTES
 from offload.tier.crew import Crew, Job

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.optim.desk import Copy, Desk, Read, Write
+from offload.optim.desk import Desk
+from offload.optim.moves import Copy, Read, Write
 from offload.tier import DiskTier
 from offload.tier.buffer import host_buffer, view_memory
 from offload.tier.cache import PageCache
