@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,34 @@ import torch
 
 from benchmarks.frame.memory import memory_kind
 
-__all__ = ["Environment", "filesystem_of", "here", "shown_command"]
+__all__ = ["Environment", "ProcessorTime", "filesystem_of", "here", "processor_time", "shown_command"]
 
 PACKAGES = ("gradstream", "numpy", "tokenizers")
+
+
+@dataclass(frozen=True)
+class ProcessorTime:
+    """Seconds of all processors since the machine started: those that were asked for, and of them those not given.
+
+    A virtual machine shares its processors with others. What these take is lost to whatever is measured meanwhile, and
+    no load average shows it.
+    """
+
+    asked: float
+    stolen: float
+
+    def share_since(self, before: ProcessorTime) -> float | None:
+        """Share of what was asked for since ``before`` that others got; None if that was less than a second."""
+        asked = self.asked - before.asked
+        return (self.stolen - before.stolen) / asked if asked >= 1 else None
+
+
+def processor_time() -> ProcessorTime:
+    """As the system counts it; nothing is stolen where it does not count that."""
+    times = psutil.cpu_times()
+    given = sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))
+    stolen = getattr(times, "steal", 0.0)
+    return ProcessorTime(given + stolen, stolen)
 
 
 @dataclass(frozen=True)
@@ -40,15 +65,25 @@ class Environment:
     packages: dict[str, str]
     load: float | None
     memory_kind: str
+    processor: ProcessorTime = field(default_factory=processor_time)  #: when this was made
+
+    @property
+    def stolen(self) -> float | None:
+        """Share of the processor time asked for since then that the host gave to others."""
+        return processor_time().share_since(self.processor)
 
     def as_json(self) -> dict[str, Any]:
         """A JSON object: the first line of the file that ``--json`` names."""
-        return {"environment": asdict(self)}
+        fields = asdict(self)
+        del fields["processor"]
+        return {"environment": {**fields, "stolen": self.stolen}}
 
     def facts(self) -> list[tuple[str, str]]:
         """The header: what is told, and the words for it."""
         versions = ", ".join(f"{name} {version}" for name, version in self.packages.items())
         busy = "" if self.load is None else f", load {self.load:.1f} before"
+        if self.stolen is not None:
+            busy += f", {self.stolen:.0%} of its processor time taken by others of its host"
         return [
             ("date", self.date),
             ("command", self.command),

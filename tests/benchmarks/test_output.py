@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.frame.environment import filesystem_of, here
+from benchmarks.frame.environment import ProcessorTime, filesystem_of, here, processor_time
 from benchmarks.frame.extra import MissingExtraError, require
 from benchmarks.frame.report import markdown_page, publish, write_json_lines
 from benchmarks.frame.rungs import Outcome, Rung
@@ -97,6 +97,24 @@ def test_the_header_says_on_what_and_how_it_was_measured() -> None:
     for part in (environment.date, environment.command, environment.cpu, environment.torch, environment.memory_kind):
         assert part in shown
     assert json.loads(json.dumps(environment.as_json()))["environment"]["torch"] == environment.torch
+
+
+def test_the_header_says_what_the_host_gave_to_others_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [ProcessorTime(100.0, 30.0), ProcessorTime(100.5, 30.5), ProcessorTime(140.0, 40.0)]
+    monkeypatch.setattr("benchmarks.frame.environment.processor_time", lambda: clock[0])
+    environment = replace(here(), processor=clock.pop(0))
+    assert "taken by others" not in "\n".join(environment.lines())
+    assert environment.as_json()["environment"]["stolen"] is None
+    clock.pop(0)
+    assert ", 25% of its processor time taken by others of its host" in dict(environment.facts())["machine"]
+    assert environment.as_json()["environment"]["stolen"] == 0.25
+
+
+def test_processor_time_is_counted_and_only_rises() -> None:
+    before = processor_time()
+    after = processor_time()
+    assert after.asked >= before.asked > 0
+    assert after.asked >= after.stolen >= before.stolen >= 0
 
 
 def test_the_kind_of_a_file_system_is_that_of_the_deepest_mount(tmp_path: Path) -> None:
