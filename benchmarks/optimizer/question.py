@@ -252,6 +252,8 @@ def _run_large(
         for outcome in (ours, *others):
             del outcome.steps[:1]
     theirs = others[0] if others else None
+    if theirs is not None and theirs.result is not None and ours.result is not None:
+        theirs.ratio = beside(ours, theirs)[0]
     return publish(
         arguments,
         environment,
