@@ -3,6 +3,7 @@
 Read, compute, write, and only then read again: so the disk would rest while the processor computes, and reads would
 wait for writes that are no business of theirs. The desk has two trays. While a bite is worked on in one, the next is
 read into the other; and what is read or written together moves together.
+
 ::
 
     tray 0   read 0 | compute 0 | write 0 | read 2           | compute 2 | write 2
