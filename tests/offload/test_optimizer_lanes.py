@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offload.lane import Arrival
+from offload.optim.staged import StagedPiece
 from offload.optim.update import Update
-from offload.partition import aligned
 from offload.shard import Shard
 from offload.streamer import Streamer
 from tests.offload.late import LateLane
@@ -167,26 +167,39 @@ def test_a_disk_home_is_read_once_for_update_and_load(tmp_path: Path, monkeypatc
     pair = Pair("adamw", f"{tmp_path}/")
     for action in ("backward", "step", "zero", "backward", "step", "zero"):
         pair.do(action)
-    moved = {"read": 0, "write": 0}
+    moved: dict[tuple[str, DiskBlock], torch.Tensor] = {}  # how often each byte of a block was read, and written
     read, write = DiskBlock.read_into, DiskBlock.write
 
+    def times(what: str, block: Any) -> torch.Tensor:
+        return moved.setdefault((what, block), torch.zeros(block.nbytes, dtype=torch.int))
+
     def counted_read(self: DiskBlock, destination: torch.Tensor, offset: int = 0) -> None:
-        moved["read"] += min(destination.numel(), self.nbytes - offset)
+        times("read", self)[offset : offset + destination.numel()] += 1
         read(self, destination, offset)
 
     def counted_write(self: DiskBlock, source: torch.Tensor, offset: int) -> None:
-        moved["write"] += source.numel()
+        times("write", self)[offset : offset + source.numel()] += 1
         write(self, source, offset)
 
     monkeypatch.setattr(DiskBlock, "read_into", counted_read)
     monkeypatch.setattr(DiskBlock, "write", counted_write)
     pair.eval()
-    trained = [p.numel() * 4 for n, p in pair.model.named_parameters() if "never" not in n]
-    once, padded = sum(trained), sum(aligned(nbytes) for nbytes in trained)
-    homes = sum(shard.home.nbytes for shard in pair.model._walk.shards)
-    # Weights in whole shards; gradient and two moments. Padding moves with what it lies between.
-    assert homes + 3 * once <= moved["read"] <= homes + 3 * padded
-    assert 3 * once <= moved["write"] <= 3 * padded  # weights and two moments
+    names = {id(parameter): name for name, parameter in pair.model.named_parameters()}
+    for shard, pieces in pair.ours.pieces.items():
+        assert (times("read", shard.home) == 1).all()  # weights in whole shards, for the update and for the layers
+        for piece in pieces:
+            assert isinstance(piece, StagedPiece)
+            for s in piece.slices:
+                trained = int("never" not in names[id(s.parameter)])
+                here = slice(s.offset, s.offset + s.nbytes)
+                assert (times("write", shard.home)[here] == trained).all()
+                assert (times("read", shard.gradients)[here] == trained).all()
+            for rest in piece._rest.values():  # the moments
+                here = slice(rest.offset, rest.offset + rest.nbytes)
+                assert (times("read", rest.block)[here] == 1).all()
+                assert (times("write", rest.block)[here] == 1).all()
+        assert ("write", shard.gradients) not in moved
+    assert all(int(count.max()) <= 1 for count in moved.values())  # nor any padding twice
 
 
 def test_updates_stand_in_the_trace_beside_compute(home: str, tmp_path: Path) -> None:
