@@ -25,7 +25,8 @@ from benchmarks.frame.plot import COLOURS, level_line, new_figure, save
 from benchmarks.frame.report import publish
 from benchmarks.frame.rungs import Outcome, Rung
 from benchmarks.frame.table import markdown_table, mebibytes, reasons
-from benchmarks.frame.work import COUNTED, adamw_bytes, disk_bytes, gradient_bytes
+from benchmarks.frame.traffic import medium_bytes
+from benchmarks.frame.work import adamw_bytes, gradient_bytes
 from offload.budget import parse_bytes
 
 __all__ = ["add_arguments", "broken_bounds", "run"]
@@ -160,9 +161,8 @@ def _losses(outcome: Outcome) -> list[float]:
 def limit_seconds(outcome: Outcome, shape: Shape, limits: Limits) -> float:
     """The least seconds of a step: its arithmetic, AdamW and the gradients in memory, the bytes of files."""
     parameters = shape.parameter_bytes / 4
-    medians = {name: outcome.median(name, 0) for name in COUNTED}
     copied = gradient_bytes(parameters) + adamw_bytes(parameters)
-    return limits.step_seconds(flops=shape.training_flops, copied_bytes=copied, **disk_bytes(medians))
+    return limits.step_seconds(flops=shape.training_flops, **medium_bytes(outcome.steps, copied_bytes=copied))
 
 
 def _table(outcomes: Sequence[Outcome], shape: Shape, cap_bytes: int, limits: Limits) -> str:

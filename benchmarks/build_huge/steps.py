@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.frame.child import Report
+from benchmarks.frame.traffic import Traffic
 from benchmarks.frame.work import counted_between
 from offload import OffloadModel, OffloadOptimizer, load_pretrained
 from offload.files.tensor_file import write_tensors
@@ -150,6 +151,7 @@ def _steps(shape: Shape, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     x, target = shape.batch()
     counted = _statistics(model)
     for _ in range(shape.steps):
+        traffic = Traffic()
         started = time.perf_counter()
         loss = (model(x) - target).square().mean()
         loss.backward()
@@ -159,7 +161,7 @@ def _steps(shape: Shape, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
             optimizer.synchronize()  # so that a step's time holds all of its work
         seconds = time.perf_counter() - started
         before, counted = counted, _statistics(model)
-        yield {"loss": float(loss.detach()), "seconds": seconds, **counted_between(before, counted)}
+        yield {"loss": float(loss.detach()), "seconds": seconds, **traffic.taken(), **counted_between(before, counted)}
 
 
 def _statistics(model: nn.Module) -> dict[str, Any]:

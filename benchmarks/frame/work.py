@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["COUNTED", "adamw_bytes", "block_flops", "counted_between", "disk_bytes", "gradient_bytes"]
+__all__ = ["COUNTED", "adamw_bytes", "block_flops", "counted_between", "engine_bytes", "gradient_bytes"]
 
 #: What an OffloadModel counts of its traffic: the fields of ``offload.Statistics`` that a step's line tells.
 COUNTED = ("bytes_loaded", "bytes_stored", "bytes_spilled", "update_bytes_read", "update_bytes_written", "wait_seconds")
@@ -43,13 +43,11 @@ def counted_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict
     return {name: after[name] - before[name] for name in COUNTED if name in after}
 
 
-def disk_bytes(step: Mapping[str, Any]) -> dict[str, float]:
-    """Read from and written to files in a step of an OffloadModel whose home is on disk, as ``Limits`` takes them.
+def engine_bytes(step: Mapping[str, Any]) -> tuple[float, float]:
+    """What an OffloadModel counts of a step: loaded from its home and stored there, by passes and by updates.
 
-    What is spilled goes there once and comes back.
+    What is spilled is stored once and comes back.
     """
     spilled = step.get("bytes_spilled", 0)
-    return {
-        "read_bytes": step.get("bytes_loaded", 0) + step.get("update_bytes_read", 0) + spilled,
-        "written_bytes": step.get("bytes_stored", 0) + step.get("update_bytes_written", 0) + spilled,
-    }
+    loaded = step.get("bytes_loaded", 0) + step.get("update_bytes_read", 0) + spilled
+    return loaded, step.get("bytes_stored", 0) + step.get("update_bytes_written", 0) + spilled

@@ -13,7 +13,8 @@ from benchmarks.frame.outcome import Outcome
 from benchmarks.frame.pairs import Paired, spread
 from benchmarks.frame.plot import COLOURS, new_figure, save
 from benchmarks.frame.table import markdown_table, mebibytes
-from benchmarks.frame.work import disk_bytes, gradient_bytes
+from benchmarks.frame.traffic import medium_bytes
+from benchmarks.frame.work import engine_bytes, gradient_bytes
 from benchmarks.memory_latency.shape import Shape
 from benchmarks.memory_latency.steps import FLOOR
 
@@ -74,17 +75,16 @@ def above_floor(outcome: Outcome) -> int:
 
 
 def limit_seconds(way: Measured, shape: Shape, limits: Limits) -> float:
-    """The least seconds for the arithmetic that every way must do, and for the bytes that this one counts."""
-    arguments, step = way.paired.outcome.rung.arguments, way.paired.steps[-1]
+    """The least seconds for the arithmetic that every way must do, and for the bytes that this one moves."""
+    arguments, steps = way.paired.outcome.rung.arguments, way.paired.steps
     work = {"flops": shape.training_flops, "on_device_bytes": gradient_bytes(shape.parameters)}
-    moved = disk_bytes(step) if arguments["way"] == "ours" else {"read_bytes": 0.0, "written_bytes": 0.0}
+    loaded, drained = engine_bytes(steps[-1]) if arguments["way"] == "ours" else (0.0, 0.0)
+    copied = 0.0
     if limits.host_to_device_bytes is not None:
-        work |= {"loaded_bytes": moved["read_bytes"], "drained_bytes": moved["written_bytes"]}
-    elif arguments["settings"].get("disk", True):
-        work |= moved
-    else:
-        work["copied_bytes"] = sum(moved.values())
-    return limits.step_seconds(**work)
+        work |= {"loaded_bytes": loaded, "drained_bytes": drained}
+    elif not arguments["settings"].get("disk", True):
+        copied = loaded + drained
+    return limits.step_seconds(**work, **medium_bytes(steps, copied_bytes=copied))
 
 
 def training_table(measured: Sequence[Measured], shape: Shape, limits: Limits) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmarks.frame.child import Report
 from benchmarks.frame.heap import return_freed_memory
+from benchmarks.frame.traffic import Traffic
 from benchmarks.frame.work import counted_between
 from benchmarks.memory_latency.forward import FORWARD_WAYS
 from benchmarks.memory_latency.shape import Shape
@@ -52,10 +53,10 @@ def train(
     estimate: dict[str, Any] = {}
     statistics: dict[str, Any] = {}
     for k in report.turns():
-        before = prepared.statistics()
+        before, traffic = prepared.statistics(), Traffic()
         seconds, _ = _timed(lambda: _step(prepared, batch), device)
-        statistics = prepared.statistics()
-        report.step(seconds=seconds, **counted_between(before, statistics))
+        moved, statistics = traffic.taken(), prepared.statistics()
+        report.step(seconds=seconds, **moved, **counted_between(before, statistics))
         if k + 1 == asked_after:
             estimate = prepared.estimate(chosen.rows)
         if k == 0 and way == "plain" and prepared.microbatches == 1:

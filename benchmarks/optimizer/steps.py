@@ -1,8 +1,6 @@
 """The rungs: one way trains, a step at each turn, and tells its times, its bytes and its parameters.
 
-Bytes are counted by the kernel, so that a peer is counted as we are: ``rchar`` and ``wchar`` of ``/proc/self/io``
-hold what passed ``read`` and ``write`` of any kind, whether the page cache or the disk had it. Asynchronous I/O, which
-a peer may use, is not in them, but in the bytes that reached the device, which stand beside them.
+Bytes are counted by the kernel, so that a peer is counted as we are.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.frame.child import Report
+from benchmarks.frame.traffic import Traffic
 from benchmarks.optimizer.shape import Shape
 from benchmarks.optimizer.ways import WAYS, Way
 
@@ -79,12 +78,12 @@ def run_way(report: Report, way: Way, save_after: int, save_to: str | None) -> d
 def _step(way: Way, index: int) -> dict[str, float]:
     """Seconds, loss and bytes of one step."""
     state, target = way.shape.batch(index)
-    before, waited = _bytes_moved(), way.waited_seconds()
+    traffic, waited = Traffic(), way.waited_seconds()
     processor, started = time.process_time(), time.perf_counter()
     loss = way.step(state, target)
     seconds = time.perf_counter() - started
     processor = time.process_time() - processor
-    moved = {name: count - before[name] for name, count in _bytes_moved().items()}
+    moved = traffic.taken()
     waited = way.waited_seconds() - waited
     return {"seconds": seconds, "processor": processor, "waited": waited, "loss": loss, **moved}
 
@@ -94,17 +93,6 @@ def _write_out() -> float:
     started = time.perf_counter()
     os.sync()
     return time.perf_counter() - started
-
-
-def _bytes_moved() -> dict[str, int]:
-    """What the kernel has counted of this process; nothing where it does not count."""
-    try:
-        with open("/proc/self/io", encoding="ascii") as counters:
-            fields = dict(line.split(":", 1) for line in counters)
-    except OSError:
-        return {}
-    names = {"read": "rchar", "written": "wchar", "from_disk": "read_bytes", "to_disk": "write_bytes"}
-    return {name: int(fields[field]) for name, field in names.items()}
 
 
 def _save(way: Way, path: str | None) -> None:

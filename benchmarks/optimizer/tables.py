@@ -10,10 +10,11 @@ from benchmarks.frame.limits import LIMIT_HEADER, Limits, limit_cells
 from benchmarks.frame.outcome import Outcome
 from benchmarks.frame.pairs import Paired, spread, step_ratios
 from benchmarks.frame.table import markdown_table, mebibytes, reasons
+from benchmarks.frame.traffic import bytes_of_step, from_disk, medium_bytes
 from benchmarks.optimizer.shape import Shape
 from benchmarks.optimizer.steps import FLOOR, STEPS
 
-__all__ = ["beside", "bytes_of_step", "large_table", "paired_table"]
+__all__ = ["beside", "large_table", "paired_table"]
 
 
 def paired_table(
@@ -64,12 +65,12 @@ def _row(
         f"{_median(steps, 'kernel'):.2f} s",
         f"{_median(steps, 'waited') / seconds:.1%}",
         f"{read / shape.parameters:.1f}",
-        f"{_mean(steps, 'from_disk') / shape.parameters:.1f}",
+        f"{from_disk(steps) / shape.parameters:.1f}",
         f"{written / shape.parameters:.1f}",
         mebibytes(outcome.peaks[STEPS]),
         mebibytes(outcome.peaks[STEPS] - outcome.moments[FLOOR]),
         "-" if difference is None else f"{difference:.0e}" if difference else "0",
-        *limit_cells(seconds, limits.step_seconds(flops=shape.flops, read_bytes=read, written_bytes=written)),
+        *limit_cells(seconds, limits.step_seconds(flops=shape.flops, **medium_bytes(steps))),
     ]
 
 
@@ -127,19 +128,5 @@ def beside(ours: Outcome, theirs: Outcome) -> tuple[float, float]:
     return statistics.median(step_ratios(theirs, ours)), ours.peaks[STEPS] / theirs.peaks[STEPS]
 
 
-def bytes_of_step(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Bytes read and written in a step: by calls, or at the device where that is more (asynchronous I/O has no calls).
-
-    The device writes late what the page cache holds, so its count is of all steps together.
-    """
-    read = max(_median(steps, "read"), _mean(steps, "from_disk"))
-    written = max(_median(steps, "written"), _mean(steps, "to_disk"))
-    return read, written
-
-
 def _median(steps: Sequence[Mapping[str, Any]], key: str) -> float:
     return float(statistics.median(step.get(key, 0.0) for step in steps))
-
-
-def _mean(steps: Sequence[Mapping[str, Any]], key: str) -> float:
-    return float(statistics.fmean(step.get(key, 0.0) for step in steps))

@@ -14,7 +14,8 @@ from benchmarks.frame.pairs import spread, step_ratios
 from benchmarks.frame.plot import COLOURS, bars, level_line, new_figure, save
 from benchmarks.frame.rungs import Outcome
 from benchmarks.frame.table import markdown_table, mebibytes, ratio
-from benchmarks.frame.work import COUNTED, adamw_bytes, disk_bytes, gradient_bytes
+from benchmarks.frame.traffic import medium_bytes
+from benchmarks.frame.work import adamw_bytes, gradient_bytes
 from benchmarks.retrieval.settings import Settings
 from benchmarks.retrieval.training import BEFORE, FLOOR, RECALL_AT
 
@@ -43,9 +44,8 @@ def greatest_difference(outcomes: Sequence[Outcome]) -> float | None:
 def limit_seconds(outcome: Outcome, settings: Settings, limits: Limits) -> float:
     """The least seconds of a step: the encoder's arithmetic with nothing recomputed, AdamW, and the bytes of files."""
     parameters = int((outcome.result or {})["parameters"])
-    medians = {name: outcome.median(name, 0) for name in COUNTED}
     copied = gradient_bytes(parameters) + adamw_bytes(parameters)
-    return limits.step_seconds(flops=settings.training_flops, copied_bytes=copied, **disk_bytes(medians))
+    return limits.step_seconds(flops=settings.training_flops, **medium_bytes(outcome.steps, copied_bytes=copied))
 
 
 def table(outcomes: Sequence[Outcome], settings: Settings, limits: Limits) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.frame.child import Report
+from benchmarks.frame.traffic import Traffic
 from benchmarks.frame.work import counted_between
 from benchmarks.retrieval.batches import Batches
 from benchmarks.retrieval.cap import cap_memory
@@ -135,13 +136,13 @@ def train(
         descriptions, sources = batches.training(k)
         for group in optimizer.param_groups:
             group["lr"] = chosen.learning_rate_at(k)
-        started = time.perf_counter()
+        traffic, started = Traffic(), time.perf_counter()
         optimizer.zero_grad()
         loss = step(descriptions, sources).item()
         optimizer.step()
         seconds = time.perf_counter() - started
         before_step, counted = counted, _statistics(model)
-        report.step(loss=loss, seconds=seconds, **counted_between(before_step, counted))
+        report.step(loss=loss, seconds=seconds, **traffic.taken(), **counted_between(before_step, counted))
     report.phase("evaluation")
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

@@ -99,7 +99,7 @@ def test_each_bound_is_one(outcomes: list[Outcome], broken: str) -> None:
 
 def test_the_limit_is_the_longest_of_arithmetic_memory_and_files() -> None:
     in_memory, streamed = outcome("no cap", 2.0), outcome("offloaded", 2.0)
-    streamed.steps[0] |= {"bytes_loaded": 2_000_000, "update_bytes_written": 1_000_000}
+    streamed.steps[0] |= {"read": 2_000_000, "from_disk": 2_000_000, "written": 1_000_000, "to_disk": 1_000_000}
     assert limit_seconds(in_memory, SHAPE, RATES) == SHAPE.training_flops / RATES.matmul_flops
     assert limit_seconds(streamed, SHAPE, RATES) == 3.0
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from benchmarks.frame.limits import LIMIT_HEADER, Limits, limit_cells, measure_limits
-from benchmarks.frame.work import block_flops, counted_between, disk_bytes
+from benchmarks.frame.traffic import Traffic, bytes_of_step, medium_bytes
+from benchmarks.frame.work import block_flops, counted_between, engine_bytes
 
 MEBIBYTE = 2**20
 
@@ -83,8 +84,42 @@ def test_a_copy_on_the_device_is_bound_by_the_devices_memory_if_it_has_one() -> 
 
 def test_what_is_spilled_is_written_once_and_read_once() -> None:
     step = {"bytes_loaded": 4, "bytes_stored": 2, "bytes_spilled": 1, "update_bytes_read": 8, "update_bytes_written": 6}
-    assert disk_bytes(step) == {"read_bytes": 13, "written_bytes": 9}
-    assert disk_bytes({"seconds": 1.0}) == {"read_bytes": 0, "written_bytes": 0}
+    assert engine_bytes(step) == (13, 9)
+    assert engine_bytes({"seconds": 1.0}) == (0, 0)
+
+
+def test_what_the_page_cache_had_is_a_copy_and_not_the_disks() -> None:
+    half = [{"read": 8, "from_disk": 2, "written": 4, "to_disk": 4}, {"read": 8, "from_disk": 6, "written": 4}]
+    assert medium_bytes(half, copied_bytes=1.0) == {"read_bytes": 4.0, "written_bytes": 4.0, "copied_bytes": 5.0}
+    assert limits().step_seconds(**medium_bytes(half)) == 4.0 / 4.0 + 4.0 / 2.0
+
+
+def test_what_passes_no_call_counts_at_the_device() -> None:
+    asynchronous = [{"read": 0, "from_disk": 8, "written": 0, "to_disk": 6}]
+    assert bytes_of_step(asynchronous) == (8.0, 6.0)
+    assert medium_bytes(asynchronous) == {"read_bytes": 8.0, "written_bytes": 6.0, "copied_bytes": 0.0}
+
+
+def test_nothing_counted_is_nothing_moved() -> None:
+    assert medium_bytes([{"seconds": 1.0}], copied_bytes=3.0) == {
+        "read_bytes": 0.0,
+        "written_bytes": 0.0,
+        "copied_bytes": 3.0,
+    }
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="this kernel does not count a process's bytes")
+def test_traffic_is_what_was_moved_since_it_was_asked_last(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    traffic = Traffic()
+    file.write_bytes(bytes(MEBIBYTE))
+    first = traffic.taken()
+    file.read_bytes()
+    second = traffic.taken()
+    assert MEBIBYTE <= first["written"] < 2 * MEBIBYTE
+    assert first["read"] < MEBIBYTE  # its own counters are all it read
+    assert MEBIBYTE <= second["read"] < 2 * MEBIBYTE
+    assert second["written"] < MEBIBYTE
 
 
 def test_counts_are_differences_of_what_is_counted() -> None:

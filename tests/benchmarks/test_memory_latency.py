@@ -121,9 +121,10 @@ def test_a_broken_budget_and_other_gradients_are_told() -> None:
 
 def test_the_limit_is_of_the_task_and_of_the_bytes_that_the_way_moves() -> None:
     shape = Shape(layers=1, dim=64, rows=1, positions=1)
-    moved = {"bytes_loaded": 2e6, "bytes_stored": 1e6, "bytes_spilled": 2e6}
-    assert limit_seconds(way({}, {}, **moved), shape, RATES) == 4.0 + 3.0  # the disk has one queue
-    in_memory = limit_seconds(way({"disk": False}, {}, **moved), shape, RATES)
+    counted = {"bytes_loaded": 2e6, "bytes_stored": 1e6, "bytes_spilled": 2e6}
+    at_disk = {"read": 4e6, "from_disk": 4e6, "written": 3e6, "to_disk": 3e6}
+    assert limit_seconds(way({}, {}, **counted, **at_disk), shape, RATES) == 4.0 + 3.0  # the disk has one queue
+    in_memory = limit_seconds(way({"disk": False}, {}, **counted), shape, RATES)
     assert in_memory == pytest.approx((7e6 + 4 * shape.parameters) / 1e9)
 
 

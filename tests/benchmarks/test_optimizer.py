@@ -13,10 +13,10 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.frame.outcome import Outcome, Rung
 from benchmarks.frame.pairs import Paired
+from benchmarks.frame.traffic import bytes_of_step
 from benchmarks.optimizer.question import COMPARED, DISK, LARGE, NAMES, PEER, broken_bounds, broken_large
 from benchmarks.optimizer.shape import Shape, parameters_of_block
 from benchmarks.optimizer.steps import FLOOR, STEPS, greatest_difference, run_way, train
-from benchmarks.optimizer.tables import bytes_of_step
 from benchmarks.optimizer.ways import WAYS, Way
 from tests.benchmarks.here import Recorder, in_turn_here, pairs_here, run_here
 
