@@ -9,6 +9,7 @@ process sleeps on a pipe: it takes memory, but no time.
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,9 @@ from benchmarks.frame.outcome import Outcome, Rung
 from benchmarks.frame.process import RungProcess
 from benchmarks.frame.rungs import listener
 
-__all__ = ["Paired", "agree", "run_in_turn", "run_pairs", "spread", "step_ratios"]
+__all__ = ["Paired", "known", "run_in_turn", "run_pairs", "spread", "step_ratios"]
 
-AGREEMENT = 0.1
+MAXIMUM_ERROR = 0.03  # so that two runs rarely come to differ by a tenth
 MOST_TIMES = 3
 
 
@@ -46,7 +47,8 @@ def run_pairs(
 ) -> tuple[Outcome, list[Paired]]:
     """Runs each rung in turn with the reference: first ``warmup`` turns that are not counted, then ``pairs`` pairs.
 
-    Where these disagree, because something else ran on the machine, there are more: up to three times as many.
+    Where these leave the median in doubt, because something else ran on the machine, there are more: up to three times
+    as many.
 
     Each function must call ``report.turns()`` and report one step (``seconds`` and more) for each turn. The reference
     keeps its process throughout; a rung's process is there only while that rung is measured, so that at no time more
@@ -72,7 +74,7 @@ def run_pairs(
                     for _ in range(warmup):
                         second.turn()
                     for k in range(MOST_TIMES * pairs):
-                        if k >= pairs and agree(paired.ratios()):
+                        if k >= pairs and known(paired.ratios()):
                             break
                         order = (first, second) if k % 2 == 0 else (second, first)
                         taken = {id(process): process.turn() for process in order}
@@ -126,12 +128,16 @@ def step_ratios(outcome: Outcome, reference: Outcome, key: str = "seconds") -> l
     return [mine[key] / theirs[key] for mine, theirs in zip(outcome.steps, reference.steps, strict=False)]
 
 
-def agree(ratios: Sequence[float]) -> bool:
-    """Whether the middle half of the ratios is no wider than a tenth of their median; two say nothing of that."""
+def known(ratios: Sequence[float]) -> bool:
+    """Whether the standard error of the median is at most 3 % of it; fewer than three ratios say nothing of that.
+
+    The middle half of normal deviations is 1.349 standard deviations wide, and the median of n has a standard error of
+    1.253 of them over the root of n. Taken from the middle half, the error forgets the moments that the median forgets.
+    """
     if len(ratios) < 3:
         return True
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return high - low <= AGREEMENT * middle
+    return 1.253 * (high - low) / 1.349 / math.sqrt(len(ratios)) <= MAXIMUM_ERROR * middle
 
 
 def spread(values: Iterable[float], digits: int = 3) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.frame import peers
 from benchmarks.frame.outcome import Rung
-from benchmarks.frame.pairs import Paired, agree, run_in_turn, run_pairs, spread, step_ratios
+from benchmarks.frame.pairs import Paired, known, run_in_turn, run_pairs, spread, step_ratios
 from benchmarks.frame.peers import PEERS, Absent, Found, Peer, find_peer, variable_of
 from benchmarks.frame.process import RungProcess
 from benchmarks.frame.rungs import run_rung, run_rungs
@@ -51,17 +51,24 @@ def test_the_reference_keeps_its_process_from_rung_to_rung(tmp_path: Path) -> No
     assert [[step["seconds"] for step in paired.reference] for paired in others] == [[2.0, 3.0], [4.0, 5.0]]
 
 
-def test_pairs_that_disagree_are_followed_by_more_until_most_agree() -> None:
+def test_pairs_that_leave_the_median_in_doubt_are_followed_by_more() -> None:
     steady, disturbed = (Rung("x", f"{HERE}:is_disturbed", {"turns": turns}) for turns in (0, 1))
     _, (calm, other, never) = run_pairs(
         steady, [steady, disturbed, Rung("y", f"{HERE}:is_disturbed", {"turns": 99})], 3, warmup=0, progress=False
     )
     assert len(calm.steps) == 3
     assert 3 < len(other.steps) <= 9
-    assert agree(other.ratios())
+    assert known(other.ratios())
     assert other.ratio() == 1.0
     assert len(never.steps) == 9
-    assert not agree(never.ratios())
+    assert not known(never.ratios())
+
+
+def test_the_more_pairs_the_wider_apart_they_may_be() -> None:
+    # In both the middle half is 6 % wide.
+    assert not known([0.94, 1.0, 1.06])
+    assert known([0.9, 0.94, 0.97, 0.97, 1.0, 1.03, 1.03, 1.06, 1.1])
+    assert known([1.0, 3.0])  # two cannot say
 
 
 def test_a_rung_that_ends_between_its_turns_keeps_its_pairs_and_its_reason(tmp_path: Path) -> None:
