@@ -33,9 +33,10 @@ MAXIMUM_PEAK_RATIO = 1.02  # of peak above the model, ours to each ancestor's; s
 PIPES = ["ours", "torchgpipe", "fairscale"]
 MEASURE = "benchmarks.pipe_ladder.steps"
 TINY = {"dim": 16, "rows": 64}  # where layers take next to no time, and nearly all is what a pipe adds
-#: Micro-batches of these in each round of the others: the fewer a step has, the shorter it is and the more it differs
-#: from the next one, by a third where it takes a millisecond.
-TINY_MICROBATCHES = 240
+#: Of these, as many times the rounds, and steps in a row until a turn has so many micro-batches: a step of a
+#: millisecond differs by a third from the next one, and costs nothing.
+MORE_ROUNDS = 15
+TURN_MICROBATCHES = 16
 #: Where pipes take turns in one process, glibc may give one's pages back just before the next one wants them, and which
 #: of them pays for new ones is chance. Kept, they cost nobody anything.
 KEEP_PAGES = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
@@ -83,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     shape = asdict(Shape(arguments.dim, arguments.blocks, arguments.rows, arguments.threads))
     tiny = {**shape, **TINY}
     timed = run_rungs(_timed(arguments, shape, "time"))
-    overhead = run_rungs(_timed(arguments, tiny, "tiny cells", TINY_MICROBATCHES))
+    overhead = run_rungs(_timed(arguments, tiny, "tiny cells", MORE_ROUNDS, TURN_MICROBATCHES))
     peaks = run_rungs(_peaks(arguments, shape))
     bubble = run_rungs(_bubbles(arguments, shape))[0]
     return publish(
@@ -130,14 +131,15 @@ def _names() -> list[str]:
     return [PIPES[0], *(name for name in PIPES[1:] if isinstance(find_peer(name), Found))]
 
 
-def _timed(arguments: argparse.Namespace, shape: dict[str, int], title: str, microbatches: int = 0) -> list[Rung]:
-    """A rung for each number of micro-batches; each round stands for as many steps as make up ``microbatches``."""
-    settings = {"shape": shape, "names": _names()}
+def _timed(
+    arguments: argparse.Namespace, shape: dict[str, int], title: str, times: int = 1, microbatches: int = 1
+) -> list[Rung]:
+    """A rung for each number of micro-batches: so many ``times`` the rounds, in turns of at least ``microbatches``."""
+    settings = {"shape": shape, "names": _names(), "rounds": times * arguments.rounds}
     rungs = []
     for chunks in arguments.chunks:
         if chunks <= shape["rows"]:
-            rounds = arguments.rounds * max(1, microbatches // chunks)
-            of_rung = {"chunks": chunks, "rounds": rounds, **settings}
+            of_rung = {"chunks": chunks, "repeats": -(-microbatches // chunks), **settings}
             rungs.append(Rung(f"{title}, {chunks} micro-batches", f"{MEASURE}:time_rounds", of_rung, KEEP_PAGES))
     return rungs
 

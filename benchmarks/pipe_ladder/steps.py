@@ -164,11 +164,13 @@ ONES: dict[str, Callable[[Shape, int], Steps]] = {
 """The ways to step: a name, and what makes a step from a shape and a number of micro-batches."""
 
 
-def time_rounds(report: Report, shape: dict[str, Any], chunks: int, names: list[str], rounds: int) -> dict[str, Any]:
+def time_rounds(
+    report: Report, shape: dict[str, Any], chunks: int, names: list[str], rounds: int, repeats: int
+) -> dict[str, Any]:
     """Steps of all ways in turn, in one process; the way that begins changes from round to round.
 
-    Each round reports, for each way, seconds by the clock and seconds of processor time. On a machine that others use
-    as well, only the second says what a way costs.
+    Each round reports, for each way, seconds of one step by the clock and of processor time, the mean of ``repeats``
+    in a row. On a machine that others use as well, only the second says what a way costs.
     """
     warnings.simplefilter("ignore")  # the ancestors were written for older versions of torch
     sizes = Shape(**shape)
@@ -184,9 +186,10 @@ def time_rounds(report: Report, shape: dict[str, Any], chunks: int, names: list[
         begin = k % len(names)
         for name in names[begin:] + names[:begin]:
             clock, processor = time.perf_counter(), time.process_time()
-            steps[name](x)
-            taken[f"{name}: processor"] = time.process_time() - processor
-            taken[f"{name}: clock"] = time.perf_counter() - clock
+            for _ in range(repeats):
+                steps[name](x)
+            taken[f"{name}: processor"] = (time.process_time() - processor) / repeats
+            taken[f"{name}: clock"] = (time.perf_counter() - clock) / repeats
         report.step(**taken)
     return {"chunks": chunks}
 

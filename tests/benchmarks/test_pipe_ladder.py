@@ -49,9 +49,20 @@ def test_every_way_of_ours_gives_the_gradients_of_the_bare_model(name, chunks, m
 
 def test_rounds_time_every_way_by_clock_and_processor():
     report = FakeReport()
-    steps.time_rounds(report, asdict(SHAPE), 2, OURS[:2], 3)
+    steps.time_rounds(report, asdict(SHAPE), 2, OURS[:2], 3, 1)
     assert report.expected == len(report.steps) == 3
     assert set(report.steps[0]) == {f"{name}: {kind}" for name in OURS[:2] for kind in ("clock", "processor")}
+
+
+def test_a_turn_of_several_steps_tells_the_time_of_one(monkeypatch):
+    taken = []
+    monkeypatch.setitem(steps.ONES, "counted", lambda shape, chunks: taken.append)
+    for clock in ("perf_counter", "process_time"):
+        monkeypatch.setattr(steps.time, clock, lambda: 8.0 * len(taken))
+    report = FakeReport()
+    steps.time_rounds(report, asdict(SHAPE), 2, ["counted"], 3, 4)
+    assert report.steps == [{"counted: clock": 8.0, "counted: processor": 8.0}] * 3
+    assert len(taken) == steps.WARMUP + 3 * 4
 
 
 def test_a_peak_is_counted_above_the_model_and_the_batch():
