@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.frame.extra import require
@@ -19,7 +19,7 @@ from benchmarks.frame.outcome import Outcome, Rung
 from benchmarks.frame.process import RungProcess
 from benchmarks.frame.rungs import listener
 
-__all__ = ["Paired", "known", "run_in_turn", "run_pairs", "spread", "step_ratios"]
+__all__ = ["Paired", "known", "rounds_until_known", "run_in_turn", "run_pairs", "spread", "step_ratios"]
 
 MAXIMUM_ERROR = 0.03  # so that two runs rarely come to differ by a tenth
 MOST_TIMES = 3
@@ -73,9 +73,7 @@ def run_pairs(
                     second.prepare()
                     for _ in range(warmup):
                         second.turn()
-                    for k in range(MOST_TIMES * pairs):
-                        if k >= pairs and known(paired.ratios()):
-                            break
+                    for k in rounds_until_known(paired.ratios, pairs):
                         order = (first, second) if k % 2 == 0 else (second, first)
                         taken = {id(process): process.turn() for process in order}
                         if not all(taken.values()):
@@ -126,6 +124,14 @@ def run_in_turn(rungs: Sequence[Rung], turns: int, *, warmup: int = 0, progress:
 def step_ratios(outcome: Outcome, reference: Outcome, key: str = "seconds") -> list[float]:
     """``key`` of each step to that of the reference's step in the same round, of rungs that ran in turn."""
     return [mine[key] / theirs[key] for mine, theirs in zip(outcome.steps, reference.steps, strict=False)]
+
+
+def rounds_until_known(ratios: Callable[[], Sequence[float]], rounds: int) -> Iterator[int]:
+    """Counts ``rounds``, and goes on while the median of ``ratios()`` is in doubt: up to three times as far."""
+    for k in range(MOST_TIMES * rounds):
+        if k >= rounds and known(ratios()):
+            return
+        yield k
 
 
 def known(ratios: Sequence[float]) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.frame.child import Report
+from benchmarks.frame.pairs import rounds_until_known
 
 __all__ = ["IN_TURN", "OURS", "PIPELINED", "TORCHREC", "Shape", "measure"]
 
@@ -188,7 +189,7 @@ def measure(
         shape: of the model and the batch.
         home: a directory on disk.
         load, rows: latency added to each, as a share of the time that compute takes alone.
-        rounds: how often all of it is repeated.
+        rounds: how often all of it is repeated at the least; more often while the median of the ratios is in doubt.
         batches: timed batches of each way in a round.
         pipeline: whose: :data:`OURS` or :data:`TORCHREC`.
     """
@@ -206,7 +207,8 @@ def measure(
         workload.load_latency, workload.rows_latency = load * compute, rows * compute
     losses: dict[str, list[float]] = {name: [] for name in ways}
     report.total(rounds)
-    for k in range(rounds):
+    ratios: list[float] = []
+    for k in rounds_until_known(lambda: ratios, rounds):
         alone = reference.alone(batches)
         seconds = {}
         for name in sorted(ways, reverse=k % 2 == 1):
@@ -218,7 +220,8 @@ def measure(
                 losses[name].append(float(runner.progress(workload.loader)))
             seconds[name] = (time.perf_counter() - started) / batches
         slowest = max(alone.values())
-        report.step(**alone, **seconds, slowest=slowest, ratio=seconds[PIPELINED] / slowest)
+        ratios.append(seconds[PIPELINED] / slowest)
+        report.step(**alone, **seconds, slowest=slowest, ratio=ratios[-1])
     if losses[IN_TURN] != losses[PIPELINED]:
         raise AssertionError("the pipeline does not compute the same losses as the run in turn")
     workload, runner = ways[PIPELINED]

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.frame import peers
 from benchmarks.frame.outcome import Rung
-from benchmarks.frame.pairs import Paired, known, run_in_turn, run_pairs, spread, step_ratios
+from benchmarks.frame.pairs import Paired, known, rounds_until_known, run_in_turn, run_pairs, spread, step_ratios
 from benchmarks.frame.peers import PEERS, Absent, Found, Peer, find_peer, variable_of
 from benchmarks.frame.process import RungProcess
 from benchmarks.frame.rungs import run_rung, run_rungs
@@ -62,6 +62,16 @@ def test_pairs_that_leave_the_median_in_doubt_are_followed_by_more() -> None:
     assert other.ratio() == 1.0
     assert len(never.steps) == 9
     assert not known(never.ratios())
+
+
+@pytest.mark.parametrize(("ratios", "expected"), [([1.0] * 4, 4), ([0.5, 2.0] * 6, 12), ([0.5, 2.0] + [1.0] * 10, 5)])
+def test_rounds_go_on_until_the_median_is_known_and_end_at_three_times_as_many(
+    ratios: list[float], expected: int
+) -> None:
+    seen: list[float] = []
+    for k in rounds_until_known(lambda: seen, 4):
+        seen.append(ratios[k])
+    assert len(seen) == expected
 
 
 def test_the_more_pairs_the_wider_apart_they_may_be() -> None:
