@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["COUNTED", "adamw_bytes", "block_flops", "counted_between", "engine_bytes", "gradient_bytes"]
+__all__ = ["adamw_bytes", "block_flops", "counted_between", "engine_bytes", "gradient_bytes"]
 
 #: What an OffloadModel counts of its traffic: the fields of ``offload.Statistics`` that a step's line tells.
 COUNTED = ("bytes_loaded", "bytes_stored", "bytes_spilled", "update_bytes_read", "update_bytes_written", "wait_seconds")

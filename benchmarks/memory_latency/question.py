@@ -92,9 +92,9 @@ def run(arguments: argparse.Namespace) -> int:
         f"{shape.positions} tokens. A step is forward, loss and backward, gradients at home. Peaks are above a process "
         "that took a step of two such blocks in the same way: libraries, threads and their scratch memory. Predictions "
         f"are made after {asked_after} of the turns. Limits "
-        "count a forward and a backward with nothing recomputed, parameters read and gradients written, and of ours "
-        "the bytes between its places; bytes between the places of peers are not counted. Ratios: to the step of plain "
-        "torch in the same pair, median (least to greatest).",
+        "count a forward and a backward with nothing recomputed, parameters read and gradients written, the bytes of "
+        "files, and of ours those between its places in memory; of peers these are not counted. Ratios: to the step of "
+        "plain torch in the same pair, median (least to greatest).",
     ]
     return publish(
         arguments,
