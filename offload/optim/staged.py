@@ -322,7 +322,7 @@ class StagedPiece(Piece):
                 found.append((k, key, end, nbytes, value.dtype, shape, stride))
                 end += aligned(nbytes)
         if found:
-            block = self._tier.allocate(end, f"shard{self.shard.index}-states")
+            block = self._tier.allocate(end, f"shard{self.shard.index}-states", cyclic=True)
             for k, key, offset, nbytes, dtype, shape, stride in found:
                 self._rest[k, key] = Rest(block, offset, nbytes, dtype, shape, stride)
 

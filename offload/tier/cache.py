@@ -31,20 +31,36 @@ import mmap
 import os
 import tempfile
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from offload.tier.buffer import PAGE_BYTES, host_buffer, view_memory
 
-__all__ = ["CACHE_PAYS_UP_TO", "PageCache", "available_bytes"]
+__all__ = ["CACHE_HOLDS", "CACHE_PAYS_UP_TO", "LOOK_AGAIN_BYTES", "Claim", "PageCache", "available_bytes"]
 
 #: Files over available memory: between where the page cache is faster, and where it only costs the processor more.
 CACHE_PAYS_UP_TO = 1.5
+#: Files over available memory: up to where the page cache keeps all that it is given.
+CACHE_HOLDS = 0.9
+#: Bytes that are moved before memory is looked at again.
+LOOK_AGAIN_BYTES = 1 << 30
+
+
+@dataclass(eq=False)
+class Claim:
+    """The part that one block would take of the page cache."""
+
+    nbytes: int
+    #: Whether a step passes it once, in the same order as all that is cyclic.
+    cyclic: bool
+    #: Whether all that comes before it and is kept leaves it no room.
+    past: bool = False
 
 
 class PageCache:
-    """Decides for one tier.
+    """Decides for one tier, block by block.
 
     Args:
         folder: where the files are.
@@ -55,24 +71,55 @@ class PageCache:
     def __init__(self, folder: Path, direct: bool | None) -> None:
         self._folder = folder
         self._wanted = direct
-        self._room_bytes = int(available_bytes() * CACHE_PAYS_UP_TO)
-        self._bytes = 0
+        self._claims: dict[Claim, None] = {}
+        self._decided = False
+        self._too_large = False
+        self._until_next_look = LOOK_AGAIN_BYTES
         self._works: bool | None = None
         self._lock = threading.Lock()
 
-    def add(self, nbytes: int) -> None:
-        """A block was made (or has gone, if negative)."""
-        self._bytes += nbytes
+    def claim(self, nbytes: int, *, cyclic: bool) -> Claim:
+        """A block was made."""
+        claim = Claim(nbytes, cyclic)
+        self._claims[claim] = None
+        self._decided = False
+        return claim
 
-    @property
-    def direct(self) -> bool:
-        """Whether to go past the page cache now."""
-        wanted = self._bytes > self._room_bytes if self._wanted is None else self._wanted
+    def leave(self, claim: Claim) -> None:
+        """A block has gone. Takes no lock, since it may be called wherever garbage is collected."""
+        self._claims.pop(claim, None)
+        self._decided = False
+
+    def moved(self, nbytes: int) -> None:
+        """So many bytes went either way. Now and then this leads to another look at how much memory is available."""
+        self._until_next_look -= nbytes
+        if self._until_next_look <= 0:
+            self._until_next_look = LOOK_AGAIN_BYTES
+            self._decided = False
+
+    def direct(self, claim: Claim | None = None) -> bool:
+        """Whether to go past the page cache now: with a block, or with files at large."""
+        if self._wanted is None and not self._decided:
+            self._decide()
+        wanted = self._wanted
+        if wanted is None:
+            wanted = claim.past if claim is not None and claim.cyclic else self._too_large
         if wanted and self._works is None:
             with self._lock:
                 if self._works is None:
                     self._works = _direct_works(self._folder)
         return wanted and bool(self._works)
+
+    def _decide(self) -> None:
+        self._decided = True  # at the begin: what changes meanwhile asks for another time
+        claims, available = list(self._claims), available_bytes()
+        others = sum(claim.nbytes for claim in claims if not claim.cyclic)
+        self._too_large = others > available * CACHE_PAYS_UP_TO
+        room = available * CACHE_HOLDS - others
+        for claim in claims:
+            if claim.cyclic:
+                room -= claim.nbytes
+                claim.past = room < 0
 
 
 def available_bytes() -> int:

@@ -85,8 +85,11 @@ class Tier(ABC):
         return 0
 
     @abstractmethod
-    def allocate(self, nbytes: int, label: str) -> Block:
+    def allocate(self, nbytes: int, label: str, *, cyclic: bool = False) -> Block:
         """A block of exactly ``nbytes``, zeros.
+
+        ``cyclic`` says that a step passes it once, always in the same order as others: by the time that it is used
+        again, all others have been.
 
         Raises:
             OSError: if the place has no room; nothing is left behind.

@@ -44,18 +44,18 @@ _PREFIX = "gradstream-"
 class DiskBlock(Block):
     """The first ``nbytes`` of a file, mapped."""
 
-    def __init__(self, path: Path, nbytes: int, transfers: Transfers) -> None:
+    def __init__(self, path: Path, nbytes: int, transfers: Transfers, *, cyclic: bool = False) -> None:
         self._path = path
         self._transfers = transfers
         self.tensor = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
-        transfers.cache.add(nbytes)
-        weakref.finalize(self, transfers.cache.add, -nbytes)
+        self._claim = transfers.cache.claim(nbytes, cyclic=cyclic)
+        weakref.finalize(self, transfers.cache.leave, self._claim)
 
     def read_into(self, destination: Tensor, offset: int = 0) -> None:
         """Reads the file, straight into ``destination`` where that is host memory."""
         destination = destination[: self.nbytes - offset]
         try:
-            self._transfers.read(self._path, destination, offset)
+            self._transfers.read(self._path, destination, offset, self._claim)
         except FileNotFoundError:
             destination.copy_(self.tensor[offset : offset + destination.numel()])
 
@@ -69,7 +69,7 @@ class DiskBlock(Block):
         """Writes to the file."""
         assert offset + source.numel() <= self.nbytes
         try:
-            self._transfers.write(self._path, source, offset)
+            self._transfers.write(self._path, source, offset, self._claim)
         except FileNotFoundError:
             self.tensor[offset : offset + source.numel()].copy_(source)
 
@@ -136,11 +136,11 @@ class DiskTier(Tier):
         """Buffers of transfers that the page cache has no part in."""
         return self.transfers.staging.nbytes
 
-    def allocate(self, nbytes: int, label: str) -> Block:
+    def allocate(self, nbytes: int, label: str, *, cyclic: bool = False) -> Block:
         """A new file of ``nbytes``."""
         path = self.folder / f"{next(self._numbers):04d}-{label}"
         reserve(path, whole_pages(nbytes), nbytes)
-        return DiskBlock(path, nbytes, self.transfers)
+        return DiskBlock(path, nbytes, self.transfers, cyclic=cyclic)
 
     def scratch(self) -> Scratch | None:
         """A file without a name."""

@@ -40,7 +40,7 @@ class HostTier(Tier):
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def allocate(self, nbytes: int, label: str) -> Block:
+    def allocate(self, nbytes: int, label: str, *, cyclic: bool = False) -> Block:
         """A zeroed block."""
         tensor = host_buffer(nbytes)
         if self._device.type == "cuda" and nbytes:

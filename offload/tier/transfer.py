@@ -30,7 +30,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from offload.tier.buffer import PAGE_BYTES, view_memory
-from offload.tier.cache import PageCache
+from offload.tier.cache import Claim, PageCache
 from offload.tier.crew import Crew, Job
 from offload.tier.staging import Fence, Link, Staging
 
@@ -105,23 +105,23 @@ class Transfers:
         self.staging = Staging(link, STAGED.in_flight, STAGED.piece_bytes)
         self._crew = Crew(max(STAGED.in_flight, STRAIGHT.in_flight) - 1)
 
-    def read(self, path: Path, destination: Tensor, offset: int) -> None:
+    def read(self, path: Path, destination: Tensor, offset: int, claim: Claim | None = None) -> None:
         """Fills ``destination`` (flat, uint8) with the bytes of a file from ``offset`` on.
 
         Raises:
             FileNotFoundError: if the file has gone.
             OSError: if it cannot be read, or ends too early.
         """
-        self._move(path, destination, offset, write=False)
+        self._move(path, destination, offset, claim, write=False)
 
-    def write(self, path: Path, source: Tensor, offset: int) -> None:
+    def write(self, path: Path, source: Tensor, offset: int, claim: Claim | None = None) -> None:
         """Writes ``source`` (flat, uint8) to a file, from ``offset`` on.
 
         Raises:
             FileNotFoundError: if the file has gone.
             OSError: if it cannot be written.
         """
-        self._move(path, source, offset, write=True)
+        self._move(path, source, offset, claim, write=True)
 
     def together(self, work: Callable[[memoryview], T], parts: Sequence[memoryview]) -> list[T]:
         """Does the same work on several parts of memory at a time; the results are in the order of the parts."""
@@ -139,12 +139,12 @@ class Transfers:
                 job.abandon()
         return [results[k] for k in range(len(parts))]
 
-    def _move(self, path: Path, tensor: Tensor, offset: int, *, write: bool) -> None:
+    def _move(self, path: Path, tensor: Tensor, offset: int, claim: Claim | None, *, write: bool) -> None:
         nbytes = tensor.numel()
         if not nbytes:
             return
         far = self.staging.link.is_far(tensor)
-        direct = nbytes >= DIRECT_LEAST_BYTES and self.cache.direct
+        direct = nbytes >= DIRECT_LEAST_BYTES and self.cache.direct(claim)
         staged = far or (direct and (tensor.data_ptr() - offset) % PAGE_BYTES != 0)
         cut = STAGED if staged else STRAIGHT
         pieces: Iterable[_Piece] = [_Piece(offset, offset + nbytes, False)]
@@ -171,6 +171,7 @@ class Transfers:
                 # Without this, a failed transfer goes on in the threads, while its memory is used for something else.
                 for flight in flying:
                     flight.leave()
+        self.cache.moved(nbytes)
 
 
 def _move_piece(path: Path, cached: int, uncached: int, piece: _Piece, write: bool, memory: memoryview) -> None:

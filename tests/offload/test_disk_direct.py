@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from offload import DiskHome, OffloadModel
+from offload import DiskHome, OffloadModel, OffloadOptimizer
 from offload.tier import DiskTier, Tier
 from offload.tier import cache as cache_module
 from offload.tier.buffer import PAGE_BYTES, host_buffer
-from offload.tier.cache import available_bytes
+from offload.tier.cache import CACHE_HOLDS, LOOK_AGAIN_BYTES, PageCache, available_bytes
 from offload.tier.transfer import STAGED
 from tests.offload.test_tier import MANY, TierContract, noise
 
@@ -149,13 +149,78 @@ def test_files_go_past_the_page_cache_once_they_are_too_large_for_it(
     monkeypatch.setattr(cache_module, "available_bytes", lambda: 2_000_000)
     tier = DiskTier(direct_folder, CPU)
     first = tier.allocate(3_000_000, "weights")
-    assert not tier.transfers.cache.direct
+    assert not tier.transfers.cache.direct()
     second = tier.allocate(1, "weights")
-    assert tier.transfers.cache.direct
+    assert tier.transfers.cache.direct()
     assert first is not second
     del first
     gc.collect()
-    assert not tier.transfers.cache.direct
+    assert not tier.transfers.cache.direct()
+
+
+class TestCyclicFiles:
+    """What a step passes once, always in the same order, is served worst by a cache that drops the oldest first."""
+
+    @pytest.fixture
+    def cache(self, direct_folder: Path, monkeypatch: pytest.MonkeyPatch) -> PageCache:
+        monkeypatch.setattr(cache_module, "available_bytes", lambda: self.available)
+        return PageCache(direct_folder, None)
+
+    available = 1000
+
+    def test_those_that_do_not_fit_go_past_first_and_others_stay(self, cache: PageCache) -> None:
+        states = [cache.claim(100, cyclic=True) for _ in range(8)]
+        weights = [cache.claim(300, cyclic=False) for _ in range(2)]
+        # 900 stay in the cache: 600 of weights, and 300 of states, for those that come first in a step
+        assert [cache.direct(claim) for claim in states] == 3 * [False] + 5 * [True]
+        assert [cache.direct(claim) for claim in weights] == [False, False]
+
+    def test_they_stay_where_everything_fits(self, cache: PageCache) -> None:
+        claims = [cache.claim(300, cyclic=cyclic) for cyclic in (False, True, True)]
+        assert not any(cache.direct(claim) for claim in claims)
+
+    def test_room_that_was_given_back_is_for_the_next_in_order(self, cache: PageCache) -> None:
+        first, second = (cache.claim(600, cyclic=True) for _ in range(2))
+        assert [cache.direct(first), cache.direct(second)] == [False, True]
+        cache.leave(first)
+        assert not cache.direct(second)
+
+    def test_memory_that_others_take_is_noticed_after_so_many_bytes(self, cache: PageCache) -> None:
+        claim = cache.claim(800, cyclic=True)
+        assert not cache.direct(claim)
+        self.available = 500
+        cache.moved(LOOK_AGAIN_BYTES - 1)
+        assert not cache.direct(claim)
+        cache.moved(1)
+        assert cache.direct(claim)
+        self.available = 1000
+        cache.moved(LOOK_AGAIN_BYTES)
+        assert not cache.direct(claim)
+
+    @pytest.mark.parametrize("direct", [True, False])
+    def test_a_choice_is_for_them_too(self, direct_folder: Path, direct: bool) -> None:
+        cache = PageCache(direct_folder, direct)
+        assert {cache.direct(cache.claim(1 << 50, cyclic=cyclic)) for cyclic in (True, False)} == {direct}
+
+    def test_states_of_an_optimizer_are_cyclic_and_weights_and_gradients_are_not(
+        self, direct_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        layers = [nn.Linear(700, 700, bias=False) for _ in range(3)]
+        nbytes = 700 * 700 * 4
+        self.available = int(7.5 * nbytes / CACHE_HOLDS)  # three of weights, three of gradients, one and a half
+        monkeypatch.setattr(cache_module, "available_bytes", lambda: self.available)
+        model = OffloadModel(layers, "cpu", direct_folder, checkpoint_activation=True)
+        optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+        calls = Calls(monkeypatch)
+        for _ in range(2):
+            calls.log.clear()
+            optimizer.zero_grad()
+            model(torch.ones(4, 700)).sum().backward()
+            optimizer.step()
+            optimizer.synchronize()
+        # The momentum of the first shard stays, those of the others are read and written past the page cache.
+        assert calls.bytes_moved(direct=True) == 4 * (nbytes // PAGE_BYTES) * PAGE_BYTES
+        assert {name for name, past, *_ in calls.log if past} == {"preadv", "pwritev"}
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])

@@ -241,7 +241,7 @@ def one_thread_finds_out_what_the_file_system_can(monkeypatch: pytest.MonkeyPatc
         return True
 
     monkeypatch.setattr("offload.tier.cache._direct_works", probe)
-    assert cache.direct
+    assert cache.direct()
 
 
 def one_thread_at_a_time_writes_a_trace(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
