@@ -18,10 +18,19 @@ files / available memory    page cache        direct
 3 to 6                      2.8 to 3.0  0.13  3.1    0.03
 ==========================  ================  ============
 
-So files go through the page cache while all blocks of the tier together take at most :data:`CACHE_PAYS_UP_TO` times
-the memory that was available when the tier was made, and past it from then on. Both ways see the same bytes at any
-moment, and so does a mapping of the file. That is a promise of the file system; it is put to the test before it is
-relied on.
+So such files go through the page cache while all of them together take at most :data:`CACHE_PAYS_UP_TO` times the
+memory that is available, and past it where they take more.
+
+States of an optimizer are another matter. They are cyclic: a step passes each of them once, always in the same order,
+so what was used longest ago, which the cache drops first, is what is needed next. Where not everything fits, nothing of
+them is found there, and they drive out what would be. So they get what others leave of :data:`CACHE_HOLDS` times the
+available memory, the first ones in order, and the rest of them go past the cache. Steps of a model of 300 M parameters
+(256 tokens, 4.8 GB in files, AdamW) with 3.9 GiB available, on the same two cores and a disk of 1.2 GB/s: 9.2 s with
+everything through the cache, 7.4 s so.
+
+Others may take memory, or give it back, so it is looked at again after every :data:`LOOK_AGAIN_BYTES`. Both ways see
+the same bytes at any moment, and so does a mapping of the file. That is a promise of the file system; it is put to the
+test before it is relied on.
 """
 
 from __future__ import annotations
@@ -60,7 +69,7 @@ class Claim:
 
 
 class PageCache:
-    """Decides for one tier, block by block.
+    """Decides for one tier, block by block; blocks are in the order in which they were made.
 
     Args:
         folder: where the files are.
@@ -130,6 +139,10 @@ def available_bytes() -> int:
     return available
 
 
+#: Where a control group counts its page cache: both lists, since what a step reads again and again is on the active one.
+_LISTS = ["inactive_file", "active_file"]
+
+
 def _control_groups() -> list[tuple[int, int, int]]:
     """(limit, usage, page cache within it) of each group around this process, in bytes."""
     groups = []
@@ -137,10 +150,10 @@ def _control_groups() -> list[tuple[int, int, int]]:
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             _, controllers, inner = line.split(":", 2)
             if controllers == "":
-                root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")
+                root, names, lists = Path("/sys/fs/cgroup"), ("memory.max", "memory.current"), _LISTS
             elif "memory" in controllers.split(","):
                 root = Path("/sys/fs/cgroup/memory")
-                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+                names, lists = ("memory.limit_in_bytes", "memory.usage_in_bytes"), [f"total_{name}" for name in _LISTS]
             else:
                 continue
             group = root / inner.lstrip("/")
@@ -148,12 +161,12 @@ def _control_groups() -> list[tuple[int, int, int]]:
                 if not folder.is_relative_to(root):
                     break
                 with contextlib.suppress(OSError, ValueError):  # no limit is "max", or no such file
-                    limit, usage = (int((folder / name).read_text(encoding="utf-8")) for name in names[:2])
+                    limit, usage = (int((folder / name).read_text(encoding="utf-8")) for name in names)
                     counts = dict(
                         line.split(maxsplit=1)
                         for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
                     )
-                    groups.append((limit, usage, int(counts.get(names[2], 0))))
+                    groups.append((limit, usage, sum(int(counts.get(name, 0)) for name in lists)))
     return groups
 
 
