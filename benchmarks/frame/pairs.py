@@ -12,14 +12,14 @@ import contextlib
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from benchmarks.frame.extra import require
 from benchmarks.frame.outcome import Outcome, Rung
 from benchmarks.frame.process import RungProcess
-from benchmarks.frame.rungs import listener
+from benchmarks.frame.rungs import listener, run_rung
 
-__all__ = ["Paired", "known", "rounds_until_known", "run_in_turn", "run_pairs", "spread", "step_ratios"]
+__all__ = ["Paired", "known", "rounds_until_known", "run_apart", "run_in_turn", "run_pairs", "spread", "step_ratios"]
 
 MAXIMUM_ERROR = 0.03  # so that two runs rarely come to differ by a tenth
 MOST_TIMES = 3
@@ -115,10 +115,57 @@ def run_in_turn(rungs: Sequence[Rung], turns: int, *, warmup: int = 0, progress:
             del outcome.steps[:warmup]
             if outcome.reason:
                 bar.write(f"{outcome.rung.name}: {outcome.reason}")
-        done = [outcome for outcome in outcomes if outcome.result is not None and outcome.steps]
-        for outcome in done[1:]:
-            outcome.ratio = statistics.median(step_ratios(outcome, done[0]))
+        _compare(outcomes)
         return outcomes
+
+
+def run_apart(
+    rungs: Sequence[Rung], rounds: int, *, turns: int = 1, warmup: int = 0, progress: bool = True
+) -> list[Outcome]:
+    """As :func:`run_in_turn`, but each rung has the machine and all its memory to itself.
+
+    In a round each has a process of its own, which ends before the next one begins; it takes ``turns`` turns, and
+    before them ``warmup`` that are not counted. So each process must get ready in each round, and a step shares not its
+    moment with the other's, but its quarter of an hour.
+    """
+    tqdm = require("tqdm").tqdm
+    joined: dict[int, Outcome] = {}
+    with tqdm(
+        desc=", ".join(r.name for r in rungs), unit="process", total=rounds * len(rungs), disable=not progress
+    ) as bar:
+        for k in range(rounds):
+            order = [(k + place) % len(rungs) for place in range(len(rungs))]
+            for place in order:
+                if place in joined and joined[place].reason:
+                    continue
+                outcome = run_rung(rungs[place], turns=warmup + turns)
+                del outcome.steps[:warmup]
+                joined[place] = _joined(joined[place], outcome) if place in joined else outcome
+                bar.update()
+                if outcome.reason:
+                    bar.write(f"{outcome.rung.name}: {outcome.reason}")
+    outcomes = [joined[place] for place in range(len(rungs))]
+    _compare(outcomes)
+    return outcomes
+
+
+def _joined(before: Outcome, after: Outcome) -> Outcome:
+    """Two processes of one rung as one: all steps, and the most that either held."""
+    phases = {**before.peaks, **after.peaks}
+    return replace(
+        after,
+        steps=before.steps + after.steps,
+        peaks={phase: max(before.peaks.get(phase, 0), after.peaks.get(phase, 0)) for phase in phases},
+        data_peak_bytes=max(before.data_peak_bytes, after.data_peak_bytes),
+        seconds=before.seconds + after.seconds,
+    )
+
+
+def _compare(outcomes: Sequence[Outcome]) -> None:
+    """Ratios to the first rung that ran to its end."""
+    done = [outcome for outcome in outcomes if outcome.result is not None and outcome.steps]
+    for outcome in done[1:]:
+        outcome.ratio = statistics.median(step_ratios(outcome, done[0]))
 
 
 def step_ratios(outcome: Outcome, reference: Outcome, key: str = "seconds") -> list[float]:

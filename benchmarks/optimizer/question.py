@@ -9,9 +9,9 @@ spend a part of the memory that they save on graphs that are not recomputed; the
 
 With ``--parameters 1e9`` nothing is resident: how little memory does a model need whose parameters, gradients and
 moments are larger than the memory that it may take, and what is its step beside DeepSpeed's, which can train it too?
-Each has the machine to itself, as it would have at a user's. So our files find room in the page cache, which DeepSpeed
-goes past. ``--in-turn`` takes the steps in turn: slow minutes hit both, but DeepSpeed's memory, held while it waits, is
-room that our files lack.
+They take their steps in turn: slow minutes hit both. DeepSpeed's memory, held while it waits, is room that the page
+cache lacks for our files. With ``--alone`` each has the machine to itself, as it would have at a user's: in each round
+a process of one, then a process of the other.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from benchmarks.frame.cache import cache_directory
 from benchmarks.frame.environment import Environment, filesystem_of, here
 from benchmarks.frame.limits import Limits, measure_limits
 from benchmarks.frame.outcome import Outcome, Rung
-from benchmarks.frame.pairs import Paired, run_in_turn, run_pairs
+from benchmarks.frame.pairs import Paired, run_apart, run_in_turn, run_pairs
 from benchmarks.frame.plot import bars, level_line, new_figure, save
 from benchmarks.frame.report import publish
-from benchmarks.frame.rungs import run_rungs
 from benchmarks.optimizer.shape import Shape, parameters_of_block
 from benchmarks.optimizer.steps import FLOOR, STEPS, greatest_difference
 from benchmarks.optimizer.tables import beside, large_table, paired_table
@@ -45,6 +44,7 @@ MAXIMUM_DIFFERENCE = 1e-6  # of any parameter tensor at the end, relative
 MINIMUM_SPEEDUP = 1.5  # over DeepSpeed
 MAXIMUM_MEMORY_SHARE = 0.25  # of DeepSpeed's
 MAXIMUM_LARGE_BYTES = 2 << 30  # for a billion parameters
+STEPS_ALONE = 2  # of a process that has the machine to itself; it takes longer to get ready than for these
 BYTES_AT_REST = 16  # of each parameter: itself, its gradient and two moments
 REFERENCE = "resident"
 DISK = "disk"
@@ -81,9 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a model of about so many parameters, on disk from birth; beside it only DeepSpeed",
     )
     parser.add_argument(
-        "--in-turn",
+        "--alone",
         action="store_true",
-        help="with --parameters: steps in turn, both in memory, instead of each with the machine to itself",
+        help="with --parameters: each with the machine to itself, in each round a process of each",
     )
     parser.add_argument("--home", type=Path, default=cache_directory(), help="a directory on disk for the shards")
 
@@ -245,19 +245,17 @@ def _run_large(
 ) -> int:
     rungs = [_rung(way, shape, folder, 0) for way in (LARGE, *([PEER] if PEER in arguments.ways else []))]
     # In the first of its turns a way makes the files of its moments, which it does once.
-    if arguments.in_turn:
-        ours, *others = run_in_turn(rungs, arguments.pairs, warmup=1)
+    if arguments.alone:
+        ours, *others = run_apart(rungs, arguments.pairs, turns=STEPS_ALONE, warmup=1)
     else:
-        ours, *others = run_rungs(rungs, turns=1 + arguments.pairs)
-        for outcome in (ours, *others):
-            del outcome.steps[:1]
+        ours, *others = run_in_turn(rungs, arguments.pairs, warmup=1)
     theirs = others[0] if others else None
     if theirs is not None and theirs.result is not None and ours.result is not None:
         theirs.ratio = beside(ours, theirs)[0]
     return publish(
         arguments,
         environment,
-        sections=[large_table(ours, theirs, shape, limits, in_turn=arguments.in_turn)],
+        sections=[large_table(ours, theirs, shape, limits, alone=arguments.alone)],
         outcomes=[ours, *others],
         broken=broken_large(ours, theirs),
         draw=lambda path: _draw_large(path, ours, theirs, shape, environment),

@@ -74,8 +74,8 @@ def _row(
     ]
 
 
-def large_table(ours: Outcome, theirs: Outcome | None, shape: Shape, limits: Limits, *, in_turn: bool) -> str:
-    """The two ways that can train what nobody else can; ``in_turn``: whether they took turns, both in memory."""
+def large_table(ours: Outcome, theirs: Outcome | None, shape: Shape, limits: Limits, *, alone: bool) -> str:
+    """The two ways that can train what nobody else can; ``alone``: whether each had the machine to itself."""
     header = [
         "way",
         "s/step",
@@ -110,7 +110,7 @@ def large_table(ours: Outcome, theirs: Outcome | None, shape: Shape, limits: Lim
         speedup, share = beside(ours, theirs)
         closing = (
             f"Ours takes 1/{speedup:.2f} of the time of {theirs.rung.name} {theirs.version or ''} and {share:.2f} of "
-            f"its memory. {_TURNS[in_turn]} The allocator is as it comes; a ratio is the median of the steps' and from "
+            f"its memory. {_TURNS[alone]} The allocator is as it comes; a ratio is the median of the steps' and from "
             f"where to where they go. What is read, but not from disk, is from the page cache."
         )
     table = markdown_table(header, rows) if rows else ""
@@ -118,8 +118,8 @@ def large_table(ours: Outcome, theirs: Outcome | None, shape: Shape, limits: Lim
 
 
 _TURNS = {
-    True: "They took their steps in turn, while both held their memory, so that the page cache had what both left.",
-    False: "Each had the machine to itself.",
+    False: "They took their steps in turn, while both held their memory, so that the page cache had what both left.",
+    True: "Each had the machine to itself: in each round a process of one, then a process of the other.",
 }
 
 

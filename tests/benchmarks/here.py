@@ -11,7 +11,7 @@ from benchmarks.frame.limits import Limits
 from benchmarks.frame.outcome import Outcome, Rung
 from benchmarks.frame.pairs import Paired
 
-__all__ = ["RATES", "in_turn_here", "pairs_here", "run_here"]
+__all__ = ["RATES", "apart_here", "in_turn_here", "pairs_here", "run_here"]
 
 RATES = Limits(  # of no machine
     threads=1,
@@ -66,6 +66,10 @@ def in_turn_here(rungs: Iterable[Rung], turns: int, *, warmup: int = 0) -> list[
     for outcome in outcomes:
         del outcome.steps[:warmup]
     return outcomes
+
+
+def apart_here(rungs: Iterable[Rung], rounds: int, *, turns: int, warmup: int) -> list[Outcome]:
+    return in_turn_here(rungs, rounds * turns, warmup=warmup)
 
 
 def pairs_here(reference: Rung, rungs: Iterable[Rung], pairs: int) -> tuple[Outcome, list[Paired]]:

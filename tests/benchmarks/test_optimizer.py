@@ -18,7 +18,7 @@ from benchmarks.optimizer.question import COMPARED, DISK, LARGE, NAMES, PEER, br
 from benchmarks.optimizer.shape import Shape, parameters_of_block
 from benchmarks.optimizer.steps import FLOOR, STEPS, greatest_difference, run_way, train
 from benchmarks.optimizer.ways import WAYS, Way
-from tests.benchmarks.here import Recorder, in_turn_here, pairs_here, run_here
+from tests.benchmarks.here import Recorder, apart_here, in_turn_here, pairs_here
 
 SHAPE = Shape(blocks=3, dim=64, rows=2, positions=4)
 TURNS = 3
@@ -177,14 +177,14 @@ def test_the_question_ends_in_a_page_and_a_picture(
     assert list((tmp_path / "home").iterdir()) == []
 
 
-@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("alone", [False, True])
 def test_a_model_is_on_disk_from_birth(
-    in_turn: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    alone: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if in_turn:
-        monkeypatch.setattr("benchmarks.optimizer.question.run_in_turn", in_turn_here)
+    if alone:
+        monkeypatch.setattr("benchmarks.optimizer.question.run_apart", apart_here)
     else:
-        monkeypatch.setattr("benchmarks.optimizer.question.run_rungs", run_here)
+        monkeypatch.setattr("benchmarks.optimizer.question.run_in_turn", in_turn_here)
     options = [
         "--parameters",
         "150e3",
@@ -194,7 +194,7 @@ def test_a_model_is_on_disk_from_birth(
         str(tmp_path / "home"),
         "--out",
         str(tmp_path / "o"),
-        *(["--in-turn"] if in_turn else []),
+        *(["--alone"] if alone else []),
     ]
     assert main(["optimizer", *SIZES, *options]) == 0
     shown = capsys.readouterr().out

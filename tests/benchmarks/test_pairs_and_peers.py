@@ -9,8 +9,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks.frame import peers
-from benchmarks.frame.outcome import Rung
-from benchmarks.frame.pairs import Paired, known, rounds_until_known, run_in_turn, run_pairs, spread, step_ratios
+from benchmarks.frame.outcome import Outcome, Rung
+from benchmarks.frame.pairs import (
+    Paired,
+    known,
+    rounds_until_known,
+    run_apart,
+    run_in_turn,
+    run_pairs,
+    spread,
+    step_ratios,
+)
 from benchmarks.frame.peers import PEERS, Absent, Found, Peer, find_peer, variable_of
 from benchmarks.frame.process import RungProcess
 from benchmarks.frame.rungs import run_rung, run_rungs
@@ -114,6 +123,35 @@ def test_a_rung_that_ends_is_left_out_from_then_on_and_the_others_go_on(tmp_path
     assert len(dead.steps) == 1
     assert len(other.steps) == 3
     assert step_ratios(other, dead) == [1.0]
+
+
+def test_rungs_apart_have_a_process_for_each_round_and_who_begins_changes(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    rungs = [turns("a", log, 2.0), turns("b", log, 3.0)]
+    outcomes = run_apart(rungs, 2, turns=2, warmup=1, progress=False)
+    assert log.read_text() == "aaabbb" + "bbbaaa"
+    assert [len(outcome.steps) for outcome in outcomes] == [4, 4]
+    assert [outcome.result for outcome in outcomes] == [{"turns": 3}] * 2
+    assert outcomes[1].ratio == 1.5
+
+
+def test_rungs_apart_hold_what_the_largest_of_their_processes_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = [{"steps": 5, "before": 1}, {"steps": 3, "after": 2}]
+
+    def run_rung(rung: Rung, turns: int) -> Outcome:
+        return Outcome(rung, {}, peaks=held.pop(), seconds=1.0)
+
+    monkeypatch.setattr("benchmarks.frame.pairs.run_rung", run_rung)
+    (outcome,) = run_apart([Rung("a", "nowhere:nothing")], 2, progress=False)
+    assert (outcome.peaks, outcome.seconds) == ({"steps": 5, "before": 1, "after": 2}, 2.0)
+
+
+def test_a_rung_that_cannot_run_is_not_started_again(tmp_path: Path) -> None:
+    dead, other = run_apart(
+        [Rung("x", f"{HERE}:cannot_run_here"), turns("b", tmp_path / "log")], 2, turns=1, progress=False
+    )
+    assert dead.reason == "skipped: needs what this machine has not"
+    assert len(other.steps) == 2
 
 
 def test_a_rung_that_waits_for_turns_also_runs_alone(tmp_path: Path) -> None:
