@@ -9,7 +9,7 @@ Guarantees
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,16 +132,16 @@ class Piece(ABC):
         """Finishes what an earlier attempt computed but could not write."""
 
     @abstractmethod
-    def run(self, task: Task, slot: Tensor | None, following: Task | None = None) -> None:
+    def run(self, task: Task, slot: Tensor | None, coming: Callable[[], Iterable[Task]] = tuple) -> None:
         """Updates the parameters.
 
-        ``slot`` is memory that holds the shard's home already, if there is any; ``following`` is what runs next, if
-        that is known.
+        ``slot`` is memory that holds the shard's home already, if there is any; ``coming`` tells what runs next, as far
+        as that is known.
         """
 
     @abstractmethod
-    def look_ahead(self, task: Task) -> None:
-        """Begins to bring what :meth:`run` will need, as far as that takes time."""
+    def look_ahead(self, task: Task) -> bool:
+        """Begins to bring what :meth:`run` will need, as far as that takes time; whether there is room for more."""
 
 
 class HostPiece(Piece):
@@ -150,10 +150,11 @@ class HostPiece(Piece):
     def flush(self, task: Task) -> None:
         """Nothing is left over: there is nothing to write."""
 
-    def look_ahead(self, task: Task) -> None:
+    def look_ahead(self, task: Task) -> bool:
         """Everything is there."""
+        return True
 
-    def run(self, task: Task, slot: Tensor | None, following: Task | None = None) -> None:
+    def run(self, task: Task, slot: Tensor | None, coming: Callable[[], Iterable[Task]] = tuple) -> None:
         """Updates the parameters where they are."""
         optimizer = self.prepare(task.options)
         gradients = [g if g is None else g.to(p.device) for g, p in zip(task.gradients, self.proxies, strict=True)]

@@ -12,7 +12,7 @@ bite is being read.
     states     their file --> desk -------------+                +--> their file
 
 Guarantees
-    * The desk holds two bites. A parameter larger than :data:`BITE_BYTES` is updated in several, where the class is
+    * The desk holds three bites. A parameter larger than :data:`BITE_BYTES` is updated in several, where the class is
       known to treat every element alone. So memory grows neither with the model nor with its largest parameter.
     * What rests is written only after a bite's arithmetic is done, and a write that failed is repeated, not computed
       again. So an update can be resumed after any error, and nothing is applied twice.
@@ -20,7 +20,7 @@ Guarantees
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,21 +136,19 @@ class StagedPiece(Piece):
             self._put_to_rest()
         return optimizer
 
-    def run(self, task: Task, slot: Tensor | None, following: Task | None = None) -> None:
-        """Updates bite by bite, from where an earlier attempt failed; at the end ``following`` is being read."""
+    def run(self, task: Task, slot: Tensor | None, coming: Callable[[], Iterable[Task]] = tuple) -> None:
+        """Updates bite by bite, from where an earlier attempt failed; at the end what is ``coming`` is being read."""
         self.flush(task)
         self.prepare(task.options)
         self._note(task)
         bites = self._bites(task)
         while task.bites_done < len(bites):
-            self._run_bite(task, bites, slot, following)
+            self._run_bite(task, bites, slot, coming)
 
-    def look_ahead(self, task: Task) -> None:
-        """Begins to read the first bite that is still to be done."""
+    def look_ahead(self, task: Task) -> bool:
+        """Begins to read what is still to be done, as far as the desk has room; says whether it has more."""
         self._note(task)
-        bites = self._bites(task)
-        if task.bites_done < len(bites):
-            self._desk.look_ahead(*self._wanted(task, bites, task.bites_done))
+        return self._look_ahead_from(task.bites_done, task, self._bites(task))
 
     def flush(self, task: Task) -> None:
         """Writes what is computed but not at rest yet."""
@@ -210,7 +208,9 @@ class StagedPiece(Piece):
             return False
         return gradient.data_ptr() == block.tensor.data_ptr() + s.offset
 
-    def _run_bite(self, task: Task, bites: Sequence[Bite], slot: Tensor | None, following: Task | None) -> None:
+    def _run_bite(
+        self, task: Task, bites: Sequence[Bite], slot: Tensor | None, coming: Callable[[], Iterable[Task]]
+    ) -> None:
         optimizer, before = self.optimizer, task.before
         assert optimizer is not None
         assert before is not None
@@ -222,7 +222,7 @@ class StagedPiece(Piece):
             for k in chosen:
                 writes.extend(self._lay_out(task, k, bite, tray, slot, before[k]))
             task.bytes_read += tray.bytes_read
-            self._look_past(task, bites, following)
+            self._look_past(task, bites, coming)
             optimizer.step()
             self._make_room(chosen, bite)
             for k in chosen:
@@ -238,13 +238,21 @@ class StagedPiece(Piece):
         task.unwritten = writes
         self.flush(task)
 
-    def _look_past(self, task: Task, bites: Sequence[Bite], following: Task | None) -> None:
-        """Begins to read the bite after the present one, of this task or of the following."""
-        index = task.bites_done + 1
-        if index < len(bites):
+    def _look_past(self, task: Task, bites: Sequence[Bite], coming: Callable[[], Iterable[Task]]) -> None:
+        """Begins to read the bites after the present one, of this task and then of those that come."""
+        if self._look_ahead_from(task.bites_done + 1, task, bites):
+            for other in coming():
+                if not other.piece.look_ahead(other):
+                    return
+
+    def _look_ahead_from(self, first: int, task: Task, bites: Sequence[Bite]) -> bool:
+        for index in range(first, len(bites)):
+            if self._desk.expects((task, index)):
+                continue
+            if not self._desk.has_room:
+                return False
             self._desk.look_ahead(*self._wanted(task, bites, index))
-        elif following is not None:
-            following.piece.look_ahead(following)
+        return self._desk.has_room
 
     def _lay_out(
         self, task: Task, k: int, bite: Bite, tray: Tray, slot: Tensor | None, before: Mapping[str, Any] | None

@@ -14,7 +14,7 @@ Guarantees
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -86,8 +86,9 @@ class Update:
             for task in self.tasks:
                 task.piece.flush(task)
             if slot is not None and self._shard.home is not None:
-                if (first := self._first_task()) is not None:
-                    first.piece.look_ahead(first)
+                for task in self._coming(0):
+                    if not task.piece.look_ahead(task):
+                        break
                 with self._meter.on_lane("load", f"L{self._shard.index}", self._shard.home.nbytes):
                     self._shard.home.read_into(slot)
             nbytes = sum(task.nbytes for task in self.tasks if not task.done)
@@ -111,19 +112,17 @@ class Update:
             meter.update_bytes_read += task.bytes_read
             meter.update_bytes_written += task.bytes_written
 
-    def _first_task(self) -> Task | None:
-        return next((task for task in self.tasks if not task.done), None)
-
     def _run_tasks(self, slot: Tensor | None) -> None:
         for k, task in enumerate(self.tasks):
             if not task.done:
-                task.piece.run(task, slot, self._after(k))
+                task.piece.run(task, slot, partial(self._coming, k + 1))
                 task.done = True
                 task.gradients = []  # their memory is free from here on
                 self._finished(task)
 
-    def _after(self, k: int) -> Task | None:
-        """The task that comes after task ``k``."""
-        if k + 1 < len(self.tasks):
-            return self.tasks[k + 1]
-        return None if self.following is None else self.following._first_task()
+    def _coming(self, first: int) -> Iterator[Task]:
+        """What is still to be done from task ``first`` on, here and in the updates that are expected next."""
+        update: Update | None = self
+        while update is not None:
+            yield from (task for task in update.tasks[first:] if not task.done)
+            update, first = update.following, 0

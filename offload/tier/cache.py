@@ -139,7 +139,7 @@ def available_bytes() -> int:
     return available
 
 
-#: Where a control group counts its page cache: both lists, since what a step reads again and again is on the active one.
+#: Where a control group counts its page cache: both lists, since what each step reads again is on the active one.
 _LISTS = ["inactive_file", "active_file"]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import offload.optim.staged
-from offload.optim.desk import Desk, Tray
+from offload.optim.desk import AHEAD, Desk, Tray
 from offload.optim.moves import Copy, Read, Write
 from offload.tier import Block
 from offload.tier.buffer import PAGE_BYTES
@@ -215,8 +215,35 @@ def test_parts_lie_as_their_bytes_do_in_the_file_and_do_not_overlap(places: list
         assert end <= begin
 
 
+def test_bites_to_come_are_read_as_far_as_there_are_trays_and_laid_in_their_order(desk: Desk) -> None:
+    events: list[str] = []
+    blocks = [Recorded(str(k), [k], events) for k in range(AHEAD + 2)]
+    desk.lay(0, reads_of(blocks[0]), 0)
+    for k in range(1, AHEAD + 1):
+        assert desk.has_room
+        desk.look_ahead(k, reads_of(blocks[k]), 0)
+    assert not desk.has_room
+    assert [desk.expects(k) for k in range(AHEAD + 2)] == [False, *AHEAD * [True], False]
+    for k in range(1, AHEAD + 1):
+        assert desk.lay(k, reads_of(blocks[k]), 0).part(str(k)).tolist() == [k]
+        assert desk.has_room
+    assert sorted(events) == [f"read {k}" for k in range(AHEAD + 1)]
+
+
+def test_no_tray_is_lost_when_reading_fails(desk: Desk) -> None:
+    good, bad = Recorded("good", [1], []), Recorded("bad", [2], [])
+    for k in range(2 * AHEAD):
+        bad.fails = 1
+        desk.look_ahead(k, reads_of(bad), 0)
+        with pytest.raises(OSError, match="Input/output error"):
+            desk.lay(k, reads_of(bad), 0)
+    for k in range(AHEAD):
+        assert desk.has_room
+        desk.look_ahead(k, reads_of(good), 0)
+
+
 @pytest.mark.parametrize("max_norm", [None, 0.1])
-def test_while_one_bite_is_computed_the_next_is_being_read(
+def test_while_one_bite_is_computed_the_next_ones_are_being_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_norm: float | None
 ) -> None:
     """Also across pieces and shards: only the first bite of a step is read with nothing else to do."""
@@ -225,21 +252,23 @@ def test_while_one_bite_is_computed_the_next_is_being_read(
     pair = Pair("adamw", f"{tmp_path}/", max_norm=max_norm)
     for action in ("backward", "step", "zero", "eval", "backward", "step"):
         pair.do(action)
-    events: list[str] = []
-    lay, look_ahead = Desk.lay, Desk.look_ahead
+    laid: list[str] = []
+    ahead: list[int] = []
+    lay, write = Desk.lay, Desk.write
 
-    def laid(self: Desk, bite: object, reads: list[Read], room_bytes: int) -> Tray:
-        events.append("ahead" if self._next.bite == bite else "late")
+    def watched_lay(self: Desk, bite: object, reads: list[Read], room_bytes: int) -> Tray:
+        laid.append("ahead" if self.expects(bite) else "late")
         return lay(self, bite, reads, room_bytes)  # type: ignore[arg-type]
 
-    def looked(self: Desk, bite: object, reads: list[Read], room_bytes: int) -> None:
-        look_ahead(self, bite, reads, room_bytes)  # type: ignore[arg-type]
-        assert self._next.bite == bite
+    def watched_write(self: Desk, writes: list[Write | Copy]) -> None:
+        ahead.append(len(self._ahead))
+        write(self, writes)
 
-    monkeypatch.setattr(Desk, "lay", laid)
-    monkeypatch.setattr(Desk, "look_ahead", looked)
+    monkeypatch.setattr(Desk, "lay", watched_lay)
+    monkeypatch.setattr(Desk, "write", watched_write)
     pair.ours.synchronize()
-    assert len(events) > len(pair.model._walk.shards)
-    assert events == ["late"] + ["ahead"] * (len(events) - 1)
+    assert len(laid) > len(pair.model._walk.shards) > AHEAD
+    assert laid == ["late"] + ["ahead"] * (len(laid) - 1)
+    assert ahead == [min(AHEAD, len(laid) - 1 - k) for k in range(len(laid))]  # at the end there is nothing to come
     pair.compare()
     pair.compare_states()
