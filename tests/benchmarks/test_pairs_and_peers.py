@@ -146,12 +146,18 @@ def test_rungs_apart_hold_what_the_largest_of_their_processes_held(monkeypatch: 
     assert (outcome.peaks, outcome.seconds) == ({"steps": 5, "before": 1, "after": 2}, 2.0)
 
 
-def test_a_rung_that_cannot_run_is_not_started_again(tmp_path: Path) -> None:
-    dead, other = run_apart(
-        [Rung("x", f"{HERE}:cannot_run_here"), turns("b", tmp_path / "log")], 2, turns=1, progress=False
-    )
+def test_a_rung_that_cannot_run_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+
+    def run_rung(rung: Rung, turns: int) -> Outcome:
+        started.append(rung.name)
+        return Outcome(rung, skipped="needs what this machine has not") if rung.name == "a" else Outcome(rung, {})
+
+    monkeypatch.setattr("benchmarks.frame.pairs.run_rung", run_rung)
+    dead, other = run_apart([Rung(name, "nowhere:nothing") for name in "ab"], 3, progress=False)
     assert dead.reason == "skipped: needs what this machine has not"
-    assert len(other.steps) == 2
+    assert other.result == {}
+    assert started == ["a", "b", "b", "b"]
 
 
 def test_a_rung_that_waits_for_turns_also_runs_alone(tmp_path: Path) -> None:

@@ -197,6 +197,20 @@ class TestCyclicFiles:
         cache.moved(LOOK_AGAIN_BYTES)
         assert not cache.direct(claim)
 
+    def test_bytes_of_every_transfer_count(self, direct_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cache_module, "available_bytes", lambda: self.available)
+        monkeypatch.setattr(cache_module, "LOOK_AGAIN_BYTES", 4 * MANY)
+        self.available = 2 * MANY
+        tier = DiskTier(direct_folder, CPU)
+        block = tier.allocate(MANY, "states", cyclic=True)
+        calls = Calls(monkeypatch)
+        block.write(noise(MANY, 0), 0)
+        self.available = 0
+        for _ in range(4):
+            assert calls.bytes_moved(direct=True) == 0
+            block.read_into(host_buffer(MANY))
+        assert calls.bytes_moved(direct=True) > 0
+
     @pytest.mark.parametrize("direct", [True, False])
     def test_a_choice_is_for_them_too(self, direct_folder: Path, direct: bool) -> None:
         cache = PageCache(direct_folder, direct)
