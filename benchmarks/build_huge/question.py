@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dim", type=int, default=1024, metavar="N", help="channels; a block has 8 dim^2 parameters")
     parser.add_argument("--blocks", type=int, default=36, metavar="N", help="blocks, each of which is one shard")
     parser.add_argument("--rows", type=int, default=64, metavar="N", help="rows of the batch")
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps of AdamW")
+    parser.add_argument("--steps", type=int, default=9, metavar="N", help="steps of AdamW")
     parser.add_argument("--home", type=Path, default=cache_directory(), help="a directory on disk: 9 times the weights")
     parser.add_argument(
         "--no-reference", action="store_true", help="leave out the resident model without a cap (for larger models)"
