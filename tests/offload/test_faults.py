@@ -26,11 +26,11 @@ class Faults:
         self.calls = 0
         self.fatal = -1
 
-        def faulty(place: object, *args: object) -> object:
+        def faulty(place: object, *args: object, **named: object) -> object:
             self.calls += 1
             if self.calls == self.fatal:
                 raise error
-            return original(place, *args)
+            return original(place, *args, **named)
 
         monkeypatch.setattr(owner, name, faulty)
 
