@@ -2,8 +2,8 @@
 
 An optimizer could work on the mapped files themselves. But then it reads by page faults in the middle of its
 arithmetic, a full or failing disk is a signal that kills the process, and what was half-written cannot be told from
-what was not. So a bite of the piece at a time is read onto a desk in memory, updated there, and written, while the next
-bite is being read.
+what was not. So a bite of the piece at a time is read onto a desk in memory, updated there, and written, while the
+next ones are being read.
 
 ::
 
