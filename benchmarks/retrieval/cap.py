@@ -10,11 +10,13 @@ choice. Unless it is to be shown how little will do, the cap is what the machine
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 
 import psutil
 
+from benchmarks.frame.memory import data_bytes
 from benchmarks.frame.outcome import Outcome
 from benchmarks.frame.table import markdown_table, mebibytes
 
@@ -30,11 +32,22 @@ def available_bytes() -> int:
 
 
 def cap_memory(nbytes: int) -> bool:
-    """From here on this process maps at most ``nbytes`` of private memory; False where the system has no such limit."""
+    """From here on this process maps at most ``nbytes`` of private memory; False where the system has no such limit.
+
+    Raises:
+        MemoryError: if it has mapped as much already. It could go on for as long as freed pieces are to be had, and
+            would then end of whatever a library makes of an allocation that fails: seldom of an error that says so.
+    """
     try:
         import resource
     except ImportError:  # Windows
         return False
+    held = data_bytes(os.getpid())
+    if held >= nbytes:
+        raise MemoryError(
+            f"cannot allocate memory: the cap of {mebibytes(nbytes)} is no more than the {mebibytes(held)} that the "
+            f"process has mapped before it begins"
+        )
     try:
         resource.setrlimit(resource.RLIMIT_DATA, (nbytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     except (OSError, ValueError):

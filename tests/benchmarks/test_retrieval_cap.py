@@ -13,7 +13,7 @@ from benchmarks.frame.memory import PeakMeter
 from benchmarks.frame.outcome import Outcome, Rung
 from benchmarks.frame.rungs import run_rung
 from benchmarks.retrieval.batch_sizes import BatchSizes, sentence
-from benchmarks.retrieval.cap import broken_cap, cap_table, died_of_memory, midway
+from benchmarks.retrieval.cap import broken_cap, cap_memory, cap_table, died_of_memory, midway
 from benchmarks.retrieval.corpus import build_corpus
 from benchmarks.retrieval.settings import Settings
 from tests.benchmarks.here import run_here
@@ -45,6 +45,19 @@ def test_a_capped_process_can_take_what_the_cap_leaves_and_dies_of_more_as_of_a_
     dead = run_rung(Rung("does not", target, {"cap_mebibytes": 96, "mebibytes": 128}))
     assert died_of_memory(dead), dead.failure
     assert "died in step 1: cannot allocate 134,217,728 bytes" in cap_table([dead], 1 << 20)
+
+
+@linux
+def test_a_cap_below_what_the_process_holds_is_refused_as_a_want_of_memory() -> None:
+    import resource
+
+    with pytest.raises(
+        MemoryError, match=r"the cap of 1 MiB is no more than the [\d,]+ MiB that the process has"
+    ) as told:
+        cap_memory(1 << 20)
+    assert resource.getrlimit(resource.RLIMIT_DATA)[0] != 1 << 20
+    dead = outcome("dead", [], failure=f"exit status 1: MemoryError: {told.value}")
+    assert "died in step 1: cannot allocate memory" in cap_table([dead], 1 << 20)
 
 
 @linux
@@ -124,5 +137,5 @@ def test_rungs_that_find_no_memory_under_a_cap_are_shown_as_such(
     shown = capsys.readouterr()
     assert status == 1
     assert "Under a hard cap of 1 MiB" in shown.out
-    assert "GradCache + offload, capped: died in step 1" in shown.err
+    assert "GradCache + offload, capped: died in step 1: cannot allocate memory" in shown.err
     assert "GradCache, capped: expected" not in shown.err
