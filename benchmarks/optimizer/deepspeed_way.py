@@ -3,7 +3,8 @@
 Imported in the environment that has DeepSpeed, and by nothing else. One process, gloo, fp32 throughout; its optimizer
 is its own compiled AdamW for the CPU, and its files are read and written through its own asynchronous I/O library,
 which is compiled at the first use (libaio's headers, a compiler and ninja are needed). Each block is checkpointed by
-torch, as in the other ways: ZeRO-3 fetches a block's parameters again when the block is recomputed.
+torch, as in the other ways (ZeRO-3 fetches a block's parameters again when the block is recomputed), unless it is to
+keep its activations.
 """
 
 from __future__ import annotations
@@ -30,9 +31,14 @@ __all__ = ["train"]
 
 
 def train(
-    report: Report, shape: dict[str, Any], home: str, save_after: int, save_to: str | None = None
+    report: Report,
+    shape: dict[str, Any],
+    home: str,
+    save_after: int,
+    save_to: str | None = None,
+    checkpointed: bool = True,
 ) -> dict[str, Any] | None:
-    """The rung, as :func:`benchmarks.optimizer.steps.train`."""
+    """The rung, as :func:`benchmarks.optimizer.steps.train`; ``checkpointed``: whether blocks are recomputed."""
     os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))  # ninja
     if shutil.which("ninja") is None or shutil.which("c++") is None:
         report.skip("its I/O library is compiled at the first use, and there is no ninja or no C++ compiler")
@@ -44,26 +50,27 @@ def train(
         return None
     report.memory(FLOOR)
     chosen = Shape(**shape)
-    return run_way(report, ZeroOnDisk(chosen, Path(home)), save_after, save_to)
+    return run_way(report, ZeroOnDisk(chosen, Path(home), checkpointed), save_after, save_to)
 
 
 class _Blocks(nn.Module):
     """The blocks as one module, which is what DeepSpeed takes."""
 
-    def __init__(self, blocks: list[nn.Module]) -> None:
+    def __init__(self, blocks: list[nn.Module], checkpointed: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
+        self.checkpointed = checkpointed
 
     def forward(self, state: State, target: Tensor) -> Tensor:
         for block in self.blocks:
-            state = checkpoint(block, state, use_reentrant=False)
+            state = checkpoint(block, state, use_reentrant=False) if self.checkpointed else block(state)
         return loss_of(state, target)
 
 
 class ZeroOnDisk(Way):
     """ZeRO-3 of one process."""
 
-    def __init__(self, shape: Shape, home: Path) -> None:
+    def __init__(self, shape: Shape, home: Path, checkpointed: bool = True) -> None:
         import deepspeed
 
         super().__init__(shape, home)
@@ -74,7 +81,7 @@ class ZeroOnDisk(Way):
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
         settings = self._settings()
         with deepspeed.zero.Init(config_dict_or_path=settings):
-            model = _Blocks(shape.model())
+            model = _Blocks(shape.model(), checkpointed)
         # What a block changes after its layers were made is lost on parameters that are partitioned by then.
         for k, block in enumerate(model.blocks):
             parameters = list(block.parameters())

@@ -11,7 +11,8 @@ With ``--parameters 1e9`` nothing is resident: how little memory does a model ne
 moments are larger than the memory that it may take, and what is its step beside DeepSpeed's, which can train it too?
 They take their steps in turn: slow minutes hit both. DeepSpeed's memory, held while it waits, is room that the page
 cache lacks for our files. With ``--alone`` each has the machine to itself, as it would have at a user's: in each round
-a process of one, then a process of the other.
+a process of one, then a process of the other. DeepSpeed recomputes each block, as the resident model does; with
+``--peer-keeps`` it keeps its activations, which takes less arithmetic and more memory.
 """
 
 from __future__ import annotations
@@ -85,6 +86,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --parameters: each with the machine to itself, in each round a process of each",
     )
+    parser.add_argument(
+        "--peer-keeps", action="store_true", help="DeepSpeed keeps its activations instead of recomputing each block"
+    )
     parser.add_argument("--home", type=Path, default=cache_directory(), help="a directory on disk for the shards")
 
 
@@ -137,11 +141,8 @@ def _run_beside(
             continue
         # The first step, a turn that is not counted, and the pairs. The reference goes on for other ways after that.
         save_after = 2 + pairs
-        outcome, paired = run_pairs(
-            _rung(REFERENCE, shape, folder, save_after),
-            [_rung(way, shape, folder, save_after) for way in ways],
-            pairs,
-        )
+        main, *others = (_rung(way, shape, folder, save_after, arguments.peer_keeps) for way in (REFERENCE, *ways))
+        outcome, paired = run_pairs(main, others, pairs)
         reference = reference or outcome
         for way, result in zip(ways, paired, strict=True):
             if way in (*COMPARED, PEER) and result.outcome.result is not None and outcome.result is not None:
@@ -162,16 +163,16 @@ def _run_beside(
     )
 
 
-def _rung(way: str, shape: Shape, folder: Path, save_after: int) -> Rung:
+def _rung(way: str, shape: Shape, folder: Path, save_after: int, peer_keeps: bool) -> Rung:
     home = folder / way.replace(" ", "-")
     home.mkdir(exist_ok=True)
     settings = {"shape": asdict(shape), "home": str(home), "save_after": save_after}
     settings["save_to"] = str(_saved(folder, way)) if way in (REFERENCE, *COMPARED, PEER) else None
     if way == PEER:
         return Rung(
-            NAMES[way],
+            NAMES[way] + (", activations kept" if peer_keeps else ""),
             "benchmarks.optimizer.deepspeed_way:train",
-            settings,
+            {**settings, "checkpointed": not peer_keeps},
             {"DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1"},
             peer=PEER,
         )
@@ -183,7 +184,7 @@ def _saved(folder: Path, way: str) -> Path:
 
 
 def _way_of(outcome: Outcome) -> str:
-    return next(way for way, name in NAMES.items() if name == outcome.rung.name)
+    return PEER if outcome.rung.peer else str(outcome.rung.arguments["way"])
 
 
 def broken_bounds(reference: Outcome, found: dict[str, Paired], differences: dict[str, float]) -> list[str]:
@@ -243,7 +244,8 @@ def _draw(path: Path, reference: Outcome, found: Sequence[Paired], environment: 
 def _run_large(
     arguments: argparse.Namespace, shape: Shape, folder: Path, environment: Environment, limits: Limits
 ) -> int:
-    rungs = [_rung(way, shape, folder, 0) for way in (LARGE, *([PEER] if PEER in arguments.ways else []))]
+    ways = [LARGE, *([PEER] if PEER in arguments.ways else [])]
+    rungs = [_rung(way, shape, folder, 0, arguments.peer_keeps) for way in ways]
     # In the first of its turns a way makes the files of its moments, which it does once.
     if arguments.alone:
         ours, *others = run_apart(rungs, arguments.pairs, turns=STEPS_ALONE, warmup=1)
