@@ -8,7 +8,6 @@ escapes: a process that goes on under the cap never held more.
 from __future__ import annotations
 
 import json
-import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.frame.cap import cap_memory
 from benchmarks.frame.child import Report
 from benchmarks.frame.traffic import Traffic
 from benchmarks.frame.work import counted_between
@@ -127,11 +127,11 @@ def _train(
     cap_bytes: int | None,
 ) -> dict[str, Any]:
     report.memory(FLOOR)
-    if cap_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_DATA, (cap_bytes, cap_bytes))
     report.total(shape.steps)
     seconds = 0.0
     try:
+        if cap_bytes is not None:
+            cap_memory(cap_bytes)
         report.phase("build")
         started = time.perf_counter()
         model, optimizer = make()

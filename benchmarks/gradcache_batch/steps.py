@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import resource
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,9 @@ import torch._dynamo  # torch imports it in the middle of a first checkpoint, an
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.frame.cap import cap_memory
 from benchmarks.frame.child import Report
+from benchmarks.frame.memory import data_bytes
 from benchmarks.gradcache_batch.shape import MEBIBYTE, TEMPERATURE, Shape
 from benchmarks.gradcache_batch.ways import TILE_ROWS, Step, make
 from gradcache.loss import SimpleContrastiveLoss
@@ -52,8 +54,7 @@ def growing(
     small = replace(chosen, pairs=2, chunk=1)
     _timed(*make(way, small, Path(home)), small.batch())
     report.memory(FLOOR)
-    limit = _writable_bytes() + limit_mebibytes * MEBIBYTE
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    cap_memory(data_bytes(os.getpid()) + limit_mebibytes * MEBIBYTE)
     pairs, fitted, ended = chosen.chunk, 0, ""
     sketches: dict[int, list[float]] = {}
     try:
@@ -134,9 +135,3 @@ def _timed(model: nn.Module, step: Step, rows: tuple[Tensor, Tensor]) -> tuple[f
 
 def _loaded(model: nn.Module) -> int | None:
     return model.statistics().bytes_loaded if isinstance(model, OffloadModel) else None
-
-
-def _writable_bytes() -> int:
-    """What RLIMIT_DATA limits: private writable memory, touched or not."""
-    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))

@@ -1,8 +1,4 @@
-"""A hard cap on a process's private memory, and what became of the rungs that ran under it.
-
-``RLIMIT_DATA`` limits private writable mappings: the heap, large tensors, stacks of threads. An allocation beyond it
-fails like one on a machine that has no more. Shared mappings of files are not in it: they are the kernel's to drop, and
-that is what a home on disk is for.
+"""What became of the rungs that ran under a hard cap on memory (:mod:`benchmarks.frame.cap`).
 
 Every rung has a cap, so that one that does not fit dies alone, of an error, and not some other process by the kernel's
 choice. Unless it is to be shown how little will do, the cap is what the machine has left.
@@ -10,49 +6,15 @@ choice. Unless it is to be shown how little will do, the cap is what the machine
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 
-import psutil
-
-from benchmarks.frame.memory import data_bytes
 from benchmarks.frame.outcome import Outcome
 from benchmarks.frame.table import markdown_table, mebibytes
 
-__all__ = ["available_bytes", "broken_cap", "cap_memory", "cap_table", "died_of_memory", "midway"]
+__all__ = ["broken_cap", "cap_table", "died_of_memory", "midway"]
 
-SHARE_OF_AVAILABLE = 0.9
 LACKS_MEMORY = re.compile(r"allocate memory|MemoryError|out of memory|bad_alloc|ENOMEM", re.IGNORECASE)
-
-
-def available_bytes() -> int:
-    """What a process may take without hurting others."""
-    return int(SHARE_OF_AVAILABLE * psutil.virtual_memory().available)
-
-
-def cap_memory(nbytes: int) -> bool:
-    """From here on this process maps at most ``nbytes`` of private memory; False where the system has no such limit.
-
-    Raises:
-        MemoryError: if it has mapped as much already. It could go on for as long as freed pieces are to be had, and
-            would then end of whatever a library makes of an allocation that fails: seldom of an error that says so.
-    """
-    try:
-        import resource
-    except ImportError:  # Windows
-        return False
-    held = data_bytes(os.getpid())
-    if held >= nbytes:
-        raise MemoryError(
-            f"cannot allocate memory: the cap of {mebibytes(nbytes)} is no more than the {mebibytes(held)} that the "
-            f"process has mapped before it begins"
-        )
-    try:
-        resource.setrlimit(resource.RLIMIT_DATA, (nbytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def died_of_memory(outcome: Outcome) -> bool:

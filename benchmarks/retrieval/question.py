@@ -17,6 +17,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from benchmarks.frame.cache import cache_directory
+from benchmarks.frame.cap import available_bytes
 from benchmarks.frame.environment import filesystem_of, here
 from benchmarks.frame.limits import measure_limits
 from benchmarks.frame.pairs import run_in_turn
@@ -24,7 +25,7 @@ from benchmarks.frame.report import publish
 from benchmarks.frame.rungs import Outcome, Rung, run_rungs
 from benchmarks.retrieval.batch_sizes import BatchSizes
 from benchmarks.retrieval.batches import write_tokens
-from benchmarks.retrieval.cap import available_bytes, broken_cap, cap_table, died_of_memory, midway
+from benchmarks.retrieval.cap import broken_cap, cap_table, died_of_memory, midway
 from benchmarks.retrieval.corpus import Corpus, build_corpus
 from benchmarks.retrieval.results import TOLERANCE, draw, greatest_difference, table
 from benchmarks.retrieval.settings import Settings

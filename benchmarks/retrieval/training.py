@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.frame.cap import cap_memory
 from benchmarks.frame.child import Report
 from benchmarks.frame.traffic import Traffic
 from benchmarks.frame.work import counted_between
 from benchmarks.retrieval.batches import Batches
-from benchmarks.retrieval.cap import cap_memory
 from benchmarks.retrieval.encoder import build_encoder
 from benchmarks.retrieval.settings import Settings
 

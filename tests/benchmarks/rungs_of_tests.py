@@ -99,8 +99,8 @@ def cannot_run_here(report: Report) -> dict[str, Any]:
 def allocates_under_a_cap(report: Report, cap_mebibytes: int, mebibytes: int) -> dict[str, Any]:
     import torch
 
+    from benchmarks.frame.cap import cap_memory
     from benchmarks.frame.memory import data_bytes
-    from benchmarks.retrieval.cap import cap_memory
 
     cap_memory(data_bytes(os.getpid()) + cap_mebibytes * MEBIBYTE)
     return {"bytes": torch.ones(mebibytes * MEBIBYTE, dtype=torch.uint8).numel()}

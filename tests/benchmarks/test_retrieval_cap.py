@@ -9,11 +9,12 @@ import psutil
 import pytest
 
 from benchmarks.__main__ import main
+from benchmarks.frame.cap import cap_memory
 from benchmarks.frame.memory import PeakMeter
 from benchmarks.frame.outcome import Outcome, Rung
 from benchmarks.frame.rungs import run_rung
 from benchmarks.retrieval.batch_sizes import BatchSizes, sentence
-from benchmarks.retrieval.cap import broken_cap, cap_memory, cap_table, died_of_memory, midway
+from benchmarks.retrieval.cap import broken_cap, cap_table, died_of_memory, midway
 from benchmarks.retrieval.corpus import build_corpus
 from benchmarks.retrieval.settings import Settings
 from tests.benchmarks.here import run_here
