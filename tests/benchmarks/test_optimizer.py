@@ -9,12 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from benchmarks.__main__ import main
 from benchmarks.frame.outcome import Outcome, Rung
 from benchmarks.frame.pairs import Paired
 from benchmarks.frame.traffic import bytes_of_step
-from benchmarks.optimizer.question import COMPARED, DISK, LARGE, NAMES, PEER, broken_bounds, broken_large
+from benchmarks.optimizer.deepspeed_way import _Blocks
+from benchmarks.optimizer.question import (
+    COMPARED,
+    DISK,
+    LARGE,
+    NAMES,
+    PEER,
+    _rung,
+    _way_of,
+    broken_bounds,
+    broken_large,
+)
 from benchmarks.optimizer.shape import Shape, parameters_of_block
 from benchmarks.optimizer.steps import FLOOR, STEPS, greatest_difference, run_way, train
 from benchmarks.optimizer.ways import WAYS, Way
@@ -98,6 +110,22 @@ def test_sizes_that_nobody_could_train_are_refused_all_at_once(capsys: pytest.Ca
     shown = capsys.readouterr().err
     assert "dim=100" in shown
     assert "blocks=0" in shown
+
+
+@pytest.mark.parametrize(("keeps", "forwards"), [(False, 2), (True, 1)])
+def test_the_peer_recomputes_each_block_unless_it_is_to_keep_its_activations(
+    tmp_path: Path, keeps: bool, forwards: int
+) -> None:
+    rung = _rung(PEER, SHAPE, tmp_path, 0, keeps)
+    assert rung.name == NAMES[PEER] + (", activations kept" if keeps else "")
+    assert rung.arguments["checkpointed"] is not keeps
+    assert _way_of(Outcome(rung)) == PEER
+    model = _Blocks(SHAPE.model(), rung.arguments["checkpointed"])
+    ran: list[nn.Module] = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda module, _: ran.append(module))
+    model(*SHAPE.batch(0)).backward()
+    assert [ran.count(block) for block in model.blocks] == [forwards] * SHAPE.blocks
 
 
 def paired(way: str, seconds: float = 1.0, peak: int = 100) -> Paired:
