@@ -130,8 +130,8 @@ def _train(
     report.total(shape.steps)
     seconds = 0.0
     try:
-        if cap_bytes is not None:
-            cap_memory(cap_bytes)
+        if cap_bytes is not None and not cap_memory(cap_bytes):
+            raise OSError(f"the system refuses a cap of {cap_bytes:,} bytes on a process's private memory")
         report.phase("build")
         started = time.perf_counter()
         model, optimizer = make()

@@ -54,7 +54,9 @@ def growing(
     small = replace(chosen, pairs=2, chunk=1)
     _timed(*make(way, small, Path(home)), small.batch())
     report.memory(FLOOR)
-    cap_memory(data_bytes(os.getpid()) + limit_mebibytes * MEBIBYTE)
+    held = data_bytes(os.getpid())
+    if not held or not cap_memory(held + limit_mebibytes * MEBIBYTE):
+        raise OSError("expected a system that tells and limits a process's private memory, as Linux does")
     pairs, fitted, ended = chosen.chunk, 0, ""
     sketches: dict[int, list[float]] = {}
     try:

@@ -68,6 +68,14 @@ def test_a_resident_model_larger_than_the_cap_says_at_what_it_failed(tmp_path: A
     assert "allocate" in (outcome.result or {})["out_of_memory"]
 
 
+def test_a_cap_that_the_system_refuses_is_an_error_and_not_a_rung_without_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr("benchmarks.build_huge.steps.cap_memory", lambda nbytes: False)
+    with pytest.raises(OSError, match="refuses a cap of 1,024 bytes"):
+        resident(Report(), asdict(SHAPE), str(tmp_path), 1024)  # type: ignore[arg-type]
+
+
 def outcome(name: str, *losses: float, peak: int = 10, **result: Any) -> Outcome:
     steps = [{"loss": loss, "seconds": 0.1} for loss in losses]
     arguments = {"cap_bytes": None if "no cap" in name else 100}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from benchmarks.frame.outcome import Outcome, Rung
 from benchmarks.frame.pairs import Paired
 from benchmarks.gradcache_batch.question import CHUNK_BY_CHUNK, FUSED, REFERENCE, broken_bounds
 from benchmarks.gradcache_batch.shape import Shape
-from benchmarks.gradcache_batch.steps import sketch
+from benchmarks.gradcache_batch.steps import growing, sketch
 from benchmarks.gradcache_batch.ways import PEERS, WAYS, make
+from tests.benchmarks.here import Recorder
 
 TINY = Shape(
     vocabulary=300,
@@ -52,6 +54,18 @@ def test_a_sketch_tells_two_gradients_apart() -> None:
     assert layer.weight.grad is not None
     layer.weight.grad[7, 7] += 1
     assert (torch.tensor(sketch(layer)) - before).norm() > 0
+
+
+@pytest.mark.parametrize("unknown", ["cap_memory", "data_bytes"])
+def test_without_a_limit_batches_do_not_grow(unknown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "benchmarks.gradcache_batch.steps.cap_memory", lambda nbytes: True
+    )  # it would be this process's
+    monkeypatch.setattr(f"benchmarks.gradcache_batch.steps.{unknown}", lambda argument: 0)
+    report = Recorder(Outcome(Rung("recorded", "module:function")), 1)
+    with pytest.raises(OSError, match="limits a process's private memory"):
+        growing(report, "plain torch", asdict(TINY), str(tmp_path), 1, 4)
+    assert report.outcome.steps == []
 
 
 def test_all_parts_run_and_leave_a_page_and_no_homes(
