@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dim", type=int, default=defaults.dim, metavar="N", help="channels, a multiple of 64")
     parser.add_argument("--rows", type=int, default=defaults.rows, metavar="N", help="rows of the batch")
     parser.add_argument("--positions", type=int, default=defaults.positions, metavar="N", help="tokens of a row")
+    parser.add_argument("--slots", type=int, default=defaults.slots, metavar="N", help="blocks held at once, in ours")
     parser.add_argument("--graphs", type=int, default=defaults.graph_mebibytes, metavar="MiB", help="kept, in ours")
     parser.add_argument("--pairs", type=int, default=5, metavar="N", help="pairs of steps of the main way")
     parser.add_argument("--other-pairs", type=int, default=3, metavar="N", help="pairs of steps of each other way")
@@ -99,6 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("expected at least 1, got " + ", ".join(f"{n}={getattr(arguments, n)}" for n in small))
     sizes: dict[str, Any] = {name: getattr(arguments, name) for name in ("blocks", "dim", "rows", "positions")}
     sizes["graph_mebibytes"] = arguments.graphs
+    sizes["slots"] = arguments.slots
     if arguments.parameters is not None:
         sizes["blocks"] = max(1, round(arguments.parameters / parameters_of_block(arguments.dim)))
         # Every block moves the sum that the last one answers with: deeper, each may move it less.

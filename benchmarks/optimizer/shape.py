@@ -35,6 +35,7 @@ class Shape:
     weight_decay: float = 0.01
     max_norm: float = 1.0
     graph_mebibytes: int = 512  #: what ours may keep in graphs, which need not be recomputed
+    slots: int = 3  #: blocks that ours holds at once: one computes, one is updated, and one waits between the two
 
     def __post_init__(self) -> None:
         """Refuses what nobody could train, all of it at once."""

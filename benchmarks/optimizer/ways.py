@@ -94,6 +94,7 @@ class Offloaded(Way):
             "cpu",
             offload_device=home if self.on_disk else "cpu",
             checkpoint_activation=True,
+            num_slots=shape.slots,
             # A part of the memory that the model does without.
             graph_bytes=shape.graph_mebibytes << 20 or None,
         )

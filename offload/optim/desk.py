@@ -1,22 +1,22 @@
-"""The desk: memory where what rests in files is updated, a bite at a time, while bites to come are being read.
+"""The desk: memory where what rests in files is updated, a bite at a time, while others are being read and written.
 
-Read, compute, write, and only then read again: so the disk would rest while the processor computes, and reads would
-wait for writes that are no business of theirs. The desk has three trays. While a bite is worked on in one, the next two
-are read into the others, so that the disk has something to read also while the bite is written; and what is read or
-written together moves together.
+Read, compute, write, and only then read again: so the disk would rest while the processor computes, and the processor
+while the disk works. The desk has several trays. While a bite is worked on in one, those before it are being written
+out of theirs, and those to come are being read into the rest. What is read or written together moves together.
 
 ::
 
-    tray 0   read 0 | compute 0 | write 0 | read 3 ...
-    tray 1   read 1 ............          | compute 1 | write 1 | read 4 ...
-    tray 2          | read 2 ............             | compute 2 | ...
+    tray 0   read 0 | compute 0 | write 0 ............. | read 4 ...
+    tray 1   read 1 ...........| compute 1 | write 1 ............. | read 5 ...
+    tray 2   read 2 ......................| compute 2 | write 2 ...
+    tray 3              read 3 ......................| compute 3 | ...
 
 Guarantees
-    * Memory is that of three bites, however many there are, and however large the model is.
+    * Memory is that of :data:`TRAYS` bites, however many there are, and however large the model is.
     * :meth:`Desk.lay` returns a tray that holds everything that was asked for. What was read ahead for somebody who
       did not come is thrown away. Nobody reads into a tray before what was written from it is in its file.
-    * When :meth:`Desk.write` raises, nothing of it is going on any more, and what is not known to be written is left in
-      the list.
+    * After :meth:`Desk.settle` nothing is on its way. What could not be written is not lost: it has memory of its own,
+      and whoever sent it knows that it has not arrived.
 
 Assumes
     * What is read ahead is not written by anybody else before it is used: it belongs to an update that is decided.
@@ -25,7 +25,8 @@ Assumes
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -34,14 +35,13 @@ from offload.optim.moves import Copy, Read, Write, in_one_call, neighbours, span
 from offload.tier.buffer import PAGE_BYTES, host_buffer
 from offload.tier.crew import Crew, Job
 
-__all__ = ["AHEAD", "Desk", "Tray"]
+__all__ = ["TRAYS", "Desk", "Tray"]
 
-#: Transfers at a time: what a parameter of Adam needs besides its weights is three.
-AT_A_TIME = 3
+#: Transfers at a time: what one bite of Adam reads, and what another one writes.
+AT_A_TIME = 6
 
-#: Bites that are read while one is worked on. With one, the disk rested for a third of the time in which it was waited
-#: for; with three it rests no less than with two.
-AHEAD = 2
+#: Bites that are worked on, read or written at a time.
+TRAYS = 5
 
 
 class Tray:
@@ -116,18 +116,52 @@ class Tray:
         return self._memory[begin : self._used]
 
 
-class Desk:
-    """A tray to work on, and others that are being filled. Bites come one after the other, on one lane."""
+@dataclass(eq=False)
+class _Leaving:
+    """What is on its way from a tray to where it rests."""
 
-    def __init__(self) -> None:
-        self._now = Tray()
-        self._idle = [Tray() for _ in range(AHEAD)]
-        self._ahead: deque[Tray] = deque()
-        self._crew = Crew(AT_A_TIME)
+    #: None if it comes from elsewhere.
+    tray: Tray | None
+    jobs: list[tuple[Sequence[Write | Copy], Job]]
+    arrived: Callable[[Sequence[Write | Copy]], None]
 
     @property
-    def has_room(self) -> bool:
-        """Whether one more bite can be read ahead."""
+    def is_there(self) -> bool:
+        """Whether all of it arrived."""
+        return all(job.succeeded for _, job in self.jobs)
+
+    def end(self) -> None:
+        """Returns when nothing of it is on its way any more; raises what writing raised."""
+        done: list[Write | Copy] = []
+        try:
+            for group, job in self.jobs:
+                # Writer -> update lane. Without this, the tray is filled anew while the file still takes from it.
+                job.finish()
+                done += group
+        finally:
+            for group, job in self.jobs:
+                job.abandon()
+                for move in group:
+                    if move not in done:
+                        move.source = move.source.clone()  # the tray and the slot are about to be used again
+            self.jobs.clear()
+            self.arrived(done)
+
+
+class Desk:
+    """A tray to work on, and others that are being filled or emptied. Bites come one after the other, on one lane."""
+
+    def __init__(self) -> None:
+        self._now: Tray | None = None
+        self._idle = [Tray() for _ in range(TRAYS)]
+        self._ahead: deque[Tray] = deque()
+        self._leaving: deque[_Leaving] = deque()
+        self._crew = Crew(AT_A_TIME)
+
+    def make_room(self) -> bool:
+        """Takes trays back whose writes have arrived; says whether one more bite can be read ahead."""
+        while self._leaving and self._leaving[0].is_there:
+            self._end_oldest()
         return bool(self._idle)
 
     def expects(self, bite: Hashable) -> bool:
@@ -138,11 +172,17 @@ class Desk:
         """The tray with all of ``reads``, and room for so many bytes besides.
 
         Raises:
-            OSError: if they cannot be read; also where they were being read ahead.
+            OSError: if they cannot be read, also where they were being read ahead; or if something that was sent
+                before, whose tray is needed, cannot be written.
         """
+        # Without this, a bite that failed in the middle of its arithmetic would be taken for one that was just read.
+        self._put_away(self._now)
+        self._now = None
         if not self._ahead or self._ahead[0].bite != bite:
             while self._ahead:
                 self._put_away(self._ahead.pop())
+            while not self._idle:
+                self._end_oldest()
             self.look_ahead(bite, reads, room_bytes)
         tray = self._ahead.popleft()
         try:
@@ -150,8 +190,6 @@ class Desk:
         except BaseException:
             self._put_away(tray)
             raise
-        # Without this, a bite that failed in the middle of its arithmetic would be taken for one that was just read.
-        self._put_away(self._now)
         self._now = tray
         return tray
 
@@ -161,28 +199,40 @@ class Desk:
         self._ahead.append(tray)
         tray.lay(bite, reads, room_bytes, self._crew)
 
-    def _put_away(self, tray: Tray) -> None:
-        tray.clear()
-        self._idle.append(tray)
-
-    def write(self, writes: list[Write | Copy]) -> None:
-        """Writes all, and takes them out of the list.
-
-        Raises:
-            OSError: if one could not be written. It is still in the list, as may be others.
-        """
+    def send(self, moves: Sequence[Write | Copy], arrived: Callable[[Sequence[Write | Copy]], None]) -> None:
+        """Begins to write what was computed, and leaves the tray. ``arrived`` is called on this lane, with what has."""
+        tray, self._now = self._now, None
         jobs: list[tuple[Sequence[Write | Copy], Job]] = [
             (group, self._crew.give(partial(write_together, group)))
-            for group in in_one_call(write for write in writes if isinstance(write, Write))
+            for group in in_one_call(move for move in moves if isinstance(move, Write))
         ]
-        jobs += [([copy], self._crew.give(copy.go)) for copy in writes if isinstance(copy, Copy)]
-        done: list[Write | Copy] = []
+        jobs += [([move], self._crew.give(move.go)) for move in moves if isinstance(move, Copy)]
+        self._leaving.append(_Leaving(tray, jobs, arrived))
+
+    def settle(self) -> None:
+        """Returns when nothing that was sent is on its way any more.
+
+        Raises:
+            OSError: if something could not be written. What did not arrive has memory of its own from here on, and can
+                be sent again.
+        """
+        errors: list[BaseException] = []
+        while self._leaving:
+            try:
+                self._end_oldest()
+            except BaseException as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _end_oldest(self) -> None:
+        leaving = self._leaving.popleft()
         try:
-            for group, job in jobs:
-                # Writer -> update lane. Without this, the tray is filled anew while the file still takes from it.
-                job.finish()
-                done += group
+            leaving.end()
         finally:
-            for _, job in jobs:
-                job.abandon()
-            writes[:] = [write for write in writes if write not in done]
+            self._put_away(leaving.tray)
+
+    def _put_away(self, tray: Tray | None) -> None:
+        if tray is not None:
+            tray.clear()
+            self._idle.append(tray)

@@ -24,6 +24,7 @@ from offload.optim.piece import HostPiece, Piece, Recipe, Task
 from offload.optim.staged import StagedPiece, cut
 from offload.optim.update import Update
 from offload.shard import Shard, Slice
+from offload.tier.crew import Crew
 
 __all__ = ["OffloadOptimizer", "open_update_lane"]
 
@@ -98,6 +99,8 @@ class OffloadOptimizer(Optimizer):
         self._streamer = model._walk.streamer
         self._lane = open_update_lane(model.device)
         self._desk = Desk()
+        #: Fills a slot while the update before still runs.
+        self._filler = Crew(1)
         self._recipe = Recipe(optimizer_class, optimizer_kwargs)
         self.pieces: dict[Shard, list[Piece]] = {}
         self._in_backward: InBackward | None = None
@@ -301,7 +304,9 @@ class OffloadOptimizer(Optimizer):
             if (optimizer := owner()) is not None:
                 optimizer._publish(task.piece)
 
-        return Update(shard, tasks, self._lane, self._model._meter, in_slot=in_slot, finished=finished)
+        return Update(
+            shard, tasks, self._lane, self._model._meter, in_slot=in_slot, crew=self._filler, finished=finished
+        )
 
     @staticmethod
     def mark(shard: Shard, update: Update) -> None:

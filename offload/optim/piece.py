@@ -63,7 +63,8 @@ class Task:
     coefficient: Tensor | None
     #: Whether the gradients were multiplied by the coefficient already.
     scaled: bool = False
-    #: Bites of the piece that are done, states that are not at rest as they were before, and what failed to be written.
+    #: Bites of the piece that are computed, states that are not at rest as they were before, and what is computed but
+    #: not known to be written.
     bites_done: int = 0
     before: list[dict[str, Any] | None] | None = None
     unwritten: list[Write | Copy] = field(default_factory=list)
@@ -73,6 +74,11 @@ class Task:
     done: bool = False
     #: Bytes of the parameters that are updated.
     nbytes: int = field(init=False)
+
+    def arrived(self, moves: Sequence[Write | Copy]) -> None:
+        """Takes note of what has come to rest."""
+        self.bytes_written += sum(move.source.numel() for move in moves)
+        self.unwritten = [move for move in self.unwritten if move not in moves]
 
     def __post_init__(self) -> None:
         taking_part = zip(self.piece.slices, self.gradients, strict=True)
@@ -129,11 +135,15 @@ class Piece(ABC):
 
     @abstractmethod
     def flush(self, task: Task) -> None:
-        """Finishes what an earlier attempt computed but could not write."""
+        """Returns when all that is computed is where it rests; what could not be written is written again."""
+
+    @abstractmethod
+    def halt(self) -> None:
+        """Returns when nothing is on its way any more, whatever became of it."""
 
     @abstractmethod
     def run(self, task: Task, slot: Tensor | None, coming: Callable[[], Iterable[Task]] = tuple) -> None:
-        """Updates the parameters.
+        """Updates the parameters; the end of it may still be on its way to where it rests: see :meth:`flush`.
 
         ``slot`` is memory that holds the shard's home already, if there is any; ``coming`` tells what runs next, as far
         as that is known.
@@ -148,7 +158,10 @@ class HostPiece(Piece):
     """In host memory the update works on the homes themselves, and states stay where torch made them."""
 
     def flush(self, task: Task) -> None:
-        """Nothing is left over: there is nothing to write."""
+        """There is nothing to write."""
+
+    def halt(self) -> None:
+        """Nothing ever is."""
 
     def look_ahead(self, task: Task) -> bool:
         """Everything is there."""

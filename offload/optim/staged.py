@@ -2,8 +2,8 @@
 
 An optimizer could work on the mapped files themselves. But then it reads by page faults in the middle of its
 arithmetic, a full or failing disk is a signal that kills the process, and what was half-written cannot be told from
-what was not. So a bite of the piece at a time is read onto a desk in memory, updated there, and written, while the
-next ones are being read.
+what was not. So a bite of the piece at a time is read onto a desk in memory and updated there, while those before it
+are being written, and the next ones read.
 
 ::
 
@@ -12,14 +12,16 @@ next ones are being read.
     states     their file --> desk -------------+                +--> their file
 
 Guarantees
-    * The desk holds three bites. A parameter larger than :data:`BITE_BYTES` is updated in several, where the class is
+    * The desk holds a few bites. A parameter larger than :data:`BITE_BYTES` is updated in several, where the class is
       known to treat every element alone. So memory grows neither with the model nor with its largest parameter.
     * What rests is written only after a bite's arithmetic is done, and a write that failed is repeated, not computed
-      again. So an update can be resumed after any error, and nothing is applied twice.
+      again, however many bites were computed meanwhile. So an update can be resumed after any error, and nothing is
+      applied twice.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,9 +59,13 @@ ELEMENTWISE = (
 
 
 def cut(slices: Sequence[Slice]) -> Iterator[list[Slice]]:
-    """Groups consecutive parameters into pieces of at most :data:`BITE_BYTES`; a larger parameter is one of its own."""
+    """Groups parameters into pieces of at most :data:`BITE_BYTES`; a larger parameter is one of its own.
+
+    The smallest first: norms and biases, which stand between matrices, are then updated together, and not each for
+    itself for want of room beside a matrix.
+    """
     piece: list[Slice] = []
-    for s in slices:
+    for s in sorted(slices, key=lambda s: s.nbytes):
         if piece and sum(member.nbytes for member in piece) + s.nbytes > BITE_BYTES:
             yield piece
             piece = []
@@ -138,7 +144,6 @@ class StagedPiece(Piece):
 
     def run(self, task: Task, slot: Tensor | None, coming: Callable[[], Iterable[Task]] = tuple) -> None:
         """Updates bite by bite, from where an earlier attempt failed; at the end what is ``coming`` is being read."""
-        self.flush(task)
         self.prepare(task.options)
         self._note(task)
         bites = self._bites(task)
@@ -151,20 +156,16 @@ class StagedPiece(Piece):
         return self._look_ahead_from(task.bites_done, task, self._bites(task))
 
     def flush(self, task: Task) -> None:
-        """Writes what is computed but not at rest yet."""
-        if not task.unwritten:
-            return
-        nbytes = _nbytes(task.unwritten)
-        try:
-            self._desk.write(task.unwritten)
-        except BaseException:
-            # The desk and the slot are about to be used again.
-            for write in task.unwritten:
-                write.source = write.source.clone()
-            raise
-        finally:
-            task.bytes_written += nbytes - _nbytes(task.unwritten)
-        task.bites_done += 1
+        """Returns when all that is computed is where it rests; what could not be written is written again."""
+        self._desk.settle()
+        if task.unwritten:
+            self._desk.send(task.unwritten, task.arrived)
+            self._desk.settle()
+
+    def halt(self) -> None:
+        """Returns when nothing is on its way any more, whatever became of it: each task knows what is left of it."""
+        with contextlib.suppress(Exception):
+            self._desk.settle()
 
     # --- one bite -----------------------------------------------------------------------------------------------
 
@@ -222,7 +223,7 @@ class StagedPiece(Piece):
             for k in chosen:
                 writes.extend(self._lay_out(task, k, bite, tray, slot, before[k]))
             task.bytes_read += tray.bytes_read
-            self._look_past(task, bites, coming)
+            self._look_past(task.bites_done + 1, task, bites, coming)
             optimizer.step()
             self._make_room(chosen, bite)
             for k in chosen:
@@ -235,12 +236,14 @@ class StagedPiece(Piece):
             raise
         for k in chosen:
             self._come_to_rest(k)
-        task.unwritten = writes
-        self.flush(task)
+        task.unwritten += writes
+        self._desk.send(writes, task.arrived)
+        task.bites_done += 1
+        self._look_past(task.bites_done, task, bites, coming)
 
-    def _look_past(self, task: Task, bites: Sequence[Bite], coming: Callable[[], Iterable[Task]]) -> None:
-        """Begins to read the bites after the present one, of this task and then of those that come."""
-        if self._look_ahead_from(task.bites_done + 1, task, bites):
+    def _look_past(self, first: int, task: Task, bites: Sequence[Bite], coming: Callable[[], Iterable[Task]]) -> None:
+        """Begins to read bites, from the ``first`` of this task and then of those that come."""
+        if self._look_ahead_from(first, task, bites):
             for other in coming():
                 if not other.piece.look_ahead(other):
                     return
@@ -249,10 +252,10 @@ class StagedPiece(Piece):
         for index in range(first, len(bites)):
             if self._desk.expects((task, index)):
                 continue
-            if not self._desk.has_room:
+            if not self._desk.make_room():
                 return False
             self._desk.look_ahead(*self._wanted(task, bites, index))
-        return self._desk.has_room
+        return self._desk.make_room()
 
     def _lay_out(
         self, task: Task, k: int, bite: Bite, tray: Tray, slot: Tensor | None, before: Mapping[str, Any] | None
@@ -366,10 +369,6 @@ class StagedPiece(Piece):
                 write.go()
             if self.states()[k]:
                 self._come_to_rest(k)
-
-
-def _nbytes(writes: Sequence[Write | Copy]) -> int:
-    return sum(write.source.numel() for write in writes)
 
 
 def _rests(value: Any) -> bool:

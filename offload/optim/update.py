@@ -14,6 +14,7 @@ Guarantees
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -23,6 +24,7 @@ from offload.lane import Arrival, Lane
 from offload.optim.piece import Task, Torn
 from offload.shard import Shard
 from offload.statistics import Meter
+from offload.tier.crew import Crew, Job
 
 __all__ = ["Update"]
 
@@ -38,6 +40,7 @@ class Update:
         meter: Meter,
         *,
         in_slot: bool,
+        crew: Crew,
         finished: Callable[[Task], None],
     ) -> None:
         self._shard = shard
@@ -47,6 +50,7 @@ class Update:
         self._meter = meter
         #: Whether parameters may be updated in the slot that is about to be filled, which saves reading them twice.
         self._in_slot = in_slot and not shard.casts
+        self._crew = crew
         self._finished = finished
         self._arrival: Arrival | None = None
         self._failed = False
@@ -60,8 +64,22 @@ class Update:
         if self._arrival is None or self._failed:
             self._failed = False
             slot = slot if self._in_slot else None
-            self._arrival = self._lane.submit(f"U{self._shard.index}", partial(self._run, slot), after)
+            filling = self._begin_to_fill(slot)
+            self._arrival = self._lane.submit(f"U{self._shard.index}", partial(self._run, slot, filling), after)
         return self._arrival
+
+    def _begin_to_fill(self, slot: Tensor | None) -> Job:
+        """Begins to read the weights as they are before the update, while the one before it may still run."""
+        home = self._shard.home
+        if slot is None or home is None:
+            return Job([], None)
+
+        def fill() -> None:
+            with self._meter.on_lane("load", f"L{self._shard.index}", home.nbytes):
+                home.read_into(slot)
+
+        # What an earlier attempt could not write has to be in the file first.
+        return self._crew.give(fill) if self.untouched else Job([fill], None)
 
     def filled(self, slot: Tensor) -> bool:
         """Whether the update left the shard's new values in ``slot``."""
@@ -79,18 +97,9 @@ class Update:
         self.tasks.clear()
         self._shard.pending = None
 
-    def _run(self, slot: Tensor | None) -> None:
-        if self._torn is not None:
-            raise self._torn
+    def _run(self, slot: Tensor | None, filling: Job) -> None:
         try:
-            for task in self.tasks:
-                task.piece.flush(task)
-            if slot is not None and self._shard.home is not None:
-                for task in self._coming(0):
-                    if not task.piece.look_ahead(task):
-                        break
-                with self._meter.on_lane("load", f"L{self._shard.index}", self._shard.home.nbytes):
-                    self._shard.home.read_into(slot)
+            self._prepare(slot, filling)
             nbytes = sum(task.nbytes for task in self.tasks if not task.done)
             with self._meter.on_lane("update", f"U{self._shard.index}", nbytes):
                 self._run_tasks(slot)
@@ -99,11 +108,31 @@ class Update:
             raise
         except BaseException:
             self._failed = True
+            for task in self.tasks:
+                # Writer -> update lane. Without this, files take from a slot that is somebody else's by now.
+                task.piece.halt()
             raise
         self._filled = slot
         self._count()
         self.tasks.clear()
         self._shard.pending = None
+
+    def _prepare(self, slot: Tensor | None, filling: Job) -> None:
+        """Has the weights in the slot, and what comes first on its way to the desk."""
+        try:
+            if self._torn is not None:
+                raise self._torn
+            for task in self.tasks:
+                task.piece.flush(task)
+            if slot is not None:
+                for task in self._coming(0):
+                    if not task.piece.look_ahead(task):
+                        break
+            # Reader -> update lane. Without this, weights are updated that are still being read.
+            filling.finish()
+        finally:
+            # Without this, weights arrive in a slot that is somebody else's by now.
+            filling.abandon()
 
     def _count(self) -> None:
         meter = self._meter
@@ -113,12 +142,21 @@ class Update:
             meter.update_bytes_written += task.bytes_written
 
     def _run_tasks(self, slot: Tensor | None) -> None:
+        computed: deque[Task] = deque()
         for k, task in enumerate(self.tasks):
             if not task.done:
                 task.piece.run(task, slot, partial(self._coming, k + 1))
-                task.done = True
-                task.gradients = []  # their memory is free from here on
-                self._finished(task)
+                computed.append(task)
+            while computed and not computed[0].unwritten:
+                self._end(computed.popleft())
+        for task in computed:
+            task.piece.flush(task)
+            self._end(task)
+
+    def _end(self, task: Task) -> None:
+        task.done = True
+        task.gradients = []  # their memory is free from here on
+        self._finished(task)
 
     def _coming(self, first: int) -> Iterator[Task]:
         """What is still to be done from task ``first`` on, here and in the updates that are expected next."""

@@ -26,6 +26,12 @@ class Job:
         self._todo = todo
         self._future = future
 
+    @property
+    def succeeded(self) -> bool:
+        """Whether a thread has done it, without an error."""
+        future = self._future
+        return future is not None and future.done() and not future.cancelled() and future.exception() is None
+
     def finish(self) -> None:
         """Returns when the job is done; raises what it raised."""
         if self._future is None or self._future.cancel():

@@ -150,6 +150,9 @@ class Transfers:
         pieces: Iterable[_Piece] = [_Piece(offset, offset + nbytes, False)]
         if direct or far:  # else nothing asks for more than one
             pieces = _pieces(offset, offset + nbytes, cut.piece_bytes, direct=direct)
+        pieces = list(pieces)
+        # A single piece needs no thread but the caller's: to wake another one takes longer than the pages of a bias do.
+        crew = self._crew if len(pieces) > 1 else None
         flying: deque[_Flight] = deque()
         with contextlib.ExitStack() as stack:
             cached = stack.enter_context(_opened(path))
@@ -162,7 +165,7 @@ class Transfers:
                         while (buffer := self.staging.take(wait=not flying)) is None:
                             flying.popleft().land()
                     flying.append(_Flight(self.staging, part, buffer, far=far, write=write))
-                    flying[-1].start(self._crew, partial(_move_piece, path, cached, uncached, piece, write))
+                    flying[-1].start(crew, partial(_move_piece, path, cached, uncached, piece, write))
                     if len(flying) == cut.in_flight:
                         flying.popleft().land()
                 while flying:
@@ -195,7 +198,7 @@ class _Flight:
         self._fence: Fence | None = None
         self._job: Job | None = None
 
-    def start(self, crew: Crew, move: Callable[[memoryview], None]) -> None:
+    def start(self, crew: Crew | None, move: Callable[[memoryview], None]) -> None:
         """Begins; ``move`` moves the bytes of host memory to or from the file."""
         part, buffer = self._part, None if self._buffer is None else self._buffer[: self._part.numel()]
         if buffer is not None and self._far and self._write:
@@ -214,7 +217,7 @@ class _Flight:
             if not self._far and not self._write:
                 _copy(part, buffer)
 
-        self._job = crew.give(work)
+        self._job = Job([work], None) if crew is None else crew.give(work)
 
     def land(self) -> None:
         """Waits for the end of it."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from offload.lane import Arrival, Lane, Lanes
-from offload.shard import Shard
+from offload.room import Room
 
 
 class LateArrival(Arrival):
@@ -95,11 +95,12 @@ def run_late(monkeypatch: pytest.MonkeyPatch, seed: int = 0, **mutations: object
         return Lanes(*lanes)
 
     monkeypatch.setattr("offload.model.open_lanes", open_late_lanes)
-    load = Shard.load
+    take, spare = Room.take, Room.spare
 
-    def poisoned_load(self: Shard, slot: torch.Tensor) -> None:
-        slot.fill_(255)  # every float made of these bytes is NaN
-        load(self, slot)
+    def poisoned(slot: torch.Tensor | None) -> torch.Tensor | None:
+        # Every float made of these bytes is NaN.
+        return slot if slot is None else slot.fill_(255)
 
-    monkeypatch.setattr(Shard, "load", poisoned_load)
+    monkeypatch.setattr(Room, "take", lambda self, meter: poisoned(take(self, meter)))
+    monkeypatch.setattr(Room, "spare", lambda self, tenant: poisoned(spare(self, tenant)))
     return made

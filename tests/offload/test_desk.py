@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import offload.optim.staged
-from offload.optim.desk import AHEAD, Desk, Tray
+from offload.optim.desk import TRAYS, Desk, Tray
 from offload.optim.moves import Copy, Read, Write
 from offload.tier import Block
 from offload.tier.buffer import PAGE_BYTES
@@ -55,10 +58,24 @@ class Late(Crew):
         return Job([work], None)
 
 
-@pytest.fixture(params=["threads", "late"])
+class Prompt(Crew):
+    """Whose threads are done with a job as soon as they have it."""
+
+    def give(self, work: Callable[[], None]) -> Job:
+        future: Future[None] = Future()
+        try:
+            work()
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        return Job([], future)
+
+
+@pytest.fixture(params=["threads", "late", "prompt"])
 def desk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Desk:
-    if request.param == "late":
-        monkeypatch.setattr("offload.optim.desk.Crew", Late)
+    if request.param != "threads":
+        monkeypatch.setattr("offload.optim.desk.Crew", Late if request.param == "late" else Prompt)
     return Desk()
 
 
@@ -128,19 +145,71 @@ def test_an_error_while_reading_ahead_is_raised_where_it_matters_and_once(desk: 
     assert desk.lay("b", reads_of(good, bad), 0).part("bad").tolist() == [2]
 
 
+def write(desk: Desk, moves: list[Write | Copy]) -> None:
+    """Sends and settles; what has arrived goes out of the list."""
+
+    def arrived(done: Sequence[Write | Copy]) -> None:
+        moves[:] = [move for move in moves if move not in done]
+
+    desk.send(list(moves), arrived)
+    desk.settle()
+
+
 def test_a_write_that_fails_stays_and_what_is_written_goes(desk: Desk) -> None:
     blocks = [Recorded(name, [0], []) for name in ("a", "b", "c")]
     blocks[1].fails = 1
-    writes: list[Write | Copy] = [
-        Write(torch.tensor([k + 1], dtype=torch.uint8), block, 0) for k, block in enumerate(blocks)
-    ]
+    memory = torch.tensor([1, 2, 3], dtype=torch.uint8)
+    writes: list[Write | Copy] = [Write(memory[k : k + 1], block, 0) for k, block in enumerate(blocks)]
     with pytest.raises(OSError, match="Input/output error"):
-        desk.write(writes)
+        write(desk, writes)
     assert blocks[0].tensor.tolist() == [1]
-    assert any(block.tensor.tolist() == [0] for block in blocks)
-    desk.write(writes)
+    assert blocks[1].tensor.tolist() == [0]
+    memory.fill_(9)  # the tray is used again; what has yet to be written has memory of its own
+    write(desk, writes)
     assert writes == []
     assert [block.tensor.tolist() for block in blocks] == [[1], [2], [3]]
+
+
+def test_while_a_tray_is_being_written_nobody_reads_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even when all trays are on their way: then the oldest arrives first, and only the oldest."""
+    monkeypatch.setattr("offload.optim.desk.Crew", Late)
+    desk, home, rest = Desk(), Recorded("home", [5], []), Recorded("rest", [0] * 2 * TRAYS, [])
+    arrived: list[int] = []
+    for k in range(2 * TRAYS):
+        tray = desk.lay(k, reads_of(home), 0)
+        assert len(arrived) == max(0, k + 1 - TRAYS)
+        part = tray.part("home")
+        part += k
+        desk.send([Write(part, rest, k)], lambda _, k=k: arrived.append(k))  # type: ignore[misc]
+    desk.settle()
+    assert arrived == [*range(2 * TRAYS)]
+    assert rest.tensor.tolist() == [5 + k for k in range(2 * TRAYS)]
+
+
+def test_what_has_arrived_makes_room_while_others_are_on_their_way() -> None:
+    desk = Desk()
+    home, rest = Recorded("home", [5], []), Recorded("rest", [0], [])
+    go_on = threading.Event()
+
+    class Held(Recorded):
+        def write(self, source: Tensor, offset: int) -> None:
+            go_on.wait()
+            super().write(source, offset)
+
+    late = Held("late", [0], [])
+    desk.lay("a", reads_of(home), 0)
+    desk.send([Write(torch.tensor([1], dtype=torch.uint8), rest, 0)], lambda done: None)
+    desk.settle()
+    desk.lay("b", reads_of(home), 0)
+    desk.send([Write(torch.tensor([2], dtype=torch.uint8), late, 0)], lambda done: None)
+    for k in range(TRAYS - 1):
+        assert desk.make_room()
+        desk.look_ahead(k, reads_of(home), 0)
+    assert not desk.make_room()
+    go_on.set()
+    desk.settle()
+    assert desk.make_room()
+    assert late.tensor.tolist() == [2]
 
 
 def test_what_lies_side_by_side_is_read_in_one_call(desk: Desk) -> None:
@@ -166,7 +235,7 @@ def test_what_lies_side_by_side_in_memory_and_in_the_file_is_written_in_one_call
     writes.append(Write(memory[300:364], block, 256))  # next to the second in the file, and not in memory
     writes.append(Write(elsewhere, block, 320))  # next to the one before in the file, in other memory
     writes.append(Copy(elsewhere[:3], rest))
-    desk.write(writes)
+    write(desk, writes)
     assert writes == []
     assert events == ["write block"] * 4
     for begin, size in places:
@@ -182,7 +251,7 @@ def test_memory_that_two_tensors_own_side_by_side_is_not_one_source(desk: Desk) 
     block, owned = Recorded("block", [0] * 128, events), bytearray([3] * 64 + [4] * 64)
     halves = [torch.frombuffer(owned, dtype=torch.uint8, offset=begin, count=64) for begin in (0, 64)]
     writes: list[Write | Copy] = [Write(half, block, begin) for half, begin in zip(halves, (0, 64), strict=True)]
-    desk.write(writes)
+    write(desk, writes)
     assert bytes(block.tensor.tolist()) == bytes(owned)
     assert len(events) == 2
 
@@ -193,11 +262,9 @@ def test_of_a_group_that_cannot_be_written_all_stays(desk: Desk) -> None:
     memory = torch.ones(128, dtype=torch.uint8)
     writes: list[Write | Copy] = [Write(memory[:64], block, 0), Write(memory[64:], block, 64)]
     with pytest.raises(OSError, match="Input/output error"):
-        desk.write(writes)
+        write(desk, writes)
     assert len(writes) == 2
-    for write in writes:
-        write.source = write.source.clone()  # as a piece does that keeps them
-    desk.write(writes)
+    write(desk, writes)
     assert writes == []
     assert block.tensor.tolist() == [1] * 128
 
@@ -217,28 +284,33 @@ def test_parts_lie_as_their_bytes_do_in_the_file_and_do_not_overlap(places: list
 
 def test_bites_to_come_are_read_as_far_as_there_are_trays_and_laid_in_their_order(desk: Desk) -> None:
     events: list[str] = []
-    blocks = [Recorded(str(k), [k], events) for k in range(AHEAD + 2)]
+    blocks = [Recorded(str(k), [k], events) for k in range(TRAYS + 1)]
     desk.lay(0, reads_of(blocks[0]), 0)
-    for k in range(1, AHEAD + 1):
-        assert desk.has_room
+    for k in range(1, TRAYS):
+        assert desk.make_room()
         desk.look_ahead(k, reads_of(blocks[k]), 0)
-    assert not desk.has_room
-    assert [desk.expects(k) for k in range(AHEAD + 2)] == [False, *AHEAD * [True], False]
-    for k in range(1, AHEAD + 1):
+    assert not desk.make_room()
+    assert [desk.expects(k) for k in range(TRAYS + 1)] == [False, *(TRAYS - 1) * [True], False]
+    for k in range(1, TRAYS):
         assert desk.lay(k, reads_of(blocks[k]), 0).part(str(k)).tolist() == [k]
-        assert desk.has_room
-    assert sorted(events) == [f"read {k}" for k in range(AHEAD + 1)]
+        assert desk.make_room()
+    assert sorted(events) == [f"read {k}" for k in range(TRAYS)]
 
 
-def test_no_tray_is_lost_when_reading_fails(desk: Desk) -> None:
+def test_no_tray_is_lost_when_reading_or_writing_fails(desk: Desk) -> None:
     good, bad = Recorded("good", [1], []), Recorded("bad", [2], [])
-    for k in range(2 * AHEAD):
+    for k in range(2 * TRAYS):
         bad.fails = 1
         desk.look_ahead(k, reads_of(bad), 0)
         with pytest.raises(OSError, match="Input/output error"):
             desk.lay(k, reads_of(bad), 0)
-    for k in range(AHEAD):
-        assert desk.has_room
+        tray = desk.lay(k, reads_of(good), 0)
+        bad.fails = 1
+        desk.send([Write(tray.part("good"), bad, 0)], lambda done: None)
+        with pytest.raises(OSError, match="Input/output error"):
+            desk.settle()
+    for k in range(TRAYS):
+        assert desk.make_room()
         desk.look_ahead(k, reads_of(good), 0)
 
 
@@ -248,27 +320,29 @@ def test_while_one_bite_is_computed_the_next_ones_are_being_read(
 ) -> None:
     """Also across pieces and shards: only the first bite of a step is read with nothing else to do."""
     monkeypatch.setattr(offload.optim.staged, "BITE_BYTES", 128)
-    monkeypatch.setattr("offload.optim.desk.Crew", Late)
+    monkeypatch.setattr("offload.optim.desk.Crew", Prompt)
     pair = Pair("adamw", f"{tmp_path}/", max_norm=max_norm)
     for action in ("backward", "step", "zero", "eval", "backward", "step"):
         pair.do(action)
     laid: list[str] = []
     ahead: list[int] = []
-    lay, write = Desk.lay, Desk.write
+    lay, send = Desk.lay, Desk.send
 
     def watched_lay(self: Desk, bite: object, reads: list[Read], room_bytes: int) -> Tray:
         laid.append("ahead" if self.expects(bite) else "late")
         return lay(self, bite, reads, room_bytes)  # type: ignore[arg-type]
 
-    def watched_write(self: Desk, writes: list[Write | Copy]) -> None:
+    def watched_send(self: Desk, *given: Any) -> None:
         ahead.append(len(self._ahead))
-        write(self, writes)
+        send(self, *given)
 
     monkeypatch.setattr(Desk, "lay", watched_lay)
-    monkeypatch.setattr(Desk, "write", watched_write)
+    monkeypatch.setattr(Desk, "send", watched_send)
     pair.ours.synchronize()
-    assert len(laid) > len(pair.model._walk.shards) > AHEAD
+    assert len(laid) > len(pair.model._walk.shards)
+    assert len(laid) > TRAYS
     assert laid == ["late"] + ["ahead"] * (len(laid) - 1)
-    assert ahead == [min(AHEAD, len(laid) - 1 - k) for k in range(len(laid))]  # at the end there is nothing to come
+    # All trays but that of the bite; at the end there is nothing to come.
+    assert ahead == [min(TRAYS - 1, len(laid) - 1 - k) for k in range(len(laid))]
     pair.compare()
     pair.compare_states()

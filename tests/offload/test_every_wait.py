@@ -154,17 +154,29 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
     "offload.optim.update": {
         "Update.start": [
             (
-                "self._lane.submit(f'U{self._shard.index}', partial(self._run, slot), after)",
+                "self._lane.submit(f'U{self._shard.index}', partial(self._run, slot, filling), after)",
                 training.updates_in_backward_see_complete_gradients,
             ),
         ],
+        "Update._run": [("task.piece.halt()", files.an_update_that_failed_goes_on_nowhere)],
+        "Update._prepare": [
+            ("filling.finish()", files.weights_are_there_when_they_are_updated),
+            ("filling.abandon()", files.an_update_that_failed_goes_on_nowhere),
+        ],
+    },
+    "offload.optim.staged": {
+        "StagedPiece.flush": [
+            ("self._desk.settle()", files.an_update_has_arrived_when_it_is_done),
+            ("self._desk.settle() #2", files.an_update_that_failed_goes_on_nowhere),
+        ],
+        "StagedPiece.halt": [("self._desk.settle()", files.an_update_that_failed_goes_on_nowhere)],
     },
     "offload.optim.desk": {
         "Tray.arrive": [("job.finish()", files.a_tray_holds_what_was_asked_for)],
         "Tray.clear": [("job.abandon()", files.what_was_read_for_nobody_does_not_arrive_later)],
-        "Desk.write": [
-            ("job.finish()", files.a_tray_is_free_when_its_writes_are_done),
-            ("job.abandon()", files.a_tray_is_free_when_its_writes_are_done),
+        "_Leaving.end": [
+            ("job.finish()", files.what_fails_to_be_written_goes_on_nowhere),
+            ("job.abandon()", files.what_fails_to_be_written_goes_on_nowhere),
         ],
     },
     "offload.tier.crew": {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,18 @@ from torch import Tensor
 
 from offload.optim.desk import Desk
 from offload.optim.moves import Copy, Read, Write
+from offload.optim.staged import StagedPiece
 from offload.tier import DiskTier
 from offload.tier.buffer import host_buffer, view_memory
 from offload.tier.cache import PageCache
+from offload.tier.disk import DiskBlock
 from offload.tier.staging import Link, Staging
 from offload.tier.transfer import Cut, move_all
 from offload.trace import Tracer
 from tests.guarded import Condition, Guarded
+from tests.offload.late import LateLane, run_late
+from tests.offload.pair import Pair
+from tests.offload.test_desk import Late
 from tests.offload.test_staging import LateLink
 
 CPU = torch.device("cpu")
@@ -53,6 +60,15 @@ class Begun:
 
     def cancel(self) -> bool:
         return False
+
+    def cancelled(self) -> bool:
+        return False
+
+    def done(self) -> bool:
+        return self.ended
+
+    def exception(self) -> BaseException | None:
+        return self._error
 
     def end(self) -> None:
         if not self.ended:
@@ -291,23 +307,92 @@ def what_was_read_for_nobody_does_not_arrive_later(monkeypatch: pytest.MonkeyPat
         assert (tray.part("moment") == 6).all()
 
 
-def a_tray_is_free_when_its_writes_are_done(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+def what_fails_to_be_written_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     with _desk(monkeypatch, path) as (threads, desk, fives, sixes):
-        source = torch.full((PIECE,), 9, dtype=torch.uint8)
-        writes: list[Write | Copy] = [Write(source, block, 0) for block in (fives, sixes)]
-        desk.write(writes)
-        assert writes == []
-        assert (fives.tensor == 9).all()
-        assert (sixes.tensor == 9).all()
 
         def fails(source: Tensor, offset: int) -> None:
             raise OSError("full")
 
         monkeypatch.setattr(fives, "write", fails)
-        writes = [Write(source, fives, 0), Write(source, sixes, 0)]
+        source = torch.full((PIECE,), 9, dtype=torch.uint8)
+        moves: list[Write | Copy] = [Write(source, fives, 0), Write(source, sixes, 0)]
+        desk.send(moves, partial(_take_out, moves))
         with pytest.raises(OSError, match="full"):
-            desk.write(writes)
+            desk.settle()
+        assert sum(crew.under_way() for crew in threads) == 0
         source.fill_(11)
-        for crew in threads:
-            crew.end()
-        assert (sixes.tensor == 9).all()
+        assert all((move.source == 9).all() for move in moves)
+
+
+def _take_out(moves: list[Write | Copy], done: Sequence[Write | Copy]) -> None:
+    moves[:] = [move for move in moves if move not in done]
+
+
+# --- updates whose writes are on their way --------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _pending(monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[tuple[list[LateThreads], Pair]]:
+    """A step of AdamW to be done, in several bites, by threads that come to their end when somebody waits for them."""
+    with monkeypatch.context() as patch:
+        patch.setattr("offload.optim.staged.BITE_BYTES", 16)
+        threads = late_threads(patch)
+        # One shard: the update of another would wait for what this one left.
+        pair = Pair("adamw", f"{path}/", max_norm=0.1, slices=1)
+        for action in ("backward", "step", "zero", "eval", "backward", "step", "zero"):
+            pair.do(action)
+        yield threads, pair
+
+
+def an_update_has_arrived_when_it_is_done(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """And nothing of it was written twice: a weight and two moments of four bytes each."""
+    with _pending(monkeypatch, path) as (threads, pair):
+        updated = sum(task.nbytes for shard in pair.model._walk.shards for task in shard.pending.tasks)
+        before = pair.model.statistics().update_bytes_written
+        pair.ours.synchronize()
+        assert sum(crew.under_way() for crew in threads) == 0
+        assert pair.model.statistics().update_bytes_written - before == 3 * updated
+        pair.compare()
+        pair.compare_states()
+
+
+def an_update_that_failed_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Neither what was sent before, nor the weights that were being read; and what is left is written by the next."""
+    for fatal in range(0, 12, 2):
+        _fails_once(monkeypatch, path, DiskBlock, "write", OSError("full"), fatal)
+        _fails_once(monkeypatch, path, DiskBlock, "read_into", OSError("broken"), fatal)
+    _fails_once(monkeypatch, path, StagedPiece, "look_ahead", MemoryError(), 0)
+
+
+def _fails_once(
+    monkeypatch: pytest.MonkeyPatch, path: Path, owner: type, name: str, error: Exception, fatal: int
+) -> None:
+    calls, method = itertools.count(), getattr(owner, name)
+
+    def fails(*args: Any) -> Any:
+        if next(calls) == fatal:
+            raise error
+        return method(*args)
+
+    with _pending(monkeypatch, path) as (_, pair):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fails)
+            with pytest.raises(type(error)):
+                pair.eval()
+            assert not pair.ours._desk._leaving
+            assert pair.ours._filler._threads.under_way() == 0  # type: ignore[attr-defined]
+        for task in pair.model._walk.shards[0].pending.tasks:
+            task.piece.flush(task)
+            assert not task.unwritten
+        pair.eval()
+        pair.compare()
+        pair.compare_states()
+
+
+def weights_are_there_when_they_are_updated(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    run_late(monkeypatch, 0)
+    monkeypatch.setattr("offload.optim.optimizer.open_update_lane", lambda device: LateLane(0))
+    monkeypatch.setattr("offload.optim.optimizer.Crew", Late)
+    pair = Pair("adamw", f"{path}/", max_norm=0.1)
+    for action in ("backward", "step", "zero", "eval"):
+        pair.do(action)
