@@ -213,7 +213,10 @@ class OffloadOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """What the plain optimizer's ``state_dict()`` is. Its tensors are the states at rest, not copies."""
         self.synchronize()
-        return super().state_dict()
+        saved = super().state_dict()
+        # In the order of parameters, as the plain one has them, and not in that in which pieces came to their states.
+        saved["state"] = dict(sorted(saved["state"].items()))
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a ``state_dict()`` of this optimizer, or of the plain one; the tensors are copied."""

@@ -58,6 +58,16 @@ def test_state_dicts_go_both_ways(home: str) -> None:
     first.compare_states()  # tensors were copied: what the second did is not seen in the first
 
 
+def test_states_are_in_the_order_of_parameters(home: str) -> None:
+    """Not in that of the pieces, in which small parameters come first."""
+    pair = Pair("adamw", home, slices=2)
+    for action in ("backward", "step"):
+        pair.do(action)
+    saved = pair.ours.state_dict()["state"]
+    assert [*saved] == sorted(saved)
+    assert [*saved] == [*pair.plain.state_dict()["state"]]
+
+
 def test_a_state_dict_of_other_groups_is_refused_and_changes_nothing(home: str) -> None:
     pair = Pair("adamw", home)
     pair.backward()
