@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor
@@ -122,13 +122,15 @@ class _Leaving:
 
     #: None if it comes from elsewhere.
     tray: Tray | None
-    jobs: list[tuple[Sequence[Write | Copy], Job]]
+    moves: Sequence[Write | Copy]
     arrived: Callable[[Sequence[Write | Copy]], None]
+    jobs: list[tuple[Sequence[Write | Copy], Job]] = field(default_factory=list)
 
     @property
     def is_there(self) -> bool:
         """Whether all of it arrived."""
-        return all(job.succeeded for _, job in self.jobs)
+        given = sum(len(group) for group, _ in self.jobs)
+        return given == len(self.moves) and all(job.succeeded for _, job in self.jobs)
 
     def end(self) -> None:
         """Returns when nothing of it is on its way any more; raises what writing raised."""
@@ -139,12 +141,12 @@ class _Leaving:
                 job.finish()
                 done += group
         finally:
-            for group, job in self.jobs:
+            for _, job in self.jobs:
                 job.abandon()
-                for move in group:
-                    if move not in done:
-                        move.source = move.source.clone()  # the tray and the slot are about to be used again
             self.jobs.clear()
+            for move in self.moves:
+                if move not in done:
+                    move.source = move.source.clone()  # the tray and the slot are about to be used again
             self.arrived(done)
 
 
@@ -201,13 +203,16 @@ class Desk:
 
     def send(self, moves: Sequence[Write | Copy], arrived: Callable[[Sequence[Write | Copy]], None]) -> None:
         """Begins to write what was computed, and leaves the tray. ``arrived`` is called on this lane, with what has."""
-        tray, self._now = self._now, None
-        jobs: list[tuple[Sequence[Write | Copy], Job]] = [
-            (group, self._crew.give(partial(write_together, group)))
+        leaving = _Leaving(self._now, [*moves], arrived)
+        self._now = None
+        self._leaving.append(leaving)  # at once: what no thread is given is not lost either
+        groups: list[tuple[Sequence[Write | Copy], Callable[[], None]]] = [
+            (group, partial(write_together, group))
             for group in in_one_call(move for move in moves if isinstance(move, Write))
         ]
-        jobs += [([move], self._crew.give(move.go)) for move in moves if isinstance(move, Copy)]
-        self._leaving.append(_Leaving(tray, jobs, arrived))
+        groups += [([move], move.go) for move in moves if isinstance(move, Copy)]
+        for group, write in groups:
+            leaving.jobs.append((group, self._crew.give(write)))
 
     def settle(self) -> None:
         """Returns when nothing that was sent is on its way any more.

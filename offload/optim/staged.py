@@ -237,8 +237,8 @@ class StagedPiece(Piece):
         for k in chosen:
             self._come_to_rest(k)
         task.unwritten += writes
-        self._desk.send(writes, task.arrived)
         task.bites_done += 1
+        self._desk.send(writes, task.arrived)
         self._look_past(task.bites_done, task, bites, coming)
 
     def _look_past(self, first: int, task: Task, bites: Sequence[Bite], coming: Callable[[], Iterable[Task]]) -> None:

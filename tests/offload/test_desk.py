@@ -186,6 +186,29 @@ def test_while_a_tray_is_being_written_nobody_reads_into_it(monkeypatch: pytest.
     assert rest.tensor.tolist() == [5 + k for k in range(2 * TRAYS)]
 
 
+def test_what_no_thread_could_be_given_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(Late):
+        def give(self, work: Callable[[], None]) -> Job:
+            if not next(refusals):
+                return super().give(work)
+            raise MemoryError
+
+    refusals = iter([False, False, True, *[False] * 9])
+    monkeypatch.setattr("offload.optim.desk.Crew", Refusing)
+    desk, home, rest = Desk(), Recorded("home", [5, 6], []), Recorded("rest", [0] * 256, [])
+    part = desk.lay("a", reads_of(home), 0).part("home")
+    writes: list[Write | Copy] = [Write(part[:1], rest, 0), Write(part[1:], rest, 200)]
+    with pytest.raises(MemoryError):
+        write(desk, writes)
+    desk.settle()
+    part.fill_(9)  # the tray is used again
+    assert rest.tensor[0] == 5
+    assert [move.source.tolist() for move in writes] == [[6]]
+    write(desk, writes)
+    assert writes == []
+    assert rest.tensor[200] == 6
+
+
 def test_what_has_arrived_makes_room_while_others_are_on_their_way() -> None:
     desk = Desk()
     home, rest = Recorded("home", [5], []), Recorded("rest", [0], [])
