@@ -21,7 +21,7 @@ from offload.optim.desk import Desk
 from offload.optim.groups import options_of, resolve_groups, stand_in
 from offload.optim.in_backward import InBackward
 from offload.optim.piece import HostPiece, Piece, Recipe, Task
-from offload.optim.staged import StagedPiece, cut
+from offload.optim.staged import StagedPiece, bite_bytes, cut
 from offload.optim.update import Update
 from offload.shard import Shard, Slice
 from offload.tier.crew import Crew
@@ -129,12 +129,15 @@ class OffloadOptimizer(Optimizer):
         (group,) = resolve_groups(dict(self._model.named_parameters()), [param_group])
         super().add_param_group(group)
         index, members = len(self.param_groups) - 1, set(self.param_groups[-1]["params"])
-        tier = self._model._tier
-        for shard in self._model._walk.shards:
+        tier, shards = self._model._tier, self._model._walk.shards
+        most = bite_bytes(shards)
+        for shard in shards:
             slices = [s for s in shard.own if s.parameter in members]
             pieces = self.pieces.setdefault(shard, [])
             if tier.blocking_io:
-                pieces += [StagedPiece(shard, part, index, self._recipe, tier, self._desk) for part in cut(slices)]
+                pieces += [
+                    StagedPiece(shard, part, index, self._recipe, tier, self._desk, most) for part in cut(slices, most)
+                ]
             elif slices:
                 pieces.append(HostPiece(shard, slices, index, self._recipe))
         if self._states_at_once:

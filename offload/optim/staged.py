@@ -12,7 +12,7 @@ are being written, and the next ones read.
     states     their file --> desk -------------+                +--> their file
 
 Guarantees
-    * The desk holds a few bites. A parameter larger than :data:`BITE_BYTES` is updated in several, where the class is
+    * The desk holds a few bites. A parameter larger than one bite is updated in several, where the class is
       known to treat every element alone. So memory grows neither with the model nor with its largest parameter.
     * What rests is written only after a bite's arithmetic is done, and a write that failed is repeated, not computed
       again, however many bites were computed meanwhile. So an update can be resumed after any error, and nothing is
@@ -39,10 +39,13 @@ from offload.tier import Block, Tier
 from offload.tier.buffer import PAGE_BYTES, whole_pages
 from offload.tier.contract import bytes_of
 
-__all__ = ["BITE_BYTES", "StagedPiece", "cut"]
+__all__ = ["BITE_BYTES", "StagedPiece", "bite_bytes", "cut"]
 
-#: Bytes of weights that are updated at once.
+#: Bytes of weights that are updated at once, at the most.
 BITE_BYTES = 8 << 20
+#: And where the largest shard is small: such a part of it, so that the desk, which holds several bites with their
+#: gradients and moments, does not outgrow the slots. In whole MiB, since a disk takes whole pages.
+BITES_OF_A_SHARD, BITE_UNIT = 6, 1 << 20
 
 #: Classes whose update of one element depends on no other element, and whose states have the parameter's shape.
 ELEMENTWISE = (
@@ -58,15 +61,21 @@ ELEMENTWISE = (
 )
 
 
-def cut(slices: Sequence[Slice]) -> Iterator[list[Slice]]:
-    """Groups parameters into pieces of at most :data:`BITE_BYTES`; a larger parameter is one of its own.
+def bite_bytes(shards: Sequence[Shard]) -> int:
+    """Bytes of weights that are updated at once, in a model of such shards."""
+    largest = max((sum(s.nbytes for s in shard.own) for shard in shards), default=0)
+    return min(BITE_BYTES, max(1, largest // BITES_OF_A_SHARD // BITE_UNIT) * BITE_UNIT)
+
+
+def cut(slices: Sequence[Slice], most: int) -> Iterator[list[Slice]]:
+    """Groups parameters into pieces of at ``most`` so many bytes; a larger parameter is one of its own.
 
     The smallest first: norms and biases, which stand between matrices, are then updated together, and not each for
     itself for want of room beside a matrix.
     """
     piece: list[Slice] = []
     for s in sorted(slices, key=lambda s: s.nbytes):
-        if piece and sum(member.nbytes for member in piece) + s.nbytes > BITE_BYTES:
+        if piece and sum(member.nbytes for member in piece) + s.nbytes > most:
             yield piece
             piece = []
         piece.append(s)
@@ -110,12 +119,17 @@ class Bite:
 
 
 class StagedPiece(Piece):
-    """In files. ``tier`` is where states rest; ``desk`` is shared by all pieces of an optimizer."""
+    """In files.
+
+    ``tier`` is where states rest; ``desk`` is shared by all pieces of an optimizer; ``most`` bytes of weights are
+    updated at once.
+    """
 
     def __init__(
-        self, shard: Shard, slices: Sequence[Slice], group: int, recipe: Recipe, tier: Tier, desk: Desk
+        self, shard: Shard, slices: Sequence[Slice], group: int, recipe: Recipe, tier: Tier, desk: Desk, most: int
     ) -> None:
         super().__init__(shard, slices, group, recipe)
+        self._most = most
         self._tier = tier
         self._desk = desk
         self._rest: dict[tuple[int, str], Rest] = {}
@@ -177,9 +191,9 @@ class StagedPiece(Piece):
     def _bites(self, task: Task) -> list[Bite]:
         s = self.slices[0]
         sparse = any(g is not None and g.is_sparse for g in task.gradients)
-        if len(self.slices) > 1 or s.nbytes <= BITE_BYTES or sparse or self.recipe.kind not in ELEMENTWISE:
+        if len(self.slices) > 1 or s.nbytes <= self._most or sparse or self.recipe.kind not in ELEMENTWISE:
             return [Bite()]
-        step, count = BITE_BYTES // s.dtype.itemsize, s.parameter.numel()
+        step, count = self._most // s.dtype.itemsize, s.parameter.numel()
         return [Bite(begin, min(begin + step, count)) for begin in range(0, count, step)]
 
     def _wanted(self, task: Task, bites: Sequence[Bite], index: int) -> tuple[Hashable, list[Read], int]:

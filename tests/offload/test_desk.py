@@ -337,6 +337,22 @@ def test_no_tray_is_lost_when_reading_or_writing_fails(desk: Desk) -> None:
         desk.look_ahead(k, reads_of(good), 0)
 
 
+@pytest.mark.parametrize(
+    ("largest", "expected"), [(0, 1 << 20), (13 << 20, 2 << 20), (50 << 20, 8 << 20), (4 << 30, 8 << 20)]
+)
+def test_a_bite_is_a_part_of_the_largest_shard(largest: int, expected: int) -> None:
+    class Sized:
+        def __init__(self, nbytes: int) -> None:
+            self.nbytes = nbytes
+
+    class Shards:
+        own = (Sized(largest - largest // 3), Sized(largest // 3))
+
+    shards: Any = [Shards(), Shards()]
+    assert offload.optim.staged.bite_bytes(shards) == expected
+    assert expected % PAGE_BYTES == 0  # else no bite could be read directly
+
+
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 def test_while_one_bite_is_computed_the_next_ones_are_being_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_norm: float | None
