@@ -68,7 +68,7 @@ def bite_bytes(shards: Sequence[Shard]) -> int:
 
 
 def cut(slices: Sequence[Slice], most: int) -> Iterator[list[Slice]]:
-    """Groups parameters into pieces of at ``most`` so many bytes; a larger parameter is one of its own.
+    """Groups parameters into pieces of at most ``most`` bytes; a larger parameter is one of its own.
 
     The smallest first: norms and biases, which stand between matrices, are then updated together, and not each for
     itself for want of room beside a matrix.

@@ -21,7 +21,7 @@ import contextlib
 import ctypes
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -147,10 +147,9 @@ class Transfers:
         direct = nbytes >= DIRECT_LEAST_BYTES and self.cache.direct(claim)
         staged = far or (direct and (tensor.data_ptr() - offset) % PAGE_BYTES != 0)
         cut = STAGED if staged else STRAIGHT
-        pieces: Iterable[_Piece] = [_Piece(offset, offset + nbytes, False)]
+        pieces = [_Piece(offset, offset + nbytes, False)]
         if direct or far:  # else nothing asks for more than one
-            pieces = _pieces(offset, offset + nbytes, cut.piece_bytes, direct=direct)
-        pieces = list(pieces)
+            pieces = list(_pieces(offset, offset + nbytes, cut.piece_bytes, direct=direct))
         # A single piece needs no thread but the caller's: to wake another one takes longer than the pages of a bias do.
         crew = self._crew if len(pieces) > 1 else None
         flying: deque[_Flight] = deque()
