@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -72,10 +72,30 @@ class Homeward:
         self.updater: Updater | None = None
         self._updates = False
         self._kept: dict[Shard, dict[Slice, Tensor]] = {}
+        #: Whose gradients do not go home, and what has come of them; whether all others are dropped.
+        self._handed_over: Collection[nn.Parameter] = ()
+        self._taken: dict[nn.Parameter, Tensor] = {}
+        self._only_those = False
 
-    def begin(self, waiting: int) -> bool:
-        """A backward that accumulates begins; says whether its plan is to update each shard. See :class:`Updater`."""
-        self._updates = self.updater is not None and self.updater.begin(waiting)
+    def begin(self, waiting: int, handed_over: Collection[nn.Parameter] = (), *, only_those: bool = False) -> bool:
+        """A backward begins; says whether its plan is to update each shard. See :class:`Updater`.
+
+        Args:
+            waiting: other forwards that wait for their backward.
+            handed_over: parameters whose gradients :meth:`settle` returns, instead of adding them to those at home.
+            only_those: drop all other gradients of parameters.
+
+        Raises:
+            RuntimeError: if a shard cannot be updated in this backward.
+        """
+        self._updates = not only_those and self.updater is not None and self.updater.begin(waiting)
+        if self._updates and handed_over:
+            self._end(failed=True)
+            raise RuntimeError(
+                f"{len(handed_over)} parameters have hooks on their gradients, which run after the backward, but "
+                f"update_in_backward has used the gradients by then; remove the hooks, or use update_in_backward=False"
+            )
+        self._handed_over, self._only_those = frozenset(handed_over), only_those
         return self._updates
 
     def drain(self, shard: Shard, gradients: list[Tensor | None]) -> None:
@@ -99,8 +119,8 @@ class Homeward:
             self._meter.hold(nbytes)
             self._drains.append((update, nbytes, list(kept.values())))
 
-    def settle(self) -> None:
-        """Waits until all gradients are home: the backward is over."""
+    def settle(self) -> dict[nn.Parameter, Tensor]:
+        """Waits until all gradients are home: the backward is over. Returns those that are handed over instead."""
         while self._drains:
             # Drain lane -> host. Without this, an optimizer on the host reads gradients that have not arrived.
             self._finish(on_host=True)
@@ -109,7 +129,9 @@ class Homeward:
             if parameter.grad is not None:
                 note(parameter.grad, norm)
         self._norms.clear()
+        taken = {p: g.to(p.device, p.dtype) for p, g in self._taken.items()}
         self._end()
+        return taken
 
     def abandon(self) -> None:
         """After a failure: waits for what is on its way, whatever becomes of it."""
@@ -125,6 +147,7 @@ class Homeward:
 
     def _end(self, *, failed: bool = False) -> None:
         self._updates = False
+        self._handed_over, self._only_those, self._taken = (), False, {}
         if self.updater is not None:
             self.updater.end(failed=failed)
 
@@ -140,9 +163,25 @@ class Homeward:
 
     # --- what is copied where -----------------------------------------------------------------------------------
 
+    def _take(self, shard: Shard, gradients: list[Tensor | None]) -> None:
+        """Takes out of the list what does not go home: what is handed over, and what is dropped."""
+        if not self._handed_over and not self._only_those:
+            return
+        for position, gradient in enumerate(gradients):
+            parameter = shard.slices[position].parameter
+            if gradient is not None and parameter in self._handed_over:
+                sum_so_far = self._taken.get(parameter)
+                self._taken[parameter] = gradient if sum_so_far is None else sum_so_far + gradient
+                gradients[position] = None
+            elif self._only_those:
+                gradients[position] = None
+
     def _send(self, shard: Shard, gradients: list[Tensor | None]) -> None:
         """Takes the gradients out of the list: on the host each is free as soon as it is home."""
+        self._take(shard, gradients)
         nbytes = _nbytes(gradient for gradient in gradients if gradient is not None)
+        for owner in {shard.owner_of(position)[0] for position, g in enumerate(gradients) if g is not None}:
+            owner.leave_gradients()
         # On a device the tensors stay until the copy is done. Without this, their memory is reused while it is read.
         staying = [g for g in gradients if g is not None] if self._device.type != "cpu" else []
         moves: deque[tuple[nn.Parameter, Callable[[], Tensor]]] = deque()

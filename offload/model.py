@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.arguments import as_call, check_choices, compute_device, layers_of, layout_of
+from offload.arguments import as_call, check_choices, check_separate, compute_device, layers_of, layout_of
 from offload.budget import parse_bytes
 from offload.estimate import Estimate, estimate_step
 from offload.files.pretrained import Pretrained, tensors_of
@@ -23,6 +23,7 @@ from offload.resting import ModuleAtHome
 from offload.shard import make_shards
 from offload.statistics import Meter, Statistics
 from offload.streamer import Streamer
+from offload.structure import Structure
 from offload.tier import DiskHome, open_tier
 from offload.trace import Event
 from offload.updates import Updating, updates_of
@@ -109,6 +110,7 @@ class OffloadModel(ModuleAtHome):
     ) -> None:
         super().__init__()
         named = layers_of(model)
+        check_separate((f"{k}.{path}", p) for k, layer in named.items() for path, p in layer.named_parameters())
         self.device = compute_device(device)
         if not isinstance(model, nn.Sequential):
             num_slices = len(named)
@@ -172,6 +174,7 @@ class OffloadModel(ModuleAtHome):
         # Children under the bare model's names, and nothing else: so are the keys of state_dict(). Written directly,
         # since a layer may be called like a method of this class.
         self._modules.update(named)
+        self._walk.structure = Structure(self._modules)
         return_freed_memory()
         # Tied to the walk, which tapes refer to: a backward still runs after the last name of the model is gone.
         self._end = weakref.finalize(self._walk, _close, lanes, self._tier)
@@ -337,6 +340,7 @@ class OffloadModel(ModuleAtHome):
         if self._walk.closed:
             return
         self._walk.streamer.catch_up()
+        self._walk.bring_home()
         self._keeper.close()
         self._walk.closed = True
         self._end()

@@ -19,9 +19,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.statistics import Meter
 from offload.tier.buffer import device_buffer
+from pipe.torch_private import storage_uses
 
 __all__ = ["Room", "Tenant"]
 
@@ -62,6 +64,7 @@ class Room:
         self._computing: Tenant | None = None
         self._free: list[Tensor] | None = None
         self._meter: Meter | None = None
+        self._views = WeakTensorKeyDictionary()
 
     @property
     def shared(self) -> bool:
@@ -108,6 +111,19 @@ class Room:
         while not self._free and any(other.give_up() for other in self._recent[:-1] if other is not tenant):
             pass
         return self._free.pop() if self._free else None
+
+    def note_views(self, slot: Tensor, count: int) -> None:
+        """To be called when the engine has made views of a slot, to be used whenever a shard is there."""
+        self._views[slot] = self._views.get(slot, 0) + count
+
+    def is_lent(self, slot: Tensor) -> bool:
+        """Whether tensors that the engine did not make look at a slot."""
+        return storage_uses(slot) > 1 + self._views.get(slot, 0)
+
+    def replace(self, slot: Tensor) -> Tensor:
+        """A new slot in place of one that is left to who looks at it."""
+        with torch.inference_mode(False):
+            return device_buffer(slot.numel(), self._device)
 
     def give(self, slot: Tensor) -> None:
         """Gives a slot back."""

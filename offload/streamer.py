@@ -15,6 +15,7 @@ Assumes
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -131,14 +132,24 @@ class Streamer:
         if errors:
             raise errors[0]
 
-    def evict(self, j: int) -> None:
+    def evict(self, j: int, *, warn: bool = True) -> None:
         """Drops shard ``j`` from its slot. The slot is free at once: a copy into it is queued behind its readers."""
         shard = self.shards[j]
         # Without this, a load that nobody used may arrive in the slot after the next one.
         self._loads.pop(j).wait()
         slot = shard.slot
         shard.drop()
-        self.room.give(slot)
+        lent = self.room.is_lent(slot)
+        # What still looks at the slot keeps it. Without this, it would see the next shard there.
+        self.room.give(self.room.replace(slot) if lent else slot)
+        if lent and warn:
+            warnings.warn(
+                f"a view of the weights of shard {j} outlives their visit on the device (an autograd function that "
+                f"stores one as an attribute, a hook that keeps one): it keeps {slot.numel():,} bytes, and later "
+                f"changes of the weights do not show in it; use ctx.save_for_backward, or keep the parameter itself",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     # --- turns --------------------------------------------------------------------------------------------------
 
@@ -160,8 +171,6 @@ class Streamer:
             streamer.release()
             if not streamer.room.shared:
                 streamer.room.leave()
-            for shard in streamer.shards:
-                shard.forget_slots()
             streamer.room = room
 
     @property
@@ -195,7 +204,7 @@ class Streamer:
         with self._meter.waiting(f"L{j}"), naming(f"loading shard {j} from {self._tier.name}"):
             # Load lane -> compute. Without this, layers read a slot that is still being filled.
             self._loads[j].wait()
-        shard.bind()
+        self.room.note_views(shard.slot, shard.bind())
         try:
             yield shard
         finally:
@@ -203,20 +212,25 @@ class Streamer:
             if self._heap is not None:
                 self._heap.bound()
 
-    def keep_changes(self, j: int) -> None:
+    def keep_changes(self, j: int, *, compare: bool) -> bool:
         """To be called at the end of a visit: sends home what layers wrote into their own parameters while they ran.
 
         Weights travel one way, so this is the exception (an embedding with ``max_norm``, a weight that is clipped).
+
+        Args:
+            j: which shard.
+            compare: also find what was written through ``.data``, which counts no version.
+
+        Returns:
+            Whether they wrote any.
         """
         shard = self.shards[j]
-        versions = shard.versions()
-        if versions == shard.loaded_versions:
-            return
-        for position, (before, after) in enumerate(zip(shard.loaded_versions, versions, strict=True)):
-            if before != after:
-                owner, s = shard.owner_of(position)
-                owner.home_view(s).copy_(s.parameter.detach())
-        shard.loaded_versions = versions
+        written = shard.written(compare=compare)
+        for position in written:
+            owner, s = shard.owner_of(position)
+            owner.home_view(s).copy_(s.parameter.detach())
+        shard.loaded_versions = shard.versions()
+        return bool(written)
 
     def drain(self, j: int) -> None:
         """Starts to send home the gradients that the last visit of shard ``j`` left on the device."""
@@ -236,11 +250,11 @@ class Streamer:
 
     # --- ends ---------------------------------------------------------------------------------------------------
 
-    def release(self) -> None:
+    def release(self, *, warn: bool = True) -> None:
         """Drops every resident shard."""
         for shard in self.shards:
             if shard.state is State.LOADED:
-                self.evict(shard.index)
+                self.evict(shard.index, warn=warn)
 
     def abandon(self) -> None:
         """After a failure: waits for what is in flight, whatever becomes of it, and frees all slots."""
@@ -258,7 +272,7 @@ class Streamer:
         self._updating.clear()
         self._collected.clear()
         self.homeward.abandon()
-        self.release()
+        self.release(warn=False)  # the frames of an exception hold what they held
 
 
 class _Done(Arrival):

@@ -36,7 +36,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from pipe.guard import Guard, Watched
 from pipe.microbatch import Batch
@@ -44,6 +43,7 @@ from pipe.nested import TreeSpec, flatten, unflatten
 from pipe.phase import enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing
 from pipe.phony import get_phony
 from pipe.replay import Replay
+from pipe.torch_private import accumulates_everywhere
 
 __all__ = [
     "Checkpoint",
@@ -54,6 +54,7 @@ __all__ = [
     "enable_recomputing",
     "is_checkpointing",
     "is_recomputing",
+    "refuse_double_backward",
 ]
 
 
@@ -71,6 +72,21 @@ def checkpoint(function: Callable[[Any], Any], input: Any) -> Any:
     output = checkpointing.checkpoint()
     checkpointing.recompute(output)
     return output.value
+
+
+def refuse_double_backward(name: str) -> None:
+    """To be called first in a backward that computes the forward of ``name`` again.
+
+    Raises:
+        RuntimeError: under ``create_graph=True``. The gradients come out of another graph, which is gone afterwards:
+            whatever were differentiated again would lack them without a word.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"expected a backward without create_graph=True through {name}: its gradients cannot be differentiated "
+            f"again (gradient penalties, Hessians); compute the penalty on the bare module, or approximate it by "
+            f"differences of first gradients"
+        )
 
 
 class Checkpointing:
@@ -267,19 +283,20 @@ class Checkpoint(torch.autograd.Function):
         return tuple(call.results)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Accumulates the gradients of parameters, and returns those of the inputs.
 
         Raises:
-            RuntimeError: under ``torch.autograd.grad`` or ``backward(inputs=...)``, which would fill ``.grad`` unasked.
+            RuntimeError: under ``create_graph=True``; and under ``torch.autograd.grad`` or ``backward(inputs=...)``,
+                which would fill ``.grad`` unasked.
         """
+        refuse_double_backward("a checkpointed forward")
         cell: _Cell = ctx.cell
         nothing = (None,) * (2 + len(ctx.needs_input_grad[2:]))
         if all(gradient is None for gradient in gradients):
             # Only the order of micro-batches led here, no loss.
             return nothing
-        if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined, unused-ignore]
+        if not accumulates_everywhere():
             raise RuntimeError(
                 "expected backward() over a checkpointed forward, got torch.autograd.grad() or backward(inputs=...); "
                 "it would write .grad of parameters that were not asked for: compute without checkpointing"

@@ -18,6 +18,7 @@ input, in place      a cell that was seen to write into its input, or was never 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,12 +34,14 @@ from pipe.checkpoint import enable_checkpointing
 from pipe.dead_code import DeadCode, Listener, OtherOperations, Skipper, listened_to
 from pipe.guard import Guard, Watched
 from pipe.lean import Lean
-from pipe.nested import map_tensors, tensors_in
+from pipe.nested import map_distinct, parts_of, tensors_in
 from pipe.replay import Replay, autocast_without_cache
 
 __all__ = ["Cell", "CellRunner", "OutputFn", "Record"]
 
 OutputFn = Callable[[Any], Any]
+
+FORWARDS_COMPARED = 2
 
 
 @dataclass(frozen=True)
@@ -80,13 +83,32 @@ class CellRunner:
     measures_graphs: bool = False
     #: As the last recorded forward had it; None before.
     graph_bytes_per_row: float | None = None
+    #: Whether the layers were seen to write their own parameters.
+    writes_weights: bool = False
+    #: Compare parameters with their homes after each forward, not only after the first ones.
+    compares_always: bool = False
+    _forwards: Counter[tuple[bool, ...]] = field(default_factory=Counter)
     #: Whether the shard writes into its input, as seen under each combination of ``training`` flags.
     _writes_input: dict[tuple[bool, ...], bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.watch()
+
+    def watch(self) -> None:
+        """Finds the modules and buffers of the layers, as they are now."""
         group = nn.Module()
         group._modules.update(zip(self.names, self.shard.layers, strict=True))
         self.watched = Watched(group)
+
+    def compares_weights(self) -> bool:
+        """Whether the forward of this visit is one after which parameters are compared with their homes.
+
+        A write through ``.data`` counts no version. What layers do so, they do in their first forward (an
+        initialisation from data) or in each, so the first ones of each combination of ``training`` flags tell.
+        """
+        modes = tuple(module.training for _, module in self.watched.modules)
+        self._forwards[modes] += 1
+        return self.compares_always or self.writes_weights or self._forwards[modes] <= FORWARDS_COMPARED
 
     def forward(self, boundary: Any, output_fn: OutputFn | None = None) -> Any:
         """Runs the cell for its output only."""
@@ -163,7 +185,7 @@ class CellRunner:
             stack.enter_context(record.replay.again())
             stack.enter_context(enable_checkpointing(False))
             stack.enter_context(torch.enable_grad())
-            value = map_tensors(Tensor.clone, boundary) if record.copies_input else boundary
+            value = map_distinct(Tensor.clone, boundary) if record.copies_input else boundary
             with mode:
                 return self._call(value, output_fn)
 
@@ -185,7 +207,7 @@ class CellRunner:
         """
         modes = tuple(module.training for _, module in self.watched.modules)
         copies_input = self._writes_input.get(modes, True)
-        value = map_tensors(Tensor.clone, boundary) if copies_input else boundary
+        value = map_distinct(Tensor.clone, boundary) if copies_input else boundary
         counted = not any(t.is_inference() for t in tensors_in(value))  # inference tensors do not count their changes
         before = [(t, t._version) for t in tensors_in(value)] if counted else []
         # The cache of casted weights would hold all shards' weights at once, and casts whose graph is gone.
@@ -203,9 +225,27 @@ class CellRunner:
                 f"shard {self.shard.index} wrote into its input in place, which it did not do when it ran first; this "
                 f"forward is spoilt, but the model is as before and will copy that input from now on: run it again"
             )
+        if writes:
+            self._check_apart(boundary, [t._version != version for t, version in before])
         if before:
             self._writes_input.setdefault(modes, writes)
         return output, self._writes_input.get(modes, True), value
+
+    def _check_apart(self, boundary: Any, written: Sequence[bool]) -> None:
+        """Raises if a tensor of the boundary that was written in place shares memory with another one of it.
+
+        Each is copied, and gets its gradient, by itself; in the bare model a write to one shows in the other.
+        """
+        tensors = tensors_in(boundary)
+        memory = [t.untyped_storage().data_ptr() if t.layout is torch.strided and t.numel() else None for t in tensors]
+        for k, (t, wrote) in enumerate(zip(tensors, written, strict=True)):
+            others = (memory[n] for n, other in enumerate(tensors) if other is not t)
+            if wrote and memory[k] is not None and memory[k] in others:
+                raise RuntimeError(
+                    f"a layer of shard {self.shard.index} writes in place into tensor {k} of its input, which shares "
+                    f"memory with another tensor of the same input; pass clones on, or use an operation that does not "
+                    f"write in place"
+                )
 
     def _call(self, boundary: Any, output_fn: OutputFn | None) -> Any:
         first, *rest = self.shard.layers
@@ -216,7 +256,13 @@ class CellRunner:
             value = first(boundary)
         for layer in rest:
             value = layer(value)
-        return value if output_fn is None else output_fn(value)
+        # Without this, an output that is a parameter or a view of one would show what the slot holds next.
+        return map_distinct(self._own_memory, value if output_fn is None else output_fn(value))
+
+    def _own_memory(self, tensor: Tensor) -> Tensor:
+        """``tensor``, or a copy of it if it lies in the slot."""
+        slot = self.shard.slot.untyped_storage().data_ptr()
+        return tensor.clone() if any(part.untyped_storage().data_ptr() == slot for part in parts_of(tensor)) else tensor
 
 
 def _never(_: None) -> Tensor:

@@ -29,7 +29,8 @@ from offload.walk.raw import RawChunk
 from offload.walk.saved import weights_by_reference
 from offload.walk.source import Source
 from offload.walk.tape import KeptCell, Tape
-from pipe.nested import flatten, map_tensors, unflatten
+from pipe.nested import flatten, map_distinct, unflatten
+from pipe.torch_private import hidden_hooks
 
 __all__ = ["Crossing", "requires", "rows_of", "versions_of"]
 
@@ -72,7 +73,7 @@ class Crossing:
         output_fn = self._output_fn(tape, cell)
         with self._meter.cell("F", cell.j, cell.i, tape.rows[cell.i]):
             if not tape.records or cell.j < tape.first:
-                return map_tensors(Tensor.detach, runner.forward(boundary, output_fn))
+                return map_distinct(Tensor.detach, runner.forward(boundary, output_fn))
             source, value = _source(tape, cell, boundary)
             if not self.keeps_graph(tape, cell):
                 output, tape.cells[cell] = runner.forward_recorded(value, output_fn)
@@ -86,7 +87,7 @@ class Crossing:
                 self._meter.saw_course(cell.j, Course(tape.rows[cell.i], notes.turns()), keeps=True)
                 tape.kept[cell] = KeptCell(source, flatten(output)[0])
             tape.requires[Cell(cell.j + 1, cell.i)] = requires(flatten(output)[0])
-            return map_tensors(Tensor.detach, output)
+            return map_distinct(Tensor.detach, output)
 
     # --- backward -----------------------------------------------------------------------------------------------
 
@@ -113,6 +114,12 @@ class Crossing:
                 source, value = _source(tape, cell, boundary)
                 outputs = flatten(runner.recompute(value, tape.cells[cell], self._output_fn(tape, cell)))[0]
                 _check_same(tape, cell, outputs)
+                if runner.writes_weights and runner.shard.differs_from_home():
+                    raise RuntimeError(
+                        f"the layers of shard {cell.j} write their own parameters while they run, and a second run "
+                        f"writes other values; leave the parameters alone while pipe.is_recomputing(), or use "
+                        f"checkpoint_activation=False"
+                    )
             else:
                 kept = tape.kept[cell]
                 source, outputs = kept.source, kept.outputs
@@ -129,7 +136,9 @@ class Crossing:
             retain = keeps_graph and not consume
             back: list[Tensor | None] = [None] * len(source.leaves)
             if roots and accumulate:
-                torch.autograd.backward(roots, gradients, retain_graph=retain)
+                # Hooks of parameters run once, on the whole gradient; this is the part of one micro-batch.
+                with hidden_hooks(runner.shard.parameters):
+                    torch.autograd.backward(roots, gradients, retain_graph=retain)
                 back = source.take()
                 runner.shard.widen_gradients()
             elif roots and source.wanted:
@@ -179,11 +188,13 @@ class Crossing:
         for j, versions in tape.versions.items():
             if j < tape.first:
                 continue
+            assigned = {id(s.parameter) for s in shards[j].assigned()}
             for s, then, now in zip(shards[j].slices, versions, shards[j].versions(), strict=True):
-                if then != now:
+                if then != now or id(s.parameter) in assigned:
+                    how = "changed in place" if then != now else "given other data"
                     raise RuntimeError(
-                        f"parameter {s.name} of shard {j} was changed in place between the forward and its backward, "
-                        f"so the gradient would belong to neither value; step the optimizer after the backward"
+                        f"parameter {s.name} of shard {j} was {how} between the forward and its backward, so the "
+                        f"gradient would belong to neither value; step the optimizer after the backward"
                     )
 
 

@@ -56,7 +56,7 @@ def test_gradients_rest_nowhere_and_shards_are_updated_before_backward_ends(tmp_
 
     pair.ours._in_backward.complete = complete  # type: ignore[union-attr, method-assign]
     first = next(iter(pair.model.children()))
-    first.weight.register_hook(lambda _: order.append("B0"))
+    first.register_full_backward_pre_hook(lambda *_: order.append("B0"))
     pair.backward()
     assert order == ["U3", "U2", "U1", "B0", "U0"]
     assert all(shard.gradients is None for shard in shards)
