@@ -7,6 +7,7 @@ and no other.
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -69,7 +70,8 @@ def hidden_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
     hidden = [(leaf, leaf._backward_hooks, leaf._post_accumulate_grad_hooks) for leaf in hooked]
     try:
         for leaf, _, _ in hidden:
-            leaf._backward_hooks = leaf._post_accumulate_grad_hooks = None
+            # An empty mapping: None takes the name away, but not what the engine runs.
+            leaf._backward_hooks, leaf._post_accumulate_grad_hooks = OrderedDict(), OrderedDict()
         yield
     finally:
         for leaf, on_gradient, after_accumulation in hidden:
