@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,16 @@ from torch import Tensor, nn
 from offload.budget import Layout, fit, parse_bytes
 from offload.partition import cut_layers, layer_bytes
 
-__all__ = ["as_call", "check_choices", "check_separate", "compute_device", "layers_of", "layout_of"]
+__all__ = [
+    "as_call",
+    "check_choices",
+    "check_separate",
+    "compute_device",
+    "layers_of",
+    "layout_of",
+    "names_given",
+    "names_taken",
+]
 
 #: Device bytes for boundaries where the user sets no budget.
 DEFAULT_BOUNDARY_BYTES = 64 << 20
@@ -137,3 +147,18 @@ def as_call(i: int, chunk: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if isinstance(args, (tuple, list)) and isinstance(kwargs, dict):
             return tuple(args), kwargs
     raise TypeError(f"expected a tensor or (args, kwargs) as chunk {i}, got {type(chunk).__name__}")
+
+
+def names_taken(layer: nn.Module) -> list[str]:
+    """Names of the arguments of a layer's forward besides the first, in order; none where it does not name them."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    try:
+        parameters = [p for p in inspect.signature(layer.forward).parameters.values() if p.kind in kinds]
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters[1:]]
+
+
+def names_given(layer: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:
+    """Names by which a layer's forward gets the arguments of a call besides the first one."""
+    return {*names_taken(layer)[: max(0, len(inputs) - 1)], *kwargs}

@@ -5,13 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from offload.arguments import as_call, check_choices, check_separate, compute_device, layers_of, layout_of
+from offload.arguments import (
+    as_call,
+    check_choices,
+    check_separate,
+    compute_device,
+    layers_of,
+    layout_of,
+    names_given,
+    names_taken,
+)
 from offload.budget import parse_bytes
 from offload.estimate import Estimate, estimate_step
 from offload.files.pretrained import Pretrained, tensors_of
@@ -77,6 +86,10 @@ class OffloadModel(ModuleAtHome):
         pretrained: a safetensors file, an index of several or the directory of one, or a :class:`~offload.Pretrained`:
             parameters and buffers are read from there straight into their homes. What it supplies is not initialised
             first, so layers on the meta device cost no more than the reading.
+        detect_weight_writes: for debugging. A layer may write its own parameters while it runs (an initialisation from
+            data, a renormalisation). Writes in place are always seen; writes through ``.data`` are found by comparing
+            bytes after the first two forwards of each mode, and always in layers that were seen to write so. If True,
+            after every forward, which reads each home once more.
 
     Raises:
         TypeError, ValueError: if an argument cannot be used; the model that was passed is untouched.
@@ -106,6 +119,7 @@ class OffloadModel(ModuleAtHome):
         graph_bytes: int | str | None = None,
         param_dtype: torch.dtype | None = None,
         pretrained: Pretrained | str | os.PathLike[str] | None = None,
+        detect_weight_writes: bool = False,
         _cuts: list[int] | None = None,
     ) -> None:
         super().__init__()
@@ -138,6 +152,7 @@ class OffloadModel(ModuleAtHome):
             "activation_bytes": activation_bytes,
             "graph_bytes": graph_bytes,
             "param_dtype": param_dtype,
+            "detect_weight_writes": detect_weight_writes,
         }
         self._activation_bytes = None
         if activation_bytes is not None:
@@ -175,6 +190,8 @@ class OffloadModel(ModuleAtHome):
         # since a layer may be called like a method of this class.
         self._modules.update(named)
         self._walk.structure = Structure(self._modules)
+        for runner in self._walk.runners:
+            runner.compares_always = detect_weight_writes
         return_freed_memory()
         # Tied to the walk, which tapes refer to: a backward still runs after the last name of the model is gone.
         self._end = weakref.finalize(self._walk, _close, lanes, self._tier)
@@ -188,12 +205,25 @@ class OffloadModel(ModuleAtHome):
         Tensors may be nested in tuples, lists and dicts; with several micro-batches all of them are cut along
         dimension 0, and outputs are concatenated again. Tensors on other devices are brought to the compute device.
         """
+        self._check_arguments(inputs, kwargs)
         chunks = split_nested((inputs, kwargs), self._num_microbatches)
         tape = self._walk.tape(chunks)
         if not tape.records:
             return gather_nested(self._walk.forward(tape, chunks))
         outputs = self._walk.forward(tape, chunks)
         return attach(self._walk, tape, outputs, (inputs, kwargs))
+
+    def _check_arguments(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raises TypeError for an argument that later layers take as well: only the first one would get it."""
+        if len(inputs) > 1 or kwargs:
+            first, *others = self.children()
+            shared = names_given(first, inputs, kwargs) & {name for layer in others for name in names_taken(layer)}
+            if shared:
+                raise TypeError(
+                    f"only the first layer gets the arguments of the call, each further one the result of the one "
+                    f"before, but {', '.join(sorted(shared))} would be missing in later layers, which take it as well; "
+                    f"let layers pass on a tuple or dict, or bind the argument (functools.partial) in each layer"
+                )
 
     def forward_chunks(
         self,

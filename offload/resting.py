@@ -44,9 +44,14 @@ class ModuleAtHome(nn.Module):
         self._walk.streamer.catch_up()
         super()._save_to_state_dict(*args, **kwargs)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            raise ValueError(
+                f"expected load_state_dict with assign=False for the OffloadModel {prefix.rstrip('.') or 'itself'!r}, got "
+                f"assign=True: its parameters have homes, which values are copied into"
+            )
         self._walk.streamer.catch_up()
-        super()._load_from_state_dict(*args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. A pending update keeps its gradients, so only ``set_to_none=False`` has to finish it."""

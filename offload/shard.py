@@ -176,21 +176,19 @@ class Shard:
         home = self.home.tensor.data_ptr()
         return [s for s in self.own if s.parameter.numel() and s.parameter.data_ptr() != home + s.offset]
 
-    def bring_home(self) -> None:
-        """Copies what was assigned to the ``.data`` of a parameter into its home, where ``.data`` is again then.
+    def bring_home(self, s: Slice, value: Tensor) -> None:
+        """Copies ``value``, which was assigned to the ``.data`` of an own parameter, into its home.
 
         Raises:
-            ValueError: if it has another shape.
+            ValueError: if it has another size.
         """
-        for s in self.assigned():
-            parameter = s.parameter
-            s.check_shape()
-            if self.pending is not None:
-                # The assignment came after the step. Without this, the step would be applied to what was assigned.
-                self.pending.start().finish()
-            home = self.home_view(s)
-            home.copy_(parameter.detach())
-            parameter.data = home
+        s.check_shape()
+        if self.pending is not None:
+            # The assignment came after the step. Without this, the step would be applied to what was assigned.
+            self.pending.start().finish()
+        home = self.home_view(s)
+        home.copy_(value)
+        s.parameter.data = home
 
     def written(self, *, compare: bool) -> list[int]:
         """While bound: positions of the parameters that layers have written to since the shard was loaded.
@@ -212,6 +210,24 @@ class Shard:
                 positions.append(k)
         return positions
 
+    def bound(self) -> list[Tensor]:
+        """While bound: what the parameters are, on the device."""
+        return [parameter.detach() for parameter in self.parameters]
+
+    def holds(self, values: Sequence[Tensor]) -> bool:
+        """While bound: whether the parameters have these bytes."""
+        return all(map(_same_bytes, self.bound(), values))
+
+    def put_back(self, values: Sequence[Tensor]) -> None:
+        """While bound: gives the parameters these values, in the slot; not counted as a write."""
+        for s, view, value in zip(self.slices, self._views[self.slot], values, strict=True):
+            view.copy_(value)
+            s.parameter.data = view
+
+    def values_at_home(self) -> list[Tensor]:
+        """What the homes hold, in the order of :attr:`slices`."""
+        return [owner.home_view(s) for owner, s in map(self.owner_of, range(len(self.slices)))]
+
     def differs_from_home(self) -> bool:
         """While bound: whether any parameter has other bytes than its home."""
         return not all(map(self._equals_home, range(len(self.slices))))
@@ -219,11 +235,7 @@ class Shard:
     def _equals_home(self, position: int) -> bool:
         here = self.slices[position].parameter.detach()
         owner, s = self.owner_of(position)
-        home = owner.home_view(s).to(here.dtype)
-        if here.stride() != home.stride():
-            home = home.contiguous()
-            here = here.contiguous()
-        return torch.equal(bytes_of(here.cpu()), bytes_of(home))
+        return _same_bytes(here, owner.home_view(s).to(here.dtype))
 
     # --- transitions --------------------------------------------------------------------------------------------
 
@@ -356,6 +368,12 @@ class Shard:
             return self, self.own[position]
         loan = self.loans[position - len(self.own)]
         return loan.owner, loan.at_home
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    if a.stride() != b.stride():
+        a, b = a.contiguous(), b.contiguous()
+    return torch.equal(bytes_of(a.cpu()), bytes_of(b.cpu()))
 
 
 def named_parameters(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Parameter]]:

@@ -212,25 +212,17 @@ class Streamer:
             if self._heap is not None:
                 self._heap.bound()
 
-    def keep_changes(self, j: int, *, compare: bool) -> bool:
+    def keep_changes(self, j: int, written: Sequence[int]) -> None:
         """To be called at the end of a visit: sends home what layers wrote into their own parameters while they ran.
 
         Weights travel one way, so this is the exception (an embedding with ``max_norm``, a weight that is clipped).
-
-        Args:
-            j: which shard.
-            compare: also find what was written through ``.data``, which counts no version.
-
-        Returns:
-            Whether they wrote any.
+        ``written``: positions of these parameters.
         """
         shard = self.shards[j]
-        written = shard.written(compare=compare)
         for position in written:
             owner, s = shard.owner_of(position)
             owner.home_view(s).copy_(s.parameter.detach())
         shard.loaded_versions = shard.versions()
-        return bool(written)
 
     def drain(self, j: int) -> None:
         """Starts to send home the gradients that the last visit of shard ``j`` left on the device."""

@@ -156,9 +156,7 @@ class Untouched:
             if sys.getrefcount(parameter) - ours != _UNHELD or weakref.getweakrefcount(parameter):
                 return False
         return all(
-            storage_uses(shard.home.tensor) == 1 + len(shard.own)
-            for shard in self._shards
-            if shard.home is not None
+            storage_uses(shard.home.tensor) == 1 + len(shard.own) for shard in self._shards if shard.home is not None
         )
 
 

@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload.casts import Casts, CastsSeen
 from offload.course import CourseNotes, Turn
 from offload.shard import Shard
-from pipe.checkpoint import enable_checkpointing
+from pipe.checkpoint import enable_checkpointing, enable_recomputing
 from pipe.dead_code import DeadCode, Listener, OtherOperations, Skipper, listened_to
 from pipe.guard import Guard, Watched
 from pipe.lean import Lean
@@ -83,8 +83,9 @@ class CellRunner:
     measures_graphs: bool = False
     #: As the last recorded forward had it; None before.
     graph_bytes_per_row: float | None = None
-    #: Whether the layers were seen to write their own parameters.
+    #: Whether the layers were seen to write their own parameters; if so, whether they write the same once more.
     writes_weights: bool = False
+    repeats_writes: bool | None = None
     #: Compare parameters with their homes after each forward, not only after the first ones.
     compares_always: bool = False
     _forwards: Counter[tuple[bool, ...]] = field(default_factory=Counter)
@@ -172,6 +173,10 @@ class CellRunner:
                 skipper.check()
                 return output
         return self._recompute(boundary, record, output_fn, contextlib.nullcontext())
+
+    def repeat(self, boundary: Any, record: Record, output_fn: OutputFn | None = None) -> Any:
+        """Runs the cell once more with a graph, as if for the first time."""
+        return self._recompute(boundary, record, output_fn, enable_recomputing(False))
 
     def _recompute(
         self,

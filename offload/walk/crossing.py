@@ -89,6 +89,29 @@ class Crossing:
             tape.requires[Cell(cell.j + 1, cell.i)] = requires(flatten(output)[0])
             return map_distinct(Tensor.detach, output)
 
+    def repeats_writes(self, tape: Tape, cell: Cell, boundary: Any) -> bool:
+        """After a forward that wrote parameters: whether a recomputation of the cell leaves them as they are."""
+        runner = self._runners[cell.j]
+        after = [view.clone() for view in runner.shard.bound()]
+        with torch.no_grad():
+            runner.recompute(_source(tape, cell, boundary)[1], tape.cells[cell], self._output_fn(tape, cell))
+        same = runner.shard.holds(after)
+        runner.shard.put_back(after)
+        return same
+
+    def run_again_with_graph(self, tape: Tape, cell: Cell, boundary: Any) -> None:
+        """Repeats a forward that was recorded, and keeps its graph, so that it need not be recomputed.
+
+        It sees what the first run saw, :func:`~pipe.is_recomputing` included.
+        """
+        runner = self._runners[cell.j]
+        source, value = _source(tape, cell, boundary)
+        notes = CourseNotes(runner.shard)
+        with weights_by_reference(runner.shard, notes):
+            output = runner.repeat(value, tape.cells.pop(cell), self._output_fn(tape, cell))
+        tape.kept[cell] = KeptCell(source, flatten(output)[0])
+        tape.graphs |= {cell}
+
     # --- backward -----------------------------------------------------------------------------------------------
 
     def backward(
@@ -116,9 +139,9 @@ class Crossing:
                 _check_same(tape, cell, outputs)
                 if runner.writes_weights and runner.shard.differs_from_home():
                     raise RuntimeError(
-                        f"the layers of shard {cell.j} write their own parameters while they run, and a second run "
-                        f"writes other values; leave the parameters alone while pipe.is_recomputing(), or use "
-                        f"checkpoint_activation=False"
+                        f"the layers of shard {cell.j} write their own parameters while they run, and the recomputation "
+                        f"wrote other values than the forward, which it did not do at first; run the step again, or "
+                        f"use checkpoint_activation=False"
                     )
             else:
                 kept = tape.kept[cell]

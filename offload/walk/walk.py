@@ -104,10 +104,18 @@ class Walk:
         """Copies what was assigned to the ``.data`` of parameters since the last pass into their homes.
 
         Raises:
-            ValueError: if something has another shape than its parameter had.
+            ValueError: if something has another size than its parameter had.
         """
-        for shard in self.shards:
-            shard.bring_home()
+        assigned = [(shard, s, s.parameter.detach()) for shard in self.shards for s in shard.assigned()]
+        if len(assigned) > 1:
+            # Parameters may have exchanged their data. Without the copies, one would be overwritten before it is read.
+            homes = {shard.home.tensor.untyped_storage().data_ptr() for shard in self.shards if shard.home is not None}
+            assigned = [
+                (shard, s, value.clone() if value.untyped_storage().data_ptr() in homes else value)
+                for shard, s, value in assigned
+            ]
+        for shard, s, value in assigned:
+            shard.bring_home(s, value)
 
     @contextlib.contextmanager
     def held_still(self) -> Iterator[None]:
@@ -148,6 +156,9 @@ class Walk:
         if self._recompute and self._graph_bytes:
             known = [runner.graph_bytes_per_row for runner in self.runners]
             graphs = graphs_that_fit(known, rows, first=first, budget_bytes=self._graph_bytes)
+        # A recomputation would write once more.
+        writing = [j for j, runner in enumerate(self.runners) if runner.repeats_writes is False and j >= first]
+        graphs |= {Cell(j, i) for j in writing for i in range(len(chunks))}
         return Tape(
             walk=self,
             # Without recomputation boundaries live in the graphs, on the device.
@@ -203,8 +214,7 @@ class Walk:
                         outputs[i] = output
                         nbytes = sum(x.numel() * x.element_size() for x in tensors_in(output))
                     self._meter.boundary_bytes_per_row[j + 1] = nbytes / max(tape.rows[i], 1)
-                runner = self.runners[j]
-                runner.writes_weights |= self.streamer.keep_changes(j, compare=runner.compares_weights())
+                self._keep_changes(tape, j, microbatches, now=j * m)
                 tape.versions[j] = self.shards[j].versions()
 
             self._follow(plan, visit)
@@ -220,6 +230,23 @@ class Walk:
                 # What is in slots stays there. The next forward asks whether it still holds what the homes do.
                 self._untouched.mark()
         return outputs
+
+    def _keep_changes(self, tape: Tape, j: int, microbatches: Sequence[int], now: int) -> None:
+        """Sends home what the layers of a shard wrote into their own parameters in this visit."""
+        shard, runner = self.shards[j], self.runners[j]
+        written = shard.written(compare=runner.compares_weights())
+        if written:
+            runner.writes_weights = True
+            recorded = [Cell(j, i) for i in microbatches if Cell(j, i) in tape.cells]
+            entered = {cell: self._crossing.enter(tape, cell, now + cell.i, last=False) for cell in recorded}
+            if recorded and runner.repeats_writes is None:
+                runner.repeats_writes = self._crossing.repeats_writes(tape, recorded[0], entered[recorded[0]])
+            if recorded and not runner.repeats_writes:
+                # A recomputation would write once more. The homes still hold what there was before this visit.
+                shard.put_back(shard.values_at_home())
+                for cell, boundary in entered.items():
+                    self._crossing.run_again_with_graph(tape, cell, boundary)
+        self.streamer.keep_changes(j, written)
 
     # --- backward -----------------------------------------------------------------------------------------------
 
