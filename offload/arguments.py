@@ -36,9 +36,9 @@ def layers_of(model: Any) -> dict[str, nn.Module]:
         own = _beyond_its_layers(model)
         if own:
             raise TypeError(
-                f"expected an nn.Sequential that only calls its layers, got {type(model).__name__} with {own} of its own "
-                f"(model), which would be left out; make them layers, put hooks on the layers or on the OffloadModel, "
-                f"or pass [model] to have all of it in one shard"
+                f"expected an nn.Sequential that only calls its layers, got {type(model).__name__} with {own} of its "
+                f"own (model), which would be left out; make them layers, put hooks on the layers or on the "
+                f"OffloadModel, or pass [model] to have all of it in one shard"
             )
         return {name: layer for name, layer in model._modules.items() if layer is not None}
     if isinstance(model, (list, tuple)) and model and all(isinstance(module, nn.Module) for module in model):

@@ -47,8 +47,8 @@ class ModuleAtHome(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         if local_metadata.get("assign_to_params_buffers"):
             raise ValueError(
-                f"expected load_state_dict with assign=False for the OffloadModel {prefix.rstrip('.') or 'itself'!r}, got "
-                f"assign=True: its parameters have homes, which values are copied into"
+                f"expected load_state_dict with assign=False for the OffloadModel {prefix.rstrip('.') or 'itself'!r}, "
+                f"got assign=True: its parameters have homes, which values are copied into"
             )
         self._walk.streamer.catch_up()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)

@@ -118,7 +118,7 @@ class Room:
 
     def is_lent(self, slot: Tensor) -> bool:
         """Whether tensors that the engine did not make look at a slot."""
-        return storage_uses(slot) > 1 + self._views.get(slot, 0)
+        return storage_uses(slot) > 1 + int(self._views.get(slot, 0))
 
     def replace(self, slot: Tensor) -> Tensor:
         """A new slot in place of one that is left to who looks at it."""

@@ -31,7 +31,6 @@ from offload.lane import Arrival
 from offload.materialize import Materializer, Values
 from offload.partition import aligned
 from offload.tier import Block, Tier
-from offload.tier.contract import bytes_of
 from pipe.torch_private import storage_uses
 
 __all__ = ["Pending", "Shard", "State", "layout", "make_shards", "named_parameters"]
@@ -73,12 +72,12 @@ class Slice:
     dtype: torch.dtype
 
     def check_shape(self, expected: torch.Size | None = None) -> None:
-        """Raises ValueError if the parameter is not of the size, or the ``expected`` shape, that it was wrapped with."""
+        """Raises ValueError if the parameter has not the size, or the ``expected`` shape, that it was wrapped with."""
         shape = self.parameter.shape
         if shape.numel() * self.dtype.itemsize != self.nbytes or shape != (expected or shape):
             raise ValueError(
-                f"expected data of {self.nbytes:,} bytes for parameter {self.name}, got shape {tuple(shape)}; the shape "
-                f"of a parameter is fixed when the model is made"
+                f"expected data of {self.nbytes:,} bytes for parameter {self.name}, got shape {tuple(shape)}; the "
+                f"shape of a parameter is fixed when the model is made"
             )
 
     def view(self, block: Tensor) -> Tensor:
@@ -190,53 +189,6 @@ class Shard:
         home.copy_(value)
         s.parameter.data = home
 
-    def written(self, *, compare: bool) -> list[int]:
-        """While bound: positions of the parameters that layers have written to since the shard was loaded.
-
-        ``compare``: by their bytes, too. What was assigned to ``.data`` is in the slot afterwards.
-
-        Raises:
-            ValueError: if something of another shape was assigned.
-        """
-        positions = []
-        now = self.versions()
-        for k, (s, view) in enumerate(zip(self.slices, self._views[self.slot], strict=True)):
-            assigned = s.parameter.data_ptr() != view.data_ptr()
-            if assigned or s.parameter.shape != view.shape:
-                s.check_shape(view.shape)
-                view.copy_(s.parameter.detach())
-                s.parameter.data = view
-            if assigned or now[k] != self.loaded_versions[k] or (compare and not self._equals_home(k)):
-                positions.append(k)
-        return positions
-
-    def bound(self) -> list[Tensor]:
-        """While bound: what the parameters are, on the device."""
-        return [parameter.detach() for parameter in self.parameters]
-
-    def holds(self, values: Sequence[Tensor]) -> bool:
-        """While bound: whether the parameters have these bytes."""
-        return all(map(_same_bytes, self.bound(), values))
-
-    def put_back(self, values: Sequence[Tensor]) -> None:
-        """While bound: gives the parameters these values, in the slot; not counted as a write."""
-        for s, view, value in zip(self.slices, self._views[self.slot], values, strict=True):
-            view.copy_(value)
-            s.parameter.data = view
-
-    def values_at_home(self) -> list[Tensor]:
-        """What the homes hold, in the order of :attr:`slices`."""
-        return [owner.home_view(s) for owner, s in map(self.owner_of, range(len(self.slices)))]
-
-    def differs_from_home(self) -> bool:
-        """While bound: whether any parameter has other bytes than its home."""
-        return not all(map(self._equals_home, range(len(self.slices))))
-
-    def _equals_home(self, position: int) -> bool:
-        here = self.slices[position].parameter.detach()
-        owner, s = self.owner_of(position)
-        return _same_bytes(here, owner.home_view(s).to(here.dtype))
-
     # --- transitions --------------------------------------------------------------------------------------------
 
     def load(self, slot: Tensor) -> None:
@@ -336,6 +288,12 @@ class Shard:
         assert self._slot is not None, f"shard {self.index} is {self.state.value}"
         return self._slot
 
+    @property
+    def in_slot(self) -> list[Tensor]:
+        """The memory of each parameter of :attr:`slices` in the slot that the shard is bound to."""
+        views: list[Tensor] = self._views[self.slot]
+        return views
+
     def home_view(self, s: Slice) -> Tensor:
         """A parameter's values at home."""
         assert self.home is not None
@@ -368,12 +326,6 @@ class Shard:
             return self, self.own[position]
         loan = self.loans[position - len(self.own)]
         return loan.owner, loan.at_home
-
-
-def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    if a.stride() != b.stride():
-        a, b = a.contiguous(), b.contiguous()
-    return torch.equal(bytes_of(a.cpu()), bytes_of(b.cpu()))
 
 
 def named_parameters(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Parameter]]:

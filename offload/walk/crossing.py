@@ -29,6 +29,7 @@ from offload.walk.raw import RawChunk
 from offload.walk.saved import weights_by_reference
 from offload.walk.source import Source
 from offload.walk.tape import KeptCell, Tape
+from offload.weight_writes import differs_from_home, holds, put_back, values_in_slot
 from pipe.nested import flatten, map_distinct, unflatten
 from pipe.torch_private import hidden_hooks
 
@@ -92,11 +93,11 @@ class Crossing:
     def repeats_writes(self, tape: Tape, cell: Cell, boundary: Any) -> bool:
         """After a forward that wrote parameters: whether a recomputation of the cell leaves them as they are."""
         runner = self._runners[cell.j]
-        after = [view.clone() for view in runner.shard.bound()]
+        after = values_in_slot(runner.shard)
         with torch.no_grad():
             runner.recompute(_source(tape, cell, boundary)[1], tape.cells[cell], self._output_fn(tape, cell))
-        same = runner.shard.holds(after)
-        runner.shard.put_back(after)
+        same = holds(runner.shard, after)
+        put_back(runner.shard, after)
         return same
 
     def run_again_with_graph(self, tape: Tape, cell: Cell, boundary: Any) -> None:
@@ -137,11 +138,11 @@ class Crossing:
                 source, value = _source(tape, cell, boundary)
                 outputs = flatten(runner.recompute(value, tape.cells[cell], self._output_fn(tape, cell)))[0]
                 _check_same(tape, cell, outputs)
-                if runner.writes_weights and runner.shard.differs_from_home():
+                if runner.writes_weights and differs_from_home(runner.shard):
                     raise RuntimeError(
-                        f"the layers of shard {cell.j} write their own parameters while they run, and the recomputation "
-                        f"wrote other values than the forward, which it did not do at first; run the step again, or "
-                        f"use checkpoint_activation=False"
+                        f"the layers of shard {cell.j} write their own parameters while they run, and the "
+                        f"recomputation wrote other values than the forward, which it did not do at first; use "
+                        f"checkpoint_activation=False"
                     )
             else:
                 kept = tape.kept[cell]

@@ -39,6 +39,7 @@ from offload.walk.cell import Cell, CellRunner, OutputFn
 from offload.walk.crossing import Crossing, requires, rows_of, versions_of
 from offload.walk.graphs import graphs_that_fit
 from offload.walk.tape import Tape
+from offload.weight_writes import find_writes, put_back, values_at_home
 from pipe.nested import flatten, tensors_in
 from pipe.phase import is_recomputing
 from pipe.torch_private import transform_under_way
@@ -234,7 +235,7 @@ class Walk:
     def _keep_changes(self, tape: Tape, j: int, microbatches: Sequence[int], now: int) -> None:
         """Sends home what the layers of a shard wrote into their own parameters in this visit."""
         shard, runner = self.shards[j], self.runners[j]
-        written = shard.written(compare=runner.compares_weights())
+        written = find_writes(shard, compare=runner.compares_weights())
         if written:
             runner.writes_weights = True
             recorded = [Cell(j, i) for i in microbatches if Cell(j, i) in tape.cells]
@@ -243,7 +244,7 @@ class Walk:
                 runner.repeats_writes = self._crossing.repeats_writes(tape, recorded[0], entered[recorded[0]])
             if recorded and not runner.repeats_writes:
                 # A recomputation would write once more. The homes still hold what there was before this visit.
-                shard.put_back(shard.values_at_home())
+                put_back(shard, values_at_home(shard))
                 for cell, boundary in entered.items():
                     self._crossing.run_again_with_graph(tape, cell, boundary)
         self.streamer.keep_changes(j, written)

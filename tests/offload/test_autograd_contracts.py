@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -210,8 +210,8 @@ def test_functional_call_with_other_parameters_is_refused(wrap: Callable[..., Of
 
 
 @pytest.fixture
-def runs(wrap: Callable[..., OffloadModel]) -> Iterator[tuple[nn.Module, OffloadModel]]:
-    yield mlp(tied=True), wrap(mlp(tied=True))
+def runs(wrap: Callable[..., OffloadModel]) -> tuple[nn.Module, OffloadModel]:
+    return mlp(tied=True), wrap(mlp(tied=True))
 
 
 def test_gradients_kept_across_zero_grad_are_not_overwritten(runs: tuple[nn.Module, OffloadModel]) -> None:
