@@ -82,7 +82,7 @@ class Homeward:
 
         Args:
             waiting: other forwards that wait for their backward.
-            handed_over: parameters whose gradients :meth:`settle` returns, instead of adding them to those at home.
+            handed_over: parameters whose gradients :meth:`take` returns, instead of adding them to those at home.
             only_those: drop all other gradients of parameters.
 
         Raises:
@@ -95,7 +95,7 @@ class Homeward:
                 f"{len(handed_over)} parameters have hooks on their gradients, which run after the backward, but "
                 f"update_in_backward has used the gradients by then; remove the hooks, or use update_in_backward=False"
             )
-        self._handed_over, self._only_those = frozenset(handed_over), only_those
+        self._handed_over, self._only_those, self._taken = frozenset(handed_over), only_those, {}
         return self._updates
 
     def drain(self, shard: Shard, gradients: list[Tensor | None]) -> None:
@@ -119,8 +119,8 @@ class Homeward:
             self._meter.hold(nbytes)
             self._drains.append((update, nbytes, list(kept.values())))
 
-    def settle(self) -> dict[nn.Parameter, Tensor]:
-        """Waits until all gradients are home: the backward is over. Returns those that are handed over instead."""
+    def settle(self) -> None:
+        """Waits until all gradients are home: the backward is over."""
         while self._drains:
             # Drain lane -> host. Without this, an optimizer on the host reads gradients that have not arrived.
             self._finish(on_host=True)
@@ -129,9 +129,12 @@ class Homeward:
             if parameter.grad is not None:
                 note(parameter.grad, norm)
         self._norms.clear()
-        taken = {p: g.to(p.device, p.dtype) for p, g in self._taken.items()}
         self._end()
-        return taken
+
+    def take(self) -> dict[nn.Parameter, Tensor]:
+        """The gradients of the last backward that were to be handed over, in type and place as at home."""
+        taken, self._taken = self._taken, {}
+        return {p: gradient.to(p.device, p.dtype) for p, gradient in taken.items()}
 
     def abandon(self) -> None:
         """After a failure: waits for what is on its way, whatever becomes of it."""
@@ -143,11 +146,12 @@ class Homeward:
             self._meter.release(nbytes)
         self._norms.clear()
         self._kept.clear()
+        self._taken = {}
         self._end(failed=True)
 
     def _end(self, *, failed: bool = False) -> None:
         self._updates = False
-        self._handed_over, self._only_those, self._taken = (), False, {}
+        self._handed_over, self._only_those = (), False
         if self.updater is not None:
             self.updater.end(failed=failed)
 

@@ -52,8 +52,9 @@ class OffloadModel(ModuleAtHome):
     """A huge ``nn.Sequential`` that trains on a device which cannot hold it.
 
     The layers are cut into shards. Shards rest in host memory or in files, and stream to the compute device ahead of
-    use, forward and backward. Losses, gradients, buffers and generator states are those of the bare model; parameters,
-    their gradients and ``state_dict()`` keep the bare model's names and may be used by any optimizer between steps.
+    use, forward and backward. With one micro-batch, losses, gradients, buffers and generator states are those of the
+    bare model; parameters, their gradients and ``state_dict()`` keep the bare model's names and may be used by any
+    optimizer between steps. Layers and parameters must not be replaced after this call; the next forward refuses.
 
     Args:
         model: an ``nn.Sequential``; or a list of modules, each of which is one shard. Layers on the meta device are
@@ -67,7 +68,10 @@ class OffloadModel(ModuleAtHome):
         checkpoint_activation: if True, keep only what enters each shard and recompute the rest in backward; if False,
             keep all activations of the layers, but no second copy of their weights, nor of casts of them.
         num_microbatches: pieces into which a batch is cut along dimension 0. Each shard is loaded once per pass and all
-            pieces go past it. Any number of rows; the last piece may be smaller.
+            pieces go past it. Any number of rows; the last piece may be smaller. The result is that of the bare model
+            where layers treat each row on its own. Layers that look across rows (batch normalisation) see one piece at
+            a time, and random numbers are drawn shard by shard and piece by piece: with more than one piece, a model
+            with dropout draws other masks than the bare model does.
         memory_budget: bytes, or a string such as ``"2GiB"``: what slots, gradients and boundaries may take together on
             the compute device (the activations inside one cell come on top). Chooses what is left None of ``num_slots``
             and ``num_slices``. Needs ``checkpoint_activation=True``.

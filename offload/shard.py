@@ -309,7 +309,7 @@ class Shard:
         grads = [s.parameter.grad for s in self.own]
         resting = sum(g is not None and not g.is_sparse and g.untyped_storage().data_ptr() == address for g in grads)
         if storage_uses(block.tensor) > 1 + resting:
-            block.leave()
+            block.retire()
             self.gradients = None
 
     def gradient_home(self, s: Slice, tier: Tier) -> tuple[Block, Tensor]:

@@ -65,7 +65,7 @@ class DiskBlock(Block):
         self.read_into(copy)
         return copy
 
-    def leave(self) -> None:
+    def retire(self) -> None:
         """Takes the file's name away; its room is free once no tensor maps it."""
         self._path.unlink(missing_ok=True)
 

@@ -327,7 +327,8 @@ class Walk:
                         input_gradients[i] = back
 
             self._follow(plan, visit)
-            taken = homeward.settle()
+            self.streamer.homeward.settle()
+            taken = homeward.take()
             # In a turn the next micro-batch comes at once; a new forward begins with empty slots anyway.
             if not in_turn:
                 self.streamer.leave_homes()
