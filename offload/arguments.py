@@ -160,5 +160,6 @@ def names_taken(layer: nn.Module) -> list[str]:
 
 
 def names_given(layer: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:
-    """Names by which a layer's forward gets the arguments of a call besides the first one."""
-    return {*names_taken(layer)[: max(0, len(inputs) - 1)], *kwargs}
+    """Names by which a layer's forward gets the arguments of a call that say something, besides the first one."""
+    positional = zip(names_taken(layer), inputs[1:], strict=False)
+    return {name for name, value in (*positional, *kwargs.items()) if value is not None}

@@ -162,6 +162,8 @@ class OffloadModel(ModuleAtHome):
         if activation_bytes is not None:
             self._activation_bytes = parse_bytes(activation_bytes, "activation_bytes")
         self._num_microbatches = num_microbatches
+        #: Names of arguments that layers after the first would take.
+        self._taken_later = {name for layer in list(named.values())[1:] for name in names_taken(layer)}
         #: The optimizers whose updates are a part of this model's steps.
         self._optimizers: weakref.WeakSet[Updating] = weakref.WeakSet()
         self._tier = open_tier(offload_device, self.device, keeps=True)
@@ -220,8 +222,7 @@ class OffloadModel(ModuleAtHome):
     def _check_arguments(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raises TypeError for an argument that later layers take as well: only the first one would get it."""
         if len(inputs) > 1 or kwargs:
-            first, *others = self.children()
-            shared = names_given(first, inputs, kwargs) & {name for layer in others for name in names_taken(layer)}
+            shared = names_given(next(self.children()), inputs, kwargs) & self._taken_later
             if shared:
                 raise TypeError(
                     f"only the first layer gets the arguments of the call, each further one the result of the one "

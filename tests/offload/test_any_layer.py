@@ -458,7 +458,7 @@ def test_an_argument_that_later_layers_would_miss_is_refused() -> None:
     for call in (lambda: model(batch(), mask=torch.ones(6, 1)), lambda: model(batch(), torch.ones(6, 1))):
         with pytest.raises(TypeError, match="mask would be missing in later layers"):
             call()
-    model(batch())
+    model(batch(), None)
     OffloadModel([Masked(), nn.Linear(WIDTH, WIDTH)], "cpu")(batch(), mask=torch.ones(6, 1))
 
 
