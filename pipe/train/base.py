@@ -18,7 +18,6 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,32 +26,15 @@ import torch.distributed as dist
 from torch import nn
 
 from pipe.train.batch import move, pageable_bytes, record_stream
+from pipe.train.draws import Draws
 from pipe.train.flight import Flight, SkippedStage
-from pipe.train.lane import Lanes
+from pipe.train.lane import InlineLane, Lanes
 from pipe.train.schedule import Action, Schedule, Stage
 from pipe.train.source import Agreement, Kind, Read, Source
+from pipe.train.statistics import Statistics
 from pipe.train.window import Window
 
-__all__ = ["Statistics", "TrainPipelineBase"]
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """Counted since construction.
-
-    Attributes:
-        batches: batches that were run.
-        steps: optimizer steps.
-        wait_seconds: for each stage, how long the caller's thread stood still until it had done its work.
-        pageable_bytes: host bytes whose copy could not overlap with compute because their memory was not pinned.
-        undistributed: for each module whose input distribution could not begin ahead of its forward, why.
-    """
-
-    batches: int
-    steps: int
-    wait_seconds: Mapping[str, float]
-    pageable_bytes: int
-    undistributed: Mapping[str, str]
+__all__ = ["TrainPipelineBase"]
 
 
 class TrainPipelineBase:
@@ -77,17 +59,21 @@ class TrainPipelineBase:
         amp_dtype: autocast to this type, or None.
         grad_scaling: scale the loss where ``amp_dtype`` is fp16 (never otherwise: bf16 has the range of fp32).
         ahead: by stage name, how many batches it runs ahead, where that is to differ from :attr:`default_ahead`.
-            0 everywhere is a plain loop.
+            0 everywhere is a plain loop: a batch is read after the one before it has been trained on. With
+            ``grad_accum`` a loader's last window may then step when ``progress`` raises ``StopIteration``, and
+            replicas communicate after each batch.
         lanes: where the stages run; by default the loader and the copies run in threads. ``Lanes.serial()`` reads the
             loader in the caller's thread.
         process_group: ranks of this group (CPU backend, used for nothing else) agree that all of them have another
-            batch. None: made when the model is replicated or sharded over the whole world.
+            batch. None: made when the model is replicated or sharded over the whole world, by the first ``progress``
+            (for a replicated model: the first that trains; evaluation on one rank alone needs no agreement).
         uneven: what ranks do when one loader ends early, ``"raise"`` or ``"stop"``; see
             :class:`~pipe.train.source.Agreement`.
 
-    A loader must give each batch memory of its own: several batches are in flight. It is read ahead in another thread;
-    if it shares a random generator with the model, ``Lanes.serial()`` makes the order of draws the same in every run,
-    and with ``ahead`` of 0 it is that of a plain loop.
+    A loader must give each batch memory of its own: several batches are in flight. It is read ahead in another thread,
+    under the caller's grad mode and autocast. If it draws random numbers from a generator that the model draws from as
+    well, its batches are read in turn instead, so that one seed gives one result: that of a plain loop. See
+    :mod:`pipe.train.draws`; a loader with a generator of its own is read ahead.
 
     The model in ``eval`` mode, or under ``no_grad``, only runs forward. Use one pipeline for training and one for
     evaluation: batches in flight belong to the mode in which they were asked for.
@@ -126,12 +112,17 @@ class TrainPipelineBase:
         self._ahead = {**self.default_ahead, **(ahead or {})}
         self._schedule = Schedule(self.stages())
         self._agreement = Agreement.for_model(model, process_group, uneven)
+        # Reads in the caller's thread are in one order with all else; so are those that are never ahead.
+        self._reads_beside_compute = not isinstance(self._lanes.load, InlineLane) and any(self._ahead.values())
         self._flights: dict[int, Flight] = {}
         self._position = 0  # index of the flight that computes next
         self._source: Source | None = None
         self._restored: Source | None = None  # of a loaded state; waits for the first iterator
         self._training = True  # the mode that the flights of the present source were asked for in
+        self._trained = True  # whether the latest call of progress trained
+        self._window_iterator: Iterator[Any] | None = None  # that the open window's latest batch came from
         self._batches = 0
+        self._batches_in_turn = 0
         self._pageable_bytes = 0
         self._wait_seconds = {stage.name: 0.0 for stage in self._schedule.stages}
         self._undistributed: dict[str, str] = {}
@@ -169,8 +160,9 @@ class TrainPipelineBase:
         flight.computing = True
         micro = None
         if self._trains():
-            last = self._window.must_know_the_end and self._is_last(flight.index)
+            last = self._is_last(flight.index) if self._window.must_know_the_end else None
             micro = flight.micro = self._window.open(last=last)
+            self._window_iterator = flight.source.iterator
         silence = contextlib.nullcontext() if micro is None else self._window.synchronization(micro)
         with silence, self._autocast():
             returned = self._call_model(flight)
@@ -218,24 +210,47 @@ class TrainPipelineBase:
             ValueError: if batches in flight were asked for in another mode (``train`` or ``eval``).
             Exception: what the loader raised, after the batches that it gave before; what the model raised.
         """
-        if self._restored is not None:
-            self._source, self._restored = self._restored, None
-            self._source.iterator = dataloader_iter
-            self._training = self._model.training
-        elif self._source is None or self._source.iterator is not dataloader_iter:
-            self._refuse_other_mode()
-            self._source = Source(dataloader_iter, self._agreement)
-            self._training = self._model.training
+        self._connect(dataloader_iter)
         while True:
+            in_turn = self._source is not None and self._source.in_turn
             flight = self._tick()
             if flight.read is not None and flight.read.kind is Kind.BATCH:
                 self._batches += 1
+                self._batches_in_turn += in_turn
                 return flight.output
             if flight.read is not None and flight.read.kind is Kind.END and flight.source is self._source:
                 self._source = None
+                if self._window_iterator is flight.source.iterator:
+                    self._window.finish()
                 raise StopIteration
             # Nothing to run here: an iterator that was left, or told of its end or failure. Never the present one.
             assert flight.source is not self._source
+
+    def _connect(self, iterator: Iterator[Any]) -> None:
+        """Makes ``iterator`` the present source."""
+        trains = self._trains()
+        if self._restored is not None:
+            restored, self._restored = self._restored, None
+            self._source = self._new_source(iterator, stopped=restored.stopped)
+            for flight in self._flights.values():
+                flight.source = self._source
+            self._window_iterator = iterator  # of the window that may have been restored as well
+            self._training = self._model.training
+        elif self._source is None or self._source.iterator is not iterator:
+            self._refuse_other_mode()
+            self._source = self._new_source(iterator)
+            self._training = self._model.training
+        elif trains is not self._trained and self._source.draws:
+            # The model may draw other random numbers in this mode, and no read may run beside them unobserved.
+            for flight in self._flights.values():
+                flight.holds_batch()
+            self._source.change_mode()
+        self._trained = trains
+
+    def _new_source(self, iterator: Iterator[Any], *, stopped: bool = False) -> Source:
+        agreement = None if self._agreement is None else self._agreement.prepare(self._trains())
+        draws = Draws(iterator, self._device) if self._reads_beside_compute else None
+        return Source(iterator, agreement, draws, stopped=stopped)
 
     def _refuse_other_mode(self) -> None:
         if self._model.training is not self._training and any(
@@ -251,7 +266,7 @@ class TrainPipelineBase:
         """One tick of the schedule; returns the flight that has now been through all stages."""
         i = self._position
         try:
-            for action in self._schedule.tick(i):
+            for action in self._schedule.tick(i, self._may_run_ahead):
                 self._run(action)
         except BaseException:
             # An interrupt of this thread: failures of stages wait in their tickets. Whatever it struck is done again
@@ -293,8 +308,19 @@ class TrainPipelineBase:
             assert self._source is not None
             self._flights[k] = Flight(k, self._source)
         flight = self._flights[k]
-        if stage.name not in flight.tickets:  # a restored batch has been loaded already
-            flight.tickets[stage.name] = stage.lane.submit(partial(self._work, stage, flight, threading.get_ident()))
+        if stage.name in flight.tickets:  # a restored batch has been loaded already
+            return
+        alone = stage.name == "load" and flight.source.reads_alone
+        ticket = stage.lane.submit(partial(self._work, stage, flight, threading.get_ident()))
+        flight.tickets[stage.name] = ticket
+        if alone:
+            start = time.perf_counter()
+            # Without this, what the read draws and what this thread draws could not be told apart.
+            ticket.succeeded()
+            self._wait_seconds[stage.name] += time.perf_counter() - start
+
+    def _may_run_ahead(self) -> bool:
+        return self._source is None or not self._source.in_turn
 
     def _work(self, stage: Stage, flight: Flight, caller: int) -> None:
         for name in stage.after:
@@ -308,13 +334,20 @@ class TrainPipelineBase:
         if flight.read is None or flight.read.kind is Kind.BATCH:
             stage.work(flight)
 
-    def _is_last(self, i: int) -> bool:
-        """Whether the loader ends after batch ``i``. Waits for its next read, which is under way long since."""
-        for action in self._schedule.reach("load", i + 1):
-            self._run(action)
-        following = self._flights[i + 1]
+    def _is_last(self, i: int) -> bool | None:
+        """Whether the loader ends after batch ``i``, if its next read is under way; waits for it then.
+
+        None if nothing has been read beyond ``i``, since the next batch may depend on what becomes of this one; or if
+        the next read failed.
+        """
+        if self._ahead["load"] and self._may_run_ahead():
+            for action in self._schedule.reach("load", i + 1):
+                self._run(action)
+        following = self._flights.get(i + 1)
+        if following is None or "load" not in following.tickets:
+            return None
         following.tickets["load"].succeeded()
-        return following.read is not None and following.read.kind is Kind.END
+        return None if following.read is None else following.read.kind is Kind.END
 
     # ----------------------------------------------------------------------------------- what users look at
 
@@ -326,6 +359,7 @@ class TrainPipelineBase:
             wait_seconds=dict(self._wait_seconds),
             pageable_bytes=self._pageable_bytes,
             undistributed=dict(self._undistributed),
+            batches_in_turn=self._batches_in_turn,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -354,7 +388,7 @@ class TrainPipelineBase:
         self._window.load_state_dict(state["window"])
         self._batches = state["batches"]
         # Adopted by the first iterator, whose batches come behind these; if the loader had ended, none do.
-        self._restored = Source(iter(()), self._agreement, stopped=state["ended"])
+        self._restored = Source(iter(()), stopped=state["ended"])
         self._position = max([self._position - 1, *self._flights]) + 1
         self._flights.clear()
         reads = [Read(Kind.BATCH, batch) for batch in state["in_flight"]] + [Read(Kind.END)] * state["ended"]

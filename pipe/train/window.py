@@ -1,16 +1,16 @@
 """Gradient accumulation as a window: micro-steps that together are one optimizer step.
 
 A window is opened by the first batch that needs it and closed by its last: the ``size``-th, or the loader's last one
-if that comes earlier. The optimizer then steps with the *mean* over the batches that the window really holds.
+if that comes earlier. The optimizer then steps with the *mean* over the batches that the window really holds. Which
+batch is the loader's last one is known ahead of its backward only if the next read is under way. If it is not, since
+batches are read when they are needed and not before, the window is closed once the loader has said that it ended.
 
 Guarantees
     * Gradients are zeroed when a window opens, so nothing from before leaks in, and only then, so nothing is lost
       while the pipeline waits for the loader.
     * A partial window is scaled by its true size, and its all-reduce happens as in a full one.
-    * Replicas communicate once per window: all but its last backward run in the models' ``no_sync``.
-
-Where a failing read stands between a loader's last batch and its end, nobody can know that this batch was the last:
-the window then stays open, and the next loader's batches go on with it.
+    * Replicas communicate once per window: all but its last backward run in the models' ``no_sync``. A backward that
+      may be the last communicates too; a mean over replicas stays what it is in the next.
 
 After an exception in a forward or backward the open window is abandoned: the parameters hold the last complete step,
 the next batch opens a new window, and no half-accumulated gradient is stepped.
@@ -38,11 +38,11 @@ class MicroStep:
 
     Attributes:
         number: 1 for the first batch of the window.
-        closes: whether the optimizer steps after it.
+        closes: whether the optimizer steps after it. None: nothing has been read beyond it, so it may be the last.
     """
 
     number: int
-    closes: bool
+    closes: bool | None
 
 
 class Window:
@@ -82,6 +82,7 @@ class Window:
         self.scaler = scaler
         self.steps = 0
         self.position = 0
+        self._reduced = True  # whether the latest backward was not silent
         self._model = model
         self.optimizers = optimizers
         self._static_graphs_known = False
@@ -99,22 +100,22 @@ class Window:
         """Whether the next batch closes the window only if it is the loader's last."""
         return self.position + 1 < self.size
 
-    def open(self, *, last: bool) -> MicroStep:
+    def open(self, *, last: bool | None) -> MicroStep:
         """The place of the next batch; zeroes the gradients if it is the first of its window.
 
         Args:
-            last: whether it is the last batch of its loader.
+            last: whether it is the last batch of its loader; None if that is not known yet.
         """
         if self.position == 0:
             for optimizer in self.optimizers:
                 optimizer.zero_grad(set_to_none=True)
-        return MicroStep(self.position + 1, last or not self.must_know_the_end)
+        return MicroStep(self.position + 1, last if self.must_know_the_end else True)
 
     @contextlib.contextmanager
     def synchronization(self, micro: MicroStep) -> Iterator[None]:
-        """Surrounds the forward, and the backward, of one batch: replicas keep silent unless it closes the window."""
+        """Surrounds the forward, and the backward, of one batch: replicas keep silent unless it may be the last."""
         with contextlib.ExitStack() as stack:
-            if not micro.closes:
+            if micro.closes is False:
                 for module in _replicated(self._model):
                     if getattr(module, "static_graph", False) and not self._static_graphs_known:
                         # Such a replica learns its graph in its first backward, which must not be silent. The one
@@ -134,9 +135,7 @@ class Window:
             # The earlier batches were weighed as parts of a full window. Put right before the last backward, so that
             # what this backward hands on (an all-reduce) is already the mean over the true size.
             weight = 1.0 / micro.number
-            for parameter in self._parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(self.size / micro.number)
+            self._weigh_anew(micro.number)
         loss = _total(losses)
         if weight != 1.0:
             loss = loss * weight
@@ -144,8 +143,25 @@ class Window:
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         self._static_graphs_known = True
         self.position = micro.number
+        self._reduced = micro.closes is not False
         if micro.closes:
             self._step()
+
+    def finish(self) -> None:
+        """Closes the open window, if there is one, after the loader's end has come without being foreseen.
+
+        A window of replicas whose latest backward was silent stays open for the next loader's batches: it was to be
+        closed by a batch that was lost to an exception, and ranks must not step with different gradients.
+        """
+        if self.position and (self._reduced or not _replicated(self._model)):
+            self._weigh_anew(self.position)
+            self._step()
+
+    def _weigh_anew(self, batches: int) -> None:
+        """Makes parts of a full window's mean parts of the mean over so many batches."""
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.size / batches)
 
     @contextlib.contextmanager
     def _deferral(self, micro: MicroStep) -> Iterator[None]:
@@ -209,6 +225,9 @@ class Window:
                 parameter.grad = None if grad is None else grad.to(parameter.device, copy=True)
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
+            if state["position"]:
+                # It takes its scale with the first loss; there may be none before finish() steps.
+                self.scaler.scale(torch.zeros((), device=parameters[0].device))
         self.position, self.steps = state["position"], state["steps"]
 
 
