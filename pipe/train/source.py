@@ -67,7 +67,7 @@ class Agreement:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, uneven: str = "raise", *, training_only: bool = False) -> None:
-        self._group = group
+        self.group = group
         self._uneven = uneven
         self._training_only = training_only
         self._reads = 0
@@ -97,8 +97,8 @@ class Agreement:
         """
         if self._training_only and not training:
             return None
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo")
+        if self.group is None:
+            self.group = dist.new_group(backend="gloo")
         return self
 
     def settle(self, read: Read | None, in_turn: bool = False) -> tuple[Read, bool]:
@@ -107,10 +107,10 @@ class Agreement:
         Returns:
             the read, and whether the next one waits for its turn because it must do so on some rank.
         """
-        assert self._group is not None
+        assert self.group is not None
         state = _State.FAILED if read is None else _State.BATCH if read.kind is Kind.BATCH else _State.ENDED
-        told = [torch.zeros(2, dtype=torch.int64) for _ in range(self._group.size())]
-        dist.all_gather(told, torch.tensor([int(state), int(in_turn)]), group=self._group)
+        told = [torch.zeros(2, dtype=torch.int64) for _ in range(self.group.size())]
+        dist.all_gather(told, torch.tensor([int(state), int(in_turn)]), group=self.group)
         states = [_State(int(t[0])) for t in told]
         in_turn = any(bool(t[1]) for t in told)
         ranks = {s: [rank for rank, other in enumerate(states) if other is s] for s in _State}

@@ -19,7 +19,8 @@ the next batch opens a new window, and no half-accumulated gradient is stepped.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,12 +54,13 @@ class Window:
         optimizer: one, or several that are zeroed and stepped together (a table's and the rest's).
         size: batches per optimizer step; None means 1.
         scaler: scales losses and steps the optimizer (fp16 only), or None.
+        steps_nothing: whether there may be no optimizer.
 
     Raises:
         TypeError: if ``size`` is no integer, or an optimizer is none.
         ValueError: if ``size`` is not positive, or an optimizer updates inside backward where it would update with
-            part of a window's gradient or with a scaled one. One with an ``accumulate()`` context, as that of
-            ``offload``, is deferred instead.
+            part of a window's gradient or with a scaled one, also when a window opens. One with an ``accumulate()``
+            context, as that of ``offload``, is deferred instead.
     """
 
     def __init__(
@@ -67,6 +69,8 @@ class Window:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         size: int | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        *,
+        steps_nothing: bool = False,
     ) -> None:
         if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
             raise TypeError(
@@ -76,24 +80,33 @@ class Window:
             raise ValueError(f"expected grad_accum >= 1 batches per optimizer step, got grad_accum={size}")
         optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
         wrong = [type(one).__name__ for one in optimizers if not isinstance(one, torch.optim.Optimizer)]
-        if wrong or not optimizers:
+        if wrong or not (optimizers or steps_nothing):
             raise TypeError(f"expected a torch.optim.Optimizer, or several, got {wrong or 'none'}")
         self.size = size or 1
         self.scaler = scaler
         self.steps = 0
         self.position = 0
         self._reduced = True  # whether the latest backward was not silent
-        self._model = model
         self.optimizers = optimizers
+        self.attach(model)
+
+    def attach(self, model: nn.Module) -> None:
+        """Takes another model, whose parameters the optimizers step.
+
+        Raises:
+            ValueError: if updates inside backward would come too early; the model before stays.
+        """
+        self._refuse_updates_in_backward(model)
+        self.model = model
         self._static_graphs_known = False
+
+    def _refuse_updates_in_backward(self, model: nn.Module) -> None:
         if self.size > 1:
-            _refuse_updates_in_backward(
-                model, optimizers, f"accumulates {self.size} batches (grad_accum={self.size})", deferred=True
-            )
-        if scaler is not None:
-            _refuse_updates_in_backward(
-                model, optimizers, "scales its loss for fp16 (enable_grad_scaling=True)", deferred=False
-            )
+            because = f"accumulates {self.size} batches (grad_accum={self.size})"
+            _refuse_updates_in_backward(model, self.optimizers, because, deferred=True)
+        if self.scaler is not None:
+            because = "scales its loss for fp16 (enable_grad_scaling=True)"
+            _refuse_updates_in_backward(model, self.optimizers, because, deferred=False)
 
     @property
     def must_know_the_end(self) -> bool:
@@ -107,6 +120,7 @@ class Window:
             last: whether it is the last batch of its loader; None if that is not known yet.
         """
         if self.position == 0:
+            self._refuse_updates_in_backward(self.model)  # hooks may have come since construction
             for optimizer in self.optimizers:
                 optimizer.zero_grad(set_to_none=True)
         return MicroStep(self.position + 1, last if self.must_know_the_end else True)
@@ -116,7 +130,7 @@ class Window:
         """Surrounds the forward, and the backward, of one batch: replicas keep silent unless it may be the last."""
         with contextlib.ExitStack() as stack:
             if micro.closes is False:
-                for module in _replicated(self._model):
+                for module in _replicated(self.model):
                     if getattr(module, "static_graph", False) and not self._static_graphs_known:
                         # Such a replica learns its graph in its first backward, which must not be silent. The one
                         # all-reduce too many changes nothing: a mean over replicas stays what it is in the next.
@@ -128,8 +142,14 @@ class Window:
                         stack.callback(module.set_requires_gradient_sync, True)
             yield
 
-    def backward(self, micro: MicroStep, losses: Any) -> None:
-        """Accumulates the gradient of one batch's losses (the sum of all their elements), and steps at the end."""
+    def backward(self, micro: MicroStep, losses: Any, before_step: Callable[[], None] | None = None) -> None:
+        """Accumulates the gradient of one batch's losses (the sum of all their elements), and steps at the end.
+
+        Args:
+            micro: the batch's place.
+            losses: tensors of any shape, nested or not.
+            before_step: called between the backward that closes the window and the step.
+        """
         weight = 1.0 / self.size
         if micro.closes and micro.number < self.size:
             # The earlier batches were weighed as parts of a full window. Put right before the last backward, so that
@@ -145,17 +165,17 @@ class Window:
         self.position = micro.number
         self._reduced = micro.closes is not False
         if micro.closes:
-            self._step()
+            self._step(before_step)
 
-    def finish(self) -> None:
+    def finish(self, before_step: Callable[[], None] | None = None) -> None:
         """Closes the open window, if there is one, after the loader's end has come without being foreseen.
 
         A window of replicas whose latest backward was silent stays open for the next loader's batches: it was to be
         closed by a batch that was lost to an exception, and ranks must not step with different gradients.
         """
-        if self.position and (self._reduced or not _replicated(self._model)):
+        if self.position and (self._reduced or not _replicated(self.model)):
             self._weigh_anew(self.position)
-            self._step()
+            self._step(before_step)
 
     def _weigh_anew(self, batches: int) -> None:
         """Makes parts of a full window's mean parts of the mean over so many batches."""
@@ -173,7 +193,9 @@ class Window:
                     stack.enter_context(accumulate())
             yield
 
-    def _step(self) -> None:
+    def _step(self, before_step: Callable[[], None] | None) -> None:
+        if before_step is not None:
+            before_step()
         for optimizer in self.optimizers:
             if self.scaler is None:
                 optimizer.step()
@@ -269,6 +291,13 @@ def _replicated(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
+def _may_update(hook: Any) -> bool:
+    """Whether a hook on an accumulated gradient may be an optimizer: all but those with which replicas reduce it."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return not str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
+
+
 def _refuse_updates_in_backward(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], because: str, *, deferred: bool
 ) -> None:
@@ -280,7 +309,7 @@ def _refuse_updates_in_backward(
     for name, parameter in model.named_parameters():
         if getattr(parameter, "_in_backward_optimizers", None):
             reasons.append(f"parameter {name!r} (apply_optimizer_in_backward)")
-        elif getattr(parameter, "_post_accumulate_grad_hooks", None):
+        elif any(map(_may_update, (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())):
             reasons.append(f"parameter {name!r} (register_post_accumulate_grad_hook)")
     for name, module in model.named_modules():
         fused = getattr(module, "fused_optimizer", None)
