@@ -46,12 +46,12 @@ from torch import Tensor
 from pipe.checkpoint import Checkpointing
 from pipe.copy import Copy, Wait
 from pipe.dependency import fork, join
-from pipe.guard import Watched
 from pipe.microbatch import Batch
 from pipe.schedule import Action, clock_cycles, coming_turns, forward_clocks
 from pipe.skip.namespace import Key
 from pipe.stage import Stage
 from pipe.stream import AbstractStream, current_stream, use_device
+from pipe.structure import WatchedLayers
 from pipe.worker import Task, task_runner
 
 __all__ = ["Pipeline", "clock_cycles", "copy", "depend", "wait"]
@@ -102,6 +102,7 @@ class Pipeline:
         copy_streams: for each stage, a stream for each micro-batch.
         places: for each stage, the place where it takes turns; by default each has its own.
         checkpoint_stop: the micro-batches before this one are checkpointed.
+        in_order: whether the cells of a clock run one after another, whatever their devices.
         record: called with each action when it begins, those of backward included.
     """
 
@@ -113,16 +114,18 @@ class Pipeline:
         *,
         places: Sequence[Hashable] | None = None,
         checkpoint_stop: int = 0,
+        in_order: bool = False,
         record: Callable[[Action], None] | None = None,
     ) -> None:
         self.batches = batches
         self.stages = stages
         self.copy_streams = copy_streams
         self.checkpoint_stop = checkpoint_stop if torch.is_grad_enabled() else 0
+        self.in_order = in_order
         self.record = record
         self._streams = [current_stream(stage.device) for stage in stages]
         self._skips: list[dict[Key, Batch]] = [{} for _ in batches]
-        self._watched: dict[int, Watched] = {}
+        self._watched: dict[int, WatchedLayers] = {}
         self._places = tuple(range(len(stages)) if places is None else places)
         self._clocks = forward_clocks(len(batches), self._places)
         #: For the first cell of each turn, the stage that has the next turn at its place.
@@ -141,7 +144,7 @@ class Pipeline:
 
     def run(self) -> None:
         """Runs all cells."""
-        with task_runner([stage.device for stage in self.stages]) as run:
+        with task_runner([stage.device for stage in self.stages], in_order=self.in_order) as run:
             for actions in self._clocks:
                 cells = [(action.micro_batch, action.stage) for action in actions]
                 phonies = self._fence(cells)

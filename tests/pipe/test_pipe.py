@@ -545,7 +545,7 @@ class TestExceptions:
             return (output - target).square().mean()
 
         with pytest.raises(ValueError, match="no"):
-            pipe.train_step(torch.randn(3, WIDTH), torch.zeros(3, WIDTH), loss_fn)
+            pipe.train_step(torch.randn(3, WIDTH), torch.zeros(3, WIDTH), loss_fn, reduction="mean")
         assert pipe[0].weight.grad is before
         assert torch.equal(before, torch.ones(WIDTH, WIDTH))
         assert pipe[0].bias.grad is None
@@ -659,6 +659,12 @@ class TestTheFace:
             lambda p: p.to(device="cpu"),
             lambda p: p.to(torch.ones(1)),
             lambda p: p.to("cpu", torch.float64),
+            # Devices that this machine may not have are refused for being devices.
+            lambda p: p.to(0),
+            lambda p: p.to("cuda"),
+            lambda p: p.to(device=0),
+            lambda p: p.to(torch.device("cuda", 7)),
+            lambda p: p.to(tensor=torch.ones(1)),
         ],
     )
     def test_moving_is_refused(self, move):
