@@ -19,7 +19,7 @@ from pipe import NoChunk, Pipe, is_checkpointing, is_recomputing
 from pipe import worker as workers
 from pipe.microbatch import gather_nested, split_nested
 from pipe.nested import tensors_in
-from pipe.schedule import clock_cycles, fill_drain, one_forward_one_backward
+from pipe.schedule import Schedule, clock_cycles, fill_drain, one_forward_one_backward
 from pipe.skip import Namespace, pop, skippable, stash
 from pipe.skip.tracker import SkipTracker, use_skip_tracker
 
@@ -600,6 +600,16 @@ class TestTheFace:
         assert pipe.devices == [torch.device("cpu")] * 2
         assert (pipe.chunks, pipe.checkpoint) == (4, "never")
 
+    def test_a_checkpoint_mode_may_be_anything_that_reads_as_one(self):
+        class Mode:
+            def __str__(self):
+                return "always"
+
+        pipe = Pipe(linears(), [1, 2], chunks=2.0, checkpoint=Mode())
+        assert (pipe.checkpoint, type(pipe.checkpoint)) == ("always", str)
+        assert (pipe.chunks, type(pipe.chunks)) == (2, int)
+        pipe(torch.randn(2, WIDTH)).sum().backward()
+
     def test_without_a_balance_parameters_are_spread_evenly(self):
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(64, 64))
         assert Pipe(model, devices=["cpu", "cpu"]).balance == [2, 2]
@@ -711,6 +721,7 @@ class TestTheFace:
         [
             ({"schedule": "zigzag"}, "expected a schedule among"),
             ({"schedule": fill_drain(3, 2)}, "2 stages and 2 micro-batches, got one of 2 and 3"),
+            ({"schedule": Schedule.parse("F0.1 B0.1 F0.2 B0.2\nF1.1 B1.1 F1.2 B1.2")}, "F0.0 stands 0 times"),
             ({"target": torch.zeros(3, WIDTH)}, "target of 4 rows"),
             ({"loss_fn": nn.MSELoss(reduction="none")}, "reduction='none'"),
             ({"loss_fn": lambda a, b: a - b}, "expected loss_fn to return a tensor of one element"),
