@@ -44,9 +44,11 @@ def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
     found: dict[int, Any] = {}
     for module in modules:
         for name, value in vars(module).items():
+            if name in _OF_EVERY_MODULE:
+                continue
             if isinstance(value, kinds):
                 found[id(value)] = value
-            elif isinstance(value, (list, tuple, set, dict)) and name not in _OF_EVERY_MODULE:
+            elif isinstance(value, (list, tuple, set, dict)):
                 members = value.values() if isinstance(value, dict) else value
                 found.update((id(member), member) for member in members if isinstance(member, kinds))
     # A system's source of randomness has no state.

@@ -32,7 +32,7 @@ from pipe.placement import (
     partitions_of,
     stages_of,
 )
-from pipe.refusals import check_plain, check_reduced, check_single_backward, undone_on
+from pipe.refusals import check_optimizers, check_plain, check_reduced, check_updates, undone_on
 from pipe.schedule import Action, Schedule, fill_drain, one_forward_one_backward
 from pipe.skip.skippable import verify_skippables
 from pipe.state_dict import without_partitions
@@ -197,18 +197,17 @@ class Pipe(nn.Module):
         Raises:
             TypeError: if there is no tensor in ``input``.
             ValueError: if tensors differ in dimension 0, or outputs cannot be concatenated.
-            RuntimeError: if layers were added or removed since wrapping; if an optimizer steps in backward, or a
-                parameter has hooks, which several backwards of checkpointed micro-batches would run several times.
+            RuntimeError: if layers were added or removed since wrapping; if a stage is updated in backward, or a
+                parameter has hooks on its gradient, which the backward of each checkpointed micro-batch would run.
         """
         microbatch.check(input)
         self._follow()
         if not self._stages:
             return input
         batches = [microbatch.Batch(value) for value in self._micro_batches(input)]
-        checkpoint_stop = self._checkpoint_stop(len(batches)) if torch.is_grad_enabled() else 0
         takers = self._ensure_turns()
         if torch.is_grad_enabled() and len(batches) > 1:
-            check_single_backward(takers, parameters_of(self, without=takers) if checkpoint_stop else ())
+            check_updates(takers)
         record = self._record if self._recorders else None
         kind = ("forward", torch.is_grad_enabled(), *self._modes())
         with held_still(takers), mini_batch(len(batches)), self._draws.ordered(kind, self._stages) as in_order:
@@ -217,7 +216,7 @@ class Pipe(nn.Module):
                 self._stages,
                 self._ensure_copy_streams(),
                 places=self._places,
-                checkpoint_stop=checkpoint_stop,
+                checkpoint_stop=self._checkpoint_stop(len(batches)),
                 in_order=in_order,
                 record=record,
             ).run()
@@ -253,8 +252,8 @@ class Pipe(nn.Module):
             TypeError: if there is no tensor in ``input``.
             ValueError: if rows, schedule, or loss do not fit; if there are several micro-batches and it cannot be told
                 what the loss divides by.
-            RuntimeError: if a ``DistributedDataParallel`` should have reduced the gradients, an optimizer of a stage
-                that takes turns updates it in backward, or layers were added or removed since wrapping.
+            RuntimeError: if a ``DistributedDataParallel`` should have reduced the gradients, a stage is updated in
+                backward, or layers were added or removed since wrapping.
 
         After an exception gradients are those of before, except of stages that take turns: what has gone home stays.
         Hooks of parameters, and with them optimizers that step in such a hook, run once, at the end of the step.
@@ -269,11 +268,12 @@ class Pipe(nn.Module):
         losses = micro_losses(loss_fn, reduction, split_target(target, rows), rows)
         plan = self._schedule(schedule, len(rows))
         takers = self._ensure_turns()
+        gradients = StepGradients(parameters_of(self, without=takers))
         if len(rows) > 1:
-            check_single_backward(takers, ())
+            check_updates(takers)
+            check_optimizers(gradients.parameters)
         last = self.devices[-1]
         moved = microbatch.map_batch(lambda t: t.to(last, non_blocking=last.type != "cpu"), target)
-        gradients = StepGradients(parameters_of(self, without=takers))
         kind_of_loss: Any = type(loss_fn)
         code: Hashable = getattr(loss_fn, "__code__", kind_of_loss)
         tried = losses[0].weight is not None or len(rows) == 1 or code in self._counting

@@ -47,11 +47,11 @@ from pipe.checkpoint import Checkpointing
 from pipe.copy import Copy, Wait
 from pipe.dependency import fork, join
 from pipe.microbatch import Batch
+from pipe.refusals import check_hooks
 from pipe.schedule import Action, clock_cycles, coming_turns, forward_clocks
 from pipe.skip.namespace import Key
 from pipe.stage import Stage
 from pipe.stream import AbstractStream, current_stream, use_device
-from pipe.structure import WatchedLayers
 from pipe.worker import Task, task_runner
 
 __all__ = ["Pipeline", "clock_cycles", "copy", "depend", "wait"]
@@ -104,6 +104,9 @@ class Pipeline:
         checkpoint_stop: the micro-batches before this one are checkpointed.
         in_order: whether the cells of a clock run one after another, whatever their devices.
         record: called with each action when it begins, those of backward included.
+
+    Raises:
+        RuntimeError: if parameters of checkpointed micro-batches have hooks.
     """
 
     def __init__(
@@ -125,7 +128,10 @@ class Pipeline:
         self.record = record
         self._streams = [current_stream(stage.device) for stage in stages]
         self._skips: list[dict[Key, Batch]] = [{} for _ in batches]
-        self._watched: dict[int, WatchedLayers] = {}
+        #: For each stage, what its checkpoints watch.
+        self._watched = [stage.watched() for stage in stages] if self.checkpoint_stop else []
+        if len(batches) > 1:
+            check_hooks(parameter for watched in self._watched for _, parameter in watched.parameters)
         self._places = tuple(range(len(stages)) if places is None else places)
         self._clocks = forward_clocks(len(batches), self._places)
         #: For the first cell of each turn, the stage that has the next turn at its place.
@@ -184,8 +190,6 @@ class Pipeline:
         function = partial(_recorded, stage, self.record, Action("F", j, i)) if self.record else stage
         after = self._coming.get((i, j))
         if i < self.checkpoint_stop:
-            if j not in self._watched:
-                self._watched[j] = stage.watched()
             halves = Checkpointing(function, batch, watched=self._watched[j], phony=phony)
             return Task(compute_stream, compute=_then(halves.checkpoint, after), finalize=halves.recompute)
         compute = _then(partial(batch.call, function), after)

@@ -13,7 +13,7 @@ from pipe.replay import Replay
 from pipe.replicas import wrappers_of
 from pipe.turn import TakesTurns
 
-__all__ = ["check_plain", "check_reduced", "check_single_backward", "undone_on"]
+__all__ = ["check_hooks", "check_optimizers", "check_plain", "check_reduced", "check_updates", "undone_on"]
 
 
 def check_plain(module: nn.Sequential) -> None:
@@ -53,15 +53,14 @@ def check_reduced(module: nn.Module) -> None:
             )
 
 
-def check_single_backward(takers: Iterable[TakesTurns], parameters: Iterable[nn.Parameter]) -> None:
-    """Several backwards for one mini-batch would give partial gradients to whatever waits for whole ones.
+def check_updates(takers: Iterable[TakesTurns]) -> None:
+    """A module that updates its weights in backward would do so with the gradient of the first micro-batch.
 
     Args:
-        takers: modules that take turns. One that has ``updates_in_backward`` updates its weights in backward.
-        parameters: those that several backwards reach.
+        takers: modules that take turns. One that does so says so by an attribute ``updates_in_backward``.
 
     Raises:
-        RuntimeError: naming what waits.
+        RuntimeError: if one does.
     """
     for taker in takers:
         if getattr(taker, "updates_in_backward", False):
@@ -69,7 +68,34 @@ def check_single_backward(takers: Iterable[TakesTurns], parameters: Iterable[nn.
                 "expected stages whose gradients can accumulate over micro-batches, got one with an optimizer that "
                 "updates it in backward (update_in_backward=True); use update_in_backward=False, or chunks=1"
             )
-    hooked = [p for p in parameters if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
+
+
+def check_optimizers(parameters: Iterable[nn.Parameter]) -> None:
+    """``torch.distributed.optim`` hangs optimizers on the graph, where nothing can make them wait.
+
+    Raises:
+        RuntimeError: if a parameter has such an optimizer.
+    """
+    if any(getattr(parameter, "_in_backward_optimizers", None) for parameter in parameters):
+        raise RuntimeError(
+            "expected parameters whose gradients can accumulate over micro-batches, got some of "
+            "_apply_optimizer_in_backward(), whose optimizers would step once for each micro-batch; step an optimizer "
+            "after backward, or in a hook of register_post_accumulate_grad_hook() and use train_step()"
+        )
+
+
+def check_hooks(parameters: Iterable[nn.Parameter]) -> None:
+    """A checkpointed micro-batch has a backward of its own, in which a hook would see its gradient alone.
+
+    Hooks of ``register_post_accumulate_grad_hook`` are let through, since they see a sum. One that steps an optimizer
+    changes a parameter that other micro-batches need, which their recomputation notices.
+
+    Raises:
+        RuntimeError: if a parameter has hooks on its gradient.
+    """
+    parameters = list(parameters)
+    check_optimizers(parameters)
+    hooked = [parameter for parameter in parameters if parameter._backward_hooks]
     if hooked:
         raise RuntimeError(
             f"expected parameters without hooks where micro-batches are checkpointed, got {len(hooked)} with hooks "

@@ -10,7 +10,9 @@ replaced.
 
 from __future__ import annotations
 
+import operator
 import sys
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -20,8 +22,8 @@ from pipe.guard import Watched
 
 __all__ = ["Members", "WatchedLayers"]
 
-Members = list[tuple[dict[str, Any], dict[str, Any]]]
-"""For each module, its parameters and its children by name."""
+Members = list[Any]
+"""Parameters and children of all modules."""
 
 
 class WatchedLayers(Watched):
@@ -31,39 +33,39 @@ class WatchedLayers(Watched):
         super().__init__(module)
         #: Generators that the layers hold themselves.
         self.generators = held_generators(inner for _, inner in self.modules)
+        self._registers = [d for _, inner in self.modules for d in (inner._parameters, inner._modules) if d]
 
     def members(self) -> Members:
         """Parameters and children of each module, as they are now."""
-        return [(module._parameters.copy(), module._modules.copy()) for _, module in self.modules]
+        return list(chain.from_iterable(map(dict.values, self._registers)))
 
     def check(self, members: Members) -> None:
         """Compares with what :meth:`members` gave after the forward.
 
         Raises:
-            RuntimeError: naming the parameters and modules that were replaced.
+            RuntimeError: naming the parameters and modules that took the place of others.
         """
-        changed: list[str] = []
-        for (owner, module), (parameters, children) in zip(self.modules, members, strict=True):
-            for name, parameter in parameters.items():
-                now = module._parameters.get(name)
-                if now is not parameter and now is not None and not _sharded(now, parameter):
-                    changed.append(f"parameter {_joined(owner, name)!r}")
-            for name, child in children.items():
-                if module._modules.get(name) is not child:
-                    changed.append(f"module {_joined(owner, name)!r}")
-        if changed:
+        now = self.members()
+        if len(now) == len(members) and all(map(operator.is_, now, members)):
+            return
+        here, before = set(map(id, now)), set(map(id, members))
+        if all(id(member) in here or _is_sharded(member) for member in members):
+            return  # nothing is gone: a parameter was added, or registered in another order
+        new = [
+            f"{kind} {'.'.join(filter(None, (owner, name)))!r}"
+            for owner, module in self.modules
+            for kind, register in (("parameter", module._parameters), ("module", module._modules))
+            for name, member in register.items()
+            if id(member) not in before and not _is_sharded(member)
+        ]
+        if new:
             raise RuntimeError(
                 f"expected the module of the checkpointed forward to be the same in backward, but another object took "
-                f"the place of {', '.join(changed)}; call backward() before replacing it, or compute without "
-                f"checkpointing"
+                f"the place of {', '.join(new)}; call backward() before replacing it, or compute without checkpointing"
             )
 
 
-def _joined(owner: str, name: str) -> str:
-    return f"{owner}.{name}" if owner else name
-
-
-def _sharded(*parameters: Any) -> bool:
-    """Whether one of them is a DTensor: sharded modules put whole and sharded parameters in each other's place."""
+def _is_sharded(member: Any) -> bool:
+    """Whether it is a DTensor: sharded modules put sharded and whole parameters in each other's place."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(parameter, module.DTensor) for parameter in parameters)
+    return module is not None and isinstance(member, module.DTensor)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -100,18 +99,9 @@ def test_hooks_are_there_again_after_a_step_that_failed_and_did_not_run_in_it() 
     assert calls == [1, 2, 2]
 
 
-HOOKS: list[Callable[[nn.Parameter], object]] = [
-    lambda p: p.register_hook(lambda g: g.clamp(-1, 1)),
-    lambda p: p.register_post_accumulate_grad_hook(lambda _: None),
-]
-
-
-@pytest.mark.parametrize("hook", HOOKS)
-def test_hooks_that_would_run_once_a_micro_batch_are_refused_before_a_layer_runs(
-    hook: Callable[[nn.Parameter], object],
-) -> None:
+def test_hooks_that_would_see_parts_of_a_gradient_are_refused_before_a_layer_runs() -> None:
     pipe, _ = pair(checkpoint="always")
-    hook(pipe[2].weight)
+    pipe[2].weight.register_hook(lambda g: g.clamp(-1, 1))
     x = torch.randn(6, WIDTH)
     with pipe.recording() as trace, pytest.raises(RuntimeError, match=r"without hooks.*checkpoint='never'"):
         pipe(x)
@@ -122,6 +112,21 @@ def test_hooks_that_would_run_once_a_micro_batch_are_refused_before_a_layer_runs
     pipe(x).sum().backward()
     pipe.checkpoint, pipe.chunks = "always", 1
     pipe(x).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when the optimizers are imported
+def test_optimizers_that_hang_on_the_graph_are_refused_before_a_layer_runs() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    pipe, _ = pair(checkpoint="always")
+    _apply_optimizer_in_backward(torch.optim.SGD, pipe.parameters(), {"lr": 0.1})
+    x = torch.randn(6, WIDTH)
+    with pipe.recording() as trace:
+        with pytest.raises(RuntimeError, match="_apply_optimizer_in_backward"):
+            pipe(x)
+        with pytest.raises(RuntimeError, match="_apply_optimizer_in_backward"):
+            pipe.train_step(x, x, nn.MSELoss())
+    assert not trace
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
