@@ -3,17 +3,14 @@
 The forward of a cell keeps nothing but what entered it; its backward computes it again. Both must be the same function,
 and together they must leave the same traces as a single forward:
 
-===================  =============================================================================================
-what                 how it is kept the same
-===================  =============================================================================================
-generators, casts    :class:`pipe.replay.Replay`
+===================  ======================================================================================what                 how it is kept the same
+===================  ======================================================================================generators, casts    :class:`pipe.replay.Replay`
 modes and buffers    :class:`pipe.guard.Guard`: a running mean counts each micro-batch once, and a power iteration
                      starts again from the same vector
 kernels              the first run has grad mode on too, with every tensor that its graph would save dropped: layers
                      take the same path twice, and it is known exactly which outputs need a gradient
 input, in place      a cell that was seen to write into its input, or was never seen, runs on a copy of it
-===================  =============================================================================================
-"""
+===================  ======================================================================================"""
 
 from __future__ import annotations
 
@@ -31,7 +28,8 @@ from offload.casts import Casts, CastsSeen
 from offload.course import CourseNotes, Turn
 from offload.shard import Shard
 from pipe.checkpoint import enable_checkpointing, enable_recomputing
-from pipe.dead_code import DeadCode, Listener, OtherOperations, Skipper, listened_to
+from pipe.dead_code import DeadCode, Listener, listened_to
+from pipe.elimination import leaving_out
 from pipe.guard import Guard, Watched
 from pipe.lean import Lean
 from pipe.nested import map_distinct, parts_of, tensors_in
@@ -89,6 +87,8 @@ class CellRunner:
     #: Compare parameters with their homes after each forward, not only after the first ones.
     compares_always: bool = False
     _forwards: Counter[tuple[bool, ...]] = field(default_factory=Counter)
+    #: Whether its recomputations turned out to need what no gradient does, or to differ from their first runs.
+    _reads_values: bool = False
     #: Whether the shard writes into its input, as seen under each combination of ``training`` flags.
     _writes_input: dict[tuple[bool, ...], bool] = field(default_factory=dict)
 
@@ -158,7 +158,8 @@ class CellRunner:
         self.turns = notes.turns(elsewhere=own)
         entered = {count(t) for t in own} if self.shard.index else set()
         self.graph_bytes = sum(nbytes for reference, nbytes in sizes.items() if reference not in made_again - entered)
-        dead_code = None if listened_to(module for _, module in self.watched.modules) else listener.dead_code()
+        seen = self._reads_values or listened_to(module for _, module in self.watched.modules)
+        dead_code = None if seen else listener.dead_code()
         return output, Record(replay.seal(), guard.seal(), copied, dead_code)
 
     def recompute(self, boundary: Any, record: Record, output_fn: OutputFn | None = None) -> Any:
@@ -166,13 +167,11 @@ class CellRunner:
 
         The output is of the right shape, but its values may be left out.
         """
-        if record.dead_code is not None:
-            with contextlib.suppress(OtherOperations):
-                skipper = Skipper(record.dead_code)
-                output = self._recompute(boundary, record, output_fn, skipper)
-                skipper.check()
-                return output
-        return self._recompute(boundary, record, output_fn, contextlib.nullcontext())
+        output, as_before = leaving_out(
+            record.dead_code, lambda mode: self._recompute(boundary, record, output_fn, mode)
+        )
+        self._reads_values |= not as_before
+        return output
 
     def repeat(self, boundary: Any, record: Record, output_fn: OutputFn | None = None) -> Any:
         """Runs the cell once more with a graph, as if for the first time."""
