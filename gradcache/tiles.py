@@ -8,6 +8,7 @@ Guarantees
     * Memory is O(tile_rows x targets) for the scores, forward and backward, plus one gradient per argument.
     * Every score is computed once; backward only multiplies by the gradient of the loss.
     * Gradients reach all tensor arguments and whatever trainable leaves the function uses besides (a temperature).
+    * Tiles are summed in at least 32 bits, whatever type a tile's loss has; the value is rounded to that type once.
 
 Limits: not differentiable twice.
 """
@@ -24,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from pipe.nested import flatten, map_tensors, unflatten
 
-__all__ = ["tiled"]
+__all__ = ["tiled", "wide"]
 
 
 def tiled(
@@ -78,13 +79,15 @@ def tiled(
             loss = _call(loss_fn, given, start, stop)
             if loss.numel() != 1:
                 raise ValueError(f"expected a scalar loss of a tile, got shape {tuple(loss.shape)}; reduce it")
+            value = loss.detach().to(wide(loss.dtype))
             if reduction == "mean":
-                loss = loss * ((stop - start) / max(rows, 1))
-            total = loss.detach() if total is None else total + loss.detach()
+                share = (stop - start) / max(rows, 1)
+                value, loss = value * share, loss * share
+            total = value if total is None else total + value
             if loss.requires_grad:
                 _add_gradients(loss, arguments, captured, start, stop)
         assert total is not None
-        return _with_known_gradients(total, [*arguments, *captured.values()])
+        return _with_known_gradients(total.to(loss.dtype), [*arguments, *captured.values()])
 
     return by_tiles
 
@@ -114,10 +117,14 @@ class _Argument:
                 self.gradient = torch.zeros_like(self.tensor)
             self.gradient[start:stop] = gradient
         elif self.gradient is None:
-            narrow = gradient.dtype in (torch.bfloat16, torch.float16)
-            self.gradient = gradient.float() if narrow else gradient
+            self.gradient = gradient.to(wide(gradient.dtype))
         else:
             self.gradient += gradient
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which values of a type are summed."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def _call(loss_fn: Callable[..., Tensor], given: Mapping[str | int, Any], start: int, stop: int) -> Tensor:

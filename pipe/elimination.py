@@ -92,7 +92,7 @@ class LeftOut(Tensor):
         """Raises; the address 0, which there is, would be taken for memory."""
         raise RuntimeError(_no_values("data_ptr()"))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LeftOut(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
