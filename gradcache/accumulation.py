@@ -16,10 +16,11 @@ alive beside the new ones until the step is done.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import TracebackType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 __all__ = ["Accumulation"]
@@ -28,7 +29,7 @@ __all__ = ["Accumulation"]
 class Accumulation:
     """The gradients of one step, apart from those that were there before it. A context manager."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
         unique = {id(parameter): parameter for parameter in parameters if parameter.requires_grad}
         self._parameters = list(unique.values())
         self._before: list[Tensor | None] = []
@@ -55,7 +56,7 @@ class Accumulation:
             total.add_(gradient)
         parameter.grad = None
 
-    def take(self, parameter: nn.Parameter) -> Tensor | None:
+    def take(self, parameter: Tensor) -> Tensor | None:
         """This step's gradient of a parameter, in the widest type that it was summed in; it is forgotten here."""
         gradient = self._sums.pop(id(parameter), None)
         if gradient is None:
@@ -68,12 +69,27 @@ class Accumulation:
         Args:
             reduce: turns this process's gradients, in the order of the parameters, into those of all processes.
         """
+        self.postponed(reduce)()
+
+    def postponed(
+        self, reduce: Callable[[list[Tensor | None]], list[Tensor | None]] | None = None
+    ) -> Callable[[], None]:
+        """As :meth:`commit`, but until the function that it returns is called every ``.grad`` is what it was before."""
         self._remove_hooks()
         gradients = [self.take(parameter) for parameter in self._parameters]
+        self._restore()
+        self._committed = True
+        return partial(self._add, gradients, reduce)
+
+    def _add(
+        self,
+        gradients: list[Tensor | None],
+        reduce: Callable[[list[Tensor | None]], list[Tensor | None]] | None,
+    ) -> None:
         if reduce is not None:
             gradients = reduce(gradients)
         for k, parameter in enumerate(self._parameters):
-            gradient, before = gradients[k], self._before[k]
+            gradient, before = gradients[k], parameter.grad
             gradients[k] = None  # a sum of 32 bits is freed as soon as it is rounded
             if gradient is None:
                 parameter.grad = before
@@ -83,10 +99,9 @@ class Accumulation:
                 parameter.grad = before.add_(gradient)  # the user's tensor stays the gradient, as autograd keeps it
             else:
                 parameter.grad = (gradient + before).to(parameter.dtype)
-        self._committed = True
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[Tensor]:
         """The trainable parameters of this step, each once."""
         return self._parameters
 
@@ -101,5 +116,8 @@ class Accumulation:
         self._remove_hooks()
         self._sums.clear()
         if not self._committed:
-            for parameter, before in zip(self._parameters, self._before, strict=True):
-                parameter.grad = before
+            self._restore()
+
+    def _restore(self) -> None:
+        for parameter, before in zip(self._parameters, self._before, strict=True):
+            parameter.grad = before

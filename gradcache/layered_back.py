@@ -37,7 +37,7 @@ def push_back(work: Work, groups: list[Group], output_gradients: Sequence[Any]) 
             together.append(groups.pop())
         _push_together(work, together, output_gradients, links)
     if links:
-        torch.autograd.backward([tensor for tensor, _ in links], [gradient for _, gradient in links])
+        representations.push([tensor for tensor, _ in links], [gradient for _, gradient in links])
 
 
 def _push_together(

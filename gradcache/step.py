@@ -14,20 +14,23 @@ a hook that walks                   ``forward_backward``
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradcache import representations
 from gradcache.accumulation import Accumulation
-from gradcache.distributed import Reduction
+from gradcache.callables import CallableModel
+from gradcache.distributed import Reduction, after_backward
 from gradcache.entering import has_graph
 from gradcache.layered import LayeredModel, is_plain_sequential
+from gradcache.nested import tensors_in
+from gradcache.reach import Reach
 from gradcache.streamed import StreamedModel, StreamedWalk
 from gradcache.two_pass import InputGradients, is_trainable
 from pipe.microbatch import rows_of
@@ -38,7 +41,8 @@ __all__ = ["Owner", "Step", "Tower"]
 class Owner(Protocol):
     """What a step asks of the object that it is a step of, :class:`gradcache.GradCache`: see there."""
 
-    models: Sequence[nn.Module]
+    #: The models; callables among them as modules.
+    towers: Sequence[nn.Module]
     process_fn: Callable[[Any], Any] | None
     broadcast: tuple[str | int, ...]
     boundary_bytes: int | None
@@ -91,24 +95,32 @@ class Step:
         self._owner = owner
         self._towers = towers
         self.inputs = InputGradients()
+        self.reduction = Reduction((), Reach())
         self._shared: list[tuple[StreamedWalk, list[Tower]]] = []
         #: Greatest difference between the two passes of streamed towers, where the owner audits.
         self.greatest_difference = 0.0
 
     @contextlib.contextmanager
-    def gradients(self, heads: Iterable[nn.Module]) -> Iterator[Callable[[], None]]:
-        """The place where this step's gradients are put together; ``heads``: modules that are trained besides towers.
+    def gradients(self, heads: Reach, in_backward: bool = False) -> Iterator[Callable[[], None]]:
+        """The place where this step's gradients are put together; ``heads``: what is trained besides towers.
 
         Gives a function that hands them over, averaged over processes; without its call every ``.grad`` stays as it is.
+        ``in_backward``: the step is a part of a backward of the caller's.
         """
-        heads = list(heads)
         # A streamed model keeps its gradients at home by itself.
-        own = [tower.model for tower in self._towers if not isinstance(tower.model, StreamedModel)]
-        reduction = Reduction(self._owner.models, heads)
-        parameters = [parameter for module in [*own, *heads] for parameter in module.parameters()]
-        with reduction.silenced(), Accumulation(parameters) as accumulation:
+        own = [tower.model for tower in self._towers] + heads.modules
+        parameters: list[Tensor] = [
+            p for module in own if not isinstance(module, StreamedModel) for p in module.parameters()
+        ]
+        parameters += [tensor for module in own if isinstance(module, CallableModel) for tensor in module.tensors]
+        self.reduction = reduction = Reduction(self._owner.towers, heads)
+        with reduction.silenced(), Accumulation([*parameters, *heads.tensors]) as accumulation:
             average = partial(reduction.average, accumulation.parameters) if reduction else None
-            yield partial(accumulation.commit, average)
+            if in_backward and reduction.awaited:
+                # The wrappers reduce what they find in .grad in the same backward, and write it back when they like.
+                yield lambda: after_backward(accumulation.postponed(average))
+            else:
+                yield partial(accumulation.commit, average)
 
     @property
     def wants_gradient(self) -> list[bool]:
@@ -118,7 +130,7 @@ class Step:
     def encode(self) -> list[Any]:
         """The first pass. Returns the representations of each tower."""
         if torch.is_grad_enabled():
-            Reduction(self._owner.models, ()).broadcast_buffers()
+            Reduction(self._owner.towers, Reach()).broadcast_buffers()
         groups: dict[int, list[Tower]] = {}
         for tower in self._towers:
             if self._is_streamed(tower.model):
@@ -168,7 +180,7 @@ class Step:
         if all(isinstance(rows, int) for rows in known):
             return cast(list[int], known)
         # A subclass replaced forward_no_grad: one row of representation per row of input, as its models have.
-        rows, total = [rows_of(chunk) for chunk in tower.chunks], representations.rows_in(tower.encoded)
+        rows, total = [rows_of(tensors_in(chunk)) for chunk in tower.chunks], representations.rows_in(tower.encoded)
         if sum(rows) != total:
             raise ValueError(
                 f"expected one representation per row, got {total} for chunks of {rows} rows; let forward_no_grad "

@@ -15,7 +15,7 @@ Limits: not differentiable twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gradcache.reach import leaves_of
 from pipe.nested import flatten, map_tensors, unflatten
 
 __all__ = ["tiled", "wide"]
@@ -141,7 +142,7 @@ def _add_gradients(
 ) -> None:
     wanted = [argument for argument in arguments if argument.part.requires_grad]
     known = {id(argument.part) for argument in wanted}
-    others = [leaf for leaf in _leaves_of(loss) if id(leaf) not in known]
+    others = [leaf for leaf in leaves_of(loss) if id(leaf) not in known]
     for leaf in others:
         captured.setdefault(id(leaf), _Argument(leaf))
     wanted += [captured[id(leaf)] for leaf in others]
@@ -151,21 +152,6 @@ def _add_gradients(
     )
     for argument, gradient in zip(wanted, gradients, strict=True):
         argument.add(gradient, start, stop)
-
-
-def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """Each trainable leaf that a graph reaches."""
-    seen: set[Any] = set()
-    queue: list[Any] = [loss.grad_fn]
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
-        queue += [following for following, _ in node.next_functions]
 
 
 def _with_known_gradients(value: Tensor, arguments: list[_Argument]) -> Tensor:

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -203,6 +204,102 @@ def narrow(rank: int) -> Report:
     return {"error": float((model.weight.grad.double() - exact).norm() / exact.norm())}
 
 
+SPELLINGS: dict[str, Callable[[Any], Callable[..., Any]]] = {
+    "module": lambda module: module,
+    "bound method": lambda module: module.forward,
+    "lambda": lambda module: lambda *given: module(*given),
+    "partial": lambda module: partial(module.forward),
+    "object": lambda module: Holding(module).call,
+}
+
+
+class Holding:
+    """A plain object that holds a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parts = {"inner": module}
+
+    def call(self, *given: Tensor) -> Tensor:
+        return self.parts["inner"](*given)
+
+
+class Shifted(nn.Module):
+    """What process_fn and get_rep_fn train."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.linspace(0, 1, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.shift.exp()
+
+
+def head(rank: int, spelling: str, kind: str) -> float:
+    """What is trained besides a wrapped tower, in a function spelt in one of several ways."""
+    modules = (
+        [Scaled(SimpleContrastiveLoss()), Shifted(6), Shifted(8)],
+        [Scaled(DistributedContrastiveLoss()), Shifted(6), Shifted(8)],
+    )
+    k = ["loss_fn", "get_rep_fn", "process_fn"].index(kind)
+    expected, x, y = tower(1), batch(8, 3), batch(8, 4)
+    loss, rep, process = modules[0]
+    plain = SimpleContrastiveLoss()
+    sides = [process(side) if k == 2 else side for side in (x, y)]
+    reps = [rep(expected(side)) if k == 1 else expected(side) for side in sides]
+    (loss if k == 0 else plain)(*reps).backward()
+    model = tower(1)
+    wrapped = DistributedDataParallel(model)
+    ours = modules[1][k]
+    functions: dict[str, Any] = {"loss_fn": DistributedContrastiveLoss(), kind: SPELLINGS[spelling](ours)}
+    GradCache([wrapped, wrapped], 2, **functions)(*parts_of([5, 3], rank, x, y))
+    return error([model, ours], [expected, modules[0][k]])
+
+
+HIDDEN = Scaled(SimpleContrastiveLoss())
+
+
+def hidden_parameter_is_refused(rank: int) -> Report:
+    """A function that looks its module up by a name that it puts together."""
+    model = tower(1)
+    found = {}
+    for kind in ("loss_fn", "get_rep_fn"):
+
+        def hidden(*given: Tensor, how: str = kind) -> Tensor:
+            module = globals()["HID" + "DEN"]
+            return module(*given) if how == "loss_fn" else given[0] * module.scale
+
+        functions: dict[str, Any] = {"loss_fn": DistributedContrastiveLoss(), kind: hidden}
+        cache = GradCache([DistributedDataParallel(model)] * 2, 2, **functions)
+        try:
+            cache(batch(4, 1), batch(4, 2))
+            found[kind] = "accepted"
+        except ValueError as error:
+            found[kind] = str(error)
+    return {**found, "untouched": all(p.grad is None for p in [*model.parameters(), *HIDDEN.parameters()])}
+
+
+def other_forward_of_the_wrapper(rank: int, how: str) -> float:
+    """An auxiliary loss on the wrapper itself, in the same backward as chunks, or around a step."""
+    expected, x, y = tower(1), batch(8, 3), batch(8, 4)
+    (SimpleContrastiveLoss()(expected(x), expected(y)) + expected(x).square().mean()).backward()
+    model = tower(1)
+    wrapped = DistributedDataParallel(model)
+    mine = parts_of([4, 4], rank, x, y)
+    cache = GradCache([wrapped, wrapped], 3, DistributedContrastiveLoss())
+    for _ in range(2):
+        model.zero_grad()
+        if how == "around":
+            auxiliary = wrapped(mine[0]).square().mean()
+            cache(*mine)
+            auxiliary.backward()
+            continue
+        before = wrapped(mine[0]).square().mean() if how == "before" else 0.0
+        reps = cache.encode(*mine)
+        after = wrapped(mine[0]).square().mean() if how == "after" else 0.0
+        (DistributedContrastiveLoss()(*reps) + before + after).backward()
+    return error([model], [expected])
+
+
 def main(rank: int, world: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -220,6 +317,13 @@ def main(rank: int, world: int, store: str) -> None:
         "buffers": buffers_follow_rank_0(rank),
         "functional": functional(rank),
         "narrow": narrow(rank),
+        "heads": {
+            f"{kind}, {spelling}": head(rank, spelling, kind)
+            for kind in ("loss_fn", "get_rep_fn", "process_fn")
+            for spelling in SPELLINGS
+        },
+        "hidden": hidden_parameter_is_refused(rank),
+        "other forward": {how: other_forward_of_the_wrapper(rank, how) for how in ("before", "after", "around")},
         "offloaded": offloaded_tower_in_a_wrapper(rank),
     }
     dist.barrier()
