@@ -27,11 +27,17 @@ __all__ = ["Accumulation"]
 
 
 class Accumulation:
-    """The gradients of one step, apart from those that were there before it. A context manager."""
+    """The gradients of one step, apart from those that were there before it. A context manager.
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    Args:
+        parameters: whose gradients.
+        at_home: those among them that a streamed model owns, which brings sums of its own to them.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], at_home: Iterable[Tensor] = ()) -> None:
         unique = {id(parameter): parameter for parameter in parameters if parameter.requires_grad}
         self._parameters = list(unique.values())
+        self._at_home = {id(parameter) for parameter in at_home}
         self._before: list[Tensor | None] = []
         self._sums: dict[int, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
@@ -41,7 +47,7 @@ class Accumulation:
         for parameter in self._parameters:
             self._before.append(parameter.grad)
             parameter.grad = None
-            if parameter.dtype in (torch.bfloat16, torch.float16):
+            if parameter.dtype in (torch.bfloat16, torch.float16) and id(parameter) not in self._at_home:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._add_to_sum))
         return self
 

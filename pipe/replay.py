@@ -153,11 +153,8 @@ class Replay:
             generator.set(state)
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Inside, generators and thread settings are as they were at :meth:`capture`; afterwards as they were before.
-
-        Grad mode is the caller's: a recomputation usually needs a graph where the forward had none.
-        """
+    def rewound(self) -> Iterator[None]:
+        """Inside, generators are as they were at :meth:`capture`; afterwards as they were before. Settings stay."""
         with contextlib.ExitStack() as stack:
             if any(generator.shared for generator, _ in self._states):
                 stack.enter_context(_shared_generators)
@@ -165,8 +162,15 @@ class Replay:
                 # Registered before it is rewound, so that an exception half-way restores every generator.
                 stack.callback(generator.set, generator.get())
                 generator.set(state)
-            # Casted weights are not kept: the cache is keyed by parameter and outlives one recomputation inside an
-            # enclosing autocast; it may then hold a cast made under no_grad, whose gradient would be lost.
-            stack.enter_context(enable_recomputing())
-            stack.enter_context(self._ambient.again(recomputation=True, cache_casts=False))
+            yield
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, generators and thread settings are as they were at :meth:`capture`; afterwards as they were before.
+
+        Grad mode is the caller's: a recomputation usually needs a graph where the forward had none.
+        """
+        # Casted weights are not kept: the cache is keyed by parameter and outlives one recomputation inside an
+        # enclosing autocast; it may then hold a cast made under no_grad, whose gradient would be lost.
+        with self.rewound(), enable_recomputing(), self._ambient.again(recomputation=True, cache_casts=False):
             yield

@@ -175,7 +175,9 @@ class CellRunner:
 
     def repeat(self, boundary: Any, record: Record, output_fn: OutputFn | None = None) -> Any:
         """Runs the cell once more with a graph, as if for the first time."""
-        return self._recompute(boundary, record, output_fn, enable_recomputing(False))
+        output = self._recompute(boundary, record, output_fn, enable_recomputing(False))
+        with torch.enable_grad():
+            return map_distinct(self._own_memory, output)
 
     def _recompute(
         self,
@@ -222,6 +224,8 @@ class CellRunner:
                 listener.meets([*tensors_in(value), *self.watched.tensors()])
                 stack.enter_context(listener)
             output = self._call(value, output_fn)
+        # Without this, an output that is a parameter or a view of one would show what the slot holds next.
+        output = map_distinct(self._own_memory, output)
         writes = any(t._version != version for t, version in before)
         if writes and not copies_input:
             self._writes_input[modes] = True
@@ -260,8 +264,7 @@ class CellRunner:
             value = first(boundary)
         for layer in rest:
             value = layer(value)
-        # Without this, an output that is a parameter or a view of one would show what the slot holds next.
-        return map_distinct(self._own_memory, value if output_fn is None else output_fn(value))
+        return value if output_fn is None else output_fn(value)
 
     def _own_memory(self, tensor: Tensor) -> Tensor:
         """``tensor``, or a copy of it if it lies in the slot."""
