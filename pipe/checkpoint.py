@@ -201,7 +201,7 @@ class _Cell:
         self._spec = spec
         self._replay = replay
         self._watched = watched
-        self._guard = Guard(watched) if watched else None
+        self._guard = Guard(watched, attributes=True) if watched else None
         self._members: Members = []
         self.differentiable: list[int] = []
         self.recomputed: tuple[list[Tensor], list[Tensor]] | None = None

@@ -7,7 +7,7 @@ itself updates (running statistics, the vectors of spectral norm) would be read 
 Invariants
     * A recomputation meets parameters and modes of the forward, or :class:`RuntimeError` names what changed.
     * Buffers that the forward wrote hold, during the recomputation, what they held before it; writes go to copies, so
-      the buffers of the module count every forward once. The same holds for plain attributes (:mod:`pipe.attributes`).
+      the buffers of the module count every forward once. The same holds for plain attributes, where it is asked for.
 
 Assumes that one module does not compute in two threads at the same moment.
 """
@@ -62,9 +62,9 @@ class Guard:
 
     __slots__ = ("_attributes", "_buffers", "_modes", "_originals", "_versions", "_watched")
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: Watched, *, attributes: bool = False) -> None:
         self._watched = watched
-        self._attributes = Attributes(watched.stateful)
+        self._attributes = Attributes(watched.stateful) if attributes else None
         self._modes = [module.training for _, module in watched.modules]
         self._versions: list[int] = []
         # A buffer's value before the forward is gone after it, so all are copied and seal() drops what did not change.
@@ -78,7 +78,8 @@ class Guard:
 
     def seal(self) -> Guard:
         """To be called after the forward: forgets the buffers that it left alone. Returns itself."""
-        self._attributes.seal()
+        if self._attributes is not None:
+            self._attributes.seal()
         entries = list(zip(self._buffers, self._originals, strict=True))
         unversioned = self._watched.unversioned
         if unversioned is None:
@@ -127,7 +128,7 @@ class Guard:
             for owner, name, snapshot in self._buffers:
                 before.append((owner._buffers, name, owner._buffers[name]))
                 owner._buffers[name] = snapshot.clone()  # a retained graph may ask for the snapshot again
-            with self._attributes.again():
+            with self._attributes.again() if self._attributes is not None else contextlib.nullcontext():
                 yield
         finally:
             for buffers, name, buffer in before:

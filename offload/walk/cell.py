@@ -3,14 +3,17 @@
 The forward of a cell keeps nothing but what entered it; its backward computes it again. Both must be the same function,
 and together they must leave the same traces as a single forward:
 
-===================  ======================================================================================what                 how it is kept the same
-===================  ======================================================================================generators, casts    :class:`pipe.replay.Replay`
-modes and buffers    :class:`pipe.guard.Guard`: a running mean counts each micro-batch once, and a power iteration
-                     starts again from the same vector
+===================  =============================================================================================
+what                 how it is kept the same
+===================  =============================================================================================
+generators, casts    :class:`pipe.replay.Replay`
+modes, buffers,      :class:`pipe.guard.Guard`: a running mean counts each micro-batch once, and a power iteration
+attributes           starts again from the same vector
 kernels              the first run has grad mode on too, with every tensor that its graph would save dropped: layers
                      take the same path twice, and it is known exactly which outputs need a gradient
 input, in place      a cell that was seen to write into its input, or was never seen, runs on a copy of it
-===================  ======================================================================================"""
+===================  =============================================================================================
+"""
 
 from __future__ import annotations
 
@@ -121,7 +124,7 @@ class CellRunner:
 
         ``boundary`` holds fresh leaves. The output must be detached, which frees its graph.
         """
-        replay, guard = Replay.capture([self.device]), Guard(self.watched)
+        replay, guard = Replay.capture([self.device]), Guard(self.watched, attributes=True)
         sizes: dict[StorageWeakRef, int] = {}
         made_again: set[StorageWeakRef] = set()
         notes = CourseNotes(self.shard)

@@ -124,19 +124,7 @@ def test_the_second_pass_computes_the_representations_of_the_first() -> None:
 # --- several steps, optimizers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "on_disk",
-    [
-        False,
-        pytest.param(
-            True,
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="DiskHome hands the block of a shard's gradients out again while .grad of an earlier step views it",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_gradients_accumulate_over_steps(zeros: bool, on_disk: bool, tmp_path: Path) -> None:
     plain = Embedding()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -23,16 +24,23 @@ from tests.gradcache.wrapped_towers import (
 # --- what goes wrong -----------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Countdown:
+    """Calls that remain; an object of its own, since a recomputation puts attributes of layers back."""
+
+    remaining: int = -1
+
+
 class Fault(nn.Module):
     """Raises in its n-th call."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.remaining = -1
+        self.calls = Countdown()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.remaining -= 1
-        if self.remaining == 0:
+        self.calls.remaining -= 1
+        if self.calls.remaining == 0:
             raise OSError("fault")
         return x
 
@@ -66,7 +74,7 @@ def test_after_an_exception_gradients_are_as_before_and_the_model_is_usable(
     assert isinstance(ours, Faulty)
     fault = list(ours.body.children())[-1] if where == "body" else getattr(ours, where)
     assert isinstance(fault, Fault)
-    fault.remaining = call
+    fault.calls.remaining = call
     failed = False
     try:
         GradCache([ours], 2, square)(rows(6))
@@ -79,7 +87,7 @@ def test_after_an_exception_gradients_are_as_before_and_the_model_is_usable(
             assert parameter.grad is before[name], name
             if kept[name] is not None:
                 assert torch.equal(parameter.grad, kept[name]), name
-    fault.remaining = -1
+    fault.calls.remaining = -1
     ours.load_state_dict(plain.state_dict())
     if not failed:
         ours.zero_grad()

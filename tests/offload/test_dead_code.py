@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -297,11 +297,12 @@ def test_a_recomputation_that_does_other_things_is_not_trusted(kind: Callable[[]
 class Telling(Block):
     def __init__(self, seen: list[Tensor]) -> None:
         super().__init__()
-        self.seen = seen
+        self.tell = seen.append  # not an attribute that a recomputation puts back
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(super().forward(x))
-        return self.seen[-1]
+        result: Tensor = super().forward(x)
+        self.tell(result)
+        return result
 
 
 def test_a_result_that_was_left_out_cannot_be_read() -> None:
@@ -346,7 +347,7 @@ class Chooser(nn.Module):
         super().__init__()
         self.gate, self.parts = nn.Linear(WIDTH, 4), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.read = read
-        self.log: list[list[float]] = []
+        self.log: deque[list[float]] = deque()  # not an attribute that a recomputation puts back
 
     def forward(self, x: Tensor) -> Tensor:
         numbers = self.read(self.gate(x.mean(0)))

@@ -95,7 +95,7 @@ def test_modules_that_change_nothing_in_their_first_forwards_are_not_noted_again
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Recurrent())
     watched = Watched(model)
     for _ in range(FORWARDS_NOTED):
-        guard = Guard(watched)
+        guard = Guard(watched, attributes=True)
         model(torch.randn(2, WIDTH))
         guard.seal()
     assert [module for _, module in watched.stateful.candidates()] == [model[1]]
@@ -104,7 +104,7 @@ def test_modules_that_change_nothing_in_their_first_forwards_are_not_noted_again
 def test_attributes_are_put_back_when_the_recomputation_fails() -> None:
     model = Recurrent()
     watched = Watched(model)
-    guard = Guard(watched)
+    guard = Guard(watched, attributes=True)
     model(torch.randn(2, WIDTH))
     guard.seal()
 
@@ -121,7 +121,7 @@ def test_attributes_are_put_back_when_the_recomputation_fails() -> None:
 
 def test_what_changes_in_a_forward_that_is_only_tried_is_undone() -> None:
     model = Recurrent()
-    with Guard(Watched(model)).again(strict=False):
+    with Guard(Watched(model), attributes=True).again(strict=False):
         model(torch.randn(2, WIDTH))
         assert model.calls == 1
     assert (model.calls, model.seen, model.state, model.by_name) == (0, [], None, {"calls": 0})
