@@ -197,7 +197,8 @@ class Step:
             loss, self._counts[i] = counted
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"expected loss_fn to return a tensor of one element, got {got}; reduce the loss")
+            hint = " (without reduction=, it may return (sum, count))" if isinstance(loss, tuple) else ""
+            raise ValueError(f"expected loss_fn to return a tensor of one element, got {got}; reduce the loss{hint}")
         if not loss.requires_grad:
             raise ValueError("expected a loss that needs a gradient, got one that does not; is anything trainable?")
         if counted is not None:
