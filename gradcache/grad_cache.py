@@ -33,6 +33,7 @@ from gradcache.distributed import unwrapped, watch
 from gradcache.layered import LayeredModel
 from gradcache.nested import map_tensors, tensors_in
 from gradcache.reach import Reach
+from gradcache.sharded import check_equal_chunks
 from gradcache.step import Step, Tower
 from gradcache.streamed import StreamedModel
 
@@ -295,6 +296,7 @@ class GradCache:
                 )
         sizes = [self._rows(*parts) for parts in zip(models, model_inputs, self.chunk_sizes, strict=True)]
         split = [self.split_inputs(x, size) for x, size in zip(model_inputs, sizes, strict=True)]
+        check_equal_chunks(models, [len(chunks) for chunks in split])
         return Step(self, [Tower(model, chunks) for model, chunks in zip(models, split, strict=True)])
 
     def _rows(self, model: nn.Module, model_input: Any, size: int | str) -> int:

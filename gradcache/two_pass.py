@@ -110,7 +110,9 @@ class FirstPass:
         """One chunk's representation, detached, and its state. ``with_graph``: tell whether it wants a gradient."""
         state = ChunkState(tensors_in(chunk) if tensors is None else tensors, self._parameters)
         guard = Guard(self._watched)
-        given = _copied(chunk) if self._copy_input or self._chunks_run == 0 else chunk
+        # Tensors of inference mode do not count their changes, so that nothing could be learnt from them.
+        copies = self._copy_input or self._chunks_run == 0 or torch.is_inference_mode_enabled()
+        given = _copied(chunk) if copies or any(tensor.is_inference() for tensor in tensors_in(chunk)) else chunk
         versions = _versions(given)
         with (
             torch.set_grad_enabled(with_graph),
@@ -195,4 +197,4 @@ def _copied(chunk: Any) -> Any:
 
 
 def _versions(chunk: Any) -> list[int]:
-    return [tensor._version for tensor in tensors_in(chunk)]
+    return [tensor._version for tensor in tensors_in(chunk) if not tensor.is_inference()]

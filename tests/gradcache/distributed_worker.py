@@ -300,6 +300,39 @@ def other_forward_of_the_wrapper(rank: int, how: str) -> float:
     return error([model], [expected])
 
 
+def sharded(rank: int) -> Report:
+    """FSDP towers, of which only the layers are sharded or the whole as well, with and without a walk by layers."""
+    from torch.distributed.fsdp import fully_shard
+
+    expected, x, y = tower(1), batch(8, 3), batch(8, 4)
+    SimpleContrastiveLoss()(expected(x), expected(y)).backward()
+    report: Report = {}
+    for whole in (False, True):
+        for boundary_bytes in (None, 0, 1 << 20):
+            model = tower(1)
+            for layer in [model[0], model[2], *([model] if whole else [])]:
+                fully_shard(layer)
+            cache = GradCache([model, model], 2, DistributedContrastiveLoss(), boundary_bytes=boundary_bytes)
+            cache(*parts_of([4, 4], rank, x, y))
+            gradients = [p.grad.full_tensor() for p in model.parameters()]
+            report[f"{whole}, {boundary_bytes}"] = max(
+                float((g - p.grad).abs().max()) for g, p in zip(gradients, expected.parameters(), strict=True)
+            )
+    for evaluates in (False, True):
+        ran: list[int] = []
+        model = tower(1)
+        model.register_forward_pre_hook(lambda module, given, ran=ran: ran.append(len(given[0])))
+        fully_shard(model)
+        try:
+            with torch.set_grad_enabled(not evaluates):
+                GradCache([model, model], 2, DistributedContrastiveLoss())(*parts_of([6, 2], rank, x, y))
+            refusal = "accepted"
+        except ValueError as error:
+            refusal = str(error)
+        report[f"uneven, {evaluates}"] = [refusal, ran]
+    return report
+
+
 def main(rank: int, world: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -324,6 +357,7 @@ def main(rank: int, world: int, store: str) -> None:
         },
         "hidden": hidden_parameter_is_refused(rank),
         "other forward": {how: other_forward_of_the_wrapper(rank, how) for how in ("before", "after", "around")},
+        "sharded": sharded(rank),
         "offloaded": offloaded_tower_in_a_wrapper(rank),
     }
     dist.barrier()

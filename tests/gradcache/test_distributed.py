@@ -124,3 +124,17 @@ def test_another_forward_of_the_wrapper_takes_part_in_the_same_backward(
 ) -> None:
     for report in reports:
         assert report["other forward"][how] < 1e-6
+
+
+def test_sharded_towers_get_the_whole_batch_s_gradient_or_are_refused_before_anything_ran(
+    reports: list[dict[str, Any]],
+) -> None:
+    """Unequal numbers of chunks aborted the job; a walk by layers over sharded layers crashed."""
+    for report in reports:
+        for how, found in report["sharded"].items():
+            if not how.startswith("uneven"):
+                assert found < 1e-6, how
+                continue
+            refusal, ran = found
+            assert "as many chunks in every process" in refusal
+            assert ran == []

@@ -262,3 +262,50 @@ def test_reach_finds_what_a_function_names() -> None:
     assert [id(tensor) for tensor in reach.tensors] == [id(temperature)]
     assert len(reach.parameters()) == 5
     assert [id(m) for m in Reach(function).modules] == [id(m) for m in reach.modules]
+
+
+WALKS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "chunks": (lambda net: net.forward, {}),
+    "layers": (lambda net: net, {"boundary_bytes": 1 << 20}),
+    "layers, nothing kept": (lambda net: net, {"boundary_bytes": 0, "process_fn": lambda x: x * 1}),
+    "shards": (lambda net: OffloadModel(net, "cpu", num_slices=2, checkpoint_activation=True), {}),
+    "shards, graphs kept": (lambda net: OffloadModel(net, "cpu", num_slices=2), {}),
+    "audit": (lambda net: net, {"audit": True}),
+}
+
+
+@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("given", ["plain", "inference"])
+def test_inference_mode_returns_the_loss_as_no_grad_does(walk: str, given: str, assert_same_gradients: Any) -> None:
+    def model(how: Any) -> tuple[nn.Sequential, Any]:
+        torch.manual_seed(0)
+        net = nn.Sequential(InPlace(), nn.Linear(8, 8), nn.BatchNorm1d(8), InPlace(), nn.Dropout(0.2), nn.Linear(8, 4))
+        return net, how(net)
+
+    wrap, options = WALKS[walk]
+    x, y = torch.randn(2, 8, 8)
+    losses, nets = [], []
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        net, tower = model(wrap)
+        cache = GradCache([tower, tower], 3, SimpleContrastiveLoss(), **options)
+        torch.manual_seed(1)
+        with mode:
+            inputs = (x.clone(), y.clone()) if given == "inference" else (x, y)
+            loss = cache(*inputs)
+            reps = cache.encode(*inputs)
+            assert torch.equal(inputs[0], x)
+        assert not loss.requires_grad
+        assert not any(rep.requires_grad for rep in reps)
+        torch.manual_seed(2)
+        cache(x, y)  # and a step after it trains
+        losses.append(loss.item())
+        nets.append(tower if isinstance(tower, nn.Module) else net)
+    assert losses[0] == losses[1]
+    assert_same_gradients([nets[0]], [nets[1]])
+    for a, b in zip(nets[0].buffers(), nets[1].buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(0.5)
