@@ -51,7 +51,7 @@ class StepResult:
     auxiliary: tuple[Any, ...] = ()
     """What the loss function returned after the loss, detached."""
     greatest_difference: float | None = None
-    """Greatest absolute difference between the two passes' representations; None without ``audit``."""
+    """Greatest absolute difference between the two passes' results; None without ``audit``."""
 
 
 class GradCache:
@@ -79,7 +79,7 @@ class GradCache:
         regroup: whether that walk may run several chunks together.
         memory_budget: bytes that the graph of a chunk may keep (over an OffloadModel: of one shard at a time), for
             ``chunk_sizes="auto"``; default: half of what is free.
-        audit: compare the two passes' representations, see ``StepResult.greatest_difference``.
+        audit: compare what the two passes return, layer by layer where a model is walked so; see ``audit``.
 
     Raises:
         TypeError, ValueError: at construction or at the start of a step, before any gradient is written.

@@ -191,7 +191,8 @@ class Step:
             chunks = [[self.inputs.cut(owner.processed(chunk)) for chunk in tower] for tower in raw]
             trainable = is_trainable(model, chunks)
         process_fn = owner.processed if lazy else None
-        walk = StreamedWalk(self._streamed(model), chunks, owner.get_reps, process_fn, audit=owner.audit)
+        audit = list(model.children()) if owner.audit else None
+        walk = StreamedWalk(self._streamed(model), chunks, owner.get_reps, process_fn, audit)
         with self._owner.autocast(model):
             encoded = walk.encode(trainable)
         for tower, value in zip(group, encoded, strict=True):

@@ -162,6 +162,43 @@ def test_audit_compares_what_the_engine_recomputed(kind: str) -> None:
     assert (step.step_result.greatest_difference > 0.5) == (kind == "fickle")
 
 
+@pytest.mark.parametrize("position", range(1, 5))  # the first has nothing to train before it
+@pytest.mark.parametrize("how", ["streamed", "together", "layered", "lean"])
+def test_audit_tells_of_a_layer_that_repeats_itself_otherwise_wherever_it_is(how: str, position: int) -> None:
+    """Only the last shard was compared, so that a wrong gradient of any other was certified as exact."""
+
+    class Drifting(nn.Module):
+        calls = 0
+
+        def __init__(self, steady: bool) -> None:
+            super().__init__()
+            self.steady = steady
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x * (1.0 if self.steady else self.calls)
+
+    for steady in (True, False):
+        layers = [*tower(dropout=0.5)]
+        layers.insert(position, Drifting(steady))
+        model: nn.Module = nn.Sequential(*layers)
+        options: dict[str, Any] = {}
+        if how in ("streamed", "together"):
+            model = offloaded(model, num_slices=5, **({"activation_bytes": "1MiB"} if how == "together" else {}))
+        else:
+            # The lean budget holds what enters layers, and no graph.
+            options["boundary_bytes"] = 0 if how == "lean" else 3 * 2 * 6 * 8 * 4
+        step = GradCache([model, model], 2, SimpleContrastiveLoss(), audit=True, **options)
+        step(torch.randn(6, 8), torch.randn(6, 8))
+        assert step.step_result is not None
+        difference = step.step_result.greatest_difference
+        assert difference is not None
+        if steady:
+            assert difference < 1e-5
+        else:
+            assert difference > 0.01
+
+
 @pytest.mark.parametrize("how", ["streamed", "layered"])
 def test_bfloat16_gradients_of_a_thousand_chunks_add_up_within_one_percent(how: str) -> None:
     """Offloaded, with masters of 32 bits at home; in memory, with parameters of 16."""
