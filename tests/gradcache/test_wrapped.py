@@ -283,6 +283,33 @@ def test_different_towers_around_one_model_share_its_visits(home: Any) -> None:
         assert_same(expected, actual)
 
 
+def test_a_model_waits_for_the_chunks_of_a_tower_that_calls_another_one_first() -> None:
+    class Both(nn.Module):
+        def __init__(self, body: nn.Module, second: nn.Module) -> None:
+            super().__init__()
+            self.body, self.second = body, second
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.body(x))
+
+    class One(nn.Module):
+        def __init__(self, second: nn.Module) -> None:
+            super().__init__()
+            self.second = second
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(x) * 1.0
+
+    plain = Both(layers(1), layers(2))
+    ours = with_offload(plain)
+    inputs = [rows(4), rows(12, 4)]
+    GradCache([plain, One(plain.second)], 2, square)(*inputs)
+    assert isinstance(ours, Both)
+    GradCache([ours, One(ours.second)], 2, square)(*inputs)
+    assert_same(plain, ours)
+    assert max(loads(ours)) <= 2 * SHARDS
+
+
 def test_a_wrapped_tower_beside_a_plain_one(home: Any) -> None:
     plain, other = Embedding(), TwoBodies()
     ours, other_again = with_offload(plain, home), copy.deepcopy(other)

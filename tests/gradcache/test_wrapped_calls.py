@@ -127,6 +127,38 @@ def test_encode_leaves_the_second_pass_to_the_callers_backward() -> None:
     assert max(loads(ours)) <= 2 * SHARDS
 
 
+def test_a_backward_outside_autocast_repeats_what_ran_inside_it() -> None:
+    class Narrow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.body, self.last = nn.Linear(WIDTH, WIDTH), layers().float(), nn.Linear(WIDTH, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.body(self.first(x)))
+
+    plain = Narrow()
+    ours = with_offload(plain)
+    for model in (plain, ours):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            (encoded,) = GradCache([model], 2, square).encode(rows(6).float())
+        square(encoded.float()).backward()
+    assert_same(plain, ours, 1e-6)
+
+
+def test_a_checkpoint_around_batch_norm_in_the_prefix_counts_each_chunk_once() -> None:
+    class Checkpointed(Embedding):
+        def prefix(self, x: Tensor) -> Tensor:
+            return checkpoint(super().prefix, x, use_reentrant=False)
+
+    plain = Checkpointed()
+    ours = with_offload(plain)
+    for model in (plain, ours):
+        GradCache([model], 2, square)(rows(6))
+    assert_same(plain, ours)
+    assert max(loads(ours)) <= 2 * SHARDS
+
+
 def test_hooks_that_do_not_walk_keep_their_meaning_and_the_number_of_loads() -> None:
     class Own(GradCache):
         def split_inputs(self, model_input: Any, chunk_size: int) -> list[Any]:
