@@ -33,6 +33,11 @@ __all__ = ["Homeward", "Updater"]
 class Updater(Protocol):
     """An optimizer that updates each shard in backward, as soon as its gradients are complete."""
 
+    @property
+    def updates(self) -> bool:
+        """Whether the next backward is to update shards."""
+        ...
+
     def begin(self, waiting: int) -> bool:
         """A backward begins, while ``waiting`` other forwards still wait for theirs; says whether it will update.
 

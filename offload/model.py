@@ -293,6 +293,12 @@ class OffloadModel(ModuleAtHome):
 
     # --- taking turns in a Pipe -----------------------------------------------------------------------------------
 
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether the next backward updates parameters, so that gradients cannot accumulate over micro-batches."""
+        updater = self._walk.streamer.homeward.updater
+        return updater is not None and updater.updates
+
     def take_turns(self, stages: Sequence[Sequence[object]]) -> None:
         """Shares device memory with models that never compute at the same time: see :mod:`pipe.turn`."""
         Streamer.share_room([[m._walk.streamer for m in s if isinstance(m, OffloadModel)] for s in stages])
@@ -374,10 +380,12 @@ class OffloadModel(ModuleAtHome):
         raise from now on. To call it again does nothing.
 
         Raises:
-            ValueError, OSError: if a kept home cannot be sealed; the model is as it was.
+            RuntimeError, ValueError, OSError: if a kept home cannot be sealed; the model is as it was.
         """
         if self._walk.closed:
             return
+        if self._keeper.keeps and self._walk.structure is not None:
+            self._walk.structure.check()
         self._walk.streamer.catch_up()
         self._walk.bring_home()
         self._keeper.close()

@@ -20,6 +20,7 @@ __all__ = [
     "hidden_hooks",
     "is_requested",
     "keeps_graph",
+    "run_hooks_with_gradient_only",
     "storage_uses",
     "transform_under_way",
 ]
@@ -77,6 +78,37 @@ def hidden_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
         for leaf, on_gradient, after_accumulation in hidden:
             leaf._backward_hooks = on_gradient
             leaf._post_accumulate_grad_hooks = after_accumulation
+
+
+def run_hooks_with_gradient_only(leaf: Tensor) -> None:
+    """Within a backward, until it ends: the hooks of a leaf run only if a gradient arrives there.
+
+    Autograd runs the hooks of every leaf that it passes, also where it brings none.
+    """
+    leaf_: Any = leaf
+    on_gradient, after_accumulation = leaf_._backward_hooks, leaf_._post_accumulate_grad_hooks
+    arrived: list[Tensor] = []
+
+    def gradient_hooks(gradient: Tensor | None) -> Tensor | None:
+        if gradient is not None:
+            arrived.append(gradient)
+            for hook in list((on_gradient or {}).values()):
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+        return gradient
+
+    def accumulation_hooks(parameter: Tensor) -> None:
+        if arrived:
+            arrived.clear()
+            for hook in list((after_accumulation or {}).values()):
+                hook(parameter)
+
+    def restore() -> None:
+        leaf_._backward_hooks, leaf_._post_accumulate_grad_hooks = on_gradient, after_accumulation or OrderedDict()
+
+    leaf_._backward_hooks = OrderedDict({0: gradient_hooks})
+    leaf_._post_accumulate_grad_hooks = OrderedDict({0: accumulation_hooks})
+    torch.autograd.Variable._execution_engine.queue_callback(restore)
 
 
 def transform_under_way(inputs: Iterable[Tensor]) -> str | None:

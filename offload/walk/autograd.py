@@ -15,7 +15,13 @@ from pipe.checkpoint import refuse_double_backward
 from pipe.microbatch import gather_nested
 from pipe.nested import flatten, tensors_in, unflatten
 from pipe.phony import get_phony
-from pipe.torch_private import accumulates_everywhere, has_hooks, is_requested, keeps_graph
+from pipe.torch_private import (
+    accumulates_everywhere,
+    has_hooks,
+    is_requested,
+    keeps_graph,
+    run_hooks_with_gradient_only,
+)
 
 __all__ = ["attach"]
 
@@ -117,6 +123,9 @@ class _Offload(torch.autograd.Function):
             if tape.used:
                 tape.close()
             raise
+        for parameter in handed_over if everywhere else ():
+            if parameter not in taken:
+                run_hooks_with_gradient_only(parameter)
         inputs = _joined(back, tape, ctx.needs_input_grad[2 : len(ctx.needs_input_grad) - len(node.parameters)])
         return (None, None, *inputs, *(taken.get(p) for p in node.parameters))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -472,3 +473,42 @@ def test_parameters_that_share_memory_without_being_tied_are_refused() -> None:
     for layer, row in zip(apart, flat, strict=True):
         layer.weight.data = row
     OffloadModel(apart, "cpu")
+
+
+def test_a_forward_from_before_data_was_assigned_cannot_go_back_after_another_one(
+    wrap: Callable[..., OffloadModel],
+) -> None:
+    model = wrap(mlp())
+    loss = model(batch()).sum()
+    model.get_parameter("2.0.weight").data = torch.zeros(WIDTH, WIDTH)
+    with torch.no_grad():
+        model(batch())
+    with pytest.raises(RuntimeError, match=r"2\.0\.weight .* was changed"):
+        loss.backward()
+
+
+def test_a_kept_home_is_not_sealed_over_layers_that_were_replaced(tmp_path: Any) -> None:
+    model = OffloadModel(mlp(), "cpu", DiskHome(tmp_path, keep=True), 4)
+    before = model.get_submodule("0")[0]  # type: ignore[index]
+    swap(model)
+    with pytest.raises(RuntimeError, match="wrap them afterwards"):
+        model.close()
+    model.get_submodule("0")[0] = before  # type: ignore[index,operator]
+    model.close()
+
+
+def test_copies_and_pickles_keep_the_hooks_of_the_model_itself() -> None:
+    model = OffloadModel(mlp(), "cpu")
+    model.register_forward_hook(double)
+    model.register_forward_pre_hook(add_one, with_kwargs=True)
+    expected = model(batch())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(batch()), expected)
+
+
+def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+def add_one(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return (args[0] + 1,), kwargs

@@ -247,3 +247,31 @@ def test_files_of_gradients_do_not_pile_up(tmp_path: Any) -> None:
         counts.append(len(list(tmp_path.rglob("*gradients*"))))
     assert counts == [4] * 4
     assert all(gradient is not None for gradient in held)
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.used(x))
+
+
+def test_hooks_of_a_parameter_without_a_gradient_do_not_run(wrap: Callable[..., OffloadModel]) -> None:
+    torch.manual_seed(0)
+    bare = nn.Sequential(HalfUsed(), HalfUsed())
+    model, calls = wrap(bare), []
+    for run in (bare, model):
+        seen: list[str] = []
+        for name, p in run.named_parameters():
+            p.register_hook(lambda _, name=name: seen.append(name))  # noqa: B023
+            p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(f"{name} {p.grad is None}"))  # noqa: B023
+        run(batch()).sum().backward()
+        # and where the gradient comes from elsewhere they do
+        unused = run.get_parameter("1.unused.weight")
+        (run(batch()).sum() + unused.sum()).backward()
+        run(batch()).sum().backward()
+        calls.append(sorted(seen))
+    assert calls[0] == calls[1]
+    assert_equal(gradients(model), gradients(bare))
