@@ -23,6 +23,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import contextvars
+import functools
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -40,13 +41,21 @@ __all__ = ["InlineLane", "Lane", "Lanes", "ThreadLane", "Ticket", "fence"]
 T = TypeVar("T")
 
 
+_fresh: dict[str, Ambient] = {}  # the settings of a new thread, by device type
+
+
 def _in_settings_of_this_thread(job: Callable[[], T], device_type: str) -> Callable[[], T]:
-    """The job as it would run here, to be called in another thread."""
-    ambient, context = Ambient.capture({"cuda", device_type}), contextvars.copy_context()
+    """The job as it would run here, to be called in another thread, whose own settings are those of a new one."""
+    device_types = {"cuda", device_type}
+    ambient, context = Ambient.capture(device_types), contextvars.copy_context()
     # The current device belongs to a thread as well: without this, a loader's "cuda" would be device 0.
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    if device is None and ambient == _fresh.get(device_type):
+        return functools.partial(context.run, job)
 
     def run() -> T:
+        if device_type not in _fresh:
+            _fresh[device_type] = Ambient.capture(device_types)
         with contextlib.nullcontext() if device is None else torch.cuda.device(device), ambient.again():
             return context.run(job)
 

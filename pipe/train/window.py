@@ -19,7 +19,6 @@ the next batch opens a new window, and no half-accumulated gradient is stepped.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipe.nested import tensors_in
+from pipe.train.in_backward import refuse_updates_between_micro_batches, refuse_updates_in_backward
 
 __all__ = ["MicroStep", "Window"]
 
@@ -59,7 +59,7 @@ class Window:
     Raises:
         TypeError: if ``size`` is no integer, or an optimizer is none.
         ValueError: if ``size`` is not positive, or an optimizer updates inside backward where it would update with
-            part of a window's gradient or with a scaled one, also when a window opens. One with an ``accumulate()``
+            part of a window's gradient or with a scaled one; :meth:`open` looks again. One with an ``accumulate()``
             context, as that of ``offload``, is deferred instead.
     """
 
@@ -96,6 +96,7 @@ class Window:
         Raises:
             ValueError: if updates inside backward would come too early; the model before stays.
         """
+        refuse_updates_between_micro_batches(model, self.optimizers)
         self._refuse_updates_in_backward(model)
         self.model = model
         self._static_graphs_known = False
@@ -103,10 +104,10 @@ class Window:
     def _refuse_updates_in_backward(self, model: nn.Module) -> None:
         if self.size > 1:
             because = f"accumulates {self.size} batches (grad_accum={self.size})"
-            _refuse_updates_in_backward(model, self.optimizers, because, deferred=True)
+            refuse_updates_in_backward(model, self.optimizers, because, deferred=True)
         if self.scaler is not None:
             because = "scales its loss for fp16 (enable_grad_scaling=True)"
-            _refuse_updates_in_backward(model, self.optimizers, because, deferred=False)
+            refuse_updates_in_backward(model, self.optimizers, because)
 
     @property
     def must_know_the_end(self) -> bool:
@@ -119,8 +120,8 @@ class Window:
         Args:
             last: whether it is the last batch of its loader; None if that is not known yet.
         """
+        self._refuse_updates_in_backward(self.model)  # hooks may have come since construction
         if self.position == 0:
-            self._refuse_updates_in_backward(self.model)  # hooks may have come since construction
             for optimizer in self.optimizers:
                 optimizer.zero_grad(set_to_none=True)
         return MicroStep(self.position + 1, last if self.must_know_the_end else True)
@@ -289,36 +290,3 @@ def _replicated(model: nn.Module) -> list[Any]:
 
     visit(model, False)
     return list(found.values())
-
-
-def _may_update(hook: Any) -> bool:
-    """Whether a hook on an accumulated gradient may be an optimizer: all but those with which replicas reduce it."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return not str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
-
-
-def _refuse_updates_in_backward(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], because: str, *, deferred: bool
-) -> None:
-    reasons = [
-        f"{type(optimizer).__name__}(update_in_backward=True)"
-        for optimizer in optimizers
-        if getattr(optimizer, "update_in_backward", False) and not (deferred and hasattr(optimizer, "accumulate"))
-    ]
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "_in_backward_optimizers", None):
-            reasons.append(f"parameter {name!r} (apply_optimizer_in_backward)")
-        elif any(map(_may_update, (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())):
-            reasons.append(f"parameter {name!r} (register_post_accumulate_grad_hook)")
-    for name, module in model.named_modules():
-        fused = getattr(module, "fused_optimizer", None)
-        if fused is not None and len(getattr(fused, "params", ())):
-            reasons.append(f"module {name!r} (fused optimizer)")
-    if reasons:
-        raise ValueError(
-            f"expected no optimizer that updates inside backward, because this pipeline {because} and such an "
-            f"optimizer would update after every batch, got: {', '.join(reasons[:8])}"
-            f"{f' and {len(reasons) - 8} more' if len(reasons) > 8 else ''}; step them after backward (for torchrec: "
-            f"the dense compute kernel), or train without it"
-        )
