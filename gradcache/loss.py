@@ -23,6 +23,7 @@ __all__ = [
     "LabelContrastiveLoss",
     "SigmoidContrastiveLoss",
     "SimpleContrastiveLoss",
+    "over_processes",
 ]
 
 
@@ -222,7 +223,7 @@ class DistributedContrastiveLoss(SimpleContrastiveLoss):
         local = target is None or target.size(0) == x.size(0)
         if target is None:
             target = self._target(x, y, None)
-        rank, world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        rank = dist.get_rank(self.group)
         counted = int((target >= 0).sum())
         sizes = rows_per_rank(x.size(0), y.size(0), counted, device=x.device, group=self.group)
         if local:
@@ -235,9 +236,17 @@ class DistributedContrastiveLoss(SimpleContrastiveLoss):
             return self._one_way(x, gathered, target, "none")
         mine, dtype = self._total(x, gathered, target)
         total = sum(n for _, _, n in sizes) if local else counted
-        scale = world / max(total, 1) if reduction == "mean" else float(world)
-        loss = mine * scale
-        value = loss.detach().clone()
-        dist.all_reduce(value, group=self.group)
-        # The difference is exactly zero; it carries this process's gradient under the big batch's value.
-        return (value / world + (loss - loss.detach())).to(dtype)
+        return over_processes(mine, total if reduction == "mean" else 1, dtype, self.group)
+
+
+def over_processes(mine: Tensor, count: int, dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The sum of every process's ``mine`` over ``count``, on every process.
+
+    Its gradient is this process's, scaled so that the mean over processes is the gradient of the whole.
+    """
+    world = dist.get_world_size(group)
+    loss = mine * (world / max(count, 1))
+    value = loss.detach().clone()
+    dist.all_reduce(value, group=group)
+    # The difference is exactly zero; it carries this process's gradient under the big batch's value.
+    return (value / world + (loss - loss.detach())).to(dtype)

@@ -15,7 +15,7 @@ Limits: not differentiable twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from gradcache.reach import leaves_of
 from pipe.nested import flatten, map_tensors, unflatten
 
-__all__ = ["tiled", "wide"]
+__all__ = ["tiled", "wide", "with_known_gradients"]
 
 
 def tiled(
@@ -88,7 +88,10 @@ def tiled(
             if loss.requires_grad:
                 _add_gradients(loss, arguments, captured, start, stop)
         assert total is not None
-        return _with_known_gradients(total.to(loss.dtype), [*arguments, *captured.values()])
+        found = [*arguments, *captured.values()]
+        return with_known_gradients(
+            total.to(loss.dtype), [(each.tensor, each.gradient) for each in found if each.gradient is not None]
+        )
 
     return by_tiles
 
@@ -154,12 +157,12 @@ def _add_gradients(
         argument.add(gradient, start, stop)
 
 
-def _with_known_gradients(value: Tensor, arguments: list[_Argument]) -> Tensor:
-    known = [argument for argument in arguments if argument.gradient is not None]
+def with_known_gradients(value: Tensor, known: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """``value`` with a graph in which the gradient of each tensor is the one beside it."""
     if not known:
         return value
-    gradients = [k.gradient.to(k.tensor.dtype) for k in known if k.gradient is not None]
-    result: Tensor = _KnownGradients.apply(value, gradients, *(argument.tensor for argument in known))  # type: ignore[no-untyped-call]
+    gradients = [gradient.to(tensor.dtype) for tensor, gradient in known]
+    result: Tensor = _KnownGradients.apply(value, gradients, *(tensor for tensor, _ in known))  # type: ignore[no-untyped-call]
     return result
 
 

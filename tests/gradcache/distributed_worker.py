@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcache import GradCache
 from gradcache.functional import cached, cat_input_tensor, gather_input_tensor
 from gradcache.loss import DistributedContrastiveLoss, SimpleContrastiveLoss
+from gradcache.sentence_transformers import CachedMultipleNegativesRankingLoss
 from offload import OffloadModel
 
 Report = dict[str, Any]
@@ -333,6 +334,31 @@ def sharded(rank: int) -> Report:
     return report
 
 
+class Sentences(nn.Module):
+    """Speaks as a SentenceTransformer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = tower(1)
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"sentence_embedding": self.encoder(features["input_ids"])}
+
+
+def ranking(rank: int, **options: Any) -> Report:
+    """The loss of sentence-transformers over the rows of both processes, as many as they are."""
+    columns = [batch(8, k) for k in range(3, 6)]
+    expected, model = Sentences(), Sentences()
+    loss = CachedMultipleNegativesRankingLoss(expected, mini_batch_size=3, **options)
+    whole = loss([{"input_ids": column} for column in columns])
+    whole.backward()
+    mine = CachedMultipleNegativesRankingLoss(
+        DistributedDataParallel(model), mini_batch_size=2, gather_across_devices=True, **options
+    )([{"input_ids": column} for column in parts_of([5, 3], rank, *columns)])
+    mine.backward()
+    return {"loss": abs(float(mine) - float(whole)), "gradient": error([model], [expected])}
+
+
 def main(rank: int, world: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -358,6 +384,15 @@ def main(rank: int, world: int, store: str) -> None:
         "hidden": hidden_parameter_is_refused(rank),
         "other forward": {how: other_forward_of_the_wrapper(rank, how) for how in ("before", "after", "around")},
         "sharded": sharded(rank),
+        "ranking": [
+            ranking(rank),
+            ranking(rank, directions=("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")),
+            ranking(rank, directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction"),
+            *(
+                ranking(rank, hardness_mode=mode, hardness_strength=4.0)
+                for mode in ("in_batch_negatives", "hard_negatives", "all_negatives")
+            ),
+        ],
         "offloaded": offloaded_tower_in_a_wrapper(rank),
     }
     dist.barrier()

@@ -138,3 +138,11 @@ def test_sharded_towers_get_the_whole_batch_s_gradient_or_are_refused_before_any
             refusal, ran = found
             assert "as many chunks in every process" in refusal
             assert ran == []
+
+
+def test_ranking_over_all_processes_is_that_of_the_whole_batch(reports: list[dict[str, Any]]) -> None:
+    """In every direction, with any weights of negatives, and for different numbers of rows."""
+    for report in reports:
+        for found in report["ranking"]:
+            assert found["loss"] < 1e-5
+            assert found["gradient"] < 1e-5
