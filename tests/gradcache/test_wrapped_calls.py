@@ -67,7 +67,7 @@ def test_a_tower_may_write_over_its_input_and_over_what_the_body_returns() -> No
         def forward(self, x: Tensor) -> Tensor:
             x.mul_(2)
             h = self.body(self.first(x * 1))
-            h.mul_(3).relu_()
+            h.mul_(3).tanh_()
             return h + x.add_(1)
 
     plain = InPlace()
@@ -234,6 +234,26 @@ def test_training_flags_that_a_tower_sets_for_its_call_hold_when_the_model_runs(
     assert_same(plain, ours)
     assert all(module.training for module in ours.modules())
     assert max(loads(ours)) <= 2 * 2 * SHARDS
+
+
+def test_training_flags_that_a_tower_sets_before_its_call_hold_in_its_suffix_and_not_in_the_next_chunk() -> None:
+    class Around(Embedding):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm_before(self.first(x))
+            self.norm_before.eval()
+            self.drop.eval()
+            h = self.drop(self.body(x))
+            self.norm_before.train()
+            self.drop.train()
+            return self.last(h)
+
+    plain = Around(dropout=0.5)
+    plain.body = layers()
+    ours = with_offload(plain)
+    for model in (plain, ours):
+        GradCache([model], 2, square)(rows(6))
+    assert_same(plain, ours)
+    assert max(loads(ours)) <= 2 * SHARDS
 
 
 class ReadsMask(nn.Module):
