@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from offload.budget import Layout, fit, parse_bytes
 from offload.partition import cut_layers, layer_bytes
+from pipe.refusals import beyond_layers
 
 __all__ = [
     "as_call",
@@ -33,7 +34,7 @@ def layers_of(model: Any) -> dict[str, nn.Module]:
     if isinstance(model, nn.Sequential):
         if not len(model):
             raise ValueError("expected a model with at least one layer, got an empty nn.Sequential")
-        own = _beyond_its_layers(model)
+        own = " and ".join(beyond_layers(model))
         if own:
             raise TypeError(
                 f"expected an nn.Sequential that only calls its layers, got {type(model).__name__} with {own} of its "
@@ -44,18 +45,6 @@ def layers_of(model: Any) -> dict[str, nn.Module]:
     if isinstance(model, (list, tuple)) and model and all(isinstance(module, nn.Module) for module in model):
         return {str(k): module for k, module in enumerate(model)}
     raise TypeError(f"expected an nn.Sequential or a list of modules, got {type(model).__name__} (model)")
-
-
-def _beyond_its_layers(model: nn.Sequential) -> str:
-    """What a Sequential does besides calling its layers, in words; empty for most."""
-    hooks = [name for name, value in vars(model).items() if name.endswith(("_hooks", "_pre_hooks")) and value]
-    found = {
-        "a forward": type(model).forward is not nn.Sequential.forward or "forward" in vars(model),
-        "parameters": any(p is not None for p in model._parameters.values()),
-        "buffers": any(b is not None for b in model._buffers.values()),
-        "hooks": bool(hooks),
-    }
-    return " and ".join(name for name, there in found.items() if there)
 
 
 def check_separate(named: Iterable[tuple[str, nn.Parameter]]) -> None:

@@ -13,29 +13,41 @@ from pipe.replay import Replay
 from pipe.replicas import wrappers_of
 from pipe.turn import TakesTurns
 
-__all__ = ["check_hooks", "check_optimizers", "check_plain", "check_reduced", "check_updates", "undone_on"]
+__all__ = [
+    "beyond_layers",
+    "check_hooks",
+    "check_optimizers",
+    "check_plain",
+    "check_reduced",
+    "check_updates",
+    "undone_on",
+]
 
 
 def check_plain(module: nn.Sequential) -> None:
     """Only the layers of an ``nn.Sequential`` go on in a Pipe.
 
     Raises:
-        TypeError: if it has parameters, buffers or hooks of its own.
+        TypeError: if it has a forward, parameters, buffers or hooks of its own.
     """
-    own = [
-        *(f"parameter {name!r}" for name in module._parameters),
-        *(f"buffer {name!r}" for name in module._buffers),
-        *(
-            f"a hook of {kind.strip('_')}"
-            for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-            if getattr(module, kind)
-        ),
-    ]
+    own = beyond_layers(module)
     if own:
         raise TypeError(
-            f"expected an nn.Sequential of layers alone to cut into stages, got one with {', '.join(own)}; put them "
-            f"into a layer, or onto the Pipe"
+            f"expected an nn.Sequential of layers alone to cut into stages, got {type(module).__name__} with "
+            f"{', '.join(own)} of its own; put them into a layer, or onto the Pipe"
         )
+
+
+def beyond_layers(module: nn.Sequential) -> list[str]:
+    """What a Sequential does besides calling its layers one after the other, in words; empty for most."""
+    hooks = any(value for name, value in vars(module).items() if name.endswith("_hooks"))
+    found = {
+        "a forward": type(module).forward is not nn.Sequential.forward or "forward" in vars(module),
+        "parameters": any(p is not None for p in module._parameters.values()),
+        "buffers": any(b is not None for b in module._buffers.values()),
+        "hooks": hooks,
+    }
+    return [name for name, there in found.items() if there]
 
 
 def check_reduced(module: nn.Module) -> None:
