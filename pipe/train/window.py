@@ -19,7 +19,7 @@ the next batch opens a new window, and no half-accumulated gradient is stepped.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +78,7 @@ class Window:
             )
         if size is not None and size < 1:
             raise ValueError(f"expected grad_accum >= 1 batches per optimizer step, got grad_accum={size}")
-        optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+        optimizers = tuple(optimizer) if isinstance(optimizer, Iterable) else (optimizer,)
         wrong = [type(one).__name__ for one in optimizers if not isinstance(one, torch.optim.Optimizer)]
         if wrong or not (optimizers or steps_nothing):
             raise TypeError(f"expected a torch.optim.Optimizer, or several, got {wrong or 'none'}")

@@ -161,7 +161,7 @@ def test_bad_arguments_are_refused_by_name(lab, options, error, message):
         TrainPipelineSparseDist(model, lab.optimizer(model), "cpu", **options)
 
 
-@pytest.mark.parametrize("optimizers", [[], [torch.zeros(1)]])
+@pytest.mark.parametrize("optimizers", [[], [torch.zeros(1)], None, object()])
 def test_what_is_no_optimizer_is_refused(lab, optimizers):
     with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, or several"):
         TrainPipelineBase(lab.model(), optimizers, "cpu")
