@@ -11,7 +11,6 @@ Guarantees
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -112,13 +111,9 @@ class Homeward:
         self._end()
 
     def abandon(self) -> None:
-        """After a failure: waits for what is on its way, whatever becomes of it."""
+        """After a failure, when nothing is on its way any more: forgets it."""
         while self._drains:
-            arrival, nbytes, _ = self._drains.popleft()
-            with contextlib.suppress(Exception):
-                # Drain lane -> host. Without this, a gradient changes after the exception was raised.
-                arrival.finish()
-            self._meter.release(nbytes)
+            self._meter.release(self._drains.popleft()[1])
         self._norms.clear()
         self._kept.clear()
         self._end(failed=True)

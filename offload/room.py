@@ -14,7 +14,7 @@ Assumes that models of a room compute one at a time; two at the same moment are 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -28,6 +28,15 @@ __all__ = ["Room", "Tenant"]
 
 class Tenant(Protocol):
     """Who holds slots."""
+
+    @property
+    def computes(self) -> Callable[[], bool]:
+        """Tells whether it is in the middle of a pass."""
+        ...
+
+    def reset(self) -> None:
+        """After a failure: waits for its copies in flight and forgets its slots."""
+        ...
 
     def give_up(self) -> bool:
         """Drops a shard that it does not compute with, so that its slot is free; False if there is none."""
@@ -57,16 +66,17 @@ class Room:
         self.slots = slots
         self.slot_bytes = slot_bytes
         self._device = device
-        self._tenants = list(tenants)
+        self.tenants = list(tenants)
         self._recent = list(tenants)  # least recently used first
         self._computing: Tenant | None = None
+        self._made: list[Tensor] = []
         self._free: list[Tensor] | None = None
         self._meter: Meter | None = None
 
     @property
     def shared(self) -> bool:
         """Whether models take turns here."""
-        return bool(self._tenants)
+        return bool(self.tenants)
 
     @contextlib.contextmanager
     def turn(self, tenant: Tenant) -> Iterator[None]:
@@ -78,13 +88,12 @@ class Room:
         if not self.shared:
             yield
             return
-        if self._computing is not None:
+        # One that does not compute was interrupted as its turn ended.
+        if self._computing is not None and self._computing.computes():
             raise RuntimeError("two models that take turns on one device compute at once; give each a room of its own")
-        self._computing = tenant
-        if self._recent[-1] is not tenant:
-            self._recent.remove(tenant)
-            self._recent.append(tenant)
         try:
+            self._computing = tenant
+            self._recent = [*(other for other in self._recent if other is not tenant), tenant]
             yield
         finally:
             self._computing = None
@@ -94,7 +103,8 @@ class Room:
         if self._free is None:
             # Without this, slots made by a first call inside inference mode could never be filled outside it.
             with torch.inference_mode(False):
-                self._free = [device_buffer(self.slot_bytes, self._device) for _ in range(self.slots)]
+                self._made = [device_buffer(self.slot_bytes, self._device) for _ in range(self.slots)]
+            self._free = list(self._made)
             meter.hold(self.slots * self.slot_bytes)
             self._meter = meter
         while not self._free and any(other.give_up() for other in self._recent if other is not self._computing):
@@ -119,9 +129,15 @@ class Room:
         if self._meter is not None:
             self._meter.release(self.slots * self.slot_bytes)
         self._free = self._meter = None
+        self._made = []
+
+    def reset(self) -> None:
+        """After a failure, when no tenant has a slot any more: all are free."""
+        if self._free is not None:
+            self._free = list(self._made)
 
     def look_back(self, tenant: Tenant) -> None:
         """Lets the one whose turn comes next in a backward look ahead."""
-        if self._tenants and self._tenants[0] is not tenant:
-            following = self._tenants[self._tenants.index(tenant) - 1]
+        if self.tenants and self.tenants[0] is not tenant:
+            following = self.tenants[self.tenants.index(tenant) - 1]
             following.look_ahead(following.backward_order)

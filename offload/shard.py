@@ -49,6 +49,10 @@ class Pending(Protocol):
     failed. When it is done, ``shard.pending`` is None again.
     """
 
+    def settle(self) -> None:
+        """Waits until nothing of it is under way, whatever came of what was; also of a start that was interrupted."""
+        ...
+
     def start(self, slot: Tensor | None = None) -> Arrival:
         """Starts it. ``slot`` is about to be filled with the shard, and may be worked in."""
         ...
@@ -212,12 +216,12 @@ class Shard:
                 views = [s.view(self.slot) for s in self.slices]
             self._views[self.slot.data_ptr()] = views
         self._gradients_at_home = [parameter.grad for parameter in self.parameters]
+        self._wide = [None] * len(self.slices)
+        self.state = State.BOUND  # before the first parameter moves: see reset()
         for parameter, view in zip(self.parameters, views, strict=True):
             # Without this, autograd would add a visit's gradients to ``.grad`` at home while a lane writes there too.
             parameter.grad = None
             parameter.data = view
-        self._wide = [None] * len(self.slices)
-        self.state = State.BOUND
 
     def widen_gradients(self) -> None:
         """To be called after each micro-batch: where slots hold 16-bit types, sums gradients in a wider one.
@@ -242,20 +246,35 @@ class Shard:
             p.grad if wide is None else wide.to(there.dtype)
             for p, wide, there in zip(self.parameters, self._wide, self.at_home, strict=True)
         ]
+        self._go_home()
+        self.state = State.LOADED
+        return gradients
+
+    def _go_home(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None  # a gradient must be where its parameter is, so it goes first and comes last
         for position, gradient in enumerate(self._gradients_at_home):
             owner, s = self.owner_of(position)
             s.parameter.data = owner.home_view(s)
             s.parameter.grad = gradient
-        self.state = State.LOADED
-        return gradients
 
     def drop(self) -> None:
         """LOADED -> HOME. A slot is never copied back."""
         assert self.state is State.LOADED, f"shard {self.index} is {self.state.value}"
         self._slot = None
         self.state = State.HOME
+
+    def reset(self) -> None:
+        """Any state -> HOME, after a failure: also from the middle of a transition, and of another reset.
+
+        No copy into its slot may be under way.
+        """
+        if self.state is State.BOUND:
+            self.weight_casts.end_visit()
+            self._go_home()
+        self._wide = []
+        self.state = State.HOME
+        self._slot = None
 
     def forget_slots(self) -> None:
         """To be called when other slots take the place of those that it was in: nothing of them is kept alive."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from offload.walk.before import Before
 from offload.walk.cell import Cell
 from offload.walk.tape import Tape
 from offload.walk.walk import Walk
@@ -96,9 +97,10 @@ class _Offload(torch.autograd.Function):
         consume = not retained()
         try:
             back = node.walk.backward(tape, pieces, consume=consume, accumulate=accumulate)
-        except BaseException:
-            if tape.used:
-                tape.close()
+        except BaseException as error:
+            # After an interrupt, what the tape holds may be half-way between two places.
+            if tape.used or not isinstance(error, Exception):
+                tape.give_up()
             raise
         return (None, None, *_joined(back, tape, ctx.needs_input_grad[2:]))
 
@@ -132,13 +134,19 @@ def attach(walk: Walk, tape: Tape, outputs: Sequence[Any], inputs: Any) -> Any:
         outputs: one for each micro-batch, detached.
         inputs: the user's arguments, nested, as they were before they were cut into micro-batches.
     """
-    node = _Node(walk, tape, outputs)
-    leaves = list(node.leaves)
-    if node.differentiable:
-        phony = get_phony(walk.device, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(node.pack, node.unpack):
-            results = _Offload.apply(node, phony, *tensors_in(inputs))  # type: ignore[no-untyped-call]
-        for k, result in zip(node.differentiable, results, strict=True):
-            leaves[k] = result
-    node.leaves = []
-    return unflatten(leaves, node.spec)
+    before = Before(walk.device)
+    try:
+        node = _Node(walk, tape, outputs)
+        leaves = list(node.leaves)
+        if node.differentiable:
+            phony = get_phony(walk.device, requires_grad=True)
+            with torch.autograd.graph.saved_tensors_hooks(node.pack, node.unpack):
+                results = _Offload.apply(node, phony, *tensors_in(inputs))  # type: ignore[no-untyped-call]
+            for k, result in zip(node.differentiable, results, strict=True):
+                leaves[k] = result
+        node.leaves = []
+        return unflatten(leaves, node.spec)
+    except BaseException:
+        before.restore()
+        tape.give_up()
+        raise

@@ -164,8 +164,14 @@ class CellRunner:
             stack.enter_context(enable_checkpointing(False))
             stack.enter_context(torch.enable_grad())
             value = map_tensors(Tensor.clone, boundary) if record.copies_input else boundary
-            with mode:
-                return self._call(value, output_fn)
+            try:
+                with mode:
+                    return self._call(value, output_fn)
+            except BaseException:
+                # An interrupt may have skipped the end of the mode, under which what follows must not run.
+                if isinstance(mode, Skipper):
+                    mode.stop()
+                raise
 
     def forward_with_graph(self, boundary: Any, output_fn: OutputFn | None = None) -> Any:
         """Runs the cell once and for all, with its graph: what a step without recomputation does."""
