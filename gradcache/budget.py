@@ -18,10 +18,10 @@ from torch import nn
 from gradcache.chunks import call_arguments
 from gradcache.context_managers import devices_in_use
 from gradcache.grouping import SavedBytes
+from gradcache.nested import map_tensors, tensors_in
 from gradcache.streamed import StreamedModel
 from pipe.guard import Guard, Watched
 from pipe.microbatch import rows_of
-from pipe.nested import map_tensors, tensors_in
 from pipe.replay import Replay
 
 __all__ = ["ChunkBudget", "kept_by_a_shard", "kept_bytes"]
@@ -59,7 +59,7 @@ class ChunkBudget:
 
     def _choose(self, model: nn.Module, probes: list[Any], measure: Callable[[Any], int]) -> int:
         budget = self._budget_bytes if self._budget_bytes is not None else _free_bytes(model) // 2
-        rows = [rows_of(probe) for probe in probes]
+        rows = [rows_of(tensors_in(probe)) for probe in probes]
         sizes = [measure(probe) for probe in probes]
         per_row = sizes[1] / rows[1] if rows[0] == rows[1] else (sizes[1] - sizes[0]) / (rows[1] - rows[0])
         fixed = max(sizes[1] - per_row * rows[1], 0.0)
@@ -76,7 +76,7 @@ def kept_bytes(model: nn.Module, chunk: Any, encoder: Callable[[Any], Any]) -> i
     """What the graph of a chunk keeps besides parameters. A frozen model is measured as if it were trained."""
     parameters = list(model.parameters())
     counter = SavedBytes(parameters)
-    replay = Replay.capture(devices_in_use(chunk, parameters))
+    replay = Replay.capture(devices_in_use(tensors_in(chunk), parameters))
     with _as_if_trained(model):
         with Guard(Watched(model)).again(strict=False), replay.again(), counter, torch.enable_grad():
             encoder(map_tensors(lambda tensor: tensor.detach().clone(), chunk))
@@ -94,7 +94,7 @@ def kept_by_a_shard(model: Any, chunk: Any, process: Callable[[Any], Any], outpu
             f"expected a number of rows for a {type(model).__name__}, which has no activation_bytes(chunk) to choose "
             f"by, got chunk_sizes='auto'"
         )
-    replay = Replay.capture(devices_in_use(chunk, list(model.parameters())))
+    replay = Replay.capture(devices_in_use(tensors_in(chunk), list(model.parameters())))
     with _as_if_trained(model), replay.again():
         call = call_arguments(process(map_tensors(lambda tensor: tensor.detach().clone(), chunk)))
         return int(model.activation_bytes(call, output_fn=output_fn))

@@ -7,14 +7,16 @@ truncated to the shortest member.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from gradcache.nested import tensors_in
 from pipe.microbatch import rows_of
 
-__all__ = ["call_arguments", "check_rows_kept", "split_input"]
+__all__ = ["call_arguments", "check_rows_kept", "chunk_size_of", "split_input"]
 
 Name = str | int
 
@@ -40,6 +42,25 @@ def call_arguments(chunk: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         f"expected a model input that is a tensor, list, mapping or (list, mapping), got {type(chunk).__name__}; "
         f"override model_call, or let process_fn turn each chunk into one of these"
     )
+
+
+def chunk_size_of(size: Any) -> int | str:
+    """A chunk size: ``"auto"``, or an integer of any library (NumPy's).
+
+    Raises:
+        ValueError: if it is neither, or less than 1.
+    """
+    if isinstance(size, str) and size == "auto":
+        return size
+    if isinstance(size, bool) or not hasattr(size, "__index__"):
+        raise ValueError(
+            f"expected chunks of at least 1 row, as integers or 'auto', got chunk_sizes with {size!r} "
+            f"({type(size).__name__}); pass rows of a chunk"
+        )
+    rows = operator.index(size)
+    if rows < 1:
+        raise ValueError(f"expected chunks of at least 1 row, got chunk_sizes with {rows}")
+    return rows
 
 
 def split_input(model_input: Any, chunk_size: int, broadcast: Collection[Name] = ()) -> list[Any]:
@@ -72,7 +93,7 @@ def check_rows_kept(model_input: Any, chunks: Sequence[Any]) -> None:
     if not chunks:
         raise ValueError("expected split_input_fn to return at least one chunk, got none")
     try:
-        given, returned = rows_of(model_input), sum(rows_of(chunk) for chunk in chunks)
+        given, returned = rows_of(tensors_in(model_input)), sum(rows_of(tensors_in(chunk)) for chunk in chunks)
     except ValueError:
         return  # members of unequal rows: only the user's function knows what a row is
     if returned < given:

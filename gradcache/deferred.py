@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gradcache.representations import with_leaves
 from pipe.nested import flatten, unflatten
 
 __all__ = ["attach"]
@@ -47,8 +48,9 @@ def attach(encoded: Any, differentiable: Sequence[bool], inputs: Sequence[Tensor
         return tuple(encoded)
 
     def run(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        given = iter(gradients)
-        return second_pass(unflatten([next(given) if wants else None for wants in wanted], spec))
+        given, wants = iter(gradients), iter(wanted)
+        parts = [[next(given) if next(wants) else None for _ in flatten(tower)[0]] for tower in encoded]
+        return second_pass([with_leaves(part, flatten(tower)[1]) for part, tower in zip(parts, encoded, strict=True)])
 
     # An input that takes a gradient, so that the node has one even where parameters are all there is to train.
     root = torch.empty(0, requires_grad=True)

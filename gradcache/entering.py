@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gradcache.chunks import call_arguments
-from pipe.nested import map_tensors, tensors_in
+from gradcache.nested import map_tensors, tensors_in
 from pipe.replay import Replay, devices_of
 
 __all__ = ["Entering", "InputFn", "has_graph", "processing"]

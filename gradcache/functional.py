@@ -20,8 +20,7 @@ Parameters narrower than 32 bits add up exactly if the closures run inside :clas
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, TypeVar, overload
 
@@ -30,8 +29,9 @@ from torch import Tensor, nn
 
 from gradcache import representations
 from gradcache.gather import gather_own
+from gradcache.reach import Reach
 from gradcache.two_pass import ChunkState, FirstPass
-from pipe.nested import flatten, unflatten
+from pipe.nested import flatten
 
 __all__ = ["cached", "cat_input_tensor", "gather_input_tensor"]
 
@@ -49,12 +49,12 @@ def cached(func: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         Call the closure with the leaves, as they were returned, after the loss's backward: it runs ``func`` again with
         the same random numbers on every device, the same autocast and the same buffers, and pushes the leaves'
         gradients through it. Leaves without a gradient cost nothing. Buffers of the modules that ``func`` can see
-        (arguments, closure, ``self``, globals it names) are counted once.
+        (arguments, closure, ``self`` and what it holds, globals it names) are counted once.
     """
 
     @wraps(func)
     def first_pass(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        modules = nn.ModuleList(_modules_in_reach(func, args, kwargs))
+        modules = nn.ModuleList(Reach(args, kwargs, func).modules)
         first = FirstPass(modules)
         # The arguments are a chunk like any other: copied should func write over them.
         output, state = first.run((args, kwargs), lambda chunk: func(*chunk[0], **chunk[1]))
@@ -87,33 +87,7 @@ def _matching_gradient(output: Any, given: Any) -> Any:
             f"expected the representations that the first pass returned, of shapes {shapes[0]}, got {shapes[1]}; "
             f"call each closure with its own"
         )
-    structure = flatten(output)[1]
-    return unflatten([t.grad if isinstance(t, Tensor) else None for t in theirs], structure)
-
-
-def _modules_in_reach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[nn.Module]:
-    """Each module among the arguments of a function, its closure, its ``self`` and the globals that it names."""
-    reach: list[Any] = [*flatten((args, kwargs))[0], func]
-    inner = inspect.unwrap(func)
-    if isinstance(inner, partial):
-        reach += [*inner.args, *inner.keywords.values()]
-        inner = inner.func
-    reach.append(getattr(inner, "__self__", None))
-    inner = getattr(inner, "__func__", inner)
-    for cell in getattr(inner, "__closure__", None) or ():
-        try:
-            reach.append(cell.cell_contents)
-        except ValueError:  # a name that is not bound yet
-            continue
-    code = getattr(inner, "__code__", None)
-    if code is not None:
-        names = getattr(inner, "__globals__", {})
-        reach += [names[name] for name in code.co_names if name in names]
-    seen: set[int] = set()
-    for value in reach:
-        if isinstance(value, nn.Module) and id(value) not in seen:
-            seen.add(id(value))
-            yield value
+    return representations.with_leaves([t.grad if isinstance(t, Tensor) else None for t in theirs], flatten(output)[1])
 
 
 def cat_input_tensor(func: Callable[..., Result]) -> Callable[..., Result]:

@@ -16,7 +16,7 @@ subclass hooks are those of the package ``GradCache``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -27,12 +27,15 @@ from torch import Tensor, nn
 from gradcache import chunks as chunking
 from gradcache import representations, two_pass
 from gradcache.budget import ChunkBudget, kept_by_a_shard, kept_bytes
+from gradcache.callables import CallableModel, Towers
 from gradcache.deferred import attach
-from gradcache.distributed import unwrapped
+from gradcache.distributed import unwrapped, watch
 from gradcache.layered import LayeredModel
+from gradcache.nested import map_tensors, tensors_in
+from gradcache.reach import Reach
+from gradcache.sharded import check_equal_chunks
 from gradcache.step import Step, Tower
 from gradcache.streamed import StreamedModel
-from pipe.nested import map_tensors, tensors_in
 
 __all__ = ["GradCache", "StepResult"]
 
@@ -48,14 +51,15 @@ class StepResult:
     auxiliary: tuple[Any, ...] = ()
     """What the loss function returned after the loss, detached."""
     greatest_difference: float | None = None
-    """Greatest absolute difference between the two passes' representations; None without ``audit``."""
+    """Greatest absolute difference between the two passes' results; None without ``audit``."""
 
 
 class GradCache:
     """Computes the gradient of a big batch's loss chunk by chunk; stepping the optimizer is left to the caller.
 
     Args:
-        models: the encoders ("towers"), one per input of a step; the same module may stand there more than once.
+        models: the encoders ("towers"), one per input of a step; the same module may stand there more than once. A
+            callable (``clip.encode_image``) trains the modules that it can be seen to use, see ``reach``.
             A model with ``forward_chunks`` (``offload.OffloadModel``) is walked shard by shard, see ``streamed``; make
             it with ``checkpoint_activation=True``, or it keeps the activations of all chunks.
         chunk_sizes: rows of a chunk, for all towers or one number each; ``"auto"``: what ``memory_budget`` holds.
@@ -75,7 +79,7 @@ class GradCache:
         regroup: whether that walk may run several chunks together.
         memory_budget: bytes that the graph of a chunk may keep (over an OffloadModel: of one shard at a time), for
             ``chunk_sizes="auto"``; default: half of what is free.
-        audit: compare the two passes' representations, see ``StepResult.greatest_difference``.
+        audit: compare what the two passes return, layer by layer where a model is walked so; see ``audit``.
 
     Raises:
         TypeError, ValueError: at construction or at the start of a step, before any gradient is written.
@@ -86,7 +90,7 @@ class GradCache:
 
     def __init__(
         self,
-        models: Sequence[nn.Module],
+        models: Sequence[nn.Module | Callable[..., Any]],
         chunk_sizes: int | str | Sequence[int | str],
         loss_fn: Callable[..., Any],
         split_input_fn: Callable[[Any, int], Any] | None = None,
@@ -102,7 +106,7 @@ class GradCache:
         regroup: bool = True,
         memory_budget: int | None = None,
     ) -> None:
-        if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
+        if callable(models) and not isinstance(models, nn.ModuleList):
             raise TypeError(f"expected a list of models, got a {type(models).__name__}; pass models=[model]")
         if fp16 and scaler is None:
             raise ValueError("expected a gradient scaler with fp16=True, got scaler=None; pass torch.amp.GradScaler()")
@@ -111,8 +115,11 @@ class GradCache:
         if isinstance(broadcast, str):
             raise TypeError(f"expected a collection of names, got broadcast={broadcast!r}; pass ({broadcast!r},)")
         self.models = models
-        uniform = isinstance(chunk_sizes, (int, str))
-        self.chunk_sizes: list[Any] = [chunk_sizes] * len(models) if uniform else list(cast(Sequence[Any], chunk_sizes))
+        self.chunk_sizes: list[Any] = (
+            list(chunk_sizes)
+            if isinstance(chunk_sizes, Iterable) and not isinstance(chunk_sizes, str)
+            else [chunk_sizes] * len(models)
+        )
         self.loss_fn = loss_fn
         self.split_input_fn = split_input_fn
         self.get_rep_fn = get_rep_fn
@@ -129,6 +136,9 @@ class GradCache:
         self._inputs = two_pass.InputGradients()
         self._wants_gradient: list[bool] = []
         self._auxiliary: tuple[Any, ...] = ()
+        #: Looks at a graph of the step that runs, see ``distributed.Reduction.check``.
+        self._check: Callable[[Any, Any], None] | None = None
+        self._adapters = Towers()
         self._difference = 0.0
         self.layered: WeakKeyDictionary[nn.Module, LayeredModel] = WeakKeyDictionary()
         self._check_towers()
@@ -149,8 +159,7 @@ class GradCache:
 
     def get_input_tensors(self, model_input: Any) -> list[Tensor]:
         """Tensors of a chunk whose devices' random states are kept, besides those of the model and those in use."""
-        # A UserDict is a mapping that torch's pytree does not open.
-        return tensors_in(dict(model_input) if isinstance(model_input, Mapping) else model_input)
+        return tensors_in(model_input)
 
     def model_call(self, model: nn.Module, model_input: Any) -> Any:
         """Calls the model with a chunk as its arguments."""
@@ -186,7 +195,9 @@ class GradCache:
                 "expected a loss that depends on a representation of a trainable tower or on a parameter, got one that "
                 "needs no gradient; do not detach, or call the step under torch.no_grad() to evaluate"
             )
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        if self._check is not None:
+            self._check(loss, (leaves, loss_kwargs))
+        representations.push([loss if self.scaler is None else self.scaler.scale(loss)], [None])
         return [representations.gradients(rep) for rep in leaves], loss.detach()
 
     def forward_backward(
@@ -199,7 +210,9 @@ class GradCache:
     ) -> None:
         """The second pass: each chunk again with a graph, and its rows of the gradient cache through it."""
         encoder = self.encoder_of(model)
-        difference = two_pass.backward(model_inputs, cached_gradients, random_states, encoder, self._inputs)
+        difference = two_pass.backward(
+            model_inputs, cached_gradients, random_states, encoder, self._inputs, self._check
+        )
         self._difference = max(self._difference, difference)
 
     def cache_step(self, *model_inputs: Any, no_sync_except_last: bool = False, **loss_kwargs: Any) -> Tensor:
@@ -214,8 +227,9 @@ class GradCache:
             The loss of the whole batch, detached. :attr:`step_result` holds it with the representations.
         """
         step = self._step(model_inputs, no_sync_except_last)
-        heads = self._heads(self.get_rep_fn, self.loss_fn)
+        heads = self._heads("get_reps", "processed", "compute_loss", given=loss_kwargs)
         with step.gradients(heads) as commit:
+            self._check = step.reduction.check
             encoded = step.encode()
             if torch.is_grad_enabled():
                 self._wants_gradient = step.wants_gradient
@@ -244,7 +258,8 @@ class GradCache:
             return tuple(encoded)
 
         def second_pass(cache: list[Any]) -> list[Tensor | None]:
-            with step.gradients(self._heads(self.get_rep_fn)) as commit:
+            with step.gradients(self._heads("get_reps", "processed"), in_backward=True) as commit:
+                self._check = step.reduction.check
                 self._second_pass(step, cache, False)
                 step.inputs.flow()
                 commit()
@@ -265,15 +280,15 @@ class GradCache:
                 f"expected one input per model, got {len(model_inputs)} inputs for {len(self.models)} models; "
                 f"pass what a single model needs as one list, mapping or (list, mapping)"
             )
-        if no_sync_except_last and not all(hasattr(model, "no_sync") for model in self.models):
+        if no_sync_except_last and not all(hasattr(model, "no_sync") for model in self.towers):
             raise ValueError(
                 "expected models wrapped in DistributedDataParallel with no_sync_except_last=True, got one that has no "
                 "no_sync(); wrap all models or drop the flag"
             )
         self._auxiliary = ()
         # A subclass that calls the model in its own way gets it as it was given, wrapper and all.
-        models = list(self.models if self.replaced("model_call") else map(unwrapped, self.models))
-        for model, inner in zip(self.models, models, strict=True):
+        models = list(self.towers if self.replaced("model_call") else map(unwrapped, self.towers))
+        for model, inner in zip(self.towers, models, strict=True):
             if model is not inner and isinstance(inner, StreamedModel):
                 raise ValueError(
                     f"expected a {type(inner).__name__} by itself, got one in {type(model).__name__}: its gradients "
@@ -281,6 +296,7 @@ class GradCache:
                 )
         sizes = [self._rows(*parts) for parts in zip(models, model_inputs, self.chunk_sizes, strict=True)]
         split = [self.split_inputs(x, size) for x, size in zip(model_inputs, sizes, strict=True)]
+        check_equal_chunks(models, [len(chunks) for chunks in split])
         return Step(self, [Tower(model, chunks) for model, chunks in zip(models, split, strict=True)])
 
     def _rows(self, model: nn.Module, model_input: Any, size: int | str) -> int:
@@ -319,20 +335,20 @@ class GradCache:
                     f"(chunk_sizes={self.chunk_sizes}); pass one number, or one for each"
                 )
             self.chunk_sizes = [self.chunk_sizes[0]] * len(self.models)
-        for size in self.chunk_sizes:
-            if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-                raise ValueError(f"expected chunks of at least 1 row, got chunk_sizes={self.chunk_sizes}")
-        for model in self.models:
-            if not isinstance(model, nn.Module):
-                raise TypeError(f"expected torch modules, got {type(model).__name__} among models")
+        self.chunk_sizes = [chunking.chunk_size_of(size) for size in self.chunk_sizes]
+        self.towers: Sequence[nn.Module] = self._adapters.of(self.models)
+        watch(self.towers)
 
     # -- what a model is run in ---------------------------------------------------------------------------------------
 
     def encoder_of(self, model: nn.Module) -> Callable[[Any], Any]:
         """A chunk's way to its representations: ``process_fn``, the model, ``get_reps``."""
 
+        # A subclass that calls the model in its own way gets it as it was given.
+        given: Any = model.function if isinstance(model, CallableModel) and self.replaced("model_call") else model
+
         def encode(chunk: Any) -> Any:
-            out = self.model_call(model, self.processed(chunk))
+            out = self.model_call(given, self.processed(chunk))
             with self.autocast(model):
                 return self.get_reps(out)
 
@@ -346,10 +362,16 @@ class GradCache:
         """Whether a subclass, or an attribute of this object, replaces one of these hooks."""
         return any(getattr(getattr(self, hook), "__func__", None) is not getattr(GradCache, hook) for hook in hooks)
 
-    @staticmethod
-    def _heads(*functions: Any) -> list[nn.Module]:
-        """Those of the functions that are modules, with parameters of their own."""
-        return [function for function in functions if isinstance(function, nn.Module)]
+    def _heads(self, *hooks: str, given: Mapping[str, Any] | None = None) -> Reach:
+        """What these hooks train, and parameters that are ``given`` to them."""
+        functions = {"get_reps": self.get_rep_fn, "processed": self.process_fn, "compute_loss": self.loss_fn}
+        used = [getattr(self, hook) if self.replaced(hook) else functions[hook] for hook in hooks]
+        kept = [
+            value
+            for value in (given or {}).values()
+            if not isinstance(value, Tensor) or isinstance(value, nn.Parameter)
+        ]
+        return Reach(*used, *kept)
 
     def autocast(self, *owners: Any) -> contextlib.AbstractContextManager[Any]:
         """The context of ``precision`` on the device that modules or tensors are on."""

@@ -33,6 +33,7 @@ from torch import nn
 from gradcache.entering import Entering, InputFn
 from gradcache.layered_tape import LayeredTape
 from gradcache.layers import Layers
+from gradcache.sharded import is_sharded
 from pipe.nested import tensors_in
 from pipe.replay import autocast_without_cache, devices_of
 
@@ -44,7 +45,8 @@ OutputFn = Callable[[Any], Any]
 def is_plain_sequential(model: nn.Module) -> bool:
     """Whether running the layers one after the other is all that the module does."""
     own_forward = type(model).forward is nn.Sequential.forward
-    return isinstance(model, nn.Sequential) and len(model) > 0 and own_forward and not model._forward_hooks
+    plain = isinstance(model, nn.Sequential) and len(model) > 0 and own_forward and not model._forward_hooks
+    return plain and not is_sharded(model)
 
 
 class LayeredModel(Layers):

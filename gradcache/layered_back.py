@@ -22,7 +22,7 @@ from torch import Tensor
 from gradcache import grouping, representations
 from gradcache.cells import Again, Graph, Group, Kept, Work
 from gradcache.tables import rows_in_place
-from pipe.dead_code import OtherOperations, Skipper
+from pipe.elimination import leaving_out
 from pipe.nested import flatten, map_tensors
 
 __all__ = ["push_back"]
@@ -37,7 +37,7 @@ def push_back(work: Work, groups: list[Group], output_gradients: Sequence[Any]) 
             together.append(groups.pop())
         _push_together(work, together, output_gradients, links)
     if links:
-        torch.autograd.backward([tensor for tensor, _ in links], [gradient for _, gradient in links])
+        representations.push([tensor for tensor, _ in links], [gradient for _, gradient in links])
 
 
 def _push_together(
@@ -79,27 +79,34 @@ def _back_through(work: Work, j: int, cell: Again | Graph, group: Group, gradien
         _backward(cell.output, gradient)
         return representations.gradients(cell.leaves)
     leaves = work.leaves(j, cell.kept.back() if cell.kept is not None else work.entered(group))
-    if cell.dead_code is not None:
-        with contextlib.suppress(OtherOperations):
-            return _repeat(work, j, cell, group, leaves, gradient, Skipper(cell.dead_code))
-        if group.profile is not None:
-            group.profile.dead_code[j] = None  # the layer does other operations than when it was surveyed
-    return _repeat(work, j, cell, group, leaves, gradient)
-
-
-def _repeat(
-    work: Work, j: int, cell: Again, group: Group, leaves: Any, gradient: Any, skipper: Skipper | None = None
-) -> Any:
-    # Buffers stay as they were until backward is done, which may read them.
-    with cell.guard.again(strict=False), torch.enable_grad():
-        with cell.replay.again():
-            given = cell.given(leaves)
-            with skipper or contextlib.nullcontext(), rows_in_place(work.model.tables[j]):
-                result = work.apply(j, given, group)
-        if skipper is not None:
-            skipper.check()
+    with contextlib.ExitStack() as stack:
+        result, as_surveyed = leaving_out(
+            cell.dead_code, lambda mode: _repeated(work, j, cell, group, leaves, mode, stack)
+        )
+        if not as_surveyed and group.profile is not None:
+            group.profile.dead_code[j] = None
         _backward(result, gradient)
     return representations.gradients(leaves)
+
+
+def _repeated(
+    work: Work,
+    j: int,
+    cell: Again,
+    group: Group,
+    leaves: Any,
+    mode: contextlib.AbstractContextManager[Any],
+    until_backward: contextlib.ExitStack,
+) -> Any:
+    """The cell's result once more. Buffers stay as they were until backward is done, which may read them."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(cell.guard.again(strict=False))
+        with torch.enable_grad(), cell.replay.again():
+            given = cell.given(leaves)
+            with mode, rows_in_place(work.model.tables[j]):
+                result = work.apply(j, given, group)
+        until_backward.push(stack.pop_all())
+    return result
 
 
 def _find_again(work: Work, group: Group) -> None:

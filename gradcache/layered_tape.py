@@ -202,7 +202,9 @@ class LayeredTape:
         """The layer's result, whether it writes over its input, which is then met on a copy only, and what it met."""
         known = self._model.writes_input[j]
         given = value if known is False else map_tensors(torch.clone, value)
-        versions = [tensor._version for tensor in tensors_in(given)]
+        # Tensors of inference mode do not count their changes, so that nothing can be learnt from them.
+        counted = not any(tensor.is_inference() for tensor in tensors_in(given))
+        versions = [tensor._version for tensor in tensors_in(given)] if counted else []
         with contextlib.ExitStack() as stack:
             for mode in modes:
                 stack.enter_context(mode)
@@ -210,6 +212,8 @@ class LayeredTape:
                 listener.meets([*tensors_in(given), *self._model.watched[j].tensors()])
                 stack.enter_context(listener)
             result = self._work.apply(j, given, group)
+        if not counted:
+            return result, True, given
         writes = versions != [tensor._version for tensor in tensors_in(given)]
         if writes and known is False:
             raise RuntimeError(f"expected layer {j} to treat all chunks alike, but it wrote over its input only once")

@@ -35,7 +35,7 @@ class Profile:
     graph_bytes: tuple[int, ...]
     """What each layer's lean graph keeps, with what entered it."""
     dead_code: list[DeadCode | None]
-    """What each layer's recomputation may leave out; None where that turned out to be wrong, too."""
+    """What each layer's recomputation may leave out; None also where another chunk's turned out to differ."""
 
     def scaled(self, nbytes: int, rows: int) -> int:
         """As many bytes of ``rows`` rows as ``nbytes`` are of the first chunk."""

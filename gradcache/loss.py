@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradcache.gather import gather_rows, rows_per_rank
-from gradcache.tiles import tiled
+from gradcache.tiles import tiled, wide
 
 __all__ = [
     "ContrastiveLossWithQueryClosure",
@@ -23,6 +23,7 @@ __all__ = [
     "LabelContrastiveLoss",
     "SigmoidContrastiveLoss",
     "SimpleContrastiveLoss",
+    "over_processes",
 ]
 
 
@@ -80,10 +81,23 @@ class SimpleContrastiveLoss:
     def _one_way(self, x: Tensor, y: Tensor, target: Tensor, reduction: str) -> Tensor:
         if self.tile_rows is None or reduction == "none":
             return _cross_entropy(x, y, target, self.scale, reduction)
+        total, dtype = self._total(x, y, target)
+        return (total / (target >= 0).sum() if reduction == "mean" else total).to(dtype)
+
+    def _total(self, x: Tensor, y: Tensor, target: Tensor) -> tuple[Tensor, torch.dtype]:
+        """The sum over queries, in at least 32 bits, and the type that the loss has."""
+        dtype = x.dtype
+
+        def tile(x: Tensor, y: Tensor, target: Tensor) -> Tensor:
+            nonlocal dtype
+            per_query = _cross_entropy(x, y, target, self.scale, "none")
+            dtype = per_query.dtype
+            return per_query.sum(dtype=wide(dtype))
+
         # Summed, not averaged, per tile: rows that cross_entropy ignores (target -100) do not count in its mean.
-        by_tiles = tiled(_cross_entropy, tile_rows=self.tile_rows, cut=(2,), reduction="sum")
-        total = by_tiles(x, y, target, self.scale, "sum")
-        return total / (target >= 0).sum() if reduction == "mean" else total
+        by_tiles = _by_tiles(tile, self.tile_rows, cut=(2,), reduction="sum")
+        total = by_tiles(x, y, target)
+        return total, dtype
 
     def _target(self, x: Tensor, y: Tensor, target: Tensor | None) -> Tensor:
         if target is not None:
@@ -209,7 +223,7 @@ class DistributedContrastiveLoss(SimpleContrastiveLoss):
         local = target is None or target.size(0) == x.size(0)
         if target is None:
             target = self._target(x, y, None)
-        rank, world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        rank = dist.get_rank(self.group)
         counted = int((target >= 0).sum())
         sizes = rows_per_rank(x.size(0), y.size(0), counted, device=x.device, group=self.group)
         if local:
@@ -220,11 +234,19 @@ class DistributedContrastiveLoss(SimpleContrastiveLoss):
         gathered = gather_rows(y, [rows for _, rows, _ in sizes], self.group)
         if reduction == "none":
             return self._one_way(x, gathered, target, "none")
-        mine = self._one_way(x, gathered, target, "sum")
+        mine, dtype = self._total(x, gathered, target)
         total = sum(n for _, _, n in sizes) if local else counted
-        scale = world / max(total, 1) if reduction == "mean" else float(world)
-        loss = mine * scale
-        value = loss.detach().clone()
-        dist.all_reduce(value, group=self.group)
-        # The difference is exactly zero; it carries this process's gradient under the big batch's value.
-        return value / world + (loss - loss.detach())
+        return over_processes(mine, total if reduction == "mean" else 1, dtype, self.group)
+
+
+def over_processes(mine: Tensor, count: int, dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The sum of every process's ``mine`` over ``count``, on every process.
+
+    Its gradient is this process's, scaled so that the mean over processes is the gradient of the whole.
+    """
+    world = dist.get_world_size(group)
+    loss = mine * (world / max(count, 1))
+    value = loss.detach().clone()
+    dist.all_reduce(value, group=group)
+    # The difference is exactly zero; it carries this process's gradient under the big batch's value.
+    return (value / world + (loss - loss.detach())).to(dtype)

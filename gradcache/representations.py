@@ -7,14 +7,17 @@ for, so a split function may cut as it likes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradcache.reach import leaves_of
 from pipe.microbatch import gather_nested, rows_of
-from pipe.nested import flatten, map_tensors, tensors_in, unflatten
+from pipe.nested import TreeSpec, flatten, map_tensors, tensors_in, unflatten
 
 __all__ = [
     "as_leaves",
@@ -24,8 +27,11 @@ __all__ = [
     "gradients",
     "greatest_difference",
     "has_gradient",
+    "past_accumulation_hooks",
+    "push",
     "rows_in",
     "split_gradients",
+    "with_leaves",
 ]
 
 
@@ -81,7 +87,14 @@ def _as_leaf(tensor: Tensor) -> Tensor:
 
 def gradients(representation: Any) -> Any:
     """The ``.grad`` of every tensor of :func:`as_leaves` in the same structure; None where the loss ignored it."""
-    return map_tensors(lambda tensor: tensor.grad, representation)
+    leaves, spec = flatten(representation)
+    return with_leaves([leaf.grad if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
+def with_leaves(gradients: list[Any], spec: TreeSpec) -> Any:
+    """Gradients in the structure of a representation; in a list, if it is one that drops what is None (ModelOutput)."""
+    value = unflatten(list(gradients), spec)
+    return value if len(flatten(value)[0]) == len(gradients) else gradients
 
 
 def has_gradient(gradient: Any) -> bool:
@@ -93,7 +106,7 @@ def split_gradients(gradient: Any, rows: Sequence[int]) -> list[Any]:
     """Cuts the gradient of a whole batch into the chunks that have these numbers of ``rows``."""
     leaves, spec = flatten(gradient)
     columns = [leaf.split(list(rows)) if isinstance(leaf, Tensor) else (leaf,) * len(rows) for leaf in leaves]
-    return [unflatten([column[i] for column in columns], spec) for i in range(len(rows))]
+    return [with_leaves([column[i] for column in columns], spec) for i in range(len(rows))]
 
 
 def backward(representation: Any, gradient: Any) -> None:
@@ -107,8 +120,46 @@ def backward(representation: Any, gradient: Any) -> None:
         for output, grad in zip(flatten(representation)[0], flatten(gradient)[0], strict=True)
         if isinstance(grad, Tensor) and isinstance(output, Tensor) and output.requires_grad
     ]
-    if pairs:
-        torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+    push([output for output, _ in pairs], [grad for _, grad in pairs])
+
+
+_past_hooks: ContextVar[bool] = ContextVar("past_accumulation_hooks", default=False)
+
+
+@contextlib.contextmanager
+def past_accumulation_hooks() -> Iterator[None]:
+    """Inside, :func:`push` adds gradients to ``.grad`` itself, past hooks on the nodes that accumulate them.
+
+    For a module whose wrapper listens there for another backward. What was registered on the tensors themselves runs.
+    """
+    token = _past_hooks.set(True)
+    try:
+        yield
+    finally:
+        _past_hooks.reset(token)
+
+
+def push(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Pushes gradients through the graph of ``outputs``, into ``.grad`` of its leaves."""
+    if not outputs:
+        return
+    if not _past_hooks.get():
+        torch.autograd.backward(list(outputs), list(gradients))
+        return
+    leaves = list({id(leaf): leaf for leaf in leaves_of(*outputs)}.values())
+    leaves += [output for output in outputs if output.is_leaf]
+    found = torch.autograd.grad(list(outputs), leaves, list(gradients), allow_unused=True)
+    for leaf, gradient in zip(leaves, found, strict=True):
+        if gradient is None:
+            continue
+        if leaf.grad is None:
+            leaf.grad = gradient.detach().clone()  # one tensor may be the gradient of several leaves
+        elif leaf.grad.layout == gradient.layout:
+            leaf.grad.add_(gradient)
+        else:
+            leaf.grad = leaf.grad + gradient
+        for hook in list((getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values()):
+            hook(leaf)
 
 
 def greatest_difference(first: Any, second: Any) -> float:

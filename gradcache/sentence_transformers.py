@@ -1,12 +1,9 @@
 """The cached ranking loss of sentence-transformers, same interface, on this package's step.
 
-``CachedMultipleNegativesRankingLoss`` here takes the place of the class of that name: the constructor, ``forward`` and
-``get_config_dict`` are called the same way, and a trainer calls it as it calls any loss. Other inside: every generator
-and buffer is replayed, scores are computed by tiles, the second pass runs in the caller's ``backward()`` and puts
-gradients together in one piece.
-
-Not here: the options ``directions``, ``partition_mode``, ``hardness_mode``, ``hardness_strength`` and
-``mini_batch_num_tokens`` of that package's release 6; passing one is a TypeError.
+``CachedMultipleNegativesRankingLoss`` here takes the place of the class of that name, of release 6: the constructor,
+``forward``, ``calculate_loss`` and ``get_config_dict`` are called the same way, a trainer calls it as it calls any
+loss, and ``MatryoshkaLoss`` goes around it. Other inside: every generator and buffer is replayed, the second pass runs
+in the caller's ``backward()`` and puts gradients together in one piece, processes may have different numbers of rows.
 
 Nothing is imported from that package: a model is anything that maps a dict of features to a dict with
 ``"sentence_embedding"``.
@@ -14,16 +11,19 @@ Nothing is imported from that package: a model is anything that maps a dict of f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gradcache.features import FeatureSplitter
 from gradcache.grad_cache import GradCache
-from gradcache.loss import DistributedContrastiveLoss
-from gradcache.tiles import tiled
+from gradcache.ranking import Ranking
+from gradcache.reach import leaves_of
+from gradcache.tiles import with_known_gradients
 
 __all__ = ["CachedMultipleNegativesRankingLoss", "cos_sim"]
 
@@ -41,11 +41,23 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
         scale: similarities are multiplied by it.
         similarity_fct: ``similarity_fct(a, b)`` returns (rows of a, rows of b).
         mini_batch_size: rows that are encoded, and whose scores exist, at a time.
-        gather_across_devices: take the candidates of all processes.
+        mini_batch_num_tokens: encode as many rows at a time as have up to this many tokens instead.
+        gather_across_devices: take the candidates of all processes; in a single process there are no others.
+        directions: what each anchor and each positive is compared with, see ``ranking``.
+        partition_mode: ``"joint"``: one softmax over all directions; ``"per_direction"``: the mean of one for each.
         show_progress_bar: accepted for callers that pass it; this loss prints nothing.
+        hardness_mode: which negatives count more the more similar they are: ``"in_batch_negatives"``,
+            ``"hard_negatives"``, ``"all_negatives"`` or None.
+        hardness_strength: how much more.
+
+    Raises:
+        ValueError: for arguments that no loss has.
 
     Source: Henderson et al., "Efficient Natural Language Response Suggestion" (2017); Gao et al. (2021) for the cache.
     """
+
+    #: Tells wrappers of that package that the model runs again in backward, so that they go around calculate_loss.
+    uses_gradient_cache = True
 
     def __init__(
         self,
@@ -53,22 +65,41 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
         scale: float = 20.0,
         similarity_fct: Callable[[Tensor, Tensor], Tensor] = cos_sim,
         mini_batch_size: int = 32,
-        *,
+        mini_batch_num_tokens: int | None = None,
         gather_across_devices: bool = False,
+        directions: Sequence[str] = ("query_to_doc",),
+        partition_mode: str = "joint",
         show_progress_bar: bool = False,
+        hardness_mode: str | None = None,
+        hardness_strength: float = 0.0,
     ) -> None:
         super().__init__()
-        is_cosine = getattr(similarity_fct, "__name__", "") == "cos_sim"
-        if gather_across_devices and not is_cosine:
-            raise ValueError(
-                "expected similarity_fct=cos_sim with gather_across_devices=True; normalise inside the model"
-            )
+        if mini_batch_num_tokens is not None and mini_batch_num_tokens < 1:
+            raise ValueError(f"expected mini_batch_num_tokens >= 1 or None, got {mini_batch_num_tokens}")
         self.model = model
         self.scale = scale
         self.similarity_fct = similarity_fct
         self.mini_batch_size = mini_batch_size
+        self.mini_batch_num_tokens = mini_batch_num_tokens
         self.gather_across_devices = gather_across_devices
+        self.directions = tuple(directions)
+        self.partition_mode = partition_mode
         self.show_progress_bar = show_progress_bar
+        self.hardness_mode = hardness_mode
+        self.hardness_strength = hardness_strength
+        self._ranking()
+
+    def _ranking(self) -> Ranking:
+        return Ranking(
+            self.similarity_fct,
+            self.scale,
+            self.directions,
+            self.partition_mode,
+            self.hardness_mode,
+            self.hardness_strength,
+            self.mini_batch_size,
+            self.gather_across_devices,
+        )
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """The loss of a batch; its ``backward()`` runs the second pass.
@@ -78,41 +109,116 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
             labels: not used.
 
         Raises:
-            ValueError: if there are no positives.
+            ValueError: if there are no positives, or features that cannot be cut into rows.
         """
         columns = list(sentence_features)
         if len(columns) < 2:
             raise ValueError(f"expected features of anchors and of positives at least, got {len(columns)} column")
         # A model is called with the dict as its one argument, not with its members as keywords.
         inputs: list[tuple[list[Any], dict[str, Any]]] = [([dict(features)], {}) for features in columns]
-        cache = GradCache([self.model] * len(columns), self.mini_batch_size, _no_loss, get_rep_fn=_sentence_embedding)
-        return self.calculate_loss(list(cache.encode(*inputs)))
+        cache = GradCache(
+            [self.model] * len(columns),
+            self.mini_batch_size,
+            _no_loss,
+            FeatureSplitter(self.mini_batch_num_tokens),
+            _Embedding(self.model),
+            process_fn=_with_own_dict,
+        )
+        reps = list(cache.encode(*inputs))
+        if "calculate_loss" not in vars(self) or not torch.is_grad_enabled():
+            return self.calculate_loss([[rep] for rep in reps], labels)
+        return self._decorated_loss(reps, labels)
 
-    def calculate_loss(self, reps: list[Tensor]) -> Tensor:
-        """The loss of representations of anchors, positives, and hard negatives."""
-        anchors, candidates = reps[0], torch.cat(reps[1:])
-        own = torch.arange(anchors.size(0), device=anchors.device)
-        if self.gather_across_devices:
-            loss = DistributedContrastiveLoss(tile_rows=self.mini_batch_size, temperature=1.0 / self.scale)
-            return loss(F.normalize(anchors, dim=1), F.normalize(candidates, dim=1), target=own)
-        return tiled(self._tile, tile_rows=self.mini_batch_size, cut=(2,))(anchors, candidates, own)
+    def _decorated_loss(self, reps: list[Tensor], labels: Tensor | None) -> Tensor:
+        """The loss where a wrapper put its own function around ``calculate_loss``, which asks for gradients at once."""
+        leaves = [rep.detach().requires_grad_() for rep in reps]
+        value = self.calculate_loss([[leaf] for leaf in leaves], labels, with_backward=True)
+        return with_known_gradients(
+            value.detach(), [(rep, leaf.grad) for rep, leaf in zip(reps, leaves, strict=True) if leaf.grad is not None]
+        )
 
-    def _tile(self, anchors: Tensor, candidates: Tensor, own: Tensor) -> Tensor:
-        return F.cross_entropy(self.similarity_fct(anchors, candidates) * self.scale, own)
+    def calculate_loss(
+        self, reps: Sequence[Tensor | Sequence[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
+    ) -> Tensor:
+        """The loss of representations of anchors, positives, and hard negatives.
+
+        Args:
+            reps: one tensor for each column, or a list of tensors whose rows belong below each other.
+            labels: not used.
+            with_backward: fill ``.grad`` of the representations, and return the value alone.
+        """
+        columns = [rep if isinstance(rep, Tensor) else torch.cat(list(rep)) for rep in reps]
+        loss = self._ranking()(columns[0], columns[1:])
+        if not with_backward:
+            return loss
+        given = {id(rep) for column in reps for rep in ([column] if isinstance(column, Tensor) else column)}
+        if any(id(leaf) not in given for leaf in leaves_of(loss)):
+            raise ValueError(
+                "expected a similarity_fct without trainable parameters inside a wrapper such as MatryoshkaLoss, which "
+                "weighs gradients of representations alone; make what it trains a part of the model"
+            )
+        loss.backward()
+        return loss.detach()
 
     def get_config_dict(self) -> dict[str, Any]:
         """The arguments, for a model card."""
         return {
             "scale": self.scale,
-            "similarity_fct": getattr(self.similarity_fct, "__name__", repr(self.similarity_fct)),
+            "similarity_fct": _name_of(self.similarity_fct),
             "mini_batch_size": self.mini_batch_size,
+            "mini_batch_num_tokens": self.mini_batch_num_tokens,
             "gather_across_devices": self.gather_across_devices,
+            "directions": self.directions,
+            "partition_mode": self.partition_mode,
+            "hardness_mode": self.hardness_mode,
+            "hardness_strength": self.hardness_strength,
         }
 
+    @property
+    def temperature(self) -> float:
+        """What similarities are divided by."""
+        return 1.0 / self.scale
 
-def _sentence_embedding(output: Any) -> Tensor:
-    embedding: Tensor = output["sentence_embedding"]
-    return embedding
+    @property
+    def citation(self) -> str:
+        """The source in BibTeX, for a model card."""
+        return (
+            "\n@inproceedings{gao2021scaling,\n"
+            "    title = {Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup},\n"
+            "    author = {Gao, Luyu and Zhang, Yunyi and Han, Jiawei and Callan, Jamie},\n"
+            "    booktitle = {Proceedings of the 6th Workshop on Representation Learning for NLP},\n"
+            "    year = {2021},\n"
+            "    url = {https://arxiv.org/abs/2101.06983}\n"
+            "}\n"
+        )
+
+
+class _Embedding:
+    """Picks the embedding, in both passes of one and the same model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._replaced = [(module, vars(module)["forward"]) for module in model.modules() if "forward" in vars(module)]
+
+    def __call__(self, output: Any) -> Tensor:
+        if any(vars(module).get("forward") is not forward for module, forward in self._replaced):
+            raise RuntimeError(
+                "expected the model that ran forward to run again in backward, but a wrapper had replaced a forward "
+                "method and put it back; AdaptiveLayerLoss and Matryoshka2dLoss need a loss without a cache"
+            )
+        embedding: Tensor = output["sentence_embedding"]
+        return embedding
+
+
+def _name_of(function: Any) -> str:
+    if isinstance(function, partial):
+        given = ", ".join(f"{name}={value!r}" for name, value in function.keywords.items())
+        return f"{_name_of(function.func)}({given})" if given else _name_of(function.func)
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _with_own_dict(chunk: Any) -> Any:
+    """Modules put what they compute into the dict, which must not outlive the call."""
+    return [dict(chunk[0][0])], {}
 
 
 def _no_loss(*_: Any) -> Tensor:

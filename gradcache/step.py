@@ -4,6 +4,7 @@
 model                               walk
 ==================================  =================================================================================
 has ``forward_chunks``              ``streamed``: all chunks of all towers that are this model share each shard's visit
+contains such a model               ``wrapped``: the same for the model inside, chunk by chunk around it
 plain ``nn.Sequential``, and        ``layered``: the same walk over layers in memory
 ``boundary_bytes`` is set
 any other; or a subclass replaces   ``two_pass``: chunk by chunk, through the hooks ``forward_no_grad`` and
@@ -14,31 +15,39 @@ a hook that walks                   ``forward_backward``
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradcache import representations
 from gradcache.accumulation import Accumulation
-from gradcache.distributed import Reduction
+from gradcache.callables import CallableModel
+from gradcache.distributed import Reduction, after_backward
 from gradcache.entering import has_graph
 from gradcache.layered import LayeredModel, is_plain_sequential
+from gradcache.nested import tensors_in
+from gradcache.reach import Reach
 from gradcache.streamed import StreamedModel, StreamedWalk
 from gradcache.two_pass import InputGradients, is_trainable
+from gradcache.wrapped import WrappedWalk, say_once, streamed_inside
 from pipe.microbatch import rows_of
 
 __all__ = ["Owner", "Step", "Tower"]
+
+#: A subclass that replaces one of these walks chunk by chunk.
+_WALKING_HOOKS = ("model_call", "forward_no_grad", "forward_backward")
 
 
 class Owner(Protocol):
     """What a step asks of the object that it is a step of, :class:`gradcache.GradCache`: see there."""
 
-    models: Sequence[nn.Module]
+    #: The models; callables among them as modules.
+    towers: Sequence[nn.Module]
     process_fn: Callable[[Any], Any] | None
     broadcast: tuple[str | int, ...]
     boundary_bytes: int | None
@@ -59,6 +68,12 @@ class Owner(Protocol):
     def autocast(self, *owners: Any) -> contextlib.AbstractContextManager[Any]:
         """The context that a model runs in."""
 
+    def encoder_of(self, model: nn.Module) -> Callable[[Any], Any]:
+        """A chunk's way to its representations."""
+
+    def get_input_tensors(self, model_input: Any) -> list[torch.Tensor]:
+        """Tensors of a chunk whose devices' random states are kept."""
+
     def forward_no_grad(self, model: nn.Module, model_inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
         """The first pass over a tower, chunk by chunk."""
 
@@ -73,7 +88,7 @@ class Owner(Protocol):
         """The second pass over a tower, chunk by chunk."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Tower:
     """One model and its share of a step."""
 
@@ -91,24 +106,33 @@ class Step:
         self._owner = owner
         self._towers = towers
         self.inputs = InputGradients()
-        self._shared: list[tuple[StreamedWalk, list[Tower]]] = []
+        self.reduction = Reduction((), Reach())
+        self._shared: list[tuple[StreamedWalk | WrappedWalk, list[Tower]]] = []
         #: Greatest difference between the two passes of streamed towers, where the owner audits.
         self.greatest_difference = 0.0
 
     @contextlib.contextmanager
-    def gradients(self, heads: Iterable[nn.Module]) -> Iterator[Callable[[], None]]:
-        """The place where this step's gradients are put together; ``heads``: modules that are trained besides towers.
+    def gradients(self, heads: Reach, in_backward: bool = False) -> Iterator[Callable[[], None]]:
+        """The place where this step's gradients are put together; ``heads``: what is trained besides towers.
 
         Gives a function that hands them over, averaged over processes; without its call every ``.grad`` stays as it is.
+        ``in_backward``: the step is a part of a backward of the caller's.
         """
-        heads = list(heads)
         # A streamed model keeps its gradients at home by itself.
-        own = [tower.model for tower in self._towers if not isinstance(tower.model, StreamedModel)]
-        reduction = Reduction(self._owner.models, heads)
-        parameters = [parameter for module in [*own, *heads] for parameter in module.parameters()]
-        with reduction.silenced(), Accumulation(parameters) as accumulation:
+        own = [tower.model for tower in self._towers] + heads.modules
+        at_home = [parameter for model in own for part in streamed_inside(model) for parameter in part.parameters()]
+        parameters: list[Tensor] = [
+            p for module in own if not isinstance(module, StreamedModel) for p in module.parameters()
+        ]
+        parameters += [tensor for module in own if isinstance(module, CallableModel) for tensor in module.tensors]
+        self.reduction = reduction = Reduction(self._owner.towers, heads)
+        with reduction.silenced(), Accumulation([*parameters, *heads.tensors], at_home) as accumulation:
             average = partial(reduction.average, accumulation.parameters) if reduction else None
-            yield partial(accumulation.commit, average)
+            if in_backward and reduction.awaited:
+                # The wrappers reduce what they find in .grad in the same backward, and write it back when they like.
+                yield lambda: after_backward(accumulation.postponed(average))
+            else:
+                yield partial(accumulation.commit, average)
 
     @property
     def wants_gradient(self) -> list[bool]:
@@ -118,10 +142,14 @@ class Step:
     def encode(self) -> list[Any]:
         """The first pass. Returns the representations of each tower."""
         if torch.is_grad_enabled():
-            Reduction(self._owner.models, ()).broadcast_buffers()
+            Reduction(self._owner.towers, Reach()).broadcast_buffers()
         groups: dict[int, list[Tower]] = {}
+        wrapped = self._wrapped()
         for tower in self._towers:
-            if self._is_streamed(tower.model):
+            if tower in wrapped:
+                if tower is wrapped[0]:
+                    self._encode_wrapped(wrapped)
+            elif self._is_streamed(tower.model):
                 groups.setdefault(id(tower.model), []).append(tower)
             else:
                 tower.encoded, tower.states = self._owner.forward_no_grad(tower.model, tower.chunks)
@@ -129,6 +157,29 @@ class Step:
         for group in groups.values():
             self._encode_together(group)
         return [tower.encoded for tower in self._towers]
+
+    def _wrapped(self) -> list[Tower]:
+        """The towers with a streamed model inside, and the streamed models that are towers by themselves as well."""
+        inside = {id(tower): streamed_inside(tower.model) for tower in self._towers}
+        around = [tower for tower in self._towers if inside[id(tower)] not in ([], [tower.model])]
+        own_hooks = [hook for hook in _WALKING_HOOKS if self._owner.replaced(hook)]
+        if own_hooks:
+            for tower in around:
+                reason = f"{type(self._owner).__name__} replaces {' and '.join(own_hooks)}"
+                say_once(inside[id(tower)][0], type(tower.model).__name__, reason)
+            return []
+        shared = {id(model) for tower in around for model in inside[id(tower)]}
+        return [tower for tower in self._towers if any(id(model) in shared for model in inside[id(tower)])]
+
+    def _encode_wrapped(self, towers: list[Tower]) -> None:
+        owner = self._owner
+        chunks = [(tower.model, tower.chunks) for tower in towers]
+        walk = WrappedWalk(chunks, owner.encoder_of, owner.get_input_tensors, self.inputs, audit=owner.audit)
+        for tower, encoded in zip(towers, walk.encode(), strict=True):
+            tower.encoded = encoded
+        for tower, requires_grad in zip(towers, walk.requires_grad, strict=True):
+            tower.wants_gradient = requires_grad or is_trainable(tower.model, tower.chunks)
+        self._shared.append((walk, towers))
 
     def _encode_together(self, group: list[Tower]) -> None:
         model, owner = group[0].model, self._owner
@@ -140,7 +191,8 @@ class Step:
             chunks = [[self.inputs.cut(owner.processed(chunk)) for chunk in tower] for tower in raw]
             trainable = is_trainable(model, chunks)
         process_fn = owner.processed if lazy else None
-        walk = StreamedWalk(self._streamed(model), chunks, owner.get_reps, process_fn, audit=owner.audit)
+        audit = list(model.children()) if owner.audit else None
+        walk = StreamedWalk(self._streamed(model), chunks, owner.get_reps, process_fn, audit)
         with self._owner.autocast(model):
             encoded = walk.encode(trainable)
         for tower, value in zip(group, encoded, strict=True):
@@ -168,7 +220,7 @@ class Step:
         if all(isinstance(rows, int) for rows in known):
             return cast(list[int], known)
         # A subclass replaced forward_no_grad: one row of representation per row of input, as its models have.
-        rows, total = [rows_of(chunk) for chunk in tower.chunks], representations.rows_in(tower.encoded)
+        rows, total = [rows_of(tensors_in(chunk)) for chunk in tower.chunks], representations.rows_in(tower.encoded)
         if sum(rows) != total:
             raise ValueError(
                 f"expected one representation per row, got {total} for chunks of {rows} rows; let forward_no_grad "
@@ -179,8 +231,7 @@ class Step:
     def _is_streamed(self, model: nn.Module) -> bool:
         """Whether the model's chunks walk together; a subclass that replaces a hook that walks keeps it."""
         layered = self._owner.boundary_bytes is not None and is_plain_sequential(model)
-        replaced = self._owner.replaced("model_call", "forward_no_grad", "forward_backward")
-        return (isinstance(model, StreamedModel) or layered) and not replaced
+        return (isinstance(model, StreamedModel) or layered) and not self._owner.replaced(*_WALKING_HOOKS)
 
     def _streamed(self, model: nn.Module) -> StreamedModel:
         """The model itself, or the layers of a plain one, with what was learnt about them in earlier steps."""

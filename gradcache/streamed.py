@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import nn
 
 from gradcache import representations
+from gradcache.audit import LayerAudit
 from gradcache.chunks import call_arguments
 from gradcache.entering import processing
 from pipe.nested import tensors_in
@@ -56,7 +58,7 @@ class StreamedWalk:
         towers: Sequence[Sequence[Any]],
         output_fn: Callable[[Any], Any],
         process_fn: Callable[[Any], Any] | None = None,
-        audit: bool = False,
+        audit: Sequence[nn.Module] | None = None,
     ) -> None:
         """
         Args:
@@ -64,14 +66,15 @@ class StreamedWalk:
             towers: the chunks of each tower.
             output_fn: picks the representations from an output.
             process_fn: turns a chunk into the model's input; it runs when the chunk enters the model, in both passes.
-            audit: compare what ``output_fn`` returns in the two passes.
+            audit: compare what these layers, and ``output_fn``, return in the two passes.
         """
         self._model = model
         chunks = [chunk for tower in towers for chunk in tower]
         self._calls = [call_arguments(chunk) for chunk in chunks] if process_fn is None else chunks
         self._input = {} if process_fn is None else {"input_fn": processing(process_fn)}
         self._sizes = [len(chunks) for chunks in towers]
-        self._output_fn = self._noted(output_fn) if audit else output_fn
+        self._audit = LayerAudit(audit or ())
+        self._output_fn = output_fn if audit is None else self._noted(output_fn)
         self._passes: tuple[list[Any], list[Any]] = ([], [])
         self._in_backward = False
         self._wants_gradient = torch.is_grad_enabled()
@@ -86,7 +89,7 @@ class StreamedWalk:
         """
         keeps_tape = trainable and torch.is_grad_enabled()
         output_fn = self._output_fn if keeps_tape else self._without_parameters
-        with torch.set_grad_enabled(keeps_tape):
+        with torch.set_grad_enabled(keeps_tape), self._audit.first_pass():
             outputs, tape = self._model.forward_chunks(self._calls, output_fn=output_fn, **self._input)
         self._calls = []
         self._tape = tape if keeps_tape else None
@@ -119,7 +122,8 @@ class StreamedWalk:
             for part in representations.split_gradients(gradient, rows):
                 per_chunk.append(part if representations.has_gradient(part) else None)
         self._in_backward = True
-        tape.backward(per_chunk)
+        with self._audit.second_pass():
+            tape.backward(per_chunk)
 
     def _noted(self, output_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def noted(output: Any) -> Any:
@@ -137,7 +141,7 @@ class StreamedWalk:
         first representation of its shape that is nearest.
         """
         first, second = self._passes
-        worst = 0.0
+        worst = self._audit.greatest_difference
         for output in second:
             shapes = [tensor.shape for tensor in tensors_in(output)]
             alike = [other for other in first if [tensor.shape for tensor in tensors_in(other)] == shapes]

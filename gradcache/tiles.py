@@ -8,13 +8,14 @@ Guarantees
     * Memory is O(tile_rows x targets) for the scores, forward and backward, plus one gradient per argument.
     * Every score is computed once; backward only multiplies by the gradient of the loss.
     * Gradients reach all tensor arguments and whatever trainable leaves the function uses besides (a temperature).
+    * Tiles are summed in at least 32 bits, whatever type a tile's loss has; the value is rounded to that type once.
 
 Limits: not differentiable twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -22,9 +23,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gradcache.reach import leaves_of
 from pipe.nested import flatten, map_tensors, unflatten
 
-__all__ = ["tiled"]
+__all__ = ["tiled", "wide", "with_known_gradients"]
 
 
 def tiled(
@@ -78,13 +80,18 @@ def tiled(
             loss = _call(loss_fn, given, start, stop)
             if loss.numel() != 1:
                 raise ValueError(f"expected a scalar loss of a tile, got shape {tuple(loss.shape)}; reduce it")
+            value = loss.detach().to(wide(loss.dtype))
             if reduction == "mean":
-                loss = loss * ((stop - start) / max(rows, 1))
-            total = loss.detach() if total is None else total + loss.detach()
+                share = (stop - start) / max(rows, 1)
+                value, loss = value * share, loss * share
+            total = value if total is None else total + value
             if loss.requires_grad:
                 _add_gradients(loss, arguments, captured, start, stop)
         assert total is not None
-        return _with_known_gradients(total, [*arguments, *captured.values()])
+        found = [*arguments, *captured.values()]
+        return with_known_gradients(
+            total.to(loss.dtype), [(each.tensor, each.gradient) for each in found if each.gradient is not None]
+        )
 
     return by_tiles
 
@@ -114,10 +121,14 @@ class _Argument:
                 self.gradient = torch.zeros_like(self.tensor)
             self.gradient[start:stop] = gradient
         elif self.gradient is None:
-            narrow = gradient.dtype in (torch.bfloat16, torch.float16)
-            self.gradient = gradient.float() if narrow else gradient
+            self.gradient = gradient.to(wide(gradient.dtype))
         else:
             self.gradient += gradient
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which values of a type are summed."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def _call(loss_fn: Callable[..., Tensor], given: Mapping[str | int, Any], start: int, stop: int) -> Tensor:
@@ -134,7 +145,7 @@ def _add_gradients(
 ) -> None:
     wanted = [argument for argument in arguments if argument.part.requires_grad]
     known = {id(argument.part) for argument in wanted}
-    others = [leaf for leaf in _leaves_of(loss) if id(leaf) not in known]
+    others = [leaf for leaf in leaves_of(loss) if id(leaf) not in known]
     for leaf in others:
         captured.setdefault(id(leaf), _Argument(leaf))
     wanted += [captured[id(leaf)] for leaf in others]
@@ -146,27 +157,12 @@ def _add_gradients(
         argument.add(gradient, start, stop)
 
 
-def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """Each trainable leaf that a graph reaches."""
-    seen: set[Any] = set()
-    queue: list[Any] = [loss.grad_fn]
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
-        queue += [following for following, _ in node.next_functions]
-
-
-def _with_known_gradients(value: Tensor, arguments: list[_Argument]) -> Tensor:
-    known = [argument for argument in arguments if argument.gradient is not None]
+def with_known_gradients(value: Tensor, known: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """``value`` with a graph in which the gradient of each tensor is the one beside it."""
     if not known:
         return value
-    gradients = [k.gradient.to(k.tensor.dtype) for k in known if k.gradient is not None]
-    result: Tensor = _KnownGradients.apply(value, gradients, *(argument.tensor for argument in known))  # type: ignore[no-untyped-call]
+    gradients = [gradient.to(tensor.dtype) for tensor, gradient in known]
+    result: Tensor = _KnownGradients.apply(value, gradients, *(tensor for tensor, _ in known))  # type: ignore[no-untyped-call]
     return result
 
 

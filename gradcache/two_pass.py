@@ -20,13 +20,14 @@ from torch import Tensor, nn
 
 from gradcache import representations
 from gradcache.context_managers import RandContext
+from gradcache.nested import map_tensors, tensors_in
 from pipe.guard import Guard, Watched
-from pipe.nested import map_tensors, tensors_in
 from pipe.replay import autocast_without_cache, devices_of
 
 __all__ = ["ChunkState", "FirstPass", "InputGradients", "backward", "encode", "is_trainable"]
 
 Encoder = Callable[[Any], Any]
+Check = Callable[[Any, Any], None]
 
 
 class InputGradients:
@@ -56,7 +57,7 @@ class InputGradients:
         links = [(tensor, leaf.grad) for tensor, leaf in self._links if leaf.grad is not None]
         self._links.clear()
         if links:
-            torch.autograd.backward([tensor for tensor, _ in links], [grad for _, grad in links])
+            representations.push([tensor for tensor, _ in links], [grad for _, grad in links])
 
 
 class ChunkState(RandContext):
@@ -70,8 +71,8 @@ class ChunkState(RandContext):
         self.copy_input = False
         self.first: Any = None
 
-    def second_pass(self, chunk: Any, encoder: Encoder, gradient: Any) -> float:
-        """The chunk again with a graph, and ``gradient`` through it.
+    def second_pass(self, chunk: Any, encoder: Encoder, gradient: Any, check: Check | None = None) -> float:
+        """The chunk again with a graph, and ``gradient`` through it, after ``check(output, chunk)``.
 
         Returns:
             The greatest difference from the first pass's representations, where they were kept (else 0).
@@ -84,6 +85,8 @@ class ChunkState(RandContext):
                 output = encoder(_copied(chunk) if self.copy_input else chunk)
             difference = 0.0 if self.first is None else representations.greatest_difference(self.first, output)
             self.first = None
+            if check is not None:
+                check(output, chunk)
             representations.backward(output, gradient)
         return difference
 
@@ -105,11 +108,16 @@ class FirstPass:
         self, chunk: Any, encoder: Encoder, tensors: Any = None, with_graph: bool = False
     ) -> tuple[Any, ChunkState]:
         """One chunk's representation, detached, and its state. ``with_graph``: tell whether it wants a gradient."""
-        state = ChunkState(chunk if tensors is None else tensors, self._parameters)
+        state = ChunkState(tensors_in(chunk) if tensors is None else tensors, self._parameters)
         guard = Guard(self._watched)
-        given = _copied(chunk) if self._copy_input or self._chunks_run == 0 else chunk
+        # Tensors of inference mode do not count their changes, so that nothing could be learnt from them.
+        copies = self._copy_input or self._chunks_run == 0 or torch.is_inference_mode_enabled()
+        given = _copied(chunk) if copies or any(tensor.is_inference() for tensor in tensors_in(chunk)) else chunk
         versions = _versions(given)
-        with torch.set_grad_enabled(with_graph), autocast_without_cache(devices_of(self._parameters, chunk)):
+        with (
+            torch.set_grad_enabled(with_graph),
+            autocast_without_cache(devices_of(self._parameters, tensors_in(chunk))),
+        ):
             output = encoder(given)
         if with_graph:
             state.requires_grad = any(tensor.requires_grad for tensor in tensors_in(output))
@@ -162,15 +170,20 @@ def backward(
     states: Sequence[Any],
     encoder: Encoder,
     inputs: InputGradients,
+    check: Check | None = None,
 ) -> float:
-    """The second pass over all chunks. Returns the greatest difference between the passes, see ``ChunkState``."""
+    """The second pass over all chunks, of which ``check`` sees the first one's graph.
+
+    Returns the greatest difference between the passes, see ``ChunkState``.
+    """
     difference = 0.0
     for chunk, gradient, state in zip(chunks, gradients, states, strict=True):
         if not representations.has_gradient(gradient):
             continue
         chunk = inputs.cut(chunk)
         if isinstance(state, ChunkState):
-            difference = max(difference, state.second_pass(chunk, encoder, gradient))
+            difference = max(difference, state.second_pass(chunk, encoder, gradient, check))
+            check = None
             continue
         with torch.enable_grad():  # a state of a user's own forward_no_grad knows random states only
             with state:
@@ -184,4 +197,4 @@ def _copied(chunk: Any) -> Any:
 
 
 def _versions(chunk: Any) -> list[int]:
-    return [tensor._version for tensor in tensors_in(chunk)]
+    return [tensor._version for tensor in tensors_in(chunk) if not tensor.is_inference()]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +13,16 @@ from torch import Tensor, nn
 from offload.budget import Layout, fit, parse_bytes
 from offload.partition import cut_layers, layer_bytes
 
-__all__ = ["as_call", "check_choices", "compute_device", "layers_of", "layout_of"]
+__all__ = [
+    "as_call",
+    "check_choices",
+    "check_separate",
+    "compute_device",
+    "layers_of",
+    "layout_of",
+    "names_given",
+    "names_taken",
+]
 
 #: Device bytes for boundaries where the user sets no budget.
 DEFAULT_BOUNDARY_BYTES = 64 << 20
@@ -21,10 +33,48 @@ def layers_of(model: Any) -> dict[str, nn.Module]:
     if isinstance(model, nn.Sequential):
         if not len(model):
             raise ValueError("expected a model with at least one layer, got an empty nn.Sequential")
+        own = _beyond_its_layers(model)
+        if own:
+            raise TypeError(
+                f"expected an nn.Sequential that only calls its layers, got {type(model).__name__} with {own} of its "
+                f"own (model), which would be left out; make them layers, put hooks on the layers or on the "
+                f"OffloadModel, or pass [model] to have all of it in one shard"
+            )
         return {name: layer for name, layer in model._modules.items() if layer is not None}
     if isinstance(model, (list, tuple)) and model and all(isinstance(module, nn.Module) for module in model):
         return {str(k): module for k, module in enumerate(model)}
     raise TypeError(f"expected an nn.Sequential or a list of modules, got {type(model).__name__} (model)")
+
+
+def _beyond_its_layers(model: nn.Sequential) -> str:
+    """What a Sequential does besides calling its layers, in words; empty for most."""
+    hooks = [name for name, value in vars(model).items() if name.endswith(("_hooks", "_pre_hooks")) and value]
+    found = {
+        "a forward": type(model).forward is not nn.Sequential.forward or "forward" in vars(model),
+        "parameters": any(p is not None for p in model._parameters.values()),
+        "buffers": any(b is not None for b in model._buffers.values()),
+        "hooks": bool(hooks),
+    }
+    return " and ".join(name for name, there in found.items() if there)
+
+
+def check_separate(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raises ValueError if different parameters share memory: at home each has its own."""
+    ends: dict[int, list[tuple[int, int, str]]] = {}
+    for parameter, name in {parameter: name for name, parameter in named}.items():
+        if parameter.layout is torch.strided and parameter.numel() and not parameter.is_meta:
+            begin = parameter.data_ptr()
+            span = sum((n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride(), strict=True)) + 1
+            storage = parameter.untyped_storage().data_ptr()
+            ends.setdefault(storage, []).append((begin, begin + span * parameter.element_size(), name))
+    for members in ends.values():
+        members.sort()
+        for (_, end, name), (begin, _, other) in itertools.pairwise(members):
+            if begin < end:
+                raise ValueError(
+                    f"parameters {name} and {other} share memory, but are not the same nn.Parameter; their homes would "
+                    f"not be shared: tie them by assigning one Parameter to both modules"
+                )
 
 
 def check_choices(
@@ -97,3 +147,19 @@ def as_call(i: int, chunk: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if isinstance(args, (tuple, list)) and isinstance(kwargs, dict):
             return tuple(args), kwargs
     raise TypeError(f"expected a tensor or (args, kwargs) as chunk {i}, got {type(chunk).__name__}")
+
+
+def names_taken(layer: nn.Module) -> list[str]:
+    """Names of the arguments of a layer's forward besides the first, in order; none where it does not name them."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    try:
+        parameters = [p for p in inspect.signature(layer.forward).parameters.values() if p.kind in kinds]
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters[1:]]
+
+
+def names_given(layer: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:
+    """Names by which a layer's forward gets the arguments of a call that say something, besides the first one."""
+    positional = zip(names_taken(layer), inputs[1:], strict=False)
+    return {name for name, value in (*positional, *kwargs.items()) if value is not None}

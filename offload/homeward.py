@@ -12,7 +12,7 @@ Guarantees
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -31,6 +31,11 @@ __all__ = ["Homeward", "Updater"]
 
 class Updater(Protocol):
     """An optimizer that updates each shard in backward, as soon as its gradients are complete."""
+
+    @property
+    def updates(self) -> bool:
+        """Whether the next backward is to update shards."""
+        ...
 
     def begin(self, waiting: int) -> bool:
         """A backward begins, while ``waiting`` other forwards still wait for theirs; says whether it will update.
@@ -71,10 +76,30 @@ class Homeward:
         self.updater: Updater | None = None
         self._updates = False
         self._kept: dict[Shard, dict[Slice, Tensor]] = {}
+        #: Whose gradients do not go home, and what has come of them; whether all others are dropped.
+        self._handed_over: Collection[nn.Parameter] = ()
+        self._taken: dict[nn.Parameter, Tensor] = {}
+        self._only_those = False
 
-    def begin(self, waiting: int) -> bool:
-        """A backward that accumulates begins; says whether its plan is to update each shard. See :class:`Updater`."""
-        self._updates = self.updater is not None and self.updater.begin(waiting)
+    def begin(self, waiting: int, handed_over: Collection[nn.Parameter] = (), *, only_those: bool = False) -> bool:
+        """A backward begins; says whether its plan is to update each shard. See :class:`Updater`.
+
+        Args:
+            waiting: other forwards that wait for their backward.
+            handed_over: parameters whose gradients :meth:`take` returns, instead of adding them to those at home.
+            only_those: drop all other gradients of parameters.
+
+        Raises:
+            RuntimeError: if a shard cannot be updated in this backward.
+        """
+        self._updates = not only_those and self.updater is not None and self.updater.begin(waiting)
+        if self._updates and handed_over:
+            self._end(failed=True)
+            raise RuntimeError(
+                f"{len(handed_over)} parameters have hooks on their gradients, which run after the backward, but "
+                f"update_in_backward has used the gradients by then; remove the hooks, or use update_in_backward=False"
+            )
+        self._handed_over, self._only_those, self._taken = frozenset(handed_over), only_those, {}
         return self._updates
 
     def drain(self, shard: Shard, gradients: list[Tensor | None]) -> None:
@@ -110,16 +135,23 @@ class Homeward:
         self._norms.clear()
         self._end()
 
+    def take(self) -> dict[nn.Parameter, Tensor]:
+        """The gradients of the last backward that were to be handed over, in type and place as at home."""
+        taken, self._taken = self._taken, {}
+        return {p: gradient.to(p.device, p.dtype) for p, gradient in taken.items()}
+
     def abandon(self) -> None:
         """After a failure, when nothing is on its way any more: forgets it."""
         while self._drains:
             self._meter.release(self._drains.popleft()[1])
         self._norms.clear()
         self._kept.clear()
+        self._taken = {}
         self._end(failed=True)
 
     def _end(self, *, failed: bool = False) -> None:
         self._updates = False
+        self._handed_over, self._only_those = (), False
         if self.updater is not None:
             self.updater.end(failed=failed)
 
@@ -135,9 +167,25 @@ class Homeward:
 
     # --- what is copied where -----------------------------------------------------------------------------------
 
+    def _take(self, shard: Shard, gradients: list[Tensor | None]) -> None:
+        """Takes out of the list what does not go home: what is handed over, and what is dropped."""
+        if not self._handed_over and not self._only_those:
+            return
+        for position, gradient in enumerate(gradients):
+            parameter = shard.slices[position].parameter
+            if gradient is not None and parameter in self._handed_over:
+                sum_so_far = self._taken.get(parameter)
+                self._taken[parameter] = gradient if sum_so_far is None else sum_so_far + gradient
+                gradients[position] = None
+            elif self._only_those:
+                gradients[position] = None
+
     def _send(self, shard: Shard, gradients: list[Tensor | None]) -> None:
         """Takes the gradients out of the list: on the host each is free as soon as it is home."""
+        self._take(shard, gradients)
         nbytes = _nbytes(gradient for gradient in gradients if gradient is not None)
+        for owner in {shard.owner_of(position)[0] for position, g in enumerate(gradients) if g is not None}:
+            owner.leave_gradients()
         # On a device the tensors stay until the copy is done. Without this, their memory is reused while it is read.
         staying = [g for g in gradients if g is not None] if self._device.type != "cpu" else []
         moves: deque[tuple[nn.Parameter, Callable[[], Tensor]]] = deque()

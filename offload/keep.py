@@ -83,6 +83,11 @@ class Keeper:
             for path, buffer in layer.named_buffers(remove_duplicate=False):
                 yield f"{name}.{path}", buffer
 
+    @property
+    def keeps(self) -> bool:
+        """Whether the home outlives the model."""
+        return self._tier is not None
+
     def begin(self) -> None:
         """The model is made."""
         if self._tier is not None:

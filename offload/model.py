@@ -5,13 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from offload.arguments import as_call, check_choices, compute_device, layers_of, layout_of
+from offload.arguments import (
+    as_call,
+    check_choices,
+    check_separate,
+    compute_device,
+    layers_of,
+    layout_of,
+    names_given,
+    names_taken,
+)
 from offload.budget import parse_bytes
 from offload.estimate import Estimate, estimate_step
 from offload.files.pretrained import Pretrained, tensors_of
@@ -24,6 +33,7 @@ from offload.resting import ModuleAtHome
 from offload.shard import make_shards
 from offload.statistics import Meter, Statistics
 from offload.streamer import Streamer
+from offload.structure import Structure
 from offload.tier import DiskHome, open_tier
 from offload.trace import Event
 from offload.updates import Updating, updates_of
@@ -33,6 +43,7 @@ from offload.walk.raw import RawChunk
 from offload.walk.regroup import RegroupedTape, by_chunk, join_chunks, looks_across_rows, split_output
 from offload.walk.tape import Tape
 from offload.walk.walk import Walk
+from pipe.interception import offered
 from pipe.microbatch import gather_nested, split_nested
 from pipe.nested import map_tensors
 
@@ -43,8 +54,9 @@ class OffloadModel(ModuleAtHome):
     """A huge ``nn.Sequential`` that trains on a device which cannot hold it.
 
     The layers are cut into shards. Shards rest in host memory or in files, and stream to the compute device ahead of
-    use, forward and backward. Losses, gradients, buffers and generator states are those of the bare model; parameters,
-    their gradients and ``state_dict()`` keep the bare model's names and may be used by any optimizer between steps.
+    use, forward and backward. With one micro-batch, losses, gradients, buffers and generator states are those of the
+    bare model; parameters, their gradients and ``state_dict()`` keep the bare model's names and may be used by any
+    optimizer between steps. Layers and parameters must not be replaced after this call; the next forward refuses.
 
     Args:
         model: an ``nn.Sequential``; or a list of modules, each of which is one shard. Layers on the meta device are
@@ -58,7 +70,10 @@ class OffloadModel(ModuleAtHome):
         checkpoint_activation: if True, keep only what enters each shard and recompute the rest in backward; if False,
             keep all activations of the layers, but no second copy of their weights, nor of casts of them.
         num_microbatches: pieces into which a batch is cut along dimension 0. Each shard is loaded once per pass and all
-            pieces go past it. Any number of rows; the last piece may be smaller.
+            pieces go past it. Any number of rows; the last piece may be smaller. The result is that of the bare model
+            where layers treat each row on its own. Layers that look across rows (batch normalisation) see one piece at
+            a time, and random numbers are drawn shard by shard and piece by piece: with more than one piece, a model
+            with dropout draws other masks than the bare model does.
         memory_budget: bytes, or a string such as ``"2GiB"``: what slots, gradients and boundaries may take together on
             the compute device (the activations inside one cell come on top). Chooses what is left None of ``num_slots``
             and ``num_slices``. Needs ``checkpoint_activation=True``.
@@ -77,6 +92,10 @@ class OffloadModel(ModuleAtHome):
         pretrained: a safetensors file, an index of several or the directory of one, or a :class:`~offload.Pretrained`:
             parameters and buffers are read from there straight into their homes. What it supplies is not initialised
             first, so layers on the meta device cost no more than the reading.
+        detect_weight_writes: for debugging. A layer may write its own parameters while it runs (an initialisation from
+            data, a renormalisation). Writes in place are always seen; writes through ``.data`` are found by comparing
+            bytes after the first two forwards of each mode, and always in layers that were seen to write so. If True,
+            after every forward, which reads each home once more.
 
     Raises:
         TypeError, ValueError: if an argument cannot be used; the model that was passed is untouched.
@@ -106,10 +125,12 @@ class OffloadModel(ModuleAtHome):
         graph_bytes: int | str | None = None,
         param_dtype: torch.dtype | None = None,
         pretrained: Pretrained | str | os.PathLike[str] | None = None,
+        detect_weight_writes: bool = False,
         _cuts: list[int] | None = None,
     ) -> None:
         super().__init__()
         named = layers_of(model)
+        check_separate((f"{k}.{path}", p) for k, layer in named.items() for path, p in layer.named_parameters())
         self.device = compute_device(device)
         if not isinstance(model, nn.Sequential):
             num_slices = len(named)
@@ -137,11 +158,14 @@ class OffloadModel(ModuleAtHome):
             "activation_bytes": activation_bytes,
             "graph_bytes": graph_bytes,
             "param_dtype": param_dtype,
+            "detect_weight_writes": detect_weight_writes,
         }
         self._activation_bytes = None
         if activation_bytes is not None:
             self._activation_bytes = parse_bytes(activation_bytes, "activation_bytes")
         self._num_microbatches = num_microbatches
+        #: Names of arguments that layers after the first would take.
+        self._taken_later = {name for layer in list(named.values())[1:] for name in names_taken(layer)}
         #: The optimizers whose updates are a part of this model's steps.
         self._optimizers: weakref.WeakSet[Updating] = weakref.WeakSet()
         self._tier = open_tier(offload_device, self.device, keeps=True)
@@ -173,6 +197,9 @@ class OffloadModel(ModuleAtHome):
         # Children under the bare model's names, and nothing else: so are the keys of state_dict(). Written directly,
         # since a layer may be called like a method of this class.
         self._modules.update(named)
+        self._walk.structure = Structure(self._modules)
+        for runner in self._walk.runners:
+            runner.compares_always = detect_weight_writes
         return_freed_memory()
         # Tied to the walk, which tapes refer to: a backward still runs after the last name of the model is gone.
         self._end = finalize_here(self._walk, _close, lanes, self._tier)
@@ -186,12 +213,27 @@ class OffloadModel(ModuleAtHome):
         Tensors may be nested in tuples, lists and dicts; with several micro-batches all of them are cut along
         dimension 0, and outputs are concatenated again. Tensors on other devices are brought to the compute device.
         """
+        self._check_arguments(inputs, kwargs)
         chunks = split_nested((inputs, kwargs), self._num_microbatches)
+        answered = offered(self, chunks)
+        if answered is not None:
+            return gather_nested(answered)
         tape = self._walk.tape(chunks)
         if not tape.records:
             return gather_nested(self._walk.forward(tape, chunks))
         outputs = self._walk.forward(tape, chunks)
         return attach(self._walk, tape, outputs, (inputs, kwargs))
+
+    def _check_arguments(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raises TypeError for an argument that later layers take as well: only the first one would get it."""
+        if len(inputs) > 1 or kwargs:
+            shared = names_given(next(self.children()), inputs, kwargs) & self._taken_later
+            if shared:
+                raise TypeError(
+                    f"only the first layer gets the arguments of the call, each further one the result of the one "
+                    f"before, but {', '.join(sorted(shared))} would be missing in later layers, which take it as well; "
+                    f"let layers pass on a tuple or dict, or bind the argument (functools.partial) in each layer"
+                )
 
     def forward_chunks(
         self,
@@ -251,6 +293,12 @@ class OffloadModel(ModuleAtHome):
         return int(self._activation_bytes // per_row)
 
     # --- taking turns in a Pipe -----------------------------------------------------------------------------------
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether the next backward updates parameters, so that gradients cannot accumulate over micro-batches."""
+        updater = self._walk.streamer.homeward.updater
+        return updater is not None and updater.updates
 
     def take_turns(self, stages: Sequence[Sequence[object]]) -> None:
         """Shares device memory with models that never compute at the same time: see :mod:`pipe.turn`."""
@@ -333,11 +381,14 @@ class OffloadModel(ModuleAtHome):
         raise from now on. To call it again does nothing.
 
         Raises:
-            ValueError, OSError: if a kept home cannot be sealed; the model is as it was.
+            RuntimeError, ValueError, OSError: if a kept home cannot be sealed; the model is as it was.
         """
         if self._walk.closed:
             return
+        if self._keeper.keeps and self._walk.structure is not None:
+            self._walk.structure.check()
         self._walk.streamer.catch_up()
+        self._walk.bring_home()
         self._keeper.close()
         self._walk.closed = True
         self._end()

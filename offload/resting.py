@@ -23,6 +23,9 @@ __all__ = ["ModuleAtHome"]
 
 M = TypeVar("M", bound="ModuleAtHome")
 
+#: How the attributes end in which ``nn.Module`` keeps hooks, and what it knows of them.
+_OF_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called", "_is_full_backward_hook")
+
 
 class ModuleAtHome(nn.Module):
     """The part of :class:`~offload.OffloadModel` that other code of torch calls. Its children are the layers."""
@@ -44,9 +47,14 @@ class ModuleAtHome(nn.Module):
         self._walk.streamer.catch_up()
         super()._save_to_state_dict(*args, **kwargs)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            raise ValueError(
+                f"expected load_state_dict with assign=False for the OffloadModel {prefix.rstrip('.') or 'itself'!r}, "
+                f"got assign=True: its parameters have homes, which values are copied into"
+            )
         self._walk.streamer.catch_up()
-        super()._load_from_state_dict(*args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. A pending update keeps its gradients, so only ``set_to_none=False`` has to finish it."""
@@ -74,7 +82,7 @@ class ModuleAtHome(nn.Module):
         self._walk.streamer.catch_up()
         layers = {name: copy.deepcopy(layer, memo) for name, layer in self._modules.items()}
         cuts = [len(shard.layers) for shard in self._walk.shards]
-        model: M = _rebuild(type(self), layers, cuts, self._arguments, self.training)
+        model: M = _rebuild(type(self), layers, cuts, self._arguments, copy.deepcopy(self._state(), memo))
         return model
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -83,7 +91,11 @@ class ModuleAtHome(nn.Module):
         memo: dict[int, Any] = {}
         layers = {name: copy.deepcopy(layer, memo) for name, layer in self._modules.items()}
         cuts = [len(shard.layers) for shard in self._walk.shards]
-        return _rebuild, (type(self), layers, cuts, self._arguments, self.training)
+        return _rebuild, (type(self), layers, cuts, self._arguments, self._state())
+
+    def _state(self) -> dict[str, Any]:
+        """What a module keeps of its own besides its members: its mode and its hooks."""
+        return {key: value for key, value in vars(self).items() if key == "training" or key.endswith(_OF_HOOKS)}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, (nn.Module, nn.Parameter)) and "_walk" in self.__dict__:
@@ -91,9 +103,9 @@ class ModuleAtHome(nn.Module):
         super().__setattr__(name, value)
 
 
-def _rebuild(kind: Any, layers: Any, cuts: list[int], arguments: dict[str, Any], training: bool) -> Any:
+def _rebuild(kind: Any, layers: Any, cuts: list[int], arguments: dict[str, Any], state: dict[str, Any]) -> Any:
     bare = nn.Sequential()
     bare._modules.update(layers)
     model = kind(bare, **{**arguments, "num_slices": len(cuts)}, _cuts=cuts)
-    model.training = training  # of the container; each layer brings its own
+    vars(model).update(state)  # of the container; each layer brings its own
     return model

@@ -19,9 +19,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.statistics import Meter
 from offload.tier.buffer import device_buffer
+from pipe.torch_private import storage_uses
 
 __all__ = ["Room", "Tenant"]
 
@@ -72,6 +74,7 @@ class Room:
         self._made: list[Tensor] = []
         self._free: list[Tensor] | None = None
         self._meter: Meter | None = None
+        self._views = WeakTensorKeyDictionary()
 
     @property
     def shared(self) -> bool:
@@ -119,6 +122,21 @@ class Room:
             pass
         return self._free.pop() if self._free else None
 
+    def note_views(self, slot: Tensor, count: int) -> None:
+        """To be called when the engine has made views of a slot, to be used whenever a shard is there."""
+        self._views[slot] = self._views.get(slot, 0) + count
+
+    def is_lent(self, slot: Tensor) -> bool:
+        """Whether tensors that the engine did not make look at a slot."""
+        return storage_uses(slot) > 1 + int(self._views.get(slot, 0))
+
+    def replace(self, slot: Tensor) -> Tensor:
+        """A new slot in place of one that is left to who looks at it."""
+        with torch.inference_mode(False):
+            new = device_buffer(slot.numel(), self._device)
+        self._made = [new if made is slot else made for made in self._made]
+        return new
+
     def give(self, slot: Tensor) -> None:
         """Gives a slot back."""
         assert self._free is not None
@@ -134,6 +152,9 @@ class Room:
     def reset(self) -> None:
         """After a failure, when no tenant has a slot any more: all are free."""
         if self._free is not None:
+            for slot in self._made:
+                if self.is_lent(slot):  # the frames of an exception may hold what they held
+                    self.replace(slot)
             self._free = list(self._made)
 
     def look_back(self, tenant: Tenant) -> None:

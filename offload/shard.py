@@ -24,12 +24,14 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.casts import Casts
 from offload.lane import Arrival
 from offload.materialize import Materializer, Values
 from offload.partition import aligned
 from offload.tier import Block, Tier
+from pipe.torch_private import storage_uses
 
 __all__ = ["Pending", "Shard", "State", "layout", "make_shards", "named_parameters"]
 
@@ -73,10 +75,22 @@ class Slice:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
+    def check_shape(self, expected: torch.Size | None = None) -> None:
+        """Raises ValueError if the parameter has not the size, or the ``expected`` shape, that it was wrapped with."""
+        shape = self.parameter.shape
+        if shape.numel() * self.dtype.itemsize != self.nbytes or shape != (expected or shape):
+            raise ValueError(
+                f"expected data of {self.nbytes:,} bytes for parameter {self.name}, got shape {tuple(shape)}; the "
+                f"shape of a parameter is fixed when the model is made"
+            )
+
     def view(self, block: Tensor) -> Tensor:
         """The parameter's values in ``block`` (flat, uint8); no copy."""
-        flat = block[self.offset : self.offset + self.nbytes].view(self.dtype)
-        return flat.as_strided(self.parameter.shape, self.stride, flat.storage_offset())
+        # Not a view in autograd's sense, which would keep the tensors that it was made of: who holds the memory of a
+        # block is counted.
+        offset = block.storage_offset() + self.offset
+        memory = torch.empty(0, dtype=self.dtype, device=block.device)
+        return memory.set_(block.untyped_storage(), offset // self.dtype.itemsize, self.parameter.shape, self.stride)
 
 
 def layout(parameters: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype | None = None) -> tuple[list[Slice], int]:
@@ -127,7 +141,7 @@ class Shard:
     _slot: Tensor | None = None
     _wide: list[Tensor | None] = field(default_factory=list)
     _gradients_at_home: list[Tensor | None] = field(default_factory=list)
-    _views: dict[int, list[Tensor]] = field(default_factory=dict)
+    _views: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -158,25 +172,28 @@ class Shard:
         if versions != self.versions():
             torch._C._autograd._unsafe_set_version_counter(tuple(self.parameters), versions)  # type: ignore[arg-type, unused-ignore]
 
-    def bring_home(self) -> None:
-        """Copies what somebody assigned to the ``.data`` of a parameter into its home, where it is again then.
+    def assigned(self) -> list[Slice]:
+        """While not bound: the own parameters whose ``.data`` was assigned since they were last home."""
+        if self.home is None:
+            return []
+        home = self.home.tensor.data_ptr()
+        return [s for s in self.own if s.parameter.numel() and s.parameter.data_ptr() != home + s.offset]
+
+    def bring_home(self, s: Slice, value: Tensor) -> None:
+        """Copies ``value``, which was assigned to the ``.data`` of an own parameter, into its home.
 
         Raises:
             ValueError: if it has another size.
         """
-        for s in self.own:
-            assert self.home is not None
-            parameter = s.parameter
-            if parameter.numel() and parameter.data_ptr() == self.home.tensor.data_ptr() + s.offset:
-                continue
-            if parameter.numel() * s.dtype.itemsize != s.nbytes:
-                raise ValueError(
-                    f"expected data of {s.nbytes:,} bytes for parameter {s.name}, got shape {tuple(parameter.shape)}; "
-                    f"the shape of a parameter is fixed when the model is made"
-                )
-            home = self.home_view(s)
-            home.copy_(parameter.detach())
-            parameter.data = home
+        s.check_shape()
+        if self.pending is not None:
+            # The assignment came after the step. Without this, the step would be applied to what was assigned.
+            self.pending.start().finish()
+        home = self.home_view(s)
+        home.copy_(value)
+        s.parameter.data = home
+        # Without this, the backward of a forward from before would not notice.
+        torch.autograd.graph.increment_version(s.parameter)
 
     # --- transitions --------------------------------------------------------------------------------------------
 
@@ -206,15 +223,22 @@ class Shard:
             assert block is not None
             here.view(slot).copy_(loan.at_home.view(block.tensor), non_blocking=True)
 
-    def bind(self) -> None:
-        """LOADED -> BOUND. The parameters are on the compute device, and have no gradient there yet."""
+    def bind(self) -> int:
+        """LOADED -> BOUND. The parameters are on the compute device, and have no gradient there yet.
+
+        Returns:
+            How many tensors that look at the slot it had to make.
+        """
         assert self.state is State.LOADED, f"shard {self.index} is {self.state.value}"
-        views = self._views.get(self.slot.data_ptr())
+        views: list[Tensor] | None = self._views.get(self.slot)
+        made = 0
         if views is None:
+            before = storage_uses(self.slot)
             # Made outside inference mode: a view made inside is refused by autograd for ever.
             with torch.inference_mode(False):
                 views = [s.view(self.slot) for s in self.slices]
-            self._views[self.slot.data_ptr()] = views
+            self._views[self.slot] = views
+            made = storage_uses(self.slot) - before  # a view may keep others that it was made of
         self._gradients_at_home = [parameter.grad for parameter in self.parameters]
         self._wide = [None] * len(self.slices)
         self.state = State.BOUND  # before the first parameter moves: see reset()
@@ -222,6 +246,7 @@ class Shard:
             # Without this, autograd would add a visit's gradients to ``.grad`` at home while a lane writes there too.
             parameter.grad = None
             parameter.data = view
+        return made
 
     def widen_gradients(self) -> None:
         """To be called after each micro-batch: where slots hold 16-bit types, sums gradients in a wider one.
@@ -276,11 +301,6 @@ class Shard:
         self.state = State.HOME
         self._slot = None
 
-    def forget_slots(self) -> None:
-        """To be called when other slots take the place of those that it was in: nothing of them is kept alive."""
-        assert self.state is State.HOME, f"shard {self.index} is {self.state.value}"
-        self._views.clear()
-
     # --- views --------------------------------------------------------------------------------------------------
 
     @property
@@ -289,11 +309,29 @@ class Shard:
         assert self._slot is not None, f"shard {self.index} is {self.state.value}"
         return self._slot
 
+    @property
+    def in_slot(self) -> list[Tensor]:
+        """The memory of each parameter of :attr:`slices` in the slot that the shard is bound to."""
+        views: list[Tensor] = self._views[self.slot]
+        return views
+
     def home_view(self, s: Slice) -> Tensor:
         """A parameter's values at home."""
         assert self.home is not None
         with torch.inference_mode(False):
             return s.view(self.home.tensor)
+
+    def leave_gradients(self) -> None:
+        """Leaves the gradients' home to gradients of earlier backwards that are still held; the next rest elsewhere."""
+        block = self.gradients
+        if block is None:
+            return
+        address = block.tensor.untyped_storage().data_ptr()
+        grads = [s.parameter.grad for s in self.own]
+        resting = sum(g is not None and not g.is_sparse and g.untyped_storage().data_ptr() == address for g in grads)
+        if storage_uses(block.tensor) > 1 + resting:
+            block.retire()
+            self.gradients = None
 
     def gradient_home(self, s: Slice, tier: Tier) -> tuple[Block, Tensor]:
         """Block and view where the gradient of an own parameter rests; made at its first use."""

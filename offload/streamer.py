@@ -15,6 +15,7 @@ Assumes
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -142,14 +143,24 @@ class Streamer:
         if errors:
             raise errors[0]
 
-    def evict(self, j: int) -> None:
+    def evict(self, j: int, *, warn: bool = True) -> None:
         """Drops shard ``j`` from its slot. The slot is free at once: a copy into it is queued behind its readers."""
         shard = self.shards[j]
         # Without this, a load that nobody used may arrive in the slot after the next one.
         self._loads.pop(j).wait()
         slot = shard.slot
         shard.drop()
-        self.room.give(slot)
+        lent = self.room.is_lent(slot)
+        # What still looks at the slot keeps it. Without this, it would see the next shard there.
+        self.room.give(self.room.replace(slot) if lent else slot)
+        if lent and warn:
+            warnings.warn(
+                f"a view of the weights of shard {j} outlives their visit on the device (an autograd function that "
+                f"stores one as an attribute, a hook that keeps one): it keeps {slot.numel():,} bytes, and later "
+                f"changes of the weights do not show in it; use ctx.save_for_backward, or keep the parameter itself",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     # --- turns --------------------------------------------------------------------------------------------------
 
@@ -171,8 +182,6 @@ class Streamer:
             streamer.release()
             if not streamer.room.shared:
                 streamer.room.leave()
-            for shard in streamer.shards:
-                shard.forget_slots()
             streamer.room = room
 
     @property
@@ -208,26 +217,23 @@ class Streamer:
         with self._meter.waiting(f"L{j}"), naming(f"loading shard {j} from {self._tier.name}"):
             # Load lane -> compute. Without this, layers read a slot that is still being filled.
             self._loads[j].wait()
-        shard.bind()
+        self.room.note_views(shard.slot, shard.bind())
         yield shard
         self._collected[j] = shard.unbind()
         if self._heap is not None:
             self._heap.bound()
 
-    def keep_changes(self, j: int) -> None:
+    def keep_changes(self, j: int, written: Sequence[int]) -> None:
         """To be called at the end of a visit: sends home what layers wrote into their own parameters while they ran.
 
         Weights travel one way, so this is the exception (an embedding with ``max_norm``, a weight that is clipped).
+        ``written``: positions of these parameters.
         """
         shard = self.shards[j]
-        versions = shard.versions()
-        if versions == shard.loaded_versions:
-            return
-        for position, (before, after) in enumerate(zip(shard.loaded_versions, versions, strict=True)):
-            if before != after:
-                owner, s = shard.owner_of(position)
-                owner.home_view(s).copy_(s.parameter.detach())
-        shard.loaded_versions = versions
+        for position in written:
+            owner, s = shard.owner_of(position)
+            owner.home_view(s).copy_(s.parameter.detach())
+        shard.loaded_versions = shard.versions()
 
     def drain(self, j: int) -> None:
         """Starts to send home the gradients that the last visit of shard ``j`` left on the device."""
@@ -247,12 +253,12 @@ class Streamer:
 
     # --- ends ---------------------------------------------------------------------------------------------------
 
-    def release(self) -> None:
+    def release(self, *, warn: bool = True) -> None:
         """Drops every resident shard."""
         self.unsettled = True
         for shard in self.shards:
             if shard.state is State.LOADED:
-                self.evict(shard.index)
+                self.evict(shard.index, warn=warn)
         self.unsettled = False
 
     def abandon(self) -> None:

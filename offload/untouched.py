@@ -27,9 +27,10 @@ from collections.abc import ItemsView, Iterable, Iterator, Sequence, ValuesView
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from offload.shard import Shard
+from pipe.torch_private import storage_uses
 
 __all__ = ["Untouched"]
 
@@ -155,14 +156,8 @@ class Untouched:
             if sys.getrefcount(parameter) - ours != _UNHELD or weakref.getweakrefcount(parameter):
                 return False
         return all(
-            _uses(shard.home.tensor) - 1 - len(shard.own) == _UNSHARED
-            for shard in self._shards
-            if shard.home is not None
+            storage_uses(shard.home.tensor) == 1 + len(shard.own) for shard in self._shards if shard.home is not None
         )
-
-
-def _uses(tensor: Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined, unused-ignore]
 
 
 def _unheld() -> int:
@@ -175,4 +170,3 @@ def _unheld() -> int:
 
 #: What the counts above come to where there is nobody else: references of the expressions themselves.
 _UNHELD = _unheld()
-_UNSHARED = _uses(torch.empty(1)) - 1

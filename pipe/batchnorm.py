@@ -16,6 +16,10 @@ cancel where the mean is large; the running variance is the unbiased one, as in 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import TypeVar
 
 import torch
@@ -25,9 +29,23 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipe.phase import is_recomputing
 
-__all__ = ["DeferredBatchNorm"]
+__all__ = ["DeferredBatchNorm", "mini_batch"]
 
 Module = TypeVar("Module", bound=nn.Module)
+
+_numbers = itertools.count()
+# The mini-batch under way in this context: its number, and how many micro-batches it has.
+_under_way: ContextVar[tuple[int, int] | None] = ContextVar("_under_way", default=None)
+
+
+@contextlib.contextmanager
+def mini_batch(chunks: int) -> Iterator[None]:
+    """Inside, every DeferredBatchNorm that runs counts a mini-batch of ``chunks`` micro-batches, wherever it is."""
+    token = _under_way.set((next(_numbers), chunks))
+    try:
+        yield
+    finally:
+        _under_way.reset(token)
 
 
 class DeferredBatchNorm(_BatchNorm):
@@ -38,7 +56,7 @@ class DeferredBatchNorm(_BatchNorm):
         eps: added to the variance.
         momentum: share of the new statistics; None for the mean over all mini-batches.
         affine: whether there are a weight and a bias.
-        chunks: micro-batches of a mini-batch; a Pipe announces the number with :meth:`begin` instead.
+        chunks: micro-batches of a mini-batch; a Pipe announces the number with :func:`mini_batch` instead.
     """
 
     # Partial sums of the mini-batch under way. Not buffers: they are no state of the model, and none outlives a batch.
@@ -51,11 +69,12 @@ class DeferredBatchNorm(_BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats=True)
         self.chunks = chunks
+        self._number = -1
         self.begin(chunks)
 
     def begin(self, chunks: int) -> None:
         """Announces a mini-batch of ``chunks`` micro-batches. Whatever an unfinished one left is forgotten."""
-        self.chunks = chunks
+        self._expected = chunks
         self._seen = 0
         self._count = 0
         self._mean = self._squares = None
@@ -75,12 +94,16 @@ class DeferredBatchNorm(_BatchNorm):
         # After the normalisation, which refuses what has no statistics.
         if not is_recomputing():
             self._track(input)
-            if self._seen == self.chunks:
+            if self._seen == self._expected:
                 self._commit()
         return output
 
     @torch.no_grad()
     def _track(self, input: Tensor) -> None:
+        announced = _under_way.get()
+        if announced is not None and announced[0] != self._number:
+            self._number = announced[0]
+            self.begin(announced[1])
         rows = input.detach().transpose(0, 1).flatten(1)
         # Sums in half precision would round the statistics away.
         rows = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
@@ -109,7 +132,7 @@ class DeferredBatchNorm(_BatchNorm):
         unbiased = self._squares / max(self._count - 1, 1)
         self.running_mean.lerp_(self._mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
-        self.begin(self.chunks)
+        self.begin(self._expected)
 
     def extra_repr(self) -> str:
         """The arguments."""
@@ -119,8 +142,8 @@ class DeferredBatchNorm(_BatchNorm):
     def convert_deferred_batch_norm(cls, module: Module, chunks: int = 1) -> Module:
         """The module with each BatchNorm in it replaced by a DeferredBatchNorm that shares its parameters and buffers.
 
-        Layers that keep no running statistics, or are converted already, stay. The given module is not changed, but
-        containers without a BatchNorm in them are shared with the result.
+        Layers that keep no running statistics, or are converted already for as many ``chunks``, stay. The given module
+        is not changed, but containers without a BatchNorm in them are shared with the result.
         """
         converted = cls._converted(module, chunks)
         return module if converted is None else converted  # type: ignore[return-value]
@@ -128,7 +151,7 @@ class DeferredBatchNorm(_BatchNorm):
     @classmethod
     def _converted(cls, module: nn.Module, chunks: int) -> nn.Module | None:
         """The replacement of a module, or None if it can stay."""
-        if isinstance(module, cls):
+        if isinstance(module, cls) and module.chunks == chunks:
             return None
         if isinstance(module, _BatchNorm):
             if not module.track_running_stats:

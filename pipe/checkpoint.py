@@ -21,7 +21,7 @@ Invariants
       autograd, so no gradient can be paired with the wrong output.
     * Any output that the loss reaches starts the recomputation; if none does, nothing is recomputed.
     * Each input tensor is saved once, through the saved-tensor hooks in force.
-    * The second run sees what the first saw: see :mod:`pipe.replay` and :mod:`pipe.guard`.
+    * The second run sees what the first saw: see :mod:`pipe.replay`, :mod:`pipe.guard` and :mod:`pipe.structure`.
 
 After an exception in the recomputation the generators, buffers and settings are restored and the graph is dead.
 
@@ -36,14 +36,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from pipe.guard import Guard, Watched
+from pipe.guard import Guard
 from pipe.microbatch import Batch
 from pipe.nested import TreeSpec, flatten, unflatten
 from pipe.phase import enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing
 from pipe.phony import get_phony
 from pipe.replay import Replay
+from pipe.structure import Members, WatchedLayers
+from pipe.torch_private import accumulates_everywhere
 
 __all__ = [
     "Checkpoint",
@@ -54,6 +55,7 @@ __all__ = [
     "enable_recomputing",
     "is_checkpointing",
     "is_recomputing",
+    "refuse_double_backward",
 ]
 
 
@@ -73,6 +75,21 @@ def checkpoint(function: Callable[[Any], Any], input: Any) -> Any:
     return output.value
 
 
+def refuse_double_backward(name: str) -> None:
+    """To be called first in a backward that computes the forward of ``name`` again.
+
+    Raises:
+        RuntimeError: under ``create_graph=True``. The gradients come out of another graph, which is gone afterwards:
+            whatever were differentiated again would lack them without a word.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"expected a backward without create_graph=True through {name}: its gradients cannot be differentiated "
+            f"again (gradient penalties, Hessians); compute the penalty on the bare module, or approximate it by "
+            f"differences of first gradients"
+        )
+
+
 class Checkpointing:
     """Makes the pair of :class:`Checkpoint` and :class:`Recompute` for one call.
 
@@ -88,11 +105,11 @@ class Checkpointing:
         function: Callable[[Any], Any],
         batch: Batch,
         *,
-        watched: Watched | None = None,
+        watched: WatchedLayers | None = None,
         phony: Tensor | None = None,
     ) -> None:
         if watched is None and isinstance(function, nn.Module):
-            watched = Watched(function)
+            watched = WatchedLayers(function)
         self.function = function
         self.batch = batch
         self._watched = watched
@@ -156,7 +173,18 @@ def _never(_: None) -> Tensor:
 class _Cell:
     """What the two halves share: the function, the input's structure, and what its second run must see."""
 
-    __slots__ = ("_guard", "_leaves", "_positions", "_replay", "_spec", "differentiable", "function", "recomputed")
+    __slots__ = (
+        "_guard",
+        "_leaves",
+        "_members",
+        "_positions",
+        "_replay",
+        "_spec",
+        "_watched",
+        "differentiable",
+        "function",
+        "recomputed",
+    )
 
     def __init__(
         self,
@@ -165,19 +193,23 @@ class _Cell:
         positions: list[tuple[int, int]],
         spec: TreeSpec,
         replay: Replay,
-        guard: Guard | None,
+        watched: WatchedLayers | None,
     ) -> None:
         self.function = function
         self._leaves = leaves
         self._positions = positions
         self._spec = spec
         self._replay = replay
-        self._guard = guard
+        self._watched = watched
+        self._guard = Guard(watched, attributes=True) if watched else None
+        self._members: Members = []
         self.differentiable: list[int] = []
         self.recomputed: tuple[list[Tensor], list[Tensor]] | None = None
 
     @classmethod
-    def of(cls, function: Callable[[Any], Any], input: Any, watched: Watched | None) -> tuple[_Cell, list[Tensor]]:
+    def of(
+        cls, function: Callable[[Any], Any], input: Any, watched: WatchedLayers | None
+    ) -> tuple[_Cell, list[Tensor]]:
         """The cell of a call, and its distinct input tensors."""
         leaves, spec = flatten(input)
         tensors: dict[int, Tensor] = {}
@@ -190,8 +222,8 @@ class _Cell:
                 leaves[position] = None
         inputs = list(tensors.values())
         devices = {tensor.device for tensor in inputs} | (watched.devices if watched else set())
-        guard = Guard(watched) if watched else None
-        return cls(function, leaves, positions, spec, Replay.capture(devices), guard), inputs
+        replay = Replay.capture(devices, watched.generators if watched else ())
+        return cls(function, leaves, positions, spec, replay, watched), inputs
 
     def compute(self, inputs: list[Tensor]) -> Any:
         """The first run."""
@@ -199,8 +231,9 @@ class _Cell:
         with enable_checkpointing(), torch.autograd.graph.saved_tensors_hooks(_dropped, _never):
             output = self._run(_as_leaves(inputs))
         self._replay.seal()
-        if self._guard is not None:
+        if self._guard is not None and self._watched is not None:
             self._guard.seal()
+            self._members = self._watched.members()
         for k, (tensor, version) in enumerate(zip(inputs, versions, strict=True)):
             if tensor._version != version:
                 raise RuntimeError(
@@ -216,6 +249,8 @@ class _Cell:
         Raises:
             RuntimeError: if the output differs in structure or in what needs a gradient, or the module has changed.
         """
+        if self._watched is not None:
+            self._watched.check(self._members)
         leaves = _as_leaves(inputs)
         with contextlib.ExitStack() as stack:
             if self._guard is not None:
@@ -267,19 +302,20 @@ class Checkpoint(torch.autograd.Function):
         return tuple(call.results)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Accumulates the gradients of parameters, and returns those of the inputs.
 
         Raises:
-            RuntimeError: under ``torch.autograd.grad`` or ``backward(inputs=...)``, which would fill ``.grad`` unasked.
+            RuntimeError: under ``create_graph=True``; and under ``torch.autograd.grad`` or ``backward(inputs=...)``,
+                which would fill ``.grad`` unasked.
         """
+        refuse_double_backward("a checkpointed forward")
         cell: _Cell = ctx.cell
         nothing = (None,) * (2 + len(ctx.needs_input_grad[2:]))
         if all(gradient is None for gradient in gradients):
             # Only the order of micro-batches led here, no loss.
             return nothing
-        if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined, unused-ignore]
+        if not accumulates_everywhere():
             raise RuntimeError(
                 "expected backward() over a checkpointed forward, got torch.autograd.grad() or backward(inputs=...); "
                 "it would write .grad of parameters that were not asked for: compute without checkpointing"

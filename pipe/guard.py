@@ -7,7 +7,7 @@ itself updates (running statistics, the vectors of spectral norm) would be read 
 Invariants
     * A recomputation meets parameters and modes of the forward, or :class:`RuntimeError` names what changed.
     * Buffers that the forward wrote hold, during the recomputation, what they held before it; writes go to copies, so
-      the buffers of the module count every forward once.
+      the buffers of the module count every forward once. The same holds for plain attributes, where it is asked for.
 
 Assumes that one module does not compute in two threads at the same moment.
 """
@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+
+from pipe.attributes import Attributes, Stateful
 
 __all__ = ["Guard", "Watched"]
 
@@ -36,6 +38,7 @@ class Watched:
         ]
         # Buffers that a forward writes without counting a version, by (id of owner, name); None until one was seen.
         self.unversioned: set[tuple[int, str]] | None = None
+        self.stateful = Stateful(self.modules)
         self.devices = {p.device for _, p in self.parameters} | {b.device for b in module.buffers()}
 
     def tensors(self) -> list[Tensor]:
@@ -57,10 +60,11 @@ class Guard:
             output = module(input)
     """
 
-    __slots__ = ("_buffers", "_modes", "_originals", "_versions", "_watched")
+    __slots__ = ("_attributes", "_buffers", "_modes", "_originals", "_versions", "_watched")
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: Watched, *, attributes: bool = False) -> None:
         self._watched = watched
+        self._attributes = Attributes(watched.stateful) if attributes else None
         self._modes = [module.training for _, module in watched.modules]
         self._versions: list[int] = []
         # A buffer's value before the forward is gone after it, so all are copied and seal() drops what did not change.
@@ -74,6 +78,8 @@ class Guard:
 
     def seal(self) -> Guard:
         """To be called after the forward: forgets the buffers that it left alone. Returns itself."""
+        if self._attributes is not None:
+            self._attributes.seal()
         entries = list(zip(self._buffers, self._originals, strict=True))
         unversioned = self._watched.unversioned
         if unversioned is None:
@@ -122,7 +128,8 @@ class Guard:
             for owner, name, snapshot in self._buffers:
                 before.append((owner._buffers, name, owner._buffers[name]))
                 owner._buffers[name] = snapshot.clone()  # a retained graph may ask for the snapshot again
-            yield
+            with self._attributes.again() if self._attributes is not None else contextlib.nullcontext():
+                yield
         finally:
             for buffers, name, buffer in before:
                 buffers[name] = buffer

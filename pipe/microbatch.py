@@ -15,7 +15,18 @@ from torch import Tensor
 
 from pipe.nested import flatten, tensors_in, unflatten
 
-__all__ = ["Batch", "NoChunk", "check", "gather", "gather_nested", "map_batch", "rows_of", "scatter", "split_nested"]
+__all__ = [
+    "Batch",
+    "NoChunk",
+    "check",
+    "gather",
+    "gather_nested",
+    "map_batch",
+    "rows_of",
+    "rows_of_micro_batches",
+    "scatter",
+    "split_nested",
+]
 
 
 class NoChunk:
@@ -71,6 +82,16 @@ def rows_of(value: Any) -> int:
             f"{sorted(sizes)}; pass tensors of equal dimension 0, or NoChunk(tensor) for one that all rows share"
         )
     return sizes.pop() if sizes else 1
+
+
+def rows_of_micro_batches(value: Any, chunks: int) -> list[int]:
+    """Rows of each micro-batch that :func:`split_nested` makes of ``value``.
+
+    To be asked of the mini-batch: in a micro-batch, a tensor that came in :class:`NoChunk` looks like any other.
+    """
+    rows = rows_of(value)
+    count = min(chunks, max(rows, 1))
+    return [rows // count + (i < rows % count) for i in range(count)]
 
 
 def split_nested(value: Any, chunks: int) -> list[Any]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["TreeSpec", "flatten", "map_tensors", "tensors_in", "unflatten"]
+__all__ = ["TreeSpec", "flatten", "map_distinct", "map_tensors", "parts_of", "tensors_in", "unflatten"]
 
 TreeSpec = pytree.TreeSpec
 
@@ -20,6 +21,8 @@ TreeSpec = pytree.TreeSpec
 # a small layer: one tensor, and one tensor beside an empty list (of skip tensors).
 _LEAF: TreeSpec = pytree.tree_flatten(None)[1]
 _LEAF_AND_NONE: TreeSpec = pytree.tree_flatten((None, []))[1]
+
+_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
@@ -59,8 +62,39 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """The strided tensors that hold the values of ``tensor``: itself, or the members of a sparse or nested one."""
+    if tensor.is_nested:
+        return [tensor.values()] if tensor.layout is torch.jagged else []
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._values()]
+    return [tensor.values()] if tensor.layout in _COMPRESSED else []
+
+
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """The same structure with ``function`` applied to every tensor; other leaves stay as they are."""
     if isinstance(value, Tensor):
         return function(value)
     return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def map_distinct(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """:func:`map_tensors` that applies ``function`` once to a tensor that occurs several times.
+
+    What it returns for one occurrence is the same object in all: a write in place to one shows in the others, as it
+    does in ``value``.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    mapped: dict[int, Any] = {}
+
+    def once(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in mapped:
+            mapped[id(leaf)] = function(leaf)
+        return mapped[id(leaf)]
+
+    return pytree.tree_map(once, value)

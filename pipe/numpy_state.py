@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["NumpyState", "moved", "read", "write"]
+__all__ = ["NumpyState", "moved", "read", "same", "write"]
 
 _WORDS_BYTES = 4 * 624 + 4  # uint32 key[624]; int pos
 _KEPT_BYTES = 16  # int has_gauss, padding, double gauss
@@ -53,7 +53,7 @@ def moved(state: NumpyState) -> bool:
     mark = _mark()
     if mark is not None and state.mark is not None:
         return bool(mark != state.mark)
-    return not _same(state.whole, sys.modules["numpy"].random.get_state(legacy=False))
+    return not same(state.whole, sys.modules["numpy"].random.get_state(legacy=False))
 
 
 def write(state: NumpyState) -> None:
@@ -105,8 +105,9 @@ def _kept_offset(random: Any) -> int | None:
     return offset if known else None
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
+    """Whether two states, as NumPy hands them out, are equal."""
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
-    same = a == b
-    return bool(same.all()) if hasattr(same, "all") else bool(same)
+        return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
+    equal = a == b
+    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)

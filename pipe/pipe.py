@@ -16,12 +16,27 @@ import torch
 from torch import Tensor, nn
 
 from pipe import microbatch
-from pipe.batchnorm import DeferredBatchNorm
+from pipe.batchnorm import DeferredBatchNorm, mini_batch
+from pipe.draws import SharedDraws
+from pipe.gradients import StepGradients, parameters_of
+from pipe.loss import LossFn, UndeclaredReductionError, micro_losses
 from pipe.pipeline import Pipeline
-from pipe.placement import BalanceError, Device, balance_of, check_convertible, dealt, devices_of, stages_of
+from pipe.placement import (
+    BalanceError,
+    Device,
+    balance_of,
+    check_convertible,
+    dealt,
+    devices_of,
+    followed,
+    partitions_of,
+    stages_of,
+)
+from pipe.refusals import check_optimizers, check_plain, check_reduced, check_updates, undone_on
 from pipe.schedule import Action, Schedule, fill_drain, one_forward_one_backward
 from pipe.skip.skippable import verify_skippables
-from pipe.step import Step, parameters_of, reduction_of, restored_gradients, split_target
+from pipe.state_dict import without_partitions
+from pipe.step import Step, split_target
 from pipe.stream import AbstractStream, new_stream
 from pipe.turn import TakesTurns, held_still, share_places, takers_in
 
@@ -52,6 +67,10 @@ class Pipe(nn.Module):
             last goes back first, so recomputing it saves nothing.
         deferred_batch_norm: whether BatchNorm counts mini-batches: see :mod:`pipe.batchnorm`.
 
+    A layer that was replaced after wrapping (by ``setattr``, or by a conversion of the whole module), or a module
+    inside of a layer, runs from the next forward on: what ``print`` and ``parameters()`` show is what runs. ``chunks``
+    can be changed between calls.
+
     Raises:
         TypeError: if ``module`` is not a plain ``nn.Sequential``, or skip connections do not match.
         ValueError: if another argument does not fit (:class:`BalanceError` for the balance).
@@ -77,8 +96,10 @@ class Pipe(nn.Module):
             )
         if isinstance(chunks, bool) or int(chunks) < 1:
             raise ValueError(f"number of chunks must be a positive integer, got chunks={chunks}")
+        checkpoint = str(checkpoint)
         if checkpoint not in CHECKPOINT_MODES:
             raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', got {checkpoint!r}")
+        check_plain(module)
         balance = None if balance is None else list(balance)
         verify_skippables(module)
         if deferred_batch_norm:
@@ -93,11 +114,13 @@ class Pipe(nn.Module):
         # The children of the module become those of the Pipe, so that names stay.
         self._modules = dict(module._modules)
         self.training = module.training
-        self._stages = stages_of(module, self.balance, self.devices)
+        self._stages = stages_of(partitions_of(module, self.balance), self.devices)
         self._places = [j % len(found) for j in range(len(self.balance))]
         self._takers: list[TakesTurns] | None = None
-        self._deferred: list[DeferredBatchNorm] | None = None
         self._ensure_turns()
+        self._draws = SharedDraws()
+        #: Code of losses that returned (sum, count) before.
+        self._counting: set[Hashable] = set()
         self._copy_streams: list[list[AbstractStream]] = []
         self._recorders: list[list[Action]] = []
 
@@ -119,7 +142,8 @@ class Pipe(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Streams belong to the process, and who shares memory to the modules of this very pipe.
-        return {**self.__dict__, "_copy_streams": [], "_recorders": [], "_takers": None, "_deferred": None}
+        passing: dict[str, Any] = {"_copy_streams": [], "_recorders": [], "_takers": None, "_counting": set()}
+        return {**self.__dict__, **passing}
 
     def train(self, mode: bool = True) -> Pipe:
         """Sets the mode of all layers."""
@@ -142,10 +166,23 @@ class Pipe(nn.Module):
         Raises:
             TypeError: if a device is given, or a tensor that has one.
         """
-        device, _, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        if device is not None:
+        # As it is written, before torch asks whether there is such a device.
+        devices = [a for a in (*args[:1], kwargs.get("device")) if isinstance(a, (torch.device, int, str))]
+        tensors = [a for a in (*args[:1], kwargs.get("tensor"), kwargs.get("other")) if isinstance(a, Tensor)]
+        for device in (*devices, *(tensor.device for tensor in tensors)):
             raise _denied(f"to({device})")
         return super().to(*args, **kwargs)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
+    ) -> None:
+        left = without_partitions(state_dict, prefix, self._modules)
+        if left:
+            lists[-1].append(
+                f"expected names of torchgpipe with the layer's name in the whole module, got several for one "
+                f"parameter of this Pipe: {', '.join(left)}; rename them to those of state_dict()"
+            )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
     def forward(self, input: Any) -> Any:
         """Runs the mini-batch, micro-batch by micro-batch.
@@ -160,19 +197,27 @@ class Pipe(nn.Module):
         Raises:
             TypeError: if there is no tensor in ``input``.
             ValueError: if tensors differ in dimension 0, or outputs cannot be concatenated.
+            RuntimeError: if layers were added or removed since wrapping; if a stage is updated in backward, or a
+                parameter has hooks on its gradient, which the backward of each checkpointed micro-batch would run.
         """
         microbatch.check(input)
+        self._follow()
         if not self._stages:
             return input
         batches = [microbatch.Batch(value) for value in self._micro_batches(input)]
+        takers = self._ensure_turns()
+        if torch.is_grad_enabled() and len(batches) > 1:
+            check_updates(takers)
         record = self._record if self._recorders else None
-        with held_still(self._ensure_turns()):
+        kind = ("forward", torch.is_grad_enabled(), *self._modes())
+        with held_still(takers), mini_batch(len(batches)), self._draws.ordered(kind, self._stages) as in_order:
             Pipeline(
                 batches,
                 self._stages,
                 self._ensure_copy_streams(),
                 places=self._places,
                 checkpoint_stop=self._checkpoint_stop(len(batches)),
+                in_order=in_order,
                 record=record,
             ).run()
         return microbatch.gather(batches)
@@ -181,7 +226,7 @@ class Pipe(nn.Module):
         self,
         input: Any,
         target: Any,
-        loss_fn: Callable[[Any, Any], Tensor],
+        loss_fn: LossFn,
         *,
         schedule: str | Schedule = "1f1b",
         reduction: str | None = None,
@@ -190,43 +235,70 @@ class Pipe(nn.Module):
 
         Args:
             input: as for :meth:`forward`.
-            target: nested value of as many rows; it is moved to the last device.
-            loss_fn: ``loss_fn(output, target)`` of a micro-batch, a tensor of one element.
+            target: nested value of as many rows; it is moved to the last device. A loss that leaves targets out, or
+                weighs them, has them counted before the step: on an accelerator the host waits for that, in host memory
+                not.
+            loss_fn: ``loss_fn(output, target)`` of a micro-batch: a tensor of one element, or ``(sum, count)``, where
+                the loss of the mini-batch is the sum of the sums over the sum of the counts.
             schedule: ``"1f1b"``, ``"fill_drain"``, or a :class:`~pipe.schedule.Schedule` for as many micro-batches.
-            reduction: whether the loss is the ``"mean"`` or the ``"sum"`` over rows; by default ``loss_fn.reduction``
-                if there is one, else the mean. With the mean, micro-batches weigh by their rows.
+            reduction: whether the loss is the ``"mean"`` or the ``"sum"`` over rows, where it does not say so itself:
+                losses of torch do, class weights and ``ignore_index`` included, and so do a ``functools.partial`` with
+                ``reduction=`` and a module with an attribute ``reduction``. See :mod:`pipe.loss`.
 
         Returns:
             The loss of the mini-batch, detached, on the last device.
 
         Raises:
             TypeError: if there is no tensor in ``input``.
-            ValueError: if rows, schedule, or loss do not fit.
+            ValueError: if rows, schedule, or loss do not fit; if there are several micro-batches and it cannot be told
+                what the loss divides by.
+            RuntimeError: if a ``DistributedDataParallel`` should have reduced the gradients, a stage is updated in
+                backward, or layers were added or removed since wrapping.
 
         After an exception gradients are those of before, except of stages that take turns: what has gone home stays.
+        Hooks of parameters, and with them optimizers that step in such a hook, run once, at the end of the step.
         """
         microbatch.check(input)
+        self._follow()
         if not self._stages:
             raise ValueError("expected a Pipe with layers to train, got an empty one")
-        mean = reduction_of(loss_fn, reduction) == "mean"
+        check_reduced(self)
         inputs = self._micro_batches(input)
-        count = len(inputs)
-        targets = split_target(target, inputs, self.devices[-1])
-        plan = self._schedule(schedule, count)
-        rows = [microbatch.rows_of(value) for value in inputs]
-        total = max(sum(rows), 1)
+        rows = microbatch.rows_of_micro_batches(input, self.chunks)
+        losses = micro_losses(loss_fn, reduction, split_target(target, rows), rows)
+        plan = self._schedule(schedule, len(rows))
         takers = self._ensure_turns()
-        with restored_gradients(parameters_of(self, without=takers)), held_still(takers):
-            return Step(
+        gradients = StepGradients(parameters_of(self, without=takers))
+        if len(rows) > 1:
+            check_updates(takers)
+            check_optimizers(gradients.parameters)
+        last = self.devices[-1]
+        moved = microbatch.map_batch(lambda t: t.to(last, non_blocking=last.type != "cpu"), target)
+        kind_of_loss: Any = type(loss_fn)
+        code: Hashable = getattr(loss_fn, "__code__", kind_of_loss)
+        tried = losses[0].weight is not None or len(rows) == 1 or code in self._counting
+        with (
+            contextlib.nullcontext() if tried else undone_on(UndeclaredReductionError, self, self.devices),
+            gradients.accumulated(),
+            held_still(takers),
+            mini_batch(len(rows)),
+            self._draws.ordered(("step", *self._modes()), self._stages) as in_order,
+        ):
+            loss = Step(
                 self._stages,
                 plan,
                 inputs,
-                targets,
-                loss_fn,
-                [row / total if mean else 1.0 for row in rows],
-                checkpoint_stop=self._checkpoint_stop(count),
+                split_target(moved, rows),
+                losses,
+                rows,
+                gradients,
+                checkpoint_stop=self._checkpoint_stop(len(rows)),
+                in_order=in_order,
                 record=self._record,
             ).run()
+        if losses[0].weight is None:
+            self._counting.add(code)
+        return loss
 
     @contextlib.contextmanager
     def recording(self, trace: list[Action] | None = None) -> Iterator[list[Action]]:
@@ -249,14 +321,20 @@ class Pipe(nn.Module):
     def _micro_batches(self, input: Any) -> list[Any]:
         first = self.devices[0]
         moved = microbatch.map_batch(lambda t: t.to(first, non_blocking=first.type != "cpu"), input)
-        values = microbatch.split_nested(moved, self.chunks)
-        if self.training:
-            if self._deferred is None:
-                # Once: to look for modules in an offloaded stage finishes the update that is pending there.
-                self._deferred = [module for module in self.modules() if isinstance(module, DeferredBatchNorm)]
-            for module in self._deferred:
-                module.begin(len(values))
-        return values
+        return microbatch.split_nested(moved, self.chunks)
+
+    def _modes(self) -> tuple[bool, ...]:
+        """What tells whether layers draw random numbers, as far as it can be seen at little cost."""
+        return self.training, *(layer.training for layer in self._modules.values() if layer is not None)
+
+    def _follow(self) -> None:
+        """Takes layers that were replaced into the stages."""
+        stages = followed(self._stages, self._modules)
+        if stages is not None:
+            self._stages = stages
+            self._draws = SharedDraws()
+        for stage in self._stages:
+            stage.follow()
 
     def _checkpoint_stop(self, count: int) -> int:
         if not self.training:
@@ -295,7 +373,9 @@ class Pipe(nn.Module):
     def _ensure_copy_streams(self) -> list[list[AbstractStream]]:
         # Kept from call to call: the allocator holds memory for each stream.
         if not self._copy_streams:
-            self._copy_streams = [[new_stream(device) for _ in range(self.chunks)] for device in self.devices]
+            self._copy_streams = [[] for _ in self.devices]
+        for device, streams in zip(self.devices, self._copy_streams, strict=True):
+            streams += [new_stream(device) for _ in range(self.chunks - len(streams))]
         return self._copy_streams
 
 

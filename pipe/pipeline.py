@@ -46,8 +46,8 @@ from torch import Tensor
 from pipe.checkpoint import Checkpointing
 from pipe.copy import Copy, Wait
 from pipe.dependency import fork, join
-from pipe.guard import Watched
 from pipe.microbatch import Batch
+from pipe.refusals import check_hooks
 from pipe.schedule import Action, clock_cycles, coming_turns, forward_clocks
 from pipe.skip.namespace import Key
 from pipe.stage import Stage
@@ -102,7 +102,11 @@ class Pipeline:
         copy_streams: for each stage, a stream for each micro-batch.
         places: for each stage, the place where it takes turns; by default each has its own.
         checkpoint_stop: the micro-batches before this one are checkpointed.
+        in_order: whether the cells of a clock run one after another, whatever their devices.
         record: called with each action when it begins, those of backward included.
+
+    Raises:
+        RuntimeError: if parameters of checkpointed micro-batches have hooks.
     """
 
     def __init__(
@@ -113,16 +117,21 @@ class Pipeline:
         *,
         places: Sequence[Hashable] | None = None,
         checkpoint_stop: int = 0,
+        in_order: bool = False,
         record: Callable[[Action], None] | None = None,
     ) -> None:
         self.batches = batches
         self.stages = stages
         self.copy_streams = copy_streams
         self.checkpoint_stop = checkpoint_stop if torch.is_grad_enabled() else 0
+        self.in_order = in_order
         self.record = record
         self._streams = [current_stream(stage.device) for stage in stages]
         self._skips: list[dict[Key, Batch]] = [{} for _ in batches]
-        self._watched: dict[int, Watched] = {}
+        #: For each stage, what its checkpoints watch.
+        self._watched = [stage.watched() for stage in stages] if self.checkpoint_stop else []
+        if len(batches) > 1:
+            check_hooks(parameter for watched in self._watched for _, parameter in watched.parameters)
         self._places = tuple(range(len(stages)) if places is None else places)
         self._clocks = forward_clocks(len(batches), self._places)
         #: For the first cell of each turn, the stage that has the next turn at its place.
@@ -141,7 +150,7 @@ class Pipeline:
 
     def run(self) -> None:
         """Runs all cells."""
-        with task_runner([stage.device for stage in self.stages]) as run:
+        with task_runner([stage.device for stage in self.stages], in_order=self.in_order) as run:
             for actions in self._clocks:
                 cells = [(action.micro_batch, action.stage) for action in actions]
                 phonies = self._fence(cells)
@@ -181,8 +190,6 @@ class Pipeline:
         function = partial(_recorded, stage, self.record, Action("F", j, i)) if self.record else stage
         after = self._coming.get((i, j))
         if i < self.checkpoint_stop:
-            if j not in self._watched:
-                self._watched[j] = stage.watched()
             halves = Checkpointing(function, batch, watched=self._watched[j], phony=phony)
             return Task(compute_stream, compute=_then(halves.checkpoint, after), finalize=halves.recompute)
         compute = _then(partial(batch.call, function), after)

@@ -5,7 +5,9 @@ Invariant: whatever is wrong with layers, balance or number of devices raises be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -14,11 +16,22 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pipe.balance.blockpartition import solve
 from pipe.batchnorm import DeferredBatchNorm
 from pipe.skip.layout import inspect_skip_layout
+from pipe.skip.skippable import verify_skippables
 from pipe.stage import Stage
 from pipe.stream import normalize_device
 from pipe.turn import takers_in, takes_turns
 
-__all__ = ["BalanceError", "Device", "balance_of", "check_convertible", "dealt", "devices_of", "stages_of"]
+__all__ = [
+    "BalanceError",
+    "Device",
+    "balance_of",
+    "check_convertible",
+    "dealt",
+    "devices_of",
+    "followed",
+    "partitions_of",
+    "stages_of",
+]
 
 Device = torch.device | int | str
 
@@ -95,20 +108,28 @@ def dealt(
     return [devices[j % len(devices)] for j in range(len(balance))]
 
 
-def stages_of(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]) -> list[Stage]:
+def partitions_of(module: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]:
+    """The layers of each stage."""
+    layers = list(module._modules.items())
+    partitions: list[nn.Sequential] = []
+    begin = 0
+    for size in balance:
+        partition = nn.Sequential()
+        partition._modules = dict(layers[begin : begin + size])
+        partition.training = module.training
+        partitions.append(partition)
+        begin += size
+    return partitions
+
+
+def stages_of(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> list[Stage]:
     """The stages, with their layers on their devices.
 
     Raises:
         ValueError: if layers on two devices share a parameter.
     """
-    layers = list(module._modules.items())
-    partitions: list[nn.Sequential] = []
     place: dict[int, tuple[torch.device, str]] = {}
-    begin = 0
-    for size, device in zip(balance, devices, strict=True):
-        partition = nn.Sequential()
-        partition._modules = dict(layers[begin : begin + size])
-        partition.training = module.training
+    for partition, device in zip(partitions, devices, strict=True):
         for name, tensor in [*partition.named_parameters(), *partition.named_buffers()]:
             other, other_name = place.setdefault(id(tensor), (device, name))
             if other != device:
@@ -116,11 +137,57 @@ def stages_of(module: nn.Sequential, balance: Sequence[int], devices: Sequence[t
                     f"module with duplicate parameters on distinct devices is not supported, got {other_name!r} on "
                     f"{other} and {name!r} on {device}; put both layers on one device"
                 )
-        partitions.append(partition)
-        begin += size
+    layout = inspect_skip_layout(partitions)
     for partition, device in zip(partitions, devices, strict=True):
         for layer in partition:
             if not takers_in([layer]):
                 layer.to(device)
-    layout = inspect_skip_layout(partitions)
     return [Stage(p, d, j, layout) for j, (p, d) in enumerate(zip(partitions, devices, strict=True))]
+
+
+def followed(stages: Sequence[Stage], layers: Mapping[str, nn.Module | None]) -> list[Stage] | None:
+    """The stages of a pipe whose layers were replaced, or None if all are as they were.
+
+    Args:
+        stages: as they were made.
+        layers: the layers of the pipe now.
+
+    Raises:
+        RuntimeError: if layers were added, removed, renamed or moved, if they take turns, or if a partition was changed
+            instead of the pipe.
+        ValueError: as :func:`stages_of` does.
+        TypeError: if skip connections do not match any more.
+    """
+    wrapped = [item for stage in stages for item in stage.wrapped]
+    if not _same_items([item for stage in stages for item in stage.layers._modules.items()], wrapped):
+        raise RuntimeError(
+            "expected layers to be replaced in the Pipe, got one replaced in its partitions, where parameters() does "
+            "not see it; use setattr(pipe, name, layer)"
+        )
+    if _same_items(list(layers.items()), wrapped):
+        return None
+    if list(layers) != [name for name, _ in wrapped] or None in layers.values():
+        raise RuntimeError(
+            f"expected the layers that were wrapped, {[name for name, _ in wrapped]}, got "
+            f"{[name for name, layer in layers.items() if layer is not None]}; a layer can be replaced, but to add, "
+            f"remove or move some, make a new Pipe"
+        )
+    now = {name: layer for name, layer in layers.items() if layer is not None}
+    for name, before in wrapped:
+        if now[name] is not before and takers_in([before, now[name]]):
+            raise RuntimeError(
+                f"expected layers that take turns to stay as they were wrapped, got another object in the place of "
+                f"{name!r}; make a new Pipe"
+            )
+    verify_skippables(nn.Sequential(OrderedDict(now)))
+    partitions = []
+    for stage in stages:
+        # A shallow copy: recomputations that are still to come run the layers of their own forward.
+        partition = copy.copy(stage.layers)
+        partition._modules = {name: now[name] for name, _ in stage.wrapped}
+        partitions.append(partition)
+    return stages_of(partitions, [stage.device for stage in stages])
+
+
+def _same_items(a: Sequence[tuple[str, object]], b: Sequence[tuple[str, object]]) -> bool:
+    return len(a) == len(b) and all(x[0] == y[0] and x[1] is y[1] for x, y in zip(a, b, strict=True))

@@ -10,13 +10,13 @@ Guarantees
     * A generator that the forward did not draw from is forgotten by :meth:`Replay.seal` and is never touched again:
       a deterministic forward replays without reading or writing any generator.
     * Recomputations in several threads do not interleave on the generators that a process shares (torch's CPU
-      generator, Python's and NumPy's): they take turns.
+      generator, Python's and NumPy's, generators that layers hold): they take turns.
 
 Assumes
     * Nothing else draws from a shared generator *while* a recomputation that draws from it runs.
 
-``checkpoint``, ``offload`` and ``gradcache`` all use this module; with :mod:`pipe.numpy_state` it is the only one that
-touches generator states.
+``checkpoint``, ``offload`` and ``gradcache`` all use this module; with :mod:`pipe.numpy_state` and
+:mod:`pipe.generators` it is the only one that touches generator states.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from torch import Tensor
 
 from pipe import numpy_state
 from pipe.ambient import Ambient
+from pipe.generators import state_of
 from pipe.nested import tensors_in
 from pipe.phase import enable_recomputing
 
@@ -80,6 +81,11 @@ def _generators(devices: Iterable[torch.device]) -> list[_Generator]:
     return sources
 
 
+def _held(generator: Any) -> _Generator:
+    state = state_of(generator)
+    return _Generator(state.name, state.get, state.set, True, state.moved)
+
+
 def devices_of(*values: Any) -> set[torch.device]:
     """The devices of all tensors in nested ``values``."""
     return {tensor.device for tensor in tensors_in(values)}
@@ -118,10 +124,17 @@ class Replay:
         self._ambient = ambient
 
     @classmethod
-    def capture(cls, devices: Iterable[torch.device]) -> Replay:
-        """Notes the surroundings of a forward that is about to run on ``devices`` (the CPU is always included)."""
+    def capture(cls, devices: Iterable[torch.device], generators: Iterable[Any] = ()) -> Replay:
+        """Notes the surroundings of a forward that is about to run.
+
+        Args:
+            devices: where it runs; the CPU is always included.
+            generators: what it may draw from besides the generators of the process and of ``devices``, such as what
+                :func:`pipe.generators.held_generators` finds.
+        """
         devices = set(devices)
-        states = [(generator, generator.get()) for generator in _generators(devices)]
+        sources = [*_generators(devices), *map(_held, generators)]
+        states = [(generator, generator.get()) for generator in sources]
         return cls(states, Ambient.capture(device.type for device in devices))
 
     def seal(self) -> Replay:
@@ -140,12 +153,14 @@ class Replay:
         """Names of the generators that a replay rewinds."""
         return tuple(generator.name for generator, _ in self._states)
 
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Inside, generators and thread settings are as they were at :meth:`capture`; afterwards as they were before.
+    def rewind(self) -> None:
+        """Puts the noted generators back to where they were, as if the forward had not run."""
+        for generator, state in self._states:
+            generator.set(state)
 
-        Grad mode is the caller's: a recomputation usually needs a graph where the forward had none.
-        """
+    @contextlib.contextmanager
+    def rewound(self) -> Iterator[None]:
+        """Inside, generators are as they were at :meth:`capture`; afterwards as they were before. Settings stay."""
         with contextlib.ExitStack() as stack:
             if any(generator.shared for generator, _ in self._states):
                 stack.enter_context(_shared_generators)
@@ -153,8 +168,15 @@ class Replay:
                 # Registered before it is rewound, so that an exception half-way restores every generator.
                 stack.callback(generator.set, generator.get())
                 generator.set(state)
-            # Casted weights are not kept: the cache is keyed by parameter and outlives one recomputation inside an
-            # enclosing autocast; it may then hold a cast made under no_grad, whose gradient would be lost.
-            stack.enter_context(enable_recomputing())
-            stack.enter_context(self._ambient.again(recomputation=True, cache_casts=False))
+            yield
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, generators and thread settings are as they were at :meth:`capture`; afterwards as they were before.
+
+        Grad mode is the caller's: a recomputation usually needs a graph where the forward had none.
+        """
+        # Casted weights are not kept: the cache is keyed by parameter and outlives one recomputation inside an
+        # enclosing autocast; it may then hold a cast made under no_grad, whose gradient would be lost.
+        with self.rewound(), enable_recomputing(), self._ambient.again(recomputation=True, cache_casts=False):
             yield

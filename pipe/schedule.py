@@ -145,14 +145,15 @@ class Schedule:
             )
 
     def validate(self) -> Schedule:
-        """Checks that every cell goes forward once and back once, all of a stage on one device, and that the schedule
-        can run. Returns itself.
+        """Checks that every cell goes forward once and back once, all of a stage on one device, that stages and
+        micro-batches are numbered from 0, and that the schedule can run. Returns itself.
 
         Raises:
             ValueError: naming all violations.
         """
         wrong: list[str] = []
-        micro_batches = sorted({action.micro_batch for action in chain(*self.orders)})
+        # Up to the highest number: a number that is left out is a cell that never runs.
+        micro_batches = range(max((action.micro_batch + 1 for action in chain(*self.orders)), default=0))
         for line, order in enumerate(self.orders):
             for action in order:
                 home = self.lines_of_stages[action.stage]

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipe.guard import Watched
 from pipe.nested import map_tensors
 from pipe.skip.layout import SkipLayout
 from pipe.skip.namespace import Key
 from pipe.skip.tracker import SkipTracker, use_skip_tracker
+from pipe.structure import WatchedLayers
 from pipe.turn import takers_in
 
 __all__ = ["Stage", "writes_input"]
@@ -49,6 +49,8 @@ class Stage:
 
     def __init__(self, layers: nn.Sequential, device: torch.device, index: int, layout: SkipLayout) -> None:
         self.layers = layers
+        #: The layers as they were wrapped.
+        self.wrapped = tuple((name, layer) for name, layer in layers._modules.items() if layer is not None)
         self.device = device
         self.index = index
         self.arriving = layout.arriving(index)
@@ -57,14 +59,23 @@ class Stage:
         self._copies_input = writes_input(layers)
         self._takers = takers_in(layers)
 
+    def follow(self) -> None:
+        """Looks again at what the layers are made of. To be called before each mini-batch."""
+        self._copies_input = writes_input(self.layers)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether any module of it takes turns."""
+        return bool(self._takers)
+
     def expect(self, *, backward: bool = False) -> None:
         """Tells modules that take turns that the next turn on the device is theirs."""
         for taker in self._takers:
             taker.expect(backward=backward)
 
-    def watched(self) -> Watched:
+    def watched(self) -> WatchedLayers:
         """What a checkpoint watches in the layers."""
-        return Watched(self.layers)
+        return WatchedLayers(self.layers)
 
     def __call__(self, input: tuple[Any, Sequence[Any]]) -> tuple[Any, list[Any]]:
         """Runs the layers.

@@ -6,7 +6,9 @@ its value when the schedule says so.
 
 Invariants
     * The actions run in the order of the schedule's clocks, and the trace says so.
-    * Gradients accumulate to those of the loss of the whole batch: with a mean, a micro-batch weighs its share of rows.
+    * Gradients accumulate to those of the loss of the whole batch (:mod:`pipe.loss`). Where a loss returns
+      ``(sum, count)`` and a micro-batch goes back before the last count is known, its gradients are multiplied at the
+      end (:attr:`pipe.gradients.StepGradients.scale`).
     * A cell's graph goes as soon as it went back.
     * After an exception every parameter has the gradient that it had before the step; but gradients of a stage that
       takes turns accumulate where they rest, so there what had arrived stays.
@@ -14,26 +16,28 @@ Invariants
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipe.checkpoint import Checkpointing
-from pipe.guard import Watched
+from pipe.gradients import StepGradients
+from pipe.loss import MicroLoss, UndeclaredReductionError, sum_and_count
 from pipe.microbatch import Batch, rows_of, split_nested
 from pipe.nested import flatten, map_tensors, tensors_in, unflatten
 from pipe.schedule import Action, Schedule, coming_turns
 from pipe.skip.namespace import Key
 from pipe.stage import Stage
 from pipe.stream import current_stream
+from pipe.structure import WatchedLayers
 from pipe.worker import Task, task_runner
 
-__all__ = ["Step", "parameters_of", "reduction_of", "restored_gradients", "split_target"]
+__all__ = ["Step", "split_target"]
 
 
 @dataclass
@@ -66,9 +70,11 @@ class Step:
         schedule: a valid schedule for them.
         inputs: the micro-batches.
         targets: for each micro-batch, what the loss compares with.
-        loss_fn: ``loss_fn(output, target)``, a tensor of one element.
-        weights: for each micro-batch, the weight of its loss.
+        losses: for each micro-batch, its loss.
+        rows: of each micro-batch.
+        gradients: those of all parameters that do not take turns.
         checkpoint_stop: the micro-batches before this one are checkpointed.
+        in_order: whether the cells of a clock run one after another, whatever their devices.
         record: called with each action when it begins.
     """
 
@@ -78,40 +84,56 @@ class Step:
         schedule: Schedule,
         inputs: Sequence[Any],
         targets: Sequence[Any],
-        loss_fn: Callable[[Any, Any], Tensor],
-        weights: Sequence[float],
+        losses: Sequence[MicroLoss],
+        rows: Sequence[int],
+        gradients: StepGradients,
         *,
         checkpoint_stop: int = 0,
+        in_order: bool = False,
         record: Callable[[Action], None],
     ) -> None:
         self.stages = stages
         self.schedule = schedule
         self.targets = targets
-        self.loss_fn = loss_fn
-        self.weights = weights
+        self.losses = losses
+        self.gradients = gradients
         self.checkpoint_stop = checkpoint_stop
+        self.in_order = in_order
         self.record = record
         # The user's input is the output of a cell that never goes back; its gradients are delivered at the end.
         self._origins = [_Cell() for _ in inputs]
         self._values = [self._depart(x, cell) for x, cell in zip(inputs, self._origins, strict=True)]
         self._skips: list[dict[Key, _InFlight]] = [{} for _ in inputs]
         self._cells: dict[tuple[int, int], _Cell] = {}
-        self._watched: dict[int, Watched] = {}
+        self._watched: dict[int, WatchedLayers] = {}
         self._losses: dict[int, Tensor] = {}
+        self._counts: dict[int, Tensor | float] = {}
+        last = len(stages) - 1
+        kinds = [action.kind for action in schedule.orders[schedule.lines_of_stages[last]] if action.stage == last]
+        #: Whether a loss goes back while there are micro-batches without one.
+        self._goes_back_early = "F" in kinds[kinds.index("B") :]
+        # Of the size of the counts, where these count rows; a power of two, so that dividing by it rounds nothing.
+        self._scale = 2.0 ** round(math.log2(max(1, sum(rows))))
         self._coming = coming_turns(schedule.clocks(), schedule.lines_of_stages)
 
     def run(self) -> Tensor:
         """Runs the step; returns the loss of the batch, detached."""
         streams = [current_stream(stage.device) for stage in self.stages]
-        with task_runner([stage.device for stage in self.stages]) as run, torch.enable_grad():
+        devices = [stage.device for stage in self.stages]
+        with task_runner(devices, in_order=self.in_order) as run, torch.enable_grad():
             for actions in self.schedule.clocks():
                 tasks = []
                 for action in actions:
                     compute = partial(self._act, action)
                     tasks.append((action.stage, Task(streams[action.stage], compute=compute, finalize=None)))
                 run(tasks)
+        total = torch.stack([loss for _, loss in sorted(self._losses.items())]).sum()
+        if self._counts:
+            total = (total / self._count()).to(total.dtype)
+            if self._goes_back_early:
+                self.gradients.scale = self._scale / self._count()
         self._finish_inputs()
-        return torch.stack([loss for _, loss in sorted(self._losses.items())]).sum()
+        return total
 
     def _act(self, action: Action) -> Batch:
         self.record(action)
@@ -168,16 +190,56 @@ class Step:
         return batch
 
     def _finish_output(self, i: int, output: Any, cell: _Cell) -> None:
-        loss = self.loss_fn(output, self.targets[i])
+        weight = self.losses[i].weight
+        loss = self.losses[i].function(output, self.targets[i])
+        counted = sum_and_count(loss) if weight is None else None
+        if counted is not None:
+            loss, self._counts[i] = counted
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"expected loss_fn to return a tensor of one element, got {got}; reduce the loss")
-        weighted = loss.reshape(()) * self.weights[i]
-        if not weighted.requires_grad:
+            hint = " (without reduction=, it may return (sum, count))" if isinstance(loss, tuple) else ""
+            raise ValueError(f"expected loss_fn to return a tensor of one element, got {got}; reduce the loss{hint}")
+        if not loss.requires_grad:
             raise ValueError("expected a loss that needs a gradient, got one that does not; is anything trainable?")
-        self._losses[i] = weighted.detach()
+        if counted is not None:
+            weighted = loss.reshape(())
+            if self._goes_back_early:
+                self._check_scalable(weighted, cell)
+                weighted = weighted / self._scale
+        elif weight is not None or len(self.losses) == 1:
+            weighted = loss.reshape(()) * (1.0 if weight is None else weight)
+        else:
+            raise UndeclaredReductionError(
+                f"expected a loss that tells what it divides by, got {_name_of(self.losses[i].function)}, which "
+                f"returns one number for each of {len(self.losses)} micro-batches; pass reduction='mean' if that is "
+                f"the mean over rows, reduction='sum' if it is the sum, or return (sum, count)"
+            )
+        self._losses[i] = loss.detach().reshape(()) if counted is not None else weighted.detach()
         cell.outputs.append(weighted)
         cell.gradients.append(None)
+
+    def _count(self) -> Tensor:
+        """What the loss of the batch divides by."""
+        assert len(self._counts) == len(self.losses), "asked for before the last loss was there"
+        device = self._losses[0].device
+        counts = (torch.as_tensor(count).to(device) for count in self._counts.values())
+        return sum(counts, torch.zeros((), device=device))
+
+    def _check_scalable(self, loss: Tensor, cell: _Cell) -> None:
+        """Whether all gradients of a loss can be multiplied at the end of the step."""
+        if any(stage.takes_turns for stage in self.stages):
+            raise ValueError(
+                "expected a loss with a known divisor for stages that take turns, got (sum, count), which is known "
+                "when the gradients of other micro-batches have gone home; pass schedule='fill_drain'"
+            )
+        known = {id(parameter) for parameter in self.gradients.parameters} | {id(leaf) for leaf, _, _ in cell.sources}
+        others = [leaf for leaf in _leaves_of(loss) if id(leaf) not in known and leaf.numel()]
+        if others:
+            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in others)
+            raise ValueError(
+                f"expected a loss over (sum, count) of nothing trainable but the Pipe, got trainable tensors of shape "
+                f"{shapes}, whose gradients are out of reach when the count is known; pass schedule='fill_drain'"
+            )
 
     def _backward(self, j: int, i: int) -> Batch:
         cell = self._cells.pop((j, i))
@@ -188,6 +250,9 @@ class Step:
             if gradient is not None or (last and k == len(cell.outputs) - 1)
         ]
         cell.outputs, cell.gradients = [], []
+        if last and self._counts and not self._goes_back_early:
+            output, _ = pairs[-1]
+            pairs[-1] = output, self._count().reciprocal().to(output)
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         for leaf, source, k in cell.sources:
@@ -198,8 +263,9 @@ class Step:
 
     def _finish_inputs(self) -> None:
         """Lets the gradients of the user's inputs go on to where these come from."""
+        scale = self.gradients.scale
         pairs = [
-            (output, gradient)
+            (output, gradient if scale is None else gradient * scale.to(gradient))
             for cell in self._origins
             for output, gradient in zip(cell.outputs, cell.gradients, strict=True)
             if gradient is not None
@@ -208,65 +274,41 @@ class Step:
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
 
 
-def reduction_of(loss_fn: Callable[..., Any], reduction: str | None) -> str:
-    """How a loss reduces rows: as it says itself, or else by their mean.
+def split_target(target: Any, rows: Sequence[int]) -> list[Any]:
+    """The target, cut as the input was.
 
-    Raises:
-        ValueError: if it is neither ``"mean"`` nor ``"sum"``.
-    """
-    found = reduction if reduction is not None else getattr(loss_fn, "reduction", "mean")
-    if found not in ("mean", "sum"):
-        raise ValueError(f"expected a loss that reduces rows by 'mean' or 'sum', got reduction={found!r}; reduce it")
-    return str(found)
-
-
-def split_target(target: Any, inputs: Sequence[Any], device: torch.device) -> list[Any]:
-    """The target, moved to ``device`` and cut as the inputs were.
+    Args:
+        target: a nested value.
+        rows: of each micro-batch.
 
     Raises:
         ValueError: if it has another number of rows.
     """
-    rows = sum(rows_of(value) for value in inputs)
-    if tensors_in(target) and rows_of(target) != rows:
+    if tensors_in(target) and rows_of(target) != sum(rows):
         raise ValueError(
-            f"expected a target of {rows} rows as the input has, got {rows_of(target)}; pass one target for each row"
+            f"expected a target of {sum(rows)} rows as the input has, got {rows_of(target)}; pass one target for each "
+            f"row, or NoChunk(tensor) for one that all rows share"
         )
-    moved = map_tensors(lambda t: t.to(device, non_blocking=device.type != "cpu"), target)
-    targets = split_nested(moved, len(inputs))
-    return targets if len(targets) == len(inputs) else targets * len(inputs)
+    targets = split_nested(target, len(rows))
+    return targets if len(targets) == len(rows) else targets * len(rows)
 
 
-def parameters_of(module: nn.Module, *, without: Iterable[object]) -> list[nn.Parameter]:
-    """The parameters of a module, but not those of some modules in it, which are not even looked at."""
-    hidden = {id(other) for other in without}
-    if not hidden:
-        return list(module.parameters())
-    found: dict[int, nn.Parameter] = {}
-    waiting: list[nn.Module | None] = [module]
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__qualname__", None) or type(function).__name__)
+
+
+def _leaves_of(output: Tensor) -> list[Tensor]:
+    """The leaves that a backward of ``output`` would give a gradient."""
+    if output.grad_fn is None:
+        return [output]
+    found: list[Tensor] = []
+    seen, waiting = {output.grad_fn}, [output.grad_fn]
     while waiting:
-        inner = waiting.pop()
-        if inner is not None and id(inner) not in hidden:
-            found.update((id(p), p) for p in inner._parameters.values() if p is not None)
-            waiting.extend(inner._modules.values())
-    return list(found.values())
-
-
-@contextlib.contextmanager
-def restored_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, gradients accumulate from nothing. At the end they are added to those of before; on an error, dropped."""
-    before = [(parameter, parameter.grad) for parameter in parameters]
-    for parameter, _ in before:
-        parameter.grad = None
-    try:
-        yield
-    except BaseException:
-        for parameter, gradient in before:
-            parameter.grad = gradient
-        raise
-    with torch.no_grad():
-        for parameter, gradient in before:
-            if gradient is None:
-                continue
-            if parameter.grad is not None:
-                gradient.add_(parameter.grad)
-            parameter.grad = gradient
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        following = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= following
+        waiting.extend(following)
+    return found

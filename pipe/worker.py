@@ -122,12 +122,18 @@ def needs_threads(devices: Sequence[torch.device]) -> bool:
 
 
 @contextlib.contextmanager
-def task_runner(devices: Sequence[torch.device]) -> Iterator[Callable[[Sequence[tuple[int, Task]]], list[Batch]]]:
+def task_runner(
+    devices: Sequence[torch.device], *, in_order: bool = False
+) -> Iterator[Callable[[Sequence[tuple[int, Task]]], list[Batch]]]:
     """Yields a function that runs the tasks of one clock, given with their positions in ``devices``.
 
-    Tasks of different devices run in threads, at the same time; those of a single device run in the calling thread. The
-    function returns what the tasks returned, in their order, or raises what the first failing one raised after all have
+    Tasks of different devices run in threads; those of a single device run in the calling thread. The function returns
+    what the tasks returned, in their order, or raises what the first failing one raised after all that began have
     ended.
+
+    Args:
+        devices: the device of each position.
+        in_order: whether each task begins when the one before it has ended, instead of all at the same time.
     """
     if not needs_threads(devices):
         with use_device(devices[0]):
@@ -135,6 +141,9 @@ def task_runner(devices: Sequence[torch.device]) -> Iterator[Callable[[Sequence[
         return
 
     with spawn_workers(devices) as (in_queues, out_queues):
+
+        def run_in_order(tasks: Sequence[tuple[int, Task]]) -> list[Batch]:
+            return [run([task])[0] for task in tasks]
 
         def run(tasks: Sequence[tuple[int, Task]]) -> list[Batch]:
             here = {id(in_queues[j]) for j, task in tasks if task.inline}
@@ -157,4 +166,4 @@ def task_runner(devices: Sequence[torch.device]) -> Iterator[Callable[[Sequence[
                 outputs[k] = payload[1]
             return [outputs[k] for k in range(len(tasks))]
 
-        yield run
+        yield run_in_order if in_order else run

@@ -108,7 +108,7 @@ def _fairscale(shape: Shape, chunks: int) -> Steps:
 def _scheduled(name: str, checkpoint: str = "except_last") -> Callable[[Shape, int], Steps]:
     def make(shape: Shape, chunks: int) -> Steps:
         pipe = _ours(shape, chunks, checkpoint)
-        return lambda x: pipe.train_step(x, None, lambda output, target: _loss(output), schedule=name)
+        return lambda x: pipe.train_step(x, None, lambda output, target: _loss(output), schedule=name, reduction="mean")
 
     return make
 
@@ -271,7 +271,7 @@ def bubbles(report: Report, shape: dict[str, Any], chunks: list[int], rounds: in
 
             def step(pipe: Pipe = pipe, schedule: Schedule = schedule) -> float:
                 began = time.perf_counter()
-                pipe.train_step(x, None, lambda output, target: _loss(output), schedule=schedule)
+                pipe.train_step(x, None, lambda output, target: _loss(output), schedule=schedule, reduction="mean")
                 return time.perf_counter() - began
 
             cells: dict[Action, list[float]] = {}

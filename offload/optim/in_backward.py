@@ -61,6 +61,11 @@ class InBackward:
         """Whether the optimizer is still there."""
         return self._optimizer() is not None
 
+    @property
+    def updates(self) -> bool:
+        """Whether the next backward is to update shards."""
+        return self.alive and not self.accumulating
+
     def check(self) -> None:
         """Raises if a backward failed after it had updated a shard."""
         if self._dead is not None:

@@ -162,6 +162,7 @@ class OffloadOptimizer(Optimizer):
             )
         self._check_idle()
         self.synchronize()
+        self._model._walk.bring_home()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) != 0:
             return  # GradScaler skips this step

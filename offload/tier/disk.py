@@ -66,6 +66,10 @@ class DiskBlock(Block):
         self.read_into(copy)
         return copy
 
+    def retire(self) -> None:
+        """Takes the file's name away; its room is free once no tensor maps it."""
+        self._path.unlink(missing_ok=True)
+
     def write(self, source: Tensor, offset: int) -> None:
         """Writes to the file."""
         assert offset + source.numel() <= self.nbytes

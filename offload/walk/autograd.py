@@ -7,15 +7,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from offload.walk.before import Before
 from offload.walk.cell import Cell
 from offload.walk.tape import Tape
 from offload.walk.walk import Walk
+from pipe.checkpoint import refuse_double_backward
 from pipe.microbatch import gather_nested
 from pipe.nested import flatten, tensors_in, unflatten
 from pipe.phony import get_phony
+from pipe.torch_private import (
+    accumulates_everywhere,
+    has_hooks,
+    is_requested,
+    keeps_graph,
+    run_hooks_with_gradient_only,
+)
 
 __all__ = ["attach"]
 
@@ -33,9 +40,15 @@ class _Node:
         # A leaf that needs a gradient in one micro-batch needs it in the gathered output.
         n = len(walk.shards)
         columns = zip(*(tape.requires[Cell(n, i)] for i in range(tape.microbatches)), strict=True)
-        self.differentiable = [k for k, column in enumerate(columns) if any(column)]
+        wanted = [k for k, column in enumerate(columns) if any(column)]
+        # A tensor that stands at several places of the output is one result.
+        first: dict[int, int] = {}
+        self.same_as = {k: first.setdefault(id(leaves[k]), k) for k in wanted}
+        self.differentiable = list(dict.fromkeys(self.same_as.values()))
         self.results: list[Tensor] = [leaves[k] for k in self.differentiable]
         self.leaves = leaves
+        #: What autograd knows of the walk besides the user's inputs.
+        self.parameters = walk.trainable(tape.first)
 
     # Autograd frees what it saved as soon as backward is done, unless the graph is retained. The tape takes the place
     # of a saved tensor, so it lives exactly as long. Without this it would live until the user drops the loss, and
@@ -60,7 +73,12 @@ def _rows(leaf: Any) -> int | None:
 
 
 class _Offload(torch.autograd.Function):
-    """Passes results through; its backward is the backward of the walk."""
+    """Passes results through; its backward is the backward of the walk.
+
+    Its inputs are the user's and then the parameters, so that autograd reaches it when it is asked for the gradients of
+    parameters alone. Those that it was asked for, and those that have hooks, get their gradient from autograd, which
+    runs the hooks once on the whole gradient. All others get theirs at home, shard by shard, and None from here.
+    """
 
     @staticmethod
     def forward(ctx: Any, node: _Node, phony: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -71,8 +89,8 @@ class _Offload(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        refuse_double_backward("an OffloadModel")
         node: _Node = ctx.node
         _ = ctx.saved_tensors  # raises torch's own error if the graph was freed
         tape = node.held.pop()
@@ -89,20 +107,29 @@ class _Offload(torch.autograd.Function):
             parts = [gradient] if len(sizes) == 1 else gradient.split([size or 0 for size in sizes])
             for piece, part in zip(pieces, parts, strict=True):
                 piece[k] = part
-        # False inside torch.autograd.grad and backward(inputs=...), where parameters must not accumulate.
-        accumulate = torch.autograd._is_checkpoint_valid()  # type: ignore[attr-defined, unused-ignore]
-        # Without this, all that the forward kept would stay until its last gradient is home: plain autograd gives it up
-        # piece by piece, unless the graph is retained. A torch that does not tell is taken to retain it.
-        retained = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-        consume = not retained()
+        everywhere = accumulates_everywhere()
+        if everywhere:
+            handed_over = [p for p in node.parameters if has_hooks(p)]
+        else:
+            edges = ctx.next_functions[-len(node.parameters) :] if node.parameters else ()
+            requested = [edge is not None and is_requested(edge) for edge, _ in edges]
+            handed_over = [p for p, asked in zip(node.parameters, requested, strict=True) if asked]
+        # Without consuming, all that the forward kept would stay until its last gradient is home: plain autograd gives
+        # it up piece by piece, unless the graph is retained.
         try:
-            back = node.walk.backward(tape, pieces, consume=consume, accumulate=accumulate)
+            back, taken = node.walk.backward(
+                tape, pieces, consume=not keeps_graph(), accumulate=everywhere, handed_over=handed_over
+            )
         except BaseException as error:
             # After an interrupt, what the tape holds may be half-way between two places.
             if tape.used or not isinstance(error, Exception):
                 tape.give_up()
             raise
-        return (None, None, *_joined(back, tape, ctx.needs_input_grad[2:]))
+        for parameter in handed_over if everywhere else ():
+            if parameter not in taken:
+                run_hooks_with_gradient_only(parameter)
+        inputs = _joined(back, tape, ctx.needs_input_grad[2 : len(ctx.needs_input_grad) - len(node.parameters)])
+        return (None, None, *inputs, *(taken.get(p) for p in node.parameters))
 
 
 def _joined(back: list[list[Any]], tape: Tape, needed: Sequence[bool]) -> list[Tensor | None]:
@@ -141,9 +168,10 @@ def attach(walk: Walk, tape: Tape, outputs: Sequence[Any], inputs: Any) -> Any:
         if node.differentiable:
             phony = get_phony(walk.device, requires_grad=True)
             with torch.autograd.graph.saved_tensors_hooks(node.pack, node.unpack):
-                results = _Offload.apply(node, phony, *tensors_in(inputs))  # type: ignore[no-untyped-call]
-            for k, result in zip(node.differentiable, results, strict=True):
-                leaves[k] = result
+                results = _Offload.apply(node, phony, *tensors_in(inputs), *node.parameters)  # type: ignore[no-untyped-call]
+            made = dict(zip(node.differentiable, results, strict=True))
+            for k, first in node.same_as.items():
+                leaves[k] = made[first]
         node.leaves = []
         return unflatten(leaves, node.spec)
     except BaseException:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,7 +139,8 @@ class BoundaryStore:
         def fetch() -> None:
             assert entry.tickets is not None
             with meter.on_lane("boundary", "fetch"):
-                leaves.extend(scratch.fetch(leaf.ticket) if isinstance(leaf, _Away) else leaf for leaf in entry.tickets)
+                fetched = {away: scratch.fetch(away.ticket) for away in _distinct(entry.tickets)}
+                leaves.extend(fetched[leaf] if isinstance(leaf, _Away) else leaf for leaf in entry.tickets)
 
         # Without ``after``, a boundary is read while it is still being written.
         after = [entry.written] if entry.written is not None else []
@@ -162,9 +163,8 @@ class BoundaryStore:
         assert scratch is not None
 
         def release() -> None:
-            for leaf in tickets or ():
-                if isinstance(leaf, _Away):
-                    scratch.release(leaf.ticket)
+            for away in _distinct(tickets or ()):
+                scratch.release(away.ticket)
 
         # Without ``after``, its room is given away while it is still being written or read.
         after = [entry.written] if entry.arriving is None else [entry.written, entry.arriving[0]]
@@ -239,7 +239,9 @@ class BoundaryStore:
 
         def store(tickets: list[Any] = entry.tickets) -> None:
             with meter.on_lane("boundary", "spill"):
-                tickets.extend(_Away(scratch.store(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+                distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+                stored = {key: _Away(scratch.store(leaf)) for key, leaf in distinct.items()}
+                tickets.extend(stored[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves)
 
         self._flush(WRITES_IN_FLIGHT - 1)
         entry.written = self._lane.submit("spill boundary", store)
@@ -263,8 +265,12 @@ class BoundaryStore:
         self._meter.release(entry.nbytes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Away:
-    """Stands in for a tensor that rests in scratch space."""
+    """Stands in for a tensor that rests in scratch space, at each place where it occurs."""
 
     ticket: object
+
+
+def _distinct(tickets: Iterable[Any]) -> list[_Away]:
+    return list(dict.fromkeys(leaf for leaf in tickets if isinstance(leaf, _Away)))

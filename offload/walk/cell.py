@@ -7,8 +7,8 @@ and together they must leave the same traces as a single forward:
 what                 how it is kept the same
 ===================  =============================================================================================
 generators, casts    :class:`pipe.replay.Replay`
-modes and buffers    :class:`pipe.guard.Guard`: a running mean counts each micro-batch once, and a power iteration
-                     starts again from the same vector
+modes, buffers,      :class:`pipe.guard.Guard`: a running mean counts each micro-batch once, and a power iteration
+attributes           starts again from the same vector
 kernels              the first run has grad mode on too, with every tensor that its graph would save dropped: layers
                      take the same path twice, and it is known exactly which outputs need a gradient
 input, in place      a cell that was seen to write into its input, or was never seen, runs on a copy of it
@@ -18,6 +18,7 @@ input, in place      a cell that was seen to write into its input, or was never 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,16 +30,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload.casts import Casts, CastsSeen
 from offload.course import CourseNotes, Turn
 from offload.shard import Shard
-from pipe.checkpoint import enable_checkpointing
-from pipe.dead_code import DeadCode, Listener, OtherOperations, Skipper, listened_to
+from pipe.checkpoint import enable_checkpointing, enable_recomputing
+from pipe.dead_code import DeadCode, Listener, listened_to
+from pipe.elimination import leaving_out, stop_leaving_out
 from pipe.guard import Guard, Watched
 from pipe.lean import Lean
-from pipe.nested import map_tensors, tensors_in
+from pipe.nested import map_distinct, parts_of, tensors_in
 from pipe.replay import Replay, autocast_without_cache
 
 __all__ = ["Cell", "CellRunner", "OutputFn", "Record"]
 
 OutputFn = Callable[[Any], Any]
+
+FORWARDS_COMPARED = 2
 
 
 @dataclass(frozen=True)
@@ -80,13 +84,35 @@ class CellRunner:
     measures_graphs: bool = False
     #: As the last recorded forward had it; None before.
     graph_bytes_per_row: float | None = None
+    #: Whether the layers were seen to write their own parameters; if so, whether they write the same once more.
+    writes_weights: bool = False
+    repeats_writes: bool | None = None
+    #: Compare parameters with their homes after each forward, not only after the first ones.
+    compares_always: bool = False
+    _forwards: Counter[tuple[bool, ...]] = field(default_factory=Counter)
+    #: Whether its recomputations turned out to need what no gradient does, or to differ from their first runs.
+    _reads_values: bool = False
     #: Whether the shard writes into its input, as seen under each combination of ``training`` flags.
     _writes_input: dict[tuple[bool, ...], bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.watch()
+
+    def watch(self) -> None:
+        """Finds the modules and buffers of the layers, as they are now."""
         group = nn.Module()
         group._modules.update(zip(self.names, self.shard.layers, strict=True))
         self.watched = Watched(group)
+
+    def compares_weights(self) -> bool:
+        """Whether the forward of this visit is one after which parameters are compared with their homes.
+
+        A write through ``.data`` counts no version. What layers do so, they do in their first forward (an
+        initialisation from data) or in each, so the first ones of each combination of ``training`` flags tell.
+        """
+        modes = tuple(module.training for _, module in self.watched.modules)
+        self._forwards[modes] += 1
+        return self.compares_always or self.writes_weights or self._forwards[modes] <= FORWARDS_COMPARED
 
     def forward(self, boundary: Any, output_fn: OutputFn | None = None) -> Any:
         """Runs the cell for its output only."""
@@ -98,7 +124,7 @@ class CellRunner:
 
         ``boundary`` holds fresh leaves. The output must be detached, which frees its graph.
         """
-        replay, guard = Replay.capture([self.device]), Guard(self.watched)
+        replay, guard = Replay.capture([self.device]), Guard(self.watched, attributes=True)
         sizes: dict[StorageWeakRef, int] = {}
         made_again: set[StorageWeakRef] = set()
         notes = CourseNotes(self.shard)
@@ -135,7 +161,8 @@ class CellRunner:
         self.turns = notes.turns(elsewhere=own)
         entered = {count(t) for t in own} if self.shard.index else set()
         self.graph_bytes = sum(nbytes for reference, nbytes in sizes.items() if reference not in made_again - entered)
-        dead_code = None if listened_to(module for _, module in self.watched.modules) else listener.dead_code()
+        seen = self._reads_values or listened_to(module for _, module in self.watched.modules)
+        dead_code = None if seen else listener.dead_code()
         return output, Record(replay.seal(), guard.seal(), copied, dead_code)
 
     def recompute(self, boundary: Any, record: Record, output_fn: OutputFn | None = None) -> Any:
@@ -143,13 +170,17 @@ class CellRunner:
 
         The output is of the right shape, but its values may be left out.
         """
-        if record.dead_code is not None:
-            with contextlib.suppress(OtherOperations):
-                skipper = Skipper(record.dead_code)
-                output = self._recompute(boundary, record, output_fn, skipper)
-                skipper.check()
-                return output
-        return self._recompute(boundary, record, output_fn, contextlib.nullcontext())
+        output, as_before = leaving_out(
+            record.dead_code, lambda mode: self._recompute(boundary, record, output_fn, mode)
+        )
+        self._reads_values |= not as_before
+        return output
+
+    def repeat(self, boundary: Any, record: Record, output_fn: OutputFn | None = None) -> Any:
+        """Runs the cell once more with a graph, as if for the first time."""
+        output = self._recompute(boundary, record, output_fn, enable_recomputing(False))
+        with torch.enable_grad():
+            return map_distinct(self._own_memory, output)
 
     def _recompute(
         self,
@@ -163,14 +194,12 @@ class CellRunner:
             stack.enter_context(record.replay.again())
             stack.enter_context(enable_checkpointing(False))
             stack.enter_context(torch.enable_grad())
-            value = map_tensors(Tensor.clone, boundary) if record.copies_input else boundary
+            value = map_distinct(Tensor.clone, boundary) if record.copies_input else boundary
             try:
                 with mode:
                     return self._call(value, output_fn)
             except BaseException:
-                # An interrupt may have skipped the end of the mode, under which what follows must not run.
-                if isinstance(mode, Skipper):
-                    mode.stop()
+                stop_leaving_out(mode)
                 raise
 
     def forward_with_graph(self, boundary: Any, output_fn: OutputFn | None = None) -> Any:
@@ -191,7 +220,7 @@ class CellRunner:
         """
         modes = tuple(module.training for _, module in self.watched.modules)
         copies_input = self._writes_input.get(modes, True)
-        value = map_tensors(Tensor.clone, boundary) if copies_input else boundary
+        value = map_distinct(Tensor.clone, boundary) if copies_input else boundary
         counted = not any(t.is_inference() for t in tensors_in(value))  # inference tensors do not count their changes
         before = [(t, t._version) for t in tensors_in(value)] if counted else []
         # The cache of casted weights would hold all shards' weights at once, and casts whose graph is gone.
@@ -202,6 +231,8 @@ class CellRunner:
                 listener.meets([*tensors_in(value), *self.watched.tensors()])
                 stack.enter_context(listener)
             output = self._call(value, output_fn)
+        # Without this, an output that is a parameter or a view of one would show what the slot holds next.
+        output = map_distinct(self._own_memory, output)
         writes = any(t._version != version for t, version in before)
         if writes and not copies_input:
             self._writes_input[modes] = True
@@ -209,9 +240,27 @@ class CellRunner:
                 f"shard {self.shard.index} wrote into its input in place, which it did not do when it ran first; this "
                 f"forward is spoilt, but the model is as before and will copy that input from now on: run it again"
             )
+        if writes:
+            self._check_apart(boundary, [t._version != version for t, version in before])
         if before:
             self._writes_input.setdefault(modes, writes)
         return output, self._writes_input.get(modes, True), value
+
+    def _check_apart(self, boundary: Any, written: Sequence[bool]) -> None:
+        """Raises if a tensor of the boundary that was written in place shares memory with another one of it.
+
+        Each is copied, and gets its gradient, by itself; in the bare model a write to one shows in the other.
+        """
+        tensors = tensors_in(boundary)
+        memory = [t.untyped_storage().data_ptr() if t.layout is torch.strided and t.numel() else None for t in tensors]
+        for k, (t, wrote) in enumerate(zip(tensors, written, strict=True)):
+            others = (memory[n] for n, other in enumerate(tensors) if other is not t)
+            if wrote and memory[k] is not None and memory[k] in others:
+                raise RuntimeError(
+                    f"a layer of shard {self.shard.index} writes in place into tensor {k} of its input, which shares "
+                    f"memory with another tensor of the same input; pass clones on, or use an operation that does not "
+                    f"write in place"
+                )
 
     def _call(self, boundary: Any, output_fn: OutputFn | None) -> Any:
         first, *rest = self.shard.layers
@@ -223,6 +272,11 @@ class CellRunner:
         for layer in rest:
             value = layer(value)
         return value if output_fn is None else output_fn(value)
+
+    def _own_memory(self, tensor: Tensor) -> Tensor:
+        """``tensor``, or a copy of it if it lies in the slot."""
+        slot = self.shard.slot.untyped_storage().data_ptr()
+        return tensor.clone() if any(part.untyped_storage().data_ptr() == slot for part in parts_of(tensor)) else tensor
 
 
 def _never(_: None) -> Tensor:

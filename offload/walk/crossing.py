@@ -29,7 +29,9 @@ from offload.walk.raw import RawChunk
 from offload.walk.saved import weights_by_reference
 from offload.walk.source import Source
 from offload.walk.tape import KeptCell, Tape
-from pipe.nested import flatten, map_tensors, unflatten
+from offload.weight_writes import differs_from_home, holds, put_back, values_in_slot
+from pipe.nested import flatten, map_distinct, unflatten
+from pipe.torch_private import hidden_hooks
 
 __all__ = ["Crossing", "requires", "rows_of", "versions_of"]
 
@@ -72,7 +74,7 @@ class Crossing:
         output_fn = self._output_fn(tape, cell)
         with self._meter.cell("F", cell.j, cell.i, tape.rows[cell.i]):
             if not tape.records or cell.j < tape.first:
-                return map_tensors(Tensor.detach, runner.forward(boundary, output_fn))
+                return map_distinct(Tensor.detach, runner.forward(boundary, output_fn))
             source, value = _source(tape, cell, boundary)
             if not self.keeps_graph(tape, cell):
                 output, tape.cells[cell] = runner.forward_recorded(value, output_fn)
@@ -86,7 +88,30 @@ class Crossing:
                 self._meter.saw_course(cell.j, Course(tape.rows[cell.i], notes.turns()), keeps=True)
                 tape.kept[cell] = KeptCell(source, flatten(output)[0])
             tape.requires[Cell(cell.j + 1, cell.i)] = requires(flatten(output)[0])
-            return map_tensors(Tensor.detach, output)
+            return map_distinct(Tensor.detach, output)
+
+    def repeats_writes(self, tape: Tape, cell: Cell, boundary: Any) -> bool:
+        """After a forward that wrote parameters: whether a recomputation of the cell leaves them as they are."""
+        runner = self._runners[cell.j]
+        after = values_in_slot(runner.shard)
+        with torch.no_grad():
+            runner.recompute(_source(tape, cell, boundary)[1], tape.cells[cell], self._output_fn(tape, cell))
+        same = holds(runner.shard, after)
+        put_back(runner.shard, after)
+        return same
+
+    def run_again_with_graph(self, tape: Tape, cell: Cell, boundary: Any) -> None:
+        """Repeats a forward that was recorded, and keeps its graph, so that it need not be recomputed.
+
+        It sees what the first run saw, :func:`~pipe.is_recomputing` included.
+        """
+        runner = self._runners[cell.j]
+        source, value = _source(tape, cell, boundary)
+        notes = CourseNotes(runner.shard)
+        with weights_by_reference(runner.shard, notes):
+            output = runner.repeat(value, tape.cells.pop(cell), self._output_fn(tape, cell))
+        tape.kept[cell] = KeptCell(source, flatten(output)[0])
+        tape.graphs |= {cell}
 
     # --- backward -----------------------------------------------------------------------------------------------
 
@@ -113,6 +138,12 @@ class Crossing:
                 source, value = _source(tape, cell, boundary)
                 outputs = flatten(runner.recompute(value, tape.cells[cell], self._output_fn(tape, cell)))[0]
                 _check_same(tape, cell, outputs)
+                if runner.writes_weights and differs_from_home(runner.shard):
+                    raise RuntimeError(
+                        f"the layers of shard {cell.j} write their own parameters while they run, and the "
+                        f"recomputation wrote other values than the forward, which it did not do at first; use "
+                        f"checkpoint_activation=False"
+                    )
             else:
                 kept = tape.kept[cell]
                 source, outputs = kept.source, kept.outputs
@@ -129,7 +160,9 @@ class Crossing:
             retain = keeps_graph and not consume
             back: list[Tensor | None] = [None] * len(source.leaves)
             if roots and accumulate:
-                torch.autograd.backward(roots, gradients, retain_graph=retain)
+                # Hooks of parameters run once, on the whole gradient; this is the part of one micro-batch.
+                with hidden_hooks(runner.shard.parameters):
+                    torch.autograd.backward(roots, gradients, retain_graph=retain)
                 back = source.take()
                 runner.shard.widen_gradients()
             elif roots and source.wanted:
@@ -179,11 +212,13 @@ class Crossing:
         for j, versions in tape.versions.items():
             if j < tape.first:
                 continue
+            assigned = {id(s.parameter) for s in shards[j].assigned()}
             for s, then, now in zip(shards[j].slices, versions, shards[j].versions(), strict=True):
-                if then != now:
+                if then != now or id(s.parameter) in assigned:
+                    how = "changed in place" if then != now else "given other data"
                     raise RuntimeError(
-                        f"parameter {s.name} of shard {j} was changed in place between the forward and its backward, "
-                        f"so the gradient would belong to neither value; step the optimizer after the backward"
+                        f"parameter {s.name} of shard {j} was {how} between the forward and its backward, so the "
+                        f"gradient would belong to neither value; step the optimizer after the backward"
                     )
 
 

@@ -27,7 +27,10 @@ class Source:
     """
 
     def __init__(self, leaves: Sequence[Any], requires: Sequence[bool]) -> None:
-        self._positions = [k for k, wanted in enumerate(requires) if wanted]
+        # A tensor that stands at several places is one tensor in the cell as well, with one gradient.
+        first: dict[int, int] = {}
+        same_as = [first.setdefault(id(x), k) if isinstance(x, Tensor) else k for k, x in enumerate(leaves)]
+        self._positions = [k for k, wanted in enumerate(requires) if wanted and same_as[k] == k]
         self._gradients: tuple[Tensor | None, ...] = (None,) * len(self._positions)
         #: The boundary, as the cell's graph sees it.
         self.leaves = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
@@ -38,6 +41,7 @@ class Source:
                 results = _Begin.apply(self, phony, *tensors)  # type: ignore[no-untyped-call]
             for k, result in zip(self._positions, results, strict=True):
                 self.leaves[k] = result
+        self.leaves = [self.leaves[k] for k in same_as]
 
     @property
     def wanted(self) -> list[Tensor]:

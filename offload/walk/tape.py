@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from offload.walk.boundary import BoundaryStore
 from offload.walk.cell import Cell, Record
 from offload.walk.source import Source
 from pipe.nested import TreeSpec, flatten
+from pipe.torch_private import has_hooks
 
 __all__ = ["KeptCell", "Tape"]
 
@@ -29,9 +30,18 @@ class GoesBack(Protocol):
     """What ran the forward of a tape, and can run its backward."""
 
     def backward(
-        self, tape: Tape, output_gradients: Sequence[Sequence[Any]], *, consume: bool, accumulate: bool = True
-    ) -> list[list[Any]]:
+        self,
+        tape: Tape,
+        output_gradients: Sequence[Sequence[Any]],
+        *,
+        consume: bool,
+        accumulate: bool = True,
+        handed_over: Collection[nn.Parameter] = (),
+    ) -> tuple[list[list[Any]], dict[nn.Parameter, Tensor]]:
         """See :meth:`offload.walk.walk.Walk.backward`."""
+
+    def trainable(self, first: int) -> list[nn.Parameter]:
+        """See :meth:`offload.walk.walk.Walk.trainable`."""
 
 
 @dataclass(eq=False)
@@ -93,15 +103,18 @@ class Tape:
         flat = [self._flat(i, gradient) for i, gradient in enumerate(output_gradients)]
         self.used = True
         try:
-            input_gradients = self.walk.backward(self, flat, consume=True)
+            # Autograd runs the hooks of a parameter, once, when its whole gradient is there.
+            hooked = [p for p in self.walk.trainable(self.first) if has_hooks(p)]
+            input_gradients, taken = self.walk.backward(self, flat, consume=True, handed_over=hooked)
         finally:
             self.close()
-        roots = [
+        roots: list[tuple[Tensor, Tensor]] = [
             (leaf, gradient)
             for leaves, gradients in zip(self.inputs, input_gradients, strict=True)
             for leaf, gradient in zip(leaves, gradients, strict=True)
             if isinstance(leaf, Tensor) and leaf.requires_grad and gradient is not None
         ]
+        roots += taken.items()
         if roots:
             torch.autograd.backward([leaf for leaf, _ in roots], [gradient.to(leaf) for leaf, gradient in roots])
 

@@ -22,12 +22,12 @@ import itertools
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from offload.lane import Lanes
 from offload.plan import Action, Kind, Plan, plan_pass
@@ -35,6 +35,7 @@ from offload.process import check_process
 from offload.shard import Shard
 from offload.statistics import Meter
 from offload.streamer import Streamer
+from offload.structure import Structure
 from offload.tier import Tier
 from offload.untouched import Untouched
 from offload.walk.before import Before
@@ -43,8 +44,10 @@ from offload.walk.cell import Cell, CellRunner, OutputFn
 from offload.walk.crossing import Crossing, requires, rows_of, versions_of
 from offload.walk.graphs import graphs_that_fit
 from offload.walk.tape import Tape
+from offload.weight_writes import find_writes, put_back, values_at_home
 from pipe.nested import flatten, tensors_in
 from pipe.phase import is_recomputing
+from pipe.torch_private import transform_under_way
 
 __all__ = ["Walk"]
 
@@ -54,6 +57,8 @@ class Walk:
 
     #: Whether the model has ended.
     closed = False
+    #: Of the layers, once the model is complete.
+    structure: Structure | None = None
 
     def __init__(
         self,
@@ -126,6 +131,23 @@ class Walk:
         """Bytes of parameters and of gradients that rest at home."""
         return sum(b.nbytes for shard in self.shards for b in (shard.home, shard.gradients) if b is not None)
 
+    def bring_home(self) -> None:
+        """Copies what was assigned to the ``.data`` of parameters since the last pass into their homes.
+
+        Raises:
+            ValueError: if something has another size than its parameter had.
+        """
+        assigned = [(shard, s, s.parameter.detach()) for shard in self.shards for s in shard.assigned()]
+        if len(assigned) > 1:
+            # Parameters may have exchanged their data. Without the copies, one would be overwritten before it is read.
+            homes = {shard.home.tensor.untyped_storage().data_ptr() for shard in self.shards if shard.home is not None}
+            assigned = [
+                (shard, s, value.clone() if value.untyped_storage().data_ptr() in homes else value)
+                for shard, s, value in assigned
+            ]
+        for shard, s, value in assigned:
+            shard.bring_home(s, value)
+
     @contextlib.contextmanager
     def held_still(self) -> Iterator[None]:
         """Inside, nobody changes parameters: a forward finds there what the one before left in slots."""
@@ -149,6 +171,15 @@ class Walk:
         if self.closed:
             raise RuntimeError("this OffloadModel was closed: its lanes have ended; make a new one to go on")
         inputs = [flatten(chunk)[0] for chunk in chunks]
+        transform = transform_under_way(x for leaves in inputs for x in leaves if isinstance(x, Tensor))
+        if transform is not None:
+            raise RuntimeError(
+                f"an OffloadModel cannot run inside {transform}: its weights come and go while it runs, which only "
+                f"backward() knows how to follow; transform the bare module"
+            )
+        if self.structure is not None and self.structure.check():
+            for runner in self.runners:
+                runner.watch()
         input_requires_grad = any(isinstance(x, Tensor) and x.requires_grad for leaves in inputs for x in leaves)
         first = 0 if input_requires_grad else next((s.index for s in self.shards if s.trainable), len(self.shards))
         rows = [rows_of(leaves) for leaves in inputs]
@@ -156,6 +187,9 @@ class Walk:
         if self._recompute and self._graph_bytes:
             known = [runner.graph_bytes_per_row for runner in self.runners]
             graphs = graphs_that_fit(known, rows, first=first, budget_bytes=self._graph_bytes)
+        # A recomputation would write once more.
+        writing = [j for j, runner in enumerate(self.runners) if runner.repeats_writes is False and j >= first]
+        graphs |= {Cell(j, i) for j in writing for i in range(len(chunks))}
         return Tape(
             walk=self,
             # Without recomputation boundaries live in the graphs, on the device.
@@ -183,8 +217,7 @@ class Walk:
             in_turn = self._held_still > 0 or (self.streamer.room.shared and is_recomputing())
             if not (in_turn or self._untouched.since_mark()):
                 self.streamer.release()
-                for shard in self.shards:
-                    shard.bring_home()
+                self.bring_home()
             self._untouched.forget()
             plan = plan_pass(
                 range(n),
@@ -212,7 +245,7 @@ class Walk:
                         outputs[i] = output
                         nbytes = sum(x.numel() * x.element_size() for x in tensors_in(output))
                     self._meter.boundary_bytes_per_row[j + 1] = nbytes / max(tape.rows[i], 1)
-                self.streamer.keep_changes(j)
+                self._keep_changes(tape, j, microbatches, now=j * m)
                 tape.versions[j] = self.shards[j].versions()
 
             self._follow(plan, visit)
@@ -229,21 +262,50 @@ class Walk:
                 self._untouched.mark()
         return outputs
 
+    def _keep_changes(self, tape: Tape, j: int, microbatches: Sequence[int], now: int) -> None:
+        """Sends home what the layers of a shard wrote into their own parameters in this visit."""
+        shard, runner = self.shards[j], self.runners[j]
+        written = find_writes(shard, compare=runner.compares_weights())
+        if written:
+            runner.writes_weights = True
+            recorded = [Cell(j, i) for i in microbatches if Cell(j, i) in tape.cells]
+            entered = {cell: self._crossing.enter(tape, cell, now + cell.i, last=False) for cell in recorded}
+            if recorded and runner.repeats_writes is None:
+                runner.repeats_writes = self._crossing.repeats_writes(tape, recorded[0], entered[recorded[0]])
+            if recorded and not runner.repeats_writes:
+                # A recomputation would write once more. The homes still hold what there was before this visit.
+                put_back(shard, values_at_home(shard))
+                for cell, boundary in entered.items():
+                    self._crossing.run_again_with_graph(tape, cell, boundary)
+        self.streamer.keep_changes(j, written)
+
     # --- backward -----------------------------------------------------------------------------------------------
 
+    def trainable(self, first: int) -> list[nn.Parameter]:
+        """The parameters that take a gradient in a backward as far as shard ``first``, each once."""
+        used = (parameter for shard in self.shards[first:] for parameter in shard.parameters)
+        return [parameter for parameter in dict.fromkeys(used) if parameter.requires_grad]
+
     def backward(
-        self, tape: Tape, output_gradients: Sequence[Sequence[Any]], *, consume: bool, accumulate: bool = True
-    ) -> list[list[Any]]:
+        self,
+        tape: Tape,
+        output_gradients: Sequence[Sequence[Any]],
+        *,
+        consume: bool,
+        accumulate: bool = True,
+        handed_over: Collection[nn.Parameter] = (),
+    ) -> tuple[list[list[Any]], dict[nn.Parameter, Tensor]]:
         """Pushes gradients of the outputs (flat, for each chunk) back through all shards.
 
         Args:
             tape: of the forward.
             output_gradients: for each chunk, a tensor or None for each leaf of its output.
             consume: free each boundary after its use; False where the tape may be used again.
-            accumulate: whether parameters take gradients, or only the inputs do.
+            accumulate: whether the gradients of parameters go home; else only those that are handed over are computed.
+            handed_over: parameters whose gradients are returned instead.
 
         Returns:
-            For each chunk, a gradient or None for each leaf of its input.
+            For each chunk, a gradient or None for each leaf of its input; and what is handed over, where it rests.
         """
         n, m = len(self.shards), tape.microbatches
         last = n * m
@@ -254,7 +316,9 @@ class Walk:
             resident = self.streamer.resident()
             self._crossing.check_unchanged(tape, self.shards)
             waiting = sum(other is not tape and not other.used for other in self._tapes)
-            updates = accumulate and self.streamer.homeward.begin(waiting)
+            homeward = self.streamer.homeward
+            updates = homeward.begin(waiting, handed_over, only_those=not accumulate)
+            to_parameters = accumulate or bool(handed_over)
             order = range(n - 1, tape.first - 1, -1)
             in_turn = self._held_still > 0 or self.streamer.room.shared
             plan = plan_pass(
@@ -282,7 +346,7 @@ class Walk:
                     tape.boundaries.prefetch(following)
                     gradients.prefetch((following[0] + 1, following[1]))
                     back = self._crossing.backward(
-                        tape, Cell(j, i), boundary, given, consume=consume, accumulate=accumulate
+                        tape, Cell(j, i), boundary, given, consume=consume, accumulate=to_parameters
                     )
                     gradients.drop((j + 1, i))
                     if consume:
@@ -294,13 +358,14 @@ class Walk:
 
             self._follow(plan, visit)
             self.streamer.homeward.settle()
+            taken = homeward.take()
             # In a turn the next micro-batch comes at once; a new forward begins with empty slots anyway.
             if not in_turn:
                 self.streamer.leave_homes()
                 self.streamer.release()
         if in_turn and not self._held_still:
             self.streamer.room.look_back(self.streamer)
-        return input_gradients
+        return input_gradients, taken
 
     # --- what both need -----------------------------------------------------------------------------------------
 

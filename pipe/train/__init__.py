@@ -1,16 +1,21 @@
 """Pipelines over a data loader: the next batches are loaded, copied and distributed while one computes."""
 
-from pipe.train.base import Statistics, TrainPipelineBase
+from pipe.train.base import TrainPipelineBase
 from pipe.train.distribute import Distributes
+from pipe.train.evaluation import EvalPipelineSparseDist
 from pipe.train.lane import InlineLane, Lane, Lanes, ThreadLane, Ticket
+from pipe.train.prefetch import PrefetchTrainPipelineSparseDist
 from pipe.train.schedule import Schedule, Stage, plan
 from pipe.train.sparse import TrainPipelineSparseDist
+from pipe.train.statistics import Statistics
 
 __all__ = [
     "Distributes",
+    "EvalPipelineSparseDist",
     "InlineLane",
     "Lane",
     "Lanes",
+    "PrefetchTrainPipelineSparseDist",
     "Schedule",
     "Stage",
     "Statistics",

@@ -75,6 +75,9 @@ class Request:
     context: Any
     awaitable: Any
     second: bool = field(default=False)  # whether the first wait is over
+    arrived: bool = field(default=False)  # whether the second is over as well
+    dist_input: Any = None  # once it has arrived
+    prefetched: bool = field(default=False)  # whether the module has been told to fetch its rows
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the module is called with the very objects that were distributed."""
@@ -135,10 +138,33 @@ class Distribution:
         self._calls: list[_Call] | None = None  # None until a forward has been observed
         self.undistributed: dict[str, str] = {}
 
+    def serves(self, model: nn.Module) -> bool:
+        """Whether the participating modules of ``model`` are the very ones of this distribution."""
+        modules = dict(_outermost(model))
+        return modules.keys() == self._modules.keys() and all(modules[k] is self._modules[k] for k in modules)
+
     @property
     def observed(self) -> bool:
         """Whether a forward has shown how the modules are called."""
         return self._calls is not None
+
+    def check_caches(self) -> None:
+        """Refuses modules whose caches would forget which rows were fetched for which batch.
+
+        Raises:
+            ValueError: if a table is cached (UVM caching) and was not made to be prefetched.
+        """
+        for name, module in self._modules.items():
+            for part in _parts(module):
+                cache = getattr(part, "lxu_cache_weights", None)
+                cached = isinstance(cache, torch.Tensor) and cache.numel() > 0
+                if cached and getattr(part, "prefetch_pipeline", None) is False:
+                    raise ValueError(
+                        f"expected tables that can be prefetched, but a {type(part).__name__} of module {name!r} "
+                        f"caches rows with prefetch_pipeline=False, so that its backward would use the places of "
+                        f"another batch's rows; shard it with fused_params={{'prefetch_pipeline': True}}, or use "
+                        f"TrainPipelineSparseDist"
+                    )
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Lets each module that has something to say about the optimizer (``check_optimizer``) refuse it."""
@@ -168,6 +194,23 @@ class Distribution:
             if not request.second:
                 request.awaitable, request.second = request.awaitable.wait(), True
 
+    def prefetch(self, requests: list[Request], forward_stream: torch.cuda.Stream | None) -> None:
+        """Lets each module that has ``prefetch`` fetch the rows of its request. Called on the prefetch lane.
+
+        Args:
+            requests: of one batch, exchanged.
+            forward_stream: the stream that will use the rows; None on the CPU.
+        """
+        for request in requests:
+            prefetch = getattr(self._modules[request.name], "prefetch", None)
+            if not callable(prefetch):
+                continue
+            dist_input = self._arrived(request)
+            if forward_stream is not None:
+                record_stream((dist_input, request.context), forward_stream)
+            prefetch(ctx=request.context, dist_input=dist_input, forward_stream=forward_stream)
+            request.prefetched = True
+
     @contextlib.contextmanager
     def serving(self, requests: list[Request] | None, batch: Any) -> Iterator[None]:
         """While inside, participating modules use ``requests``; the first time, it is observed what they are given."""
@@ -188,12 +231,18 @@ class Distribution:
         def forward(*args: Any, **kwargs: Any) -> Any:
             request = next((r for r in waiting if r.name == name and r.fits(args, kwargs)), None)
             if request is None:
+                if any(r.name == name and r.prefetched for r in waiting):
+                    raise RuntimeError(
+                        f"module {name!r} has prefetched rows for other objects than it is called with, and would "
+                        f"compute with those; call it with the same part of every batch, or use "
+                        f"TrainPipelineSparseDist, which prefetches nothing"
+                    )
                 if self.observed:
                     self.undistributed.setdefault(name, "it was called with other objects than in the first forward")
                 seen.append((name, args, kwargs))
                 return plain(*args, **kwargs)
             waiting.remove(request)
-            return module.compute_and_output_dist(request.context, self._finish(request))
+            return module.compute_and_output_dist(request.context, self._arrived(request))
 
         module.forward = forward
         try:
@@ -204,14 +253,17 @@ class Distribution:
             else:
                 module.forward = replaced
 
-    def _finish(self, request: Request) -> Any:
-        # Without this wait, the lookup would read indices (or rows) that have not arrived.
-        dist_input = self._lane.submit(request.awaitable.wait).wait()
+    def _arrived(self, request: Request) -> Any:
+        """The distributed input, safe to use on the current stream."""
+        if not request.arrived:
+            # Without this wait, the lookup would read indices (or rows) that have not arrived.
+            request.dist_input = self._lane.submit(request.awaitable.wait).wait()
+            request.arrived = True
         if self._lane.stream is not None:
             stream = torch.cuda.current_stream(self._lane.stream.device)
-            record_stream(dist_input, stream)
+            record_stream(request.dist_input, stream)
             record_stream(request.context, stream)
-        return dist_input
+        return request.dist_input
 
     def _learn(self, seen: list[tuple[str, tuple[Any, ...], dict[str, Any]]], batch: Any) -> list[_Call]:
         paths = {id(value): path for path, value in walk(batch)}  # ids of objects that the batch keeps alive
@@ -232,3 +284,14 @@ def _outermost(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Modu
         return
     for key, child in module.named_children():
         yield from _outermost(child, f"{name}.{key}" if name else key)
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """All modules inside, also those that are kept in plain lists, as torchrec keeps its lookups."""
+    for part in module.modules():
+        yield part
+        for value in vars(part).values():
+            if isinstance(value, (list, tuple)):
+                for item in value:
+                    if isinstance(item, nn.Module):
+                        yield from _parts(item)

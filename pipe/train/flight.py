@@ -46,3 +46,7 @@ class Flight:
         if "load" in self.tickets:  # else an interrupt came before the read
             self.tickets["load"].succeeded()
         return self.read is not None and self.read.kind is Kind.BATCH
+
+    def found_end(self) -> bool:
+        """Whether the read of this flight found the end of its loader. Waits for the read."""
+        return not self.holds_batch() and self.read is not None and self.read.kind is Kind.END

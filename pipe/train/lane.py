@@ -11,6 +11,8 @@ Guarantees
       job's work on its own stream. The host never waits for a device.
     * An exception of a job, ``BaseException`` included, is raised by :meth:`Ticket.wait`, every time it is called.
     * A :class:`ThreadLane` owns a thread only while it has work: nothing to close, nothing alive when it rests.
+    * A job in another thread sees the settings of the thread that submitted it (:mod:`pipe.ambient`: grad mode,
+      autocast, inference mode, default device), its context variables and its current CUDA device.
 
 Assumes
     * A job on a lane never waits for a ticket of a later job of the same lane.
@@ -20,19 +22,44 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import contextvars
+import functools
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from pipe.ambient import Ambient
+
 __all__ = ["InlineLane", "Lane", "Lanes", "ThreadLane", "Ticket", "fence"]
 
 T = TypeVar("T")
+
+
+_fresh: dict[str, Ambient] = {}  # the settings of a new thread, by device type
+
+
+def _in_settings_of_this_thread(job: Callable[[], T], device_type: str) -> Callable[[], T]:
+    """The job as it would run here, to be called in another thread, whose own settings are those of a new one."""
+    device_types = {"cuda", device_type}
+    ambient, context = Ambient.capture(device_types), contextvars.copy_context()
+    # The current device belongs to a thread as well: without this, a loader's "cuda" would be device 0.
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    if device is None and ambient == _fresh.get(device_type):
+        return functools.partial(context.run, job)
+
+    def run() -> T:
+        if device_type not in _fresh:
+            _fresh[device_type] = Ambient.capture(device_types)
+        with contextlib.nullcontext() if device is None else torch.cuda.device(device), ambient.again():
+            return context.run(job)
+
+    return run
 
 
 def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
@@ -124,9 +151,10 @@ class InlineLane(Lane):
 class ThreadLane(Lane):
     """Runs the jobs in a thread of its own, which exists only while there are jobs."""
 
-    def __init__(self, name: str, stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(self, name: str, stream: torch.cuda.Stream | None = None, device_type: str = "cuda") -> None:
         self.stream = stream
         self._name = name
+        self._device_type = device_type  # whose autocast jobs see, beside that of the CPU and of CUDA
         self._lock = threading.Lock()
         self._jobs: deque[tuple[Callable[[], Any], Ticket[Any]]] = deque()
         self._thread: threading.Thread | None = None
@@ -135,6 +163,7 @@ class ThreadLane(Lane):
     def submit(self, job: Callable[[], T]) -> Ticket[T]:
         """Queues the job, and starts the thread if it rests."""
         ticket: Ticket[T] = Ticket()
+        job = _in_settings_of_this_thread(job, self._device_type)
         with self._lock:
             self._jobs.append((job, ticket))
             if self._thread is None:
@@ -179,12 +208,14 @@ class Lanes:
         copy: brings batches to the device.
         distribute: input distribution of sparse features (collectives).
         compute: forward, backward and optimizer step.
+        prefetch: rows of embedding tables into the caches of their modules.
     """
 
     load: Lane
     copy: Lane
     distribute: Lane
     compute: Lane
+    prefetch: Lane = field(default_factory=InlineLane)
 
     @classmethod
     def for_device(cls, device: torch.device) -> Lanes:
@@ -194,14 +225,15 @@ class Lanes:
         """
         cuda = device.type == "cuda"
         return cls(
-            load=ThreadLane("train-load"),
-            copy=ThreadLane("train-copy", torch.cuda.Stream(device) if cuda else None),
+            load=ThreadLane("train-load", device_type=device.type),
+            copy=ThreadLane("train-copy", torch.cuda.Stream(device) if cuda else None, device.type),
             distribute=InlineLane(torch.cuda.Stream(device) if cuda else None),
             compute=InlineLane(),
+            prefetch=InlineLane(torch.cuda.Stream(device) if cuda else None),
         )
 
     @classmethod
     def serial(cls) -> Lanes:
         """Everything in the caller's thread, in order: the baseline to compare with, and for loaders bound to it."""
         lane = InlineLane()
-        return cls(load=lane, copy=lane, distribute=lane, compute=lane)
+        return cls(load=lane, copy=lane, distribute=lane, compute=lane, prefetch=lane)

@@ -86,10 +86,20 @@ class Schedule:
         for needed in self._named[name].after:
             self._refuse_circles(needed, (*path, name))
 
-    def tick(self, i: int) -> Iterator[Action]:
-        """All that is to be done while batch ``i`` computes."""
+    def tick(self, i: int, may_run_ahead: Callable[[], bool] = lambda: True) -> Iterator[Action]:
+        """All that is to be done while batch ``i`` computes.
+
+        Args:
+            i: the batch that computes.
+            may_run_ahead: asked before anything is done to a later batch than ``i``, once all before it has been
+                carried out.
+        """
         for stage in self.stages:
-            yield from self.reach(stage.name, i + stage.ahead)
+            yield from self.reach(stage.name, i)
+            for k in range(max(i + 1, self._next[stage.name]), i + stage.ahead + 1):
+                if not may_run_ahead():
+                    break
+                yield from self.reach(stage.name, k)
 
     def reach(self, name: str, batch: int) -> Iterator[Action]:
         """What is missing until stage ``name`` has run on ``batch``, with the stages that this needs."""

@@ -9,11 +9,13 @@ Guarantees
     * A source is recognised by the iterator object it holds, never by its ``id``, which may be used again.
 
 With several processes, ranks whose loaders have different lengths would wait for each other's collectives for ever.
-:class:`Agreement` lets them agree about each read before anybody trains on it.
+:class:`Agreement` lets them agree about each read before anybody trains on it, and about whether batches are read ahead
+at all (:mod:`pipe.train.draws`), because that decides the order of their collectives.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from pipe.train.draws import Draws
 
 __all__ = ["Agreement", "Kind", "Read", "Source"]
 
@@ -56,51 +60,70 @@ class Agreement:
 
     Args:
         group: a process group with a CPU backend that is used for nothing else: the agreement runs beside the
-            collectives of the model, in another thread.
+            collectives of the model, in another thread. None: a group over the world, made when it is first needed.
         uneven: what happens when some loaders end before others. ``"raise"``: a ``ValueError`` on every rank, after
             the last batch that all ranks have. ``"stop"``: every rank ends there, and surplus batches are not run.
+        training_only: whether ranks that only evaluate communicate with no other rank, and so need no agreement.
     """
 
-    def __init__(self, group: dist.ProcessGroup, uneven: str = "raise") -> None:
-        if uneven not in ("raise", "stop"):
-            raise ValueError(f"expected uneven='raise' or 'stop', got uneven={uneven!r}")
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup | None, uneven: str = "raise", *, training_only: bool = False) -> None:
+        self.group = group
         self._uneven = uneven
+        self._training_only = training_only
         self._reads = 0
 
     @classmethod
     def for_model(cls, model: nn.Module, group: dist.ProcessGroup | None, uneven: str) -> Agreement | None:
         """The agreement that a model needs: over ``group``, or over the world if the model spans it, or none.
 
-        Creating the group is a collective call: all ranks build their pipelines in the same order.
+        Replicas (``DistributedDataParallel``) communicate in training alone: one rank may evaluate while others wait.
         """
-        if group is None and dist.is_available() and dist.is_initialized():
-            world = dist.get_world_size()
-            if world > 1 and any(g.size() == world for g in map(_group_of, model.modules()) if g is not None):
-                group = dist.new_group(backend="gloo")
-        if group is None:
-            if uneven not in ("raise", "stop"):
-                raise ValueError(f"expected uneven='raise' or 'stop', got uneven={uneven!r}")
+        if uneven not in ("raise", "stop"):
+            raise ValueError(f"expected uneven='raise' or 'stop', got uneven={uneven!r}")
+        if group is not None:
+            return cls(group, uneven)
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return None
-        return cls(group, uneven)
+        groups = [(module, _group_of(module)) for module in model.modules()]
+        spanning = [module for module, of in groups if of is not None and of.size() == dist.get_world_size()]
+        if not spanning:
+            return None
+        return cls(None, uneven, training_only=all(isinstance(m, DistributedDataParallel) for m in spanning))
 
-    def settle(self, read: Read | None) -> Read:
-        """What this rank makes of its read (None: it failed) once it knows the reads of all ranks."""
+    def prepare(self, training: bool) -> Agreement | None:
+        """This agreement if batches of this mode need one, else None.
+
+        The first time it makes the group, which is a collective call: all ranks begin their pipelines in one order.
+        """
+        if self._training_only and not training:
+            return None
+        if self.group is None:
+            self.group = dist.new_group(backend="gloo")
+        return self
+
+    def settle(self, read: Read | None, in_turn: bool = False) -> tuple[Read, bool]:
+        """What this rank makes of its read (None: it failed) once it knows the reads of all ranks.
+
+        Returns:
+            the read, and whether the next one waits for its turn because it must do so on some rank.
+        """
+        assert self.group is not None
         state = _State.FAILED if read is None else _State.BATCH if read.kind is Kind.BATCH else _State.ENDED
-        told = [torch.zeros(1, dtype=torch.int64) for _ in range(self._group.size())]
-        dist.all_gather(told, torch.tensor([int(state)]), group=self._group)
-        states = [_State(int(t)) for t in told]
+        told = [torch.zeros(2, dtype=torch.int64) for _ in range(self.group.size())]
+        dist.all_gather(told, torch.tensor([int(state), int(in_turn)]), group=self.group)
+        states = [_State(int(t[0])) for t in told]
+        in_turn = any(bool(t[1]) for t in told)
         ranks = {s: [rank for rank, other in enumerate(states) if other is s] for s in _State}
         batches, self._reads = self._reads, self._reads + 1
         if read is None:
-            return Read(Kind.NOTHING)  # the loader's own exception is on its way
+            return Read(Kind.NOTHING), in_turn  # the loader's own exception is on its way
         if ranks[_State.FAILED]:
             raise RuntimeError(
                 f"the data loader of rank(s) {ranks[_State.FAILED]} failed at batch {batches}; see the error there"
             )
         if ranks[_State.ENDED] and ranks[_State.BATCH]:
             if self._uneven == "stop":
-                return Read(Kind.END)
+                return Read(Kind.END), in_turn
             raise ValueError(
                 f"expected data loaders of one length on all ranks, got the end after {batches} batches on rank(s) "
                 f"{ranks[_State.ENDED]} and another batch on rank(s) {ranks[_State.BATCH]}; make them equally long "
@@ -108,7 +131,7 @@ class Agreement:
             )
         if read.kind is Kind.END:
             self._reads = 0
-        return read
+        return read, in_turn
 
 
 def _group_of(module: nn.Module) -> dist.ProcessGroup | None:
@@ -119,28 +142,68 @@ def _group_of(module: nn.Module) -> dist.ProcessGroup | None:
 
 
 class Source:
-    """One loader's iterator, and whether it may still be read."""
+    """One loader's iterator, whether it may still be read, and whether it may be read ahead.
 
-    def __init__(self, iterator: Iterator[Any], agreement: Agreement | None = None, *, stopped: bool = False) -> None:
+    Args:
+        iterator: what is read.
+        agreement: between ranks, or None.
+        draws: tells which reads wait for their turn; None where reads never run beside the compute.
+        stopped: whether the iterator has ended.
+    """
+
+    def __init__(
+        self,
+        iterator: Iterator[Any],
+        agreement: Agreement | None = None,
+        draws: Draws | None = None,
+        *,
+        stopped: bool = False,
+    ) -> None:
         self.iterator = iterator
+        self.in_turn = False  # whether no batch may be read before it is needed
         self._agreement = agreement
-        self._stopped = stopped
+        self._draws = draws
+        self._observed = False
+        self._drew = False  # on any rank
+        self.stopped = stopped
+
+    @property
+    def reads_alone(self) -> bool:
+        """Whether nothing may run beside the next read."""
+        return self._draws is not None and not self.stopped and (self.in_turn or not self._observed)
+
+    @property
+    def draws(self) -> bool:
+        """Whether reads have been seen to draw random numbers, so that what the model draws matters."""
+        return self._drew
+
+    def change_mode(self) -> None:
+        """What is drawn by the caller's side is to be observed anew. Called while no read is under way."""
+        if self._draws is not None:
+            self._draws.forget_caller()
+            self.in_turn, self._observed = self._drew, False
 
     def read(self) -> Read:
         """Reads the next batch, unless this source has ended or failed. Called by one lane, in order."""
-        if self._stopped:
+        if self.stopped:
             return Read(Kind.NOTHING)
+        draws = self._draws if self.reads_alone else None
         read: Read | None = None
+        in_turn = self.in_turn
         try:
             try:
-                read = Read(Kind.BATCH, next(self.iterator))
+                with contextlib.nullcontext() if draws is None else draws.observing():
+                    read = Read(Kind.BATCH, next(self.iterator))
             except StopIteration:
                 read = Read(Kind.END)
             finally:
+                if draws is not None:
+                    in_turn = draws.shared()
                 if self._agreement is not None:
-                    read = self._agreement.settle(read)
+                    read, in_turn = self._agreement.settle(read, in_turn)
         except BaseException:
-            self._stopped = True
+            self.stopped = True
             raise
-        self._stopped = read.kind is not Kind.BATCH
+        self.in_turn, self._observed, self._drew = in_turn, True, self._drew or in_turn
+        self.stopped = read.kind is not Kind.BATCH
         return read

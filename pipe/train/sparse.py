@@ -11,7 +11,7 @@ caller's thread (on a stream of their own on CUDA), because collectives must hav
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import nn
 from pipe.train.base import TrainPipelineBase
 from pipe.train.distribute import Distribution
 from pipe.train.flight import Flight
+from pipe.train.replicas import ReplicatedTables
 from pipe.train.schedule import Stage
 
 __all__ = ["TrainPipelineSparseDist"]
@@ -31,6 +32,9 @@ class TrainPipelineSparseDist(TrainPipelineBase):
     Modules that speak the protocol of :class:`~pipe.train.distribute.Distributes` take part: torchrec's sharded
     modules inside ``DistributedModelParallel``, or our ``OffloadEmbeddingBag``. Others run as they are.
 
+    The positional arguments are those of torchrec 0.3.2. What torchrec has put in their place since (its fourth
+    argument is ``execute_all_batches`` today) is taken by keyword.
+
     Args:
         model: called with one batch, returns ``(losses, output)``.
         optimizer: zeroed and stepped by the pipeline; one or several.
@@ -39,7 +43,22 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         enable_grad_scaling: scale the loss; takes effect for fp16 only.
         grad_accum: batches per optimizer step.
         amp_dtype: bfloat16 (default) or float16.
+        execute_all_batches: as for :class:`~pipe.train.base.TrainPipelineBase`, as are the next two.
+        custom_model_fwd: called with a batch in the model's place.
+        enqueue_batch_after_forward: copy the batch ahead behind the forward.
+        dmp_collection_sync_interval_batches: the tables of a torchrec ``DMPCollection`` are averaged over their
+            replicas before the first optimizer step and every so many steps after it. None: never.
+        apply_jit: must be False; script the modules yourself.
+        context_type: must be None; there is one kind of context here.
+        pipeline_postproc: accepted and without effect, as are ``enable_inplace_copy_batch``,
+            ``free_features_storage_early`` and ``clear_data_dist_inputs``: they ask torchrec for speed or memory,
+            never for another result.
         **options: as for :class:`~pipe.train.base.TrainPipelineBase`; ``ahead`` knows ``"distribute"`` too.
+
+    Raises:
+        TypeError: if ``custom_model_fwd`` cannot be called, or an argument is unknown.
+        ValueError: for an ``amp_dtype`` of another kind, ``apply_jit``, ``context_type``, or an optimizer that
+            updates inside backward where it would do so too early (:class:`~pipe.train.window.Window`).
 
     Source: torchrec's ``TrainPipelineSparseDist`` (Meta, 2022).
     """
@@ -56,10 +75,26 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         grad_accum: int | None = None,
         *,
         amp_dtype: torch.dtype = torch.bfloat16,
+        execute_all_batches: bool = True,
+        custom_model_fwd: Callable[[Any], Any] | None = None,
+        enqueue_batch_after_forward: bool = False,
+        dmp_collection_sync_interval_batches: int | None = 1,
+        apply_jit: bool = False,
+        context_type: type | None = None,
+        pipeline_postproc: bool = False,
+        enable_inplace_copy_batch: bool = False,
+        free_features_storage_early: bool = False,
+        clear_data_dist_inputs: bool = False,
         **options: Any,
     ) -> None:
         if amp_dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"expected amp_dtype torch.bfloat16 or torch.float16, got amp_dtype={amp_dtype}")
+        if apply_jit:
+            raise ValueError(
+                f"expected apply_jit=False, got {apply_jit!r}; script modules with torch.jit.script yourself"
+            )
+        if context_type is not None:
+            raise ValueError(f"expected context_type=None, got {context_type!r}: a pipeline has no torchrec context")
         super().__init__(
             model,
             optimizer,
@@ -67,29 +102,35 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             grad_accum=grad_accum,
             amp_dtype=amp_dtype if enable_amp else None,
             grad_scaling=enable_grad_scaling,
+            custom_model_fwd=custom_model_fwd,
+            execute_all_batches=execute_all_batches,
+            enqueue_batch_after_forward=enqueue_batch_after_forward,
             **options,
         )
-        self._distribution = Distribution(model, self._lanes.distribute)
-        for one in self._window.optimizers:
-            self._distribution.check_optimizer(one)
+        self._tables = ReplicatedTables(dmp_collection_sync_interval_batches)
+        self._distribution = self._distribution_of(model)
         self._undistributed = self._distribution.undistributed
+
+    def _distribution_of(self, model: nn.Module) -> Distribution:
+        distribution = Distribution(model, self._lanes.distribute)
+        for one in self._window.optimizers:
+            distribution.check_optimizer(one)
+        return distribution
 
     def stages(self) -> list[Stage]:
         """The stages of the base, with distribution before the forward of the batch ahead, and exchange after it."""
-        load, copy, forward, backward = super().stages()
-        lane, ahead = self._lanes.distribute, self._ahead["distribute"]
-        return [
-            load,
-            copy,
-            Stage("distribute", lane, self._distribute, ahead, after=("copy",)),
-            # Not after copy as well: distribute has waited for it, and the order of streams is transitive.
-            Stage("forward", forward.lane, forward.work, after=("exchange",)),
-            Stage("exchange", lane, self._exchange, ahead, after=("distribute",)),
-            backward,
-        ]
+        base = {stage.name: stage for stage in super().stages()}
+        lane, ahead, forward = self._lanes.distribute, self._ahead["distribute"], base["forward"]
+        distribute = Stage("distribute", lane, self._distribute, ahead, after=("copy",))
+        # Not after copy as well: distribute has waited for it, and the order of streams is transitive.
+        forward = Stage("forward", forward.lane, forward.work, after=("exchange",))
+        exchange = Stage("exchange", lane, self._exchange, ahead, after=("distribute",))
+        if self._copy_after_forward:
+            return [base["load"], distribute, forward, base["copy"], exchange, base["backward"]]
+        return [base["load"], base["copy"], distribute, forward, exchange, base["backward"]]
 
     def _distribute(self, flight: Flight) -> None:
-        with self._autocast():
+        with self._compute.autocast():
             flight.requests = self._distribution.start(flight.batch)
 
     def _exchange(self, flight: Flight) -> None:
@@ -100,11 +141,41 @@ class TrainPipelineSparseDist(TrainPipelineBase):
 
     def _call_model(self, flight: Flight) -> Any:
         with self._distribution.serving(flight.requests, flight.batch):
-            return self._model(flight.batch)
+            return self._compute.call(flight.batch)
+
+    def _before_step(self) -> None:
+        self._tables.average(self._compute.model)
 
     def detach(self) -> nn.Module:
         """Gives the model back, with nothing of the pipeline in it (there never is any between two calls).
 
-        The batches in flight stay; a later ``progress`` runs them.
+        The batches in flight stay; a later ``progress`` runs them, on this model or on the one that is attached.
         """
-        return self._model
+        return self._compute.model
+
+    def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
+        """Goes on with ``model``: batches in flight included, which it distributes itself, in its forward.
+
+        The optimizer stays the one that the pipeline was made with.
+
+        Args:
+            model: in the mode (``train`` or ``eval``) that it is to run in. None: the model that was detached.
+            sparse_dist: taken for torchrec's sake. No module is called before the model itself calls it.
+
+        Raises:
+            TypeError: if it is no module.
+            ValueError: if it holds an optimizer that updates inside backward where that would be too early. The
+                pipeline goes on with the model that it had.
+        """
+        model = self._compute.model if model is None else model
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"expected a torch.nn.Module or None, got {type(model).__name__} (model={model!r})")
+        if model is self._compute.model and self._distribution.serves(model):
+            return
+        distribution = self._distribution_of(model)
+        self._window.attach(model)
+        self._distribution, self._undistributed = distribution, distribution.undistributed
+        self._compute.model = model
+        self._reader.attach(model)
+        for flight in self._flights.values():
+            flight.requests = []  # for modules of the model before

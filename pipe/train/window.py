@@ -1,16 +1,16 @@
 """Gradient accumulation as a window: micro-steps that together are one optimizer step.
 
 A window is opened by the first batch that needs it and closed by its last: the ``size``-th, or the loader's last one
-if that comes earlier. The optimizer then steps with the *mean* over the batches that the window really holds.
+if that comes earlier. The optimizer then steps with the *mean* over the batches that the window really holds. Which
+batch is the loader's last one is known ahead of its backward only if the next read is under way. If it is not, since
+batches are read when they are needed and not before, the window is closed once the loader has said that it ended.
 
 Guarantees
     * Gradients are zeroed when a window opens, so nothing from before leaks in, and only then, so nothing is lost
       while the pipeline waits for the loader.
     * A partial window is scaled by its true size, and its all-reduce happens as in a full one.
-    * Replicas communicate once per window: all but its last backward run in the models' ``no_sync``.
-
-Where a failing read stands between a loader's last batch and its end, nobody can know that this batch was the last:
-the window then stays open, and the next loader's batches go on with it.
+    * Replicas communicate once per window: all but its last backward run in the models' ``no_sync``. A backward that
+      may be the last communicates too; a mean over replicas stays what it is in the next.
 
 After an exception in a forward or backward the open window is abandoned: the parameters hold the last complete step,
 the next batch opens a new window, and no half-accumulated gradient is stepped.
@@ -19,7 +19,7 @@ the next batch opens a new window, and no half-accumulated gradient is stepped.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipe.nested import tensors_in
+from pipe.train.in_backward import refuse_updates_between_micro_batches, refuse_updates_in_backward
 
 __all__ = ["MicroStep", "Window"]
 
@@ -38,11 +39,11 @@ class MicroStep:
 
     Attributes:
         number: 1 for the first batch of the window.
-        closes: whether the optimizer steps after it.
+        closes: whether the optimizer steps after it. None: nothing has been read beyond it, so it may be the last.
     """
 
     number: int
-    closes: bool
+    closes: bool | None
 
 
 class Window:
@@ -53,12 +54,13 @@ class Window:
         optimizer: one, or several that are zeroed and stepped together (a table's and the rest's).
         size: batches per optimizer step; None means 1.
         scaler: scales losses and steps the optimizer (fp16 only), or None.
+        steps_nothing: whether there may be no optimizer.
 
     Raises:
         TypeError: if ``size`` is no integer, or an optimizer is none.
         ValueError: if ``size`` is not positive, or an optimizer updates inside backward where it would update with
-            part of a window's gradient or with a scaled one. One with an ``accumulate()`` context, as that of
-            ``offload``, is deferred instead.
+            part of a window's gradient or with a scaled one; :meth:`open` looks again. One with an ``accumulate()``
+            context, as that of ``offload``, is deferred instead.
     """
 
     def __init__(
@@ -67,6 +69,8 @@ class Window:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         size: int | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        *,
+        steps_nothing: bool = False,
     ) -> None:
         if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
             raise TypeError(
@@ -76,46 +80,58 @@ class Window:
             raise ValueError(f"expected grad_accum >= 1 batches per optimizer step, got grad_accum={size}")
         optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
         wrong = [type(one).__name__ for one in optimizers if not isinstance(one, torch.optim.Optimizer)]
-        if wrong or not optimizers:
+        if wrong or not (optimizers or steps_nothing):
             raise TypeError(f"expected a torch.optim.Optimizer, or several, got {wrong or 'none'}")
         self.size = size or 1
         self.scaler = scaler
         self.steps = 0
         self.position = 0
-        self._model = model
+        self._reduced = True  # whether the latest backward was not silent
         self.optimizers = optimizers
+        self.attach(model)
+
+    def attach(self, model: nn.Module) -> None:
+        """Takes another model, whose parameters the optimizers step.
+
+        Raises:
+            ValueError: if updates inside backward would come too early; the model before stays.
+        """
+        refuse_updates_between_micro_batches(model, self.optimizers)
+        self._refuse_updates_in_backward(model)
+        self.model = model
         self._static_graphs_known = False
+
+    def _refuse_updates_in_backward(self, model: nn.Module) -> None:
         if self.size > 1:
-            _refuse_updates_in_backward(
-                model, optimizers, f"accumulates {self.size} batches (grad_accum={self.size})", deferred=True
-            )
-        if scaler is not None:
-            _refuse_updates_in_backward(
-                model, optimizers, "scales its loss for fp16 (enable_grad_scaling=True)", deferred=False
-            )
+            because = f"accumulates {self.size} batches (grad_accum={self.size})"
+            refuse_updates_in_backward(model, self.optimizers, because, deferred=True)
+        if self.scaler is not None:
+            because = "scales its loss for fp16 (enable_grad_scaling=True)"
+            refuse_updates_in_backward(model, self.optimizers, because)
 
     @property
     def must_know_the_end(self) -> bool:
         """Whether the next batch closes the window only if it is the loader's last."""
         return self.position + 1 < self.size
 
-    def open(self, *, last: bool) -> MicroStep:
+    def open(self, *, last: bool | None) -> MicroStep:
         """The place of the next batch; zeroes the gradients if it is the first of its window.
 
         Args:
-            last: whether it is the last batch of its loader.
+            last: whether it is the last batch of its loader; None if that is not known yet.
         """
+        self._refuse_updates_in_backward(self.model)  # hooks may have come since construction
         if self.position == 0:
             for optimizer in self.optimizers:
                 optimizer.zero_grad(set_to_none=True)
-        return MicroStep(self.position + 1, last or not self.must_know_the_end)
+        return MicroStep(self.position + 1, last if self.must_know_the_end else True)
 
     @contextlib.contextmanager
     def synchronization(self, micro: MicroStep) -> Iterator[None]:
-        """Surrounds the forward, and the backward, of one batch: replicas keep silent unless it closes the window."""
+        """Surrounds the forward, and the backward, of one batch: replicas keep silent unless it may be the last."""
         with contextlib.ExitStack() as stack:
-            if not micro.closes:
-                for module in _replicated(self._model):
+            if micro.closes is False:
+                for module in _replicated(self.model):
                     if getattr(module, "static_graph", False) and not self._static_graphs_known:
                         # Such a replica learns its graph in its first backward, which must not be silent. The one
                         # all-reduce too many changes nothing: a mean over replicas stays what it is in the next.
@@ -127,16 +143,20 @@ class Window:
                         stack.callback(module.set_requires_gradient_sync, True)
             yield
 
-    def backward(self, micro: MicroStep, losses: Any) -> None:
-        """Accumulates the gradient of one batch's losses (the sum of all their elements), and steps at the end."""
+    def backward(self, micro: MicroStep, losses: Any, before_step: Callable[[], None] | None = None) -> None:
+        """Accumulates the gradient of one batch's losses (the sum of all their elements), and steps at the end.
+
+        Args:
+            micro: the batch's place.
+            losses: tensors of any shape, nested or not.
+            before_step: called between the backward that closes the window and the step.
+        """
         weight = 1.0 / self.size
         if micro.closes and micro.number < self.size:
             # The earlier batches were weighed as parts of a full window. Put right before the last backward, so that
             # what this backward hands on (an all-reduce) is already the mean over the true size.
             weight = 1.0 / micro.number
-            for parameter in self._parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(self.size / micro.number)
+            self._weigh_anew(micro.number)
         loss = _total(losses)
         if weight != 1.0:
             loss = loss * weight
@@ -144,8 +164,25 @@ class Window:
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         self._static_graphs_known = True
         self.position = micro.number
+        self._reduced = micro.closes is not False
         if micro.closes:
-            self._step()
+            self._step(before_step)
+
+    def finish(self, before_step: Callable[[], None] | None = None) -> None:
+        """Closes the open window, if there is one, after the loader's end has come without being foreseen.
+
+        A window of replicas whose latest backward was silent stays open for the next loader's batches: it was to be
+        closed by a batch that was lost to an exception, and ranks must not step with different gradients.
+        """
+        if self.position and (self._reduced or not _replicated(self.model)):
+            self._weigh_anew(self.position)
+            self._step(before_step)
+
+    def _weigh_anew(self, batches: int) -> None:
+        """Makes parts of a full window's mean parts of the mean over so many batches."""
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.size / batches)
 
     @contextlib.contextmanager
     def _deferral(self, micro: MicroStep) -> Iterator[None]:
@@ -157,7 +194,9 @@ class Window:
                     stack.enter_context(accumulate())
             yield
 
-    def _step(self) -> None:
+    def _step(self, before_step: Callable[[], None] | None) -> None:
+        if before_step is not None:
+            before_step()
         for optimizer in self.optimizers:
             if self.scaler is None:
                 optimizer.step()
@@ -209,6 +248,9 @@ class Window:
                 parameter.grad = None if grad is None else grad.to(parameter.device, copy=True)
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
+            if state["position"]:
+                # It takes its scale with the first loss; there may be none before finish() steps.
+                self.scaler.scale(torch.zeros((), device=parameters[0].device))
         self.position, self.steps = state["position"], state["steps"]
 
 
@@ -248,29 +290,3 @@ def _replicated(model: nn.Module) -> list[Any]:
 
     visit(model, False)
     return list(found.values())
-
-
-def _refuse_updates_in_backward(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], because: str, *, deferred: bool
-) -> None:
-    reasons = [
-        f"{type(optimizer).__name__}(update_in_backward=True)"
-        for optimizer in optimizers
-        if getattr(optimizer, "update_in_backward", False) and not (deferred and hasattr(optimizer, "accumulate"))
-    ]
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "_in_backward_optimizers", None):
-            reasons.append(f"parameter {name!r} (apply_optimizer_in_backward)")
-        elif getattr(parameter, "_post_accumulate_grad_hooks", None):
-            reasons.append(f"parameter {name!r} (register_post_accumulate_grad_hook)")
-    for name, module in model.named_modules():
-        fused = getattr(module, "fused_optimizer", None)
-        if fused is not None and len(getattr(fused, "params", ())):
-            reasons.append(f"module {name!r} (fused optimizer)")
-    if reasons:
-        raise ValueError(
-            f"expected no optimizer that updates inside backward, because this pipeline {because} and such an "
-            f"optimizer would update after every batch, got: {', '.join(reasons[:8])}"
-            f"{f' and {len(reasons) - 8} more' if len(reasons) > 8 else ''}; step them after backward (for torchrec: "
-            f"the dense compute kernel), or train without it"
-        )

@@ -96,7 +96,7 @@ def test_to_measure_a_bubble_each_stage_has_a_thread(monkeypatch):
     monkeypatch.setattr(steps.Step, "_act", noted)
     pipe = steps._ours(SHAPE, 3)
     with steps._a_processor_each(pipe) as spans:
-        pipe.train_step(SHAPE.batch(), None, lambda y, _: y.square().mean())
+        pipe.train_step(SHAPE.batch(), None, lambda y, _: y.square().mean(), reduction="mean")
     assert len(spans) == 2 * 2 * 3
     assert len(threads) == len({thread for _, thread in threads}) == 2
 

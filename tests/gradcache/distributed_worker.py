@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcache import GradCache
 from gradcache.functional import cached, cat_input_tensor, gather_input_tensor
 from gradcache.loss import DistributedContrastiveLoss, SimpleContrastiveLoss
+from gradcache.sentence_transformers import CachedMultipleNegativesRankingLoss
 from offload import OffloadModel
 
 Report = dict[str, Any]
@@ -203,6 +205,160 @@ def narrow(rank: int) -> Report:
     return {"error": float((model.weight.grad.double() - exact).norm() / exact.norm())}
 
 
+SPELLINGS: dict[str, Callable[[Any], Callable[..., Any]]] = {
+    "module": lambda module: module,
+    "bound method": lambda module: module.forward,
+    "lambda": lambda module: lambda *given: module(*given),
+    "partial": lambda module: partial(module.forward),
+    "object": lambda module: Holding(module).call,
+}
+
+
+class Holding:
+    """A plain object that holds a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parts = {"inner": module}
+
+    def call(self, *given: Tensor) -> Tensor:
+        return self.parts["inner"](*given)
+
+
+class Shifted(nn.Module):
+    """What process_fn and get_rep_fn train."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.linspace(0, 1, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.shift.exp()
+
+
+def head(rank: int, spelling: str, kind: str) -> float:
+    """What is trained besides a wrapped tower, in a function spelt in one of several ways."""
+    modules = (
+        [Scaled(SimpleContrastiveLoss()), Shifted(6), Shifted(8)],
+        [Scaled(DistributedContrastiveLoss()), Shifted(6), Shifted(8)],
+    )
+    k = ["loss_fn", "get_rep_fn", "process_fn"].index(kind)
+    expected, x, y = tower(1), batch(8, 3), batch(8, 4)
+    loss, rep, process = modules[0]
+    plain = SimpleContrastiveLoss()
+    sides = [process(side) if k == 2 else side for side in (x, y)]
+    reps = [rep(expected(side)) if k == 1 else expected(side) for side in sides]
+    (loss if k == 0 else plain)(*reps).backward()
+    model = tower(1)
+    wrapped = DistributedDataParallel(model)
+    ours = modules[1][k]
+    functions: dict[str, Any] = {"loss_fn": DistributedContrastiveLoss(), kind: SPELLINGS[spelling](ours)}
+    GradCache([wrapped, wrapped], 2, **functions)(*parts_of([5, 3], rank, x, y))
+    return error([model, ours], [expected, modules[0][k]])
+
+
+HIDDEN = Scaled(SimpleContrastiveLoss())
+
+
+def hidden_parameter_is_refused(rank: int) -> Report:
+    """A function that looks its module up by a name that it puts together."""
+    model = tower(1)
+    found = {}
+    for kind in ("loss_fn", "get_rep_fn"):
+
+        def hidden(*given: Tensor, how: str = kind) -> Tensor:
+            module = globals()["HID" + "DEN"]
+            return module(*given) if how == "loss_fn" else given[0] * module.scale
+
+        functions: dict[str, Any] = {"loss_fn": DistributedContrastiveLoss(), kind: hidden}
+        cache = GradCache([DistributedDataParallel(model)] * 2, 2, **functions)
+        try:
+            cache(batch(4, 1), batch(4, 2))
+            found[kind] = "accepted"
+        except ValueError as error:
+            found[kind] = str(error)
+    return {**found, "untouched": all(p.grad is None for p in [*model.parameters(), *HIDDEN.parameters()])}
+
+
+def other_forward_of_the_wrapper(rank: int, how: str) -> float:
+    """An auxiliary loss on the wrapper itself, in the same backward as chunks, or around a step."""
+    expected, x, y = tower(1), batch(8, 3), batch(8, 4)
+    (SimpleContrastiveLoss()(expected(x), expected(y)) + expected(x).square().mean()).backward()
+    model = tower(1)
+    wrapped = DistributedDataParallel(model)
+    mine = parts_of([4, 4], rank, x, y)
+    cache = GradCache([wrapped, wrapped], 3, DistributedContrastiveLoss())
+    for _ in range(2):
+        model.zero_grad()
+        if how == "around":
+            auxiliary = wrapped(mine[0]).square().mean()
+            cache(*mine)
+            auxiliary.backward()
+            continue
+        before = wrapped(mine[0]).square().mean() if how == "before" else 0.0
+        reps = cache.encode(*mine)
+        after = wrapped(mine[0]).square().mean() if how == "after" else 0.0
+        (DistributedContrastiveLoss()(*reps) + before + after).backward()
+    return error([model], [expected])
+
+
+def sharded(rank: int) -> Report:
+    """FSDP towers, of which only the layers are sharded or the whole as well, with and without a walk by layers."""
+    from torch.distributed.fsdp import fully_shard
+
+    expected, x, y = tower(1), batch(8, 3), batch(8, 4)
+    SimpleContrastiveLoss()(expected(x), expected(y)).backward()
+    report: Report = {}
+    for whole in (False, True):
+        for boundary_bytes in (None, 0, 1 << 20):
+            model = tower(1)
+            for layer in [model[0], model[2], *([model] if whole else [])]:
+                fully_shard(layer)
+            cache = GradCache([model, model], 2, DistributedContrastiveLoss(), boundary_bytes=boundary_bytes)
+            cache(*parts_of([4, 4], rank, x, y))
+            gradients = [p.grad.full_tensor() for p in model.parameters()]
+            report[f"{whole}, {boundary_bytes}"] = max(
+                float((g - p.grad).abs().max()) for g, p in zip(gradients, expected.parameters(), strict=True)
+            )
+    for evaluates in (False, True):
+        ran: list[int] = []
+        model = tower(1)
+        model.register_forward_pre_hook(lambda module, given, ran=ran: ran.append(len(given[0])))
+        fully_shard(model)
+        try:
+            with torch.set_grad_enabled(not evaluates):
+                GradCache([model, model], 2, DistributedContrastiveLoss())(*parts_of([6, 2], rank, x, y))
+            refusal = "accepted"
+        except ValueError as error:
+            refusal = str(error)
+        report[f"uneven, {evaluates}"] = [refusal, ran]
+    return report
+
+
+class Sentences(nn.Module):
+    """Speaks as a SentenceTransformer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = tower(1)
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"sentence_embedding": self.encoder(features["input_ids"])}
+
+
+def ranking(rank: int, **options: Any) -> Report:
+    """The loss of sentence-transformers over the rows of both processes, as many as they are."""
+    columns = [batch(8, k) for k in range(3, 6)]
+    expected, model = Sentences(), Sentences()
+    loss = CachedMultipleNegativesRankingLoss(expected, mini_batch_size=3, **options)
+    whole = loss([{"input_ids": column} for column in columns])
+    whole.backward()
+    mine = CachedMultipleNegativesRankingLoss(
+        DistributedDataParallel(model), mini_batch_size=2, gather_across_devices=True, **options
+    )([{"input_ids": column} for column in parts_of([5, 3], rank, *columns)])
+    mine.backward()
+    return {"loss": abs(float(mine) - float(whole)), "gradient": error([model], [expected])}
+
+
 def main(rank: int, world: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -220,6 +376,23 @@ def main(rank: int, world: int, store: str) -> None:
         "buffers": buffers_follow_rank_0(rank),
         "functional": functional(rank),
         "narrow": narrow(rank),
+        "heads": {
+            f"{kind}, {spelling}": head(rank, spelling, kind)
+            for kind in ("loss_fn", "get_rep_fn", "process_fn")
+            for spelling in SPELLINGS
+        },
+        "hidden": hidden_parameter_is_refused(rank),
+        "other forward": {how: other_forward_of_the_wrapper(rank, how) for how in ("before", "after", "around")},
+        "sharded": sharded(rank),
+        "ranking": [
+            ranking(rank),
+            ranking(rank, directions=("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")),
+            ranking(rank, directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction"),
+            *(
+                ranking(rank, hardness_mode=mode, hardness_strength=4.0)
+                for mode in ("in_batch_negatives", "hard_negatives", "all_negatives")
+            ),
+        ],
         "offloaded": offloaded_tower_in_a_wrapper(rank),
     }
     dist.barrier()

@@ -99,3 +99,50 @@ def test_offloaded_tower_in_a_wrapper_is_refused_since_nobody_would_average_its_
     reports: list[dict[str, Any]],
 ) -> None:
     assert all("average them after the step" in report["offloaded"] for report in reports)
+
+
+def test_what_a_function_trains_is_averaged_however_the_function_is_spelt(reports: list[dict[str, Any]]) -> None:
+    """A process_fn, a bound method of a loss and a lambda over a head kept each process's own gradient."""
+    for report in reports:
+        assert len(report["heads"]) == 15
+        for how, error in report["heads"].items():
+            assert error < 1e-6, how
+
+
+def test_a_trained_tensor_that_cannot_be_found_is_refused_before_any_gradient_is_written(
+    reports: list[dict[str, Any]],
+) -> None:
+    for report in reports:
+        for kind in ("loss_fn", "get_rep_fn"):
+            assert "make the function an nn.Module" in report["hidden"][kind]
+        assert report["hidden"]["untouched"]
+
+
+@pytest.mark.parametrize("how", ["before", "after", "around"])
+def test_another_forward_of_the_wrapper_takes_part_in_the_same_backward(
+    reports: list[dict[str, Any]], how: str
+) -> None:
+    for report in reports:
+        assert report["other forward"][how] < 1e-6
+
+
+def test_sharded_towers_get_the_whole_batch_s_gradient_or_are_refused_before_anything_ran(
+    reports: list[dict[str, Any]],
+) -> None:
+    """Unequal numbers of chunks aborted the job; a walk by layers over sharded layers crashed."""
+    for report in reports:
+        for how, found in report["sharded"].items():
+            if not how.startswith("uneven"):
+                assert found < 1e-6, how
+                continue
+            refusal, ran = found
+            assert "as many chunks in every process" in refusal
+            assert ran == []
+
+
+def test_ranking_over_all_processes_is_that_of_the_whole_batch(reports: list[dict[str, Any]]) -> None:
+    """In every direction, with any weights of negatives, and for different numbers of rows."""
+    for report in reports:
+        for found in report["ranking"]:
+            assert found["loss"] < 1e-5
+            assert found["gradient"] < 1e-5

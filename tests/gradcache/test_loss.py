@@ -205,3 +205,26 @@ def test_gradient_is_not_taken_where_nobody_asks_for_it() -> None:
     loss.backward()
     assert x.grad is None
     assert y.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tile_rows", [8, 32, 1024])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_value_of_narrow_tiles_is_that_of_one_piece(dtype: torch.dtype, tile_rows: int, reduction: str) -> None:
+    """Summed tile by tile in bfloat16 it stopped growing: 2.06 for 4.91."""
+    torch.manual_seed(0)
+    x = F.normalize(torch.randn(4096, 16), dim=1)
+    y = F.normalize(x + 0.3 * torch.randn(4096, 16), dim=1)
+    exact = SimpleContrastiveLoss(temperature=0.1)(x.to(dtype).double(), y.to(dtype).double(), reduction=reduction)
+    value = SimpleContrastiveLoss(tile_rows=tile_rows, temperature=0.1)(x.to(dtype), y.to(dtype), reduction=reduction)
+    assert value.dtype == dtype
+    torch.testing.assert_close(value.double(), exact, rtol=0.005, atol=0)
+
+
+def test_sums_of_tiles_of_any_loss_are_kept_in_32_bits() -> None:
+    x = torch.ones(4096, 2, dtype=torch.bfloat16)
+    for reduction, expected in (("mean", 2.0), ("sum", 8192.0)):
+        loss = tiled(lambda p, how=reduction: getattr(p.sum(1), how)(), tile_rows=1, reduction=reduction)
+        value = loss(x)
+        assert value.dtype == torch.bfloat16
+        assert value.item() == expected

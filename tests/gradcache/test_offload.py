@@ -162,6 +162,43 @@ def test_audit_compares_what_the_engine_recomputed(kind: str) -> None:
     assert (step.step_result.greatest_difference > 0.5) == (kind == "fickle")
 
 
+@pytest.mark.parametrize("position", range(1, 5))  # the first has nothing to train before it
+@pytest.mark.parametrize("how", ["streamed", "together", "layered", "lean"])
+def test_audit_tells_of_a_layer_that_repeats_itself_otherwise_wherever_it_is(how: str, position: int) -> None:
+    """Only the last shard was compared, so that a wrong gradient of any other was certified as exact."""
+
+    class Drifting(nn.Module):
+        calls = 0
+
+        def __init__(self, steady: bool) -> None:
+            super().__init__()
+            self.steady = steady
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x * (1.0 if self.steady else self.calls)
+
+    for steady in (True, False):
+        layers = [*tower(dropout=0.5)]
+        layers.insert(position, Drifting(steady))
+        model: nn.Module = nn.Sequential(*layers)
+        options: dict[str, Any] = {}
+        if how in ("streamed", "together"):
+            model = offloaded(model, num_slices=5, **({"activation_bytes": "1MiB"} if how == "together" else {}))
+        else:
+            # The lean budget holds what enters layers, and no graph.
+            options["boundary_bytes"] = 0 if how == "lean" else 3 * 2 * 6 * 8 * 4
+        step = GradCache([model, model], 2, SimpleContrastiveLoss(), audit=True, **options)
+        step(torch.randn(6, 8), torch.randn(6, 8))
+        assert step.step_result is not None
+        difference = step.step_result.greatest_difference
+        assert difference is not None
+        if steady:
+            assert difference < 1e-5
+        else:
+            assert difference > 0.01
+
+
 @pytest.mark.parametrize("how", ["streamed", "layered"])
 def test_bfloat16_gradients_of_a_thousand_chunks_add_up_within_one_percent(how: str) -> None:
     """Offloaded, with masters of 32 bits at home; in memory, with parameters of 16."""
@@ -194,3 +231,47 @@ def test_chunks_that_the_engine_runs_together_give_the_same_gradient_in_every_st
     assert step.step_result is not None
     assert step.step_result.greatest_difference is not None
     assert step.step_result.greatest_difference < 1e-6
+
+
+class Normalised(nn.Module):
+    """A streamed model inside another module, as in most real towers."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.normalize(self.body(x), dim=-1)
+
+
+@pytest.mark.parametrize("zeroed", ["no", "to none", "in place"])
+def test_gradients_accumulate_over_steps_in_a_wrapped_model_whose_home_is_on_disk(zeroed: str, tmp_path: Path) -> None:
+    bare = Normalised(tower())
+    ours = Normalised(offloaded(tower(), str(tmp_path) + "/"))
+    for step in range(3):
+        x, y = torch.randn(6, 8), torch.randn(6, 8)
+        for run in (bare, ours):
+            if zeroed != "no":
+                run.zero_grad(set_to_none=zeroed == "to none")
+            GradCache([run, run], 2, SimpleContrastiveLoss())(x, y)
+        for p, q in zip(bare.parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=1e-6, msg=f"step {step}")
+
+
+def test_an_exception_leaves_the_gradients_of_a_wrapped_model_on_disk_as_they_were(tmp_path: Path) -> None:
+    ours = Normalised(offloaded(tower(), str(tmp_path) + "/"))
+    x, y, calls = torch.randn(6, 8), torch.randn(6, 8), []
+
+    def fails_in_the_second_pass(output: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 8:
+            raise RuntimeError("no more")
+        return output
+
+    GradCache([ours, ours], 2, SimpleContrastiveLoss())(x, y)
+    before = [p.grad.clone() for p in ours.parameters() if p.grad is not None]
+    with pytest.raises(RuntimeError, match="no more"):
+        GradCache([ours, ours], 2, SimpleContrastiveLoss(), get_rep_fn=fails_in_the_second_pass)(x, y)
+    after = [p.grad for p in ours.parameters() if p.grad is not None]
+    assert len(before) == 8
+    assert all(map(torch.equal, before, after))

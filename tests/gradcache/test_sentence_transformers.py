@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -67,8 +68,15 @@ def test_evaluation_and_configuration() -> None:
         "scale": 10.0,
         "similarity_fct": "cos_sim",
         "mini_batch_size": 2,
+        "mini_batch_num_tokens": None,
         "gather_across_devices": False,
+        "directions": ("query_to_doc",),
+        "partition_mode": "joint",
+        "hardness_mode": None,
+        "hardness_strength": 0.0,
     }
+    assert loss.temperature == 0.1
+    assert "Gao" in loss.citation
     assert loss.model is model
     assert copy.deepcopy(loss)(batch).item() == pytest.approx(value.item())
 
@@ -81,8 +89,80 @@ def test_another_similarity_is_used_and_misuse_is_named() -> None:
     torch.testing.assert_close(loss, F.cross_entropy(reps[0] @ reps[1].T, torch.arange(4)))
     with pytest.raises(ValueError, match="anchors and of positives"):
         CachedMultipleNegativesRankingLoss(model)(batch[:1])
-    with pytest.raises(ValueError, match="cos_sim"):
-        CachedMultipleNegativesRankingLoss(model, similarity_fct=torch.mm, gather_across_devices=True)
+    for wrong, message in (
+        ({"directions": ("doc_to_query",)}, "query_to_doc"),
+        ({"directions": ("query_to_doc", "sideways")}, "sideways"),
+        ({"partition_mode": "apart"}, "partition_mode"),
+        ({"partition_mode": "per_direction", "directions": ("query_to_doc", "doc_to_doc")}, "positive pair"),
+        ({"hardness_mode": "harder"}, "hardness_mode"),
+        ({"hardness_mode": "all_negatives", "hardness_strength": -1.0}, "hardness_strength"),
+        ({"mini_batch_num_tokens": 0}, "mini_batch_num_tokens"),
+        ({"scale": 0.0}, "scale"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            CachedMultipleNegativesRankingLoss(model, **wrong)
+    flat = {"input_ids": torch.zeros(9, dtype=torch.long), "cu_seq_lens_q": torch.tensor([0, 4, 9])}
+    with pytest.raises(ValueError, match="pad instead of flattening"):
+        CachedMultipleNegativesRankingLoss(model)([flat, flat])
+    with pytest.raises(ValueError, match="attention_mask"):
+        CachedMultipleNegativesRankingLoss(model, mini_batch_num_tokens=8)([{"input_ids": flat["input_ids"]}] * 2)
+
+
+def test_several_processes_are_asked_for_where_there_is_one(assert_same_gradients: Any) -> None:
+    bare, ours = Encoder(), Encoder()
+    batch = [features(5, 4, 0), features(5, 3, 1)]
+    expected = whole_batch(bare, batch)
+    expected.backward()
+    loss = CachedMultipleNegativesRankingLoss(ours, mini_batch_size=2, gather_across_devices=True)(batch)
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    assert_same_gradients([bare], [ours])
+
+
+class Widths(Encoder):
+    """Notes the shape of what it encodes, and keeps what it computes in the dict that it got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+        self.keys: set[str] = set()
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        self.shapes.append(tuple(features["input_ids"].shape))
+        self.keys |= features.keys()
+        assert features["token_type_ids"].shape == features["input_ids"].shape
+        features.update(super().forward(features))
+        return features
+
+
+def padded(lengths: list[int], left: int = 0) -> dict[str, Any]:
+    width = max(lengths) + left
+    ids = torch.arange(len(lengths) * width).reshape(len(lengths), width) % 20
+    column = torch.arange(width)[None, :]
+    mask = ((column >= left) & (column < left + torch.tensor(lengths)[:, None])).long()
+    return {"input_ids": ids, "attention_mask": mask, "token_type_ids": mask * 0, "prompt_length": 3}
+
+
+@pytest.mark.parametrize("tokens", [None, 8, 1])
+def test_mini_batches_are_as_wide_as_their_longest_row_and_hold_so_many_tokens(
+    tokens: int | None, assert_same_gradients: Any
+) -> None:
+    bare, ours = Widths(), Widths()
+    batch = [padded([3, 2, 7, 1, 1]), padded([2, 2, 2, 2, 6], left=1)]
+    expected = whole_batch(bare, copy.deepcopy(batch))
+    expected.backward()
+    loss = CachedMultipleNegativesRankingLoss(ours, mini_batch_size=2, mini_batch_num_tokens=tokens)(batch)
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    assert_same_gradients([bare], [ours])
+    shapes: dict[int | None, list[tuple[int, ...]]] = {
+        None: [(2, 3), (2, 7), (1, 1), (2, 3), (2, 3), (1, 7)],
+        8: [(2, 3), (2, 7), (1, 1), (4, 3), (1, 7)],
+        1: [(1, 3), (1, 2), (1, 7), (1, 1), (1, 1), *[(1, 3)] * 4, (1, 7)],
+    }
+    assert ours.shapes == shapes[tokens] * 2
+    assert "sentence_embedding" not in ours.keys
+    assert all("sentence_embedding" not in column for column in batch)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -97,3 +177,112 @@ def test_value_and_gradients_are_those_of_the_package(assert_same_gradients: Any
     loss.backward()
     torch.testing.assert_close(loss, expected)
     assert_same_gradients([theirs], [ours])
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"},
+    {"directions": ("doc_to_query", "query_to_doc"), "partition_mode": "joint"},
+    {"directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")},
+    *(
+        {"hardness_mode": mode, "hardness_strength": 5.0}
+        for mode in ("in_batch_negatives", "hard_negatives", "all_negatives")
+    ),
+    {"hardness_mode": "all_negatives", "hardness_strength": 3.0, "directions": ("query_to_doc", "doc_to_doc")},
+    {"mini_batch_num_tokens": 9},
+    {"gather_across_devices": True},
+]
+
+
+def pair(**options: Any) -> tuple[Any, Any, Any, Any, Any]:
+    package = pytest.importorskip("sentence_transformers.sentence_transformer.losses", reason="needs the extra")
+    transformer = pytest.importorskip("sentence_transformers").SentenceTransformer
+    theirs, ours = (transformer(modules=[Encoder()], device="cpu") for _ in range(2))
+    options = {"mini_batch_size": 3, **options}
+    return (
+        package,
+        theirs,
+        package.CachedMultipleNegativesRankingLoss(theirs, **options),
+        ours,
+        CachedMultipleNegativesRankingLoss(ours, **options),
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("columns", [2, 4])
+def test_arguments_of_the_installed_release_mean_what_they_mean_there(
+    variant: dict[str, Any], columns: int, assert_same_gradients: Any
+) -> None:
+    _, theirs, expected_loss, ours, loss = pair(**variant)
+    batch = [padded([3, 5, 2, 6, 1, 4, 2]) for _ in range(columns)]
+    for k, column in enumerate(batch):
+        column["input_ids"] = (column["input_ids"] * (k + 1) + k) % 20
+    expected = expected_loss(copy.deepcopy(batch), None)
+    (expected * 0.5).backward()
+    value = loss(batch, None)
+    (value * 0.5).backward()
+    torch.testing.assert_close(value, expected)
+    assert_same_gradients([theirs], [ours])
+    theirs_config, config = expected_loss.get_config_dict(), loss.get_config_dict()
+    assert config == theirs_config
+    assert loss.temperature == expected_loss.temperature
+    assert [column.keys() for column in batch] == [padded([1]).keys()] * columns
+    with torch.no_grad():
+        torch.testing.assert_close(loss(batch, None), expected_loss(copy.deepcopy(batch), None))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dimensions", [-1, 1, 2])
+@pytest.mark.parametrize("weights", [None, [1.0, 0.3, 2.0]])
+def test_matryoshka_around_the_loss_gives_its_gradient(
+    dimensions: int, weights: list[float] | None, assert_same_gradients: Any
+) -> None:
+    """It went around the model's forward, which was back in its place when the second pass ran."""
+    package, theirs, expected_loss, ours, loss = pair()
+    wrapped = [
+        package.MatryoshkaLoss(model, inner, [6, 4, 2], weights, n_dims_per_step=dimensions)
+        for model, inner in ((theirs, expected_loss), (ours, loss))
+    ]
+    batch = [features(7, 4 + k, k) for k in range(3)]
+    values = []
+    for each in wrapped:
+        random.seed(3)
+        value = each(copy.deepcopy(batch), None)
+        (value * 0.5).backward()
+        values.append(value.detach())
+        with torch.no_grad():
+            random.seed(3)
+            torch.testing.assert_close(each(copy.deepcopy(batch), None), values[-1])
+    torch.testing.assert_close(values[0], values[1])
+    assert_same_gradients([theirs], [ours])
+
+
+def test_a_wrapper_that_weighs_gradients_of_representations_alone_refuses_a_similarity_that_trains() -> None:
+    class Learned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.ones(()))
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return cos_sim(a, b) * self.factor
+
+    loss = CachedMultipleNegativesRankingLoss(Encoder(), similarity_fct=Learned())
+    batch = [features(4, 3, 0), features(4, 3, 1)]
+    loss(batch).backward()  # by itself it is trained
+    assert loss.similarity_fct.factor.grad is not None
+    loss.calculate_loss = loss.calculate_loss
+    with pytest.raises(ValueError, match="without trainable parameters"):
+        loss(batch)
+
+
+def test_a_forward_that_was_put_back_before_the_second_pass_is_refused() -> None:
+    """As AdaptiveLayerLoss does around any loss: the second pass would run another model."""
+    model = Encoder()
+    loss = CachedMultipleNegativesRankingLoss(model)
+    original = model.forward
+    model.forward = lambda given: original(given)
+    value = loss([features(4, 3, 0), features(4, 3, 1)])
+    del model.forward
+    with pytest.raises(RuntimeError, match="AdaptiveLayerLoss"):
+        value.backward()

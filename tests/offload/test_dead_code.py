@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
+import ctypes
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offload import OffloadModel
 from pipe.dead_code import Listener
+from pipe.elimination import LeftOut, is_dead_code_elimination_enabled, set_dead_code_elimination
 
 WIDTH = 8
 
@@ -292,18 +294,174 @@ def test_a_recomputation_that_does_other_things_is_not_trusted(kind: Callable[[]
     assert next(layer.calls, None) is None
 
 
-def test_what_is_left_out_holds_no_number() -> None:
-    """A result that escapes must not look like one."""
+class Telling(Block):
+    def __init__(self, seen: list[Tensor]) -> None:
+        super().__init__()
+        self.tell = seen.append  # not an attribute that a recomputation puts back
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = super().forward(x)
+        self.tell(result)
+        return result
+
+
+def test_a_result_that_was_left_out_cannot_be_read() -> None:
+    """A layer that keeps its own result finds no number that looks like one."""
     seen: list[Tensor] = []
-
-    class Telling(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(super().forward(x))
-            return seen[-1]
-
-    model = OffloadModel(nn.Sequential(Telling()), "cpu", num_slices=1, checkpoint_activation=True)
+    model = OffloadModel(nn.Sequential(Telling(seen)), "cpu", num_slices=1, checkpoint_activation=True)
     run(model, torch.randn(4, WIDTH))
-    assert [bool(output.isnan().all()) for output in seen] == [False, True]
+    output, again = seen
+    assert not output.isnan().any()
+    assert isinstance(again, LeftOut)
+    assert again.shape == output.shape
+    readers: list[Callable[[Tensor], Any]] = [
+        lambda t: t + 1,
+        Tensor.tolist,
+        lambda t: t.detach().numpy(),
+        lambda t: t.data_ptr(),
+        lambda t: t.sum(),
+        lambda t: t.untyped_storage()[0],
+        copy.deepcopy,
+    ]
+    for read in readers:
+        with pytest.raises(RuntimeError):
+            read(again)
+
+
+def test_dead_code_elimination_can_be_turned_off() -> None:
+    seen: list[Tensor] = []
+    model = OffloadModel(nn.Sequential(Telling(seen)), "cpu", num_slices=1, checkpoint_activation=True)
+    assert is_dead_code_elimination_enabled()
+    with set_dead_code_elimination(False):
+        assert not is_dead_code_elimination_enabled()
+        run(model, torch.randn(4, WIDTH))
+    assert is_dead_code_elimination_enabled()
+    output, again = seen
+    assert torch.equal(output, again)
+
+
+class Chooser(nn.Module):
+    """A gate that no gradient reaches, read on the host, by which one of several parts is chosen."""
+
+    def __init__(self, read: Callable[[Tensor], list[float]]) -> None:
+        super().__init__()
+        self.gate, self.parts = nn.Linear(WIDTH, 4), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.read = read
+        self.log: deque[list[float]] = deque()  # not an attribute that a recomputation puts back
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = self.read(self.gate(x.mean(0)))
+        self.log.append(numbers)
+        return torch.tanh(self.parts[max(range(4), key=numbers.__getitem__)](x))
+
+
+READERS: list[Callable[[Tensor], list[float]]] = [
+    Tensor.tolist,
+    lambda t: [float(number) for number in t.detach()],
+    lambda t: [number.item() for number in t.unbind()],
+    lambda t: list(map(float, t.detach().numpy())),
+    lambda t: list(map(float, np.asarray(t.data))),
+    lambda t: [t.max().eq(number).item() for number in t],
+    lambda t: list(np.ctypeslib.as_array((ctypes.c_float * 4).from_address(t.data_ptr()))),
+]
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_a_choice_by_values_read_on_the_host_is_made_again(read: Callable[[Tensor], list[float]]) -> None:
+    """Its gate once was recomputed as not-a-number, which chose another part than the forward."""
+    torch.manual_seed(1)
+    bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), Chooser(read), nn.Linear(WIDTH, WIDTH))
+    # Rounded up to the fourth part by what not-a-number compares as, so let the choice be another one.
+    with torch.no_grad():
+        bare[1].gate.bias.copy_(torch.tensor([0.0, 0.0, 9.0, 0.0]))
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=3, checkpoint_activation=True)
+    for _ in range(2):
+        x = torch.randn(4, WIDTH)
+        for expected, actual in zip(run(bare, x)[0], run(model, x)[0], strict=True):
+            torch.testing.assert_close(actual, expected)
+        bare.zero_grad()
+        model.zero_grad()
+    log = list(model.children())[1].log
+    assert log[0] == log[1], "the forward, and what repeats it, read the same"
+
+
+def test_an_intermediate_that_a_layer_keeps_has_its_values_after_backward() -> None:
+    class Keeping(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = self.down(F.gelu(self.up(x)))
+            return x + self.kept
+
+    bare = nn.Sequential(Keeping())
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=1, checkpoint_activation=True)
+    x = torch.randn(4, WIDTH)
+    for _ in range(2):
+        run(bare, x)
+        run(model, x)
+        torch.testing.assert_close(next(model.children()).kept, bare[0].kept)
+
+
+def test_a_hook_on_a_gradient_finds_the_values_that_its_closure_holds() -> None:
+    """It reads them in backward, when it is too late to compute them."""
+
+    class Weighing(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.down(F.gelu(self.up(x)))
+            z = x + y
+            z.register_hook(lambda gradient: gradient * y)
+            return z * 2
+
+    bare = nn.Sequential(Weighing(), nn.Linear(WIDTH, WIDTH))
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True)
+    x = torch.randn(4, WIDTH)
+    for expected, actual in zip(run(bare, x)[0], run(model, x)[0], strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_a_buffer_that_a_dead_value_is_added_to_in_place_is_computed() -> None:
+    """The sum is read by nobody, but it is there: it must not go without what was added."""
+
+    class Summing(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.total: Tensor = torch.zeros(4, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.total = torch.full_like(x, 1.0).detach()
+            with torch.no_grad():
+                self.total.add_(1)
+            self.total = self.total.clone().add_(self.down(F.gelu(self.up(x))))
+            return x * 2
+
+    bare = nn.Sequential(Summing(), nn.Linear(WIDTH, WIDTH))
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True)
+    x = torch.randn(4, WIDTH)
+    for expected, actual in zip(run(bare, x)[0], run(model, x)[0], strict=True):
+        torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(next(model.children()).total, bare[0].total)
+
+
+def test_what_is_dead_in_one_run_and_saved_in_another_is_found_out() -> None:
+    """The same operations in the same order, of which autograd saves more where another factor needs a gradient."""
+
+    class Factors(Block):
+        def __init__(self, turns: Iterator[bool]) -> None:
+            super().__init__()
+            self.turns = turns
+            self.fixed = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+            self.free = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.down(F.gelu(self.up(x)))
+            return y * (self.fixed if next(self.turns) else self.free)
+
+    bare = nn.Sequential(Factors(iter([False])))
+    model = OffloadModel(
+        nn.Sequential(Factors(iter([True, False, False]))), "cpu", num_slices=1, checkpoint_activation=True
+    )
+    model.load_state_dict(bare.state_dict())
+    x = torch.randn(4, WIDTH)
+    for expected, actual in zip(run(bare, x)[0], run(model, x)[0], strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_a_layer_behind_that_saves_a_product_keeps_it_alive() -> None:

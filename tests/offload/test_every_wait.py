@@ -51,6 +51,11 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         ],
         "Homeward._send": [("self._finish()", training.gradients_do_not_pile_up)],
     },
+    "offload.shard": {
+        "Shard.bring_home": [
+            ("self.pending.start().finish()", reading.data_that_is_assigned_is_not_updated_by_an_earlier_step),
+        ],
+    },
     "offload.walk.walk": {
         "Walk.forward": [
             ("self.streamer.leave_homes(tape.first)", training.the_host_waits_at_the_end_of_a_pass_and_never_before),

@@ -418,3 +418,18 @@ def test_batch_norm_inside_offloaded_stages_is_converted_before(home: str) -> No
     bare[0](x)
     torch.testing.assert_close(pipe[0].get_buffer("1.running_var"), bare[0].get_buffer("1.running_var"))
     assert pipe[0].get_buffer("1.num_batches_tracked") == 1
+
+
+def test_updates_in_backward_under_several_micro_batches_are_refused_before_a_layer_runs(home: str) -> None:
+    calls: list[int] = []
+    model = OffloadModel(build(("linear", "linear")), "cpu", home, 2, True)
+    next(model.children()).register_forward_hook(lambda *_: calls.append(1))
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
+    pipe = Pipe(nn.Sequential(model), [1], devices=["cpu"], chunks=2)
+    x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    with pytest.raises(RuntimeError, match="update_in_backward"):
+        pipe.train_step(x, y, nn.MSELoss())
+    assert not calls
+    with optimizer.accumulate():
+        pipe.train_step(x, y, nn.MSELoss())
+    assert calls

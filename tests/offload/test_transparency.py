@@ -260,13 +260,6 @@ def test_autograd_grad_on_inputs_leaves_parameters_alone(pair: tuple[nn.Sequenti
     assert torch.equal(*gradients)
 
 
-def test_double_backward_is_refused(pair: tuple[nn.Sequential, OffloadModel]) -> None:
-    x = batch().requires_grad_()
-    (gradient,) = torch.autograd.grad(pair[1](x).pow(2).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
-        gradient.sum().backward()
-
-
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_no_grad_output_needs_none_and_nothing_stays(pair: tuple[nn.Sequential, OffloadModel], context: type) -> None:
     bare, model = pair

@@ -173,7 +173,32 @@ def test_what_has_no_running_statistics_or_is_converted_stays():
     plain = nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 2))
     assert DeferredBatchNorm.convert_deferred_batch_norm(plain, 2) is plain
     deferred = DeferredBatchNorm(2, chunks=2)
-    assert DeferredBatchNorm.convert_deferred_batch_norm(deferred, 4) is deferred
+    assert DeferredBatchNorm.convert_deferred_batch_norm(deferred, 2) is deferred
+
+
+def test_converted_again_for_another_number_of_micro_batches_it_counts_those():
+    norm = nn.BatchNorm1d(2)
+    of_four = DeferredBatchNorm.convert_deferred_batch_norm(copy.deepcopy(nn.Sequential(norm)), 4)
+    of_eight = DeferredBatchNorm.convert_deferred_batch_norm(of_four, 8)
+    assert of_eight is not of_four
+    assert of_eight[0].weight is of_four[0].weight
+    assert (of_four[0].chunks, of_eight[0].chunks) == (4, 8)
+    x = torch.randn(16, 2) * 3 + 5
+    norm(x)
+    for part in x.chunk(8):
+        of_eight(part)
+    assert_same_statistics(of_eight[0], norm)
+
+
+@pytest.mark.parametrize("rows", [8, 3])
+def test_a_layer_in_training_inside_a_pipe_in_evaluation_counts_mini_batches(rows):
+    model = Model(chunks=4)
+    model.pipe.eval()
+    model.norm.train()
+    x = torch.randn(rows, 2, 3)
+    model.pipe(x)
+    model.bare(x)
+    assert_same_statistics(model.norm, model.bare)
 
 
 def test_evaluation_uses_and_changes_no_statistics():

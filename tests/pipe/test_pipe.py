@@ -19,7 +19,7 @@ from pipe import NoChunk, Pipe, is_checkpointing, is_recomputing
 from pipe import worker as workers
 from pipe.microbatch import gather_nested, split_nested
 from pipe.nested import tensors_in
-from pipe.schedule import clock_cycles, fill_drain, one_forward_one_backward
+from pipe.schedule import Schedule, clock_cycles, fill_drain, one_forward_one_backward
 from pipe.skip import Namespace, pop, skippable, stash
 from pipe.skip.tracker import SkipTracker, use_skip_tracker
 
@@ -545,7 +545,7 @@ class TestExceptions:
             return (output - target).square().mean()
 
         with pytest.raises(ValueError, match="no"):
-            pipe.train_step(torch.randn(3, WIDTH), torch.zeros(3, WIDTH), loss_fn)
+            pipe.train_step(torch.randn(3, WIDTH), torch.zeros(3, WIDTH), loss_fn, reduction="mean")
         assert pipe[0].weight.grad is before
         assert torch.equal(before, torch.ones(WIDTH, WIDTH))
         assert pipe[0].bias.grad is None
@@ -599,6 +599,16 @@ class TestTheFace:
         assert pipe.balance == [1, 2]
         assert pipe.devices == [torch.device("cpu")] * 2
         assert (pipe.chunks, pipe.checkpoint) == (4, "never")
+
+    def test_a_checkpoint_mode_may_be_anything_that_reads_as_one(self):
+        class Mode:
+            def __str__(self):
+                return "always"
+
+        pipe = Pipe(linears(), [1, 2], chunks=2.0, checkpoint=Mode())
+        assert (pipe.checkpoint, type(pipe.checkpoint)) == ("always", str)
+        assert (pipe.chunks, type(pipe.chunks)) == (2, int)
+        pipe(torch.randn(2, WIDTH)).sum().backward()
 
     def test_without_a_balance_parameters_are_spread_evenly(self):
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(64, 64))
@@ -659,6 +669,12 @@ class TestTheFace:
             lambda p: p.to(device="cpu"),
             lambda p: p.to(torch.ones(1)),
             lambda p: p.to("cpu", torch.float64),
+            # Devices that this machine may not have are refused for being devices.
+            lambda p: p.to(0),
+            lambda p: p.to("cuda"),
+            lambda p: p.to(device=0),
+            lambda p: p.to(torch.device("cuda", 7)),
+            lambda p: p.to(tensor=torch.ones(1)),
         ],
     )
     def test_moving_is_refused(self, move):
@@ -705,6 +721,7 @@ class TestTheFace:
         [
             ({"schedule": "zigzag"}, "expected a schedule among"),
             ({"schedule": fill_drain(3, 2)}, "2 stages and 2 micro-batches, got one of 2 and 3"),
+            ({"schedule": Schedule.parse("F0.1 B0.1 F0.2 B0.2\nF1.1 B1.1 F1.2 B1.2")}, "F0.0 stands 0 times"),
             ({"target": torch.zeros(3, WIDTH)}, "target of 4 rows"),
             ({"loss_fn": nn.MSELoss(reduction="none")}, "reduction='none'"),
             ({"loss_fn": lambda a, b: a - b}, "expected loss_fn to return a tensor of one element"),

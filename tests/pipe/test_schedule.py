@@ -92,6 +92,10 @@ def test_the_table_prints_clocks_and_stages():
         ("F0.0 B0.0\nF0.0 F1.0 B1.0", "F0.0 stands in line 1, but its stage began in line 0"),
         ("B0.0 F0.0", "stands still: B0.0 waits for F0.0"),
         ("F0.0 B0.0 F0.1 B0.1\nF1.0 F1.1 B1.0 B1.1", "B0.0 waits for B1.0, F1.1 waits for F0.1"),
+        # Micro-batches and stages are numbered from 0, without a gap.
+        ("F0.1 B0.1 F0.2 B0.2", "F0.0 stands 0 times"),
+        ("F0.0 B0.0 F0.2 B0.2", "F0.1 stands 0 times"),
+        ("F1.0 B1.0", "F0.0 stands 0 times"),
     ],
 )
 def test_violations_are_named(text, message):

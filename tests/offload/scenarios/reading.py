@@ -78,6 +78,15 @@ def a_closed_model_is_updated(pair: Pair) -> None:
 
 
 @after_a_step
+def data_that_is_assigned_is_not_updated_by_an_earlier_step(pair: Pair) -> None:
+    for parameters in (pair.bare.parameters(), pair.kept):  # type: ignore[attr-defined]
+        for p in parameters:
+            p.data = torch.full_like(p, 0.5)
+    pair.eval()
+    pair.compare()
+
+
+@after_a_step
 def a_deep_copy_is_updated(pair: Pair) -> None:
     _same(pair, list(copy.deepcopy(pair.model).parameters()))
 

@@ -121,12 +121,34 @@ class FakeSparse(nn.Module):
         return self.compute_and_output_dist(ctx, self.input_dist(ctx, features, flip).wait().wait())
 
 
-class SparseNet(nn.Module):
-    """A model with a module that distributes its input, inside other modules."""
+class FakeCached(FakeSparse):
+    """Prefetches rows into a cache that hands them out in the order in which they came, as fbgemm's do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.ModuleDict({"sparse": FakeSparse()})
+        self.cache: list[int] = []
+
+    def prefetch(
+        self, dist_input: tuple[Tensor, Tensor], forward_stream: Any = None, ctx: dict[str, Any] | None = None
+    ) -> None:
+        assert forward_stream is None, "there is no stream on the CPU"
+        assert ctx is not None
+        assert "used" not in ctx
+        self.log.append(("prefetch", id(dist_input[0])))
+        self.cache.append(id(dist_input[0]))
+
+    def compute_and_output_dist(self, ctx: dict[str, Any], dist_input: tuple[Tensor, Tensor]) -> Tensor:
+        if self.cache:
+            assert self.cache.pop(0) == id(dist_input[0]), "rows of another batch"
+        return super().compute_and_output_dist(ctx, dist_input)
+
+
+class SparseNet(nn.Module):
+    """A model with a module that distributes its input, inside other modules."""
+
+    def __init__(self, sparse: Callable[[], nn.Module] = FakeSparse) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"sparse": sparse()})
         self.net = Net(lambda batch: batch)
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
@@ -170,6 +192,7 @@ class Lab:
     Net = Net
     LateLane = LateLane
     FakeSparse = FakeSparse
+    FakeCached = FakeCached
     kinds = tuple(KINDS)
 
     def __init__(self) -> None:
@@ -182,6 +205,11 @@ class Lab:
     def sparse_model(self, seed: int = 0) -> SparseNet:
         torch.manual_seed(seed)
         return SparseNet()
+
+    def cached_model(self, seed: int = 0) -> SparseNet:
+        """The same, with a module that can prefetch."""
+        torch.manual_seed(seed)
+        return SparseNet(FakeCached)
 
     def batches(self, count: int, kind: str = "dict", seed: int = 1) -> list[Any]:
         generator = torch.Generator().manual_seed(seed)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 
 import pytest
 import torch
 from torch import nn
 
+from pipe import Pipe
 from pipe.train import TrainPipelineBase, TrainPipelineSparseDist
 from pipe.train.batch import pageable_bytes
 
@@ -267,6 +269,55 @@ def test_an_optimizer_that_says_that_it_updates_inside_backward_is_refused_under
     with pytest.raises(ValueError, match=r"Recording\(update_in_backward=True\)"):
         TrainPipelineBase(model, optimizer, "cpu", grad_accum=2)
     TrainPipelineBase(model, optimizer, "cpu")
+
+
+@pytest.mark.parametrize("options", [{"grad_accum": 2}, {"amp_dtype": torch.float16}])
+def test_a_hook_that_came_after_construction_is_refused_before_the_next_batch_runs(lab, options):
+    model = Counting()
+    pipeline = TrainPipelineBase(model, Recording(model), "cpu", **options)
+    batches = iter(numbers(6))
+    pipeline.progress(batches)
+    before = model.weight.item()
+    handle = model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(ValueError, match=r"'weight' \(register_post_accumulate_grad_hook\)"):
+        pipeline.progress(batches)
+    assert (model.ran, model.weight.item()) == ([0], before)
+    handle.remove()
+    assert [int(output) for output in lab.run(pipeline, batches)] == [2, 3, 4, 5]
+
+
+def test_hooks_with_which_replicas_reduce_gradients_are_no_optimizers():
+    def reduce(parameter, more=None):
+        """As those of FullyShardedDataParallel."""
+
+    reduce.__module__ = "torch.distributed.fsdp._runtime_utils"
+    model = Counting()
+    model.weight.register_post_accumulate_grad_hook(functools.partial(reduce, more=3))
+    TrainPipelineBase(model, Recording(model), "cpu", grad_accum=2)
+
+
+class InBackward(torch.optim.SGD):
+    update_in_backward = True
+
+    @contextlib.contextmanager
+    def accumulate(self):
+        yield
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_updates_inside_backward_are_refused_for_a_pipe_of_several_micro_batches(chunks, where, checkpoint):
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"], chunks=chunks, checkpoint=checkpoint)
+    model = nn.ModuleDict({"pipe": pipe, "head": nn.Linear(2, 2)})
+    part = model["pipe" if where == "inside" else "head"]
+    refused = pytest.raises(ValueError, match=r"runs micro-batches inside each backward \(Pipe\(chunks=2\)\)")
+    with refused if chunks > 1 and where == "inside" else contextlib.nullcontext():
+        TrainPipelineBase(model, InBackward(part.parameters(), 0.1), "cpu")
+    next(part.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with refused if chunks > 1 and where == "inside" and checkpoint == "always" else contextlib.nullcontext():
+        TrainPipelineBase(model, optimizer, "cpu")
 
 
 def test_an_optimizer_that_can_be_told_to_wait_is_deferred_to_the_backward_that_closes(lab):

@@ -243,10 +243,10 @@ def events_of(progress, steps):
 
 
 def plain_events(model, optimizer, steps, loader, size, window):
-    """The same from a plain loop. A failing batch abandons its window; a loader's last batch closes it.
+    """The same from a plain loop. A failing batch abandons its window; a loader's last batch closes it, or its end.
 
     ``window`` holds the number of batches in the open window: where a failing read stands between a loader's last
-    batch and its end, it stays open for the next loader.
+    batch and its end, it is the end that closes it.
     """
     waiting = []
 
@@ -258,9 +258,17 @@ def plain_events(model, optimizer, steps, loader, size, window):
                 waiting.append(error)
         return waiting[0]
 
+    def step():
+        for parameter in model.parameters():
+            parameter.grad.mul_(size / window[0])
+        optimizer.step()
+        window[0] = 0
+
     def progress():
         batch = peek()
         waiting.clear()
+        if isinstance(batch, StopIteration) and window[0]:
+            step()
         if isinstance(batch, BaseException):
             raise batch
         if window[0] == 0:
@@ -274,10 +282,7 @@ def plain_events(model, optimizer, steps, loader, size, window):
             raise
         window[0] += 1
         if last:
-            for parameter in model.parameters():
-                parameter.grad.mul_(size / window[0])
-            optimizer.step()
-            window[0] = 0
+            step()
         return output
 
     return events_of(progress, steps)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import gc
 import subprocess
 import sys
@@ -11,7 +13,7 @@ import weakref
 import pytest
 import torch
 
-from pipe.train import InlineLane, Lanes, ThreadLane
+from pipe.train import InlineLane, Lanes, ThreadLane, TrainPipelineBase
 
 
 @pytest.mark.parametrize("make", [InlineLane, lambda: ThreadLane("test")], ids=["inline", "thread"])
@@ -103,3 +105,59 @@ def test_on_cuda_streams_belong_to_the_devices_of_the_pipeline():
     assert lanes.distribute.stream.device == device
     ticket = lanes.copy.submit(lambda: torch.ones(1 << 20).pin_memory().to(device, non_blocking=True))
     assert float(ticket.wait().sum()) == 1 << 20
+
+
+def settings():
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.empty(0).device,
+        LABEL.get(),
+    )
+
+
+LABEL = contextvars.ContextVar("LABEL", default="none")
+
+
+@pytest.mark.parametrize(
+    "surroundings",
+    [
+        contextlib.nullcontext,
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        lambda: torch.device("meta"),
+    ],
+)
+def test_a_job_in_another_thread_sees_the_settings_of_the_thread_that_submitted_it(surroundings):
+    lane, go = ThreadLane("test"), threading.Event()
+    token = LABEL.set("mine")
+    lane.submit(go.wait)
+    with surroundings():
+        expected, ticket = settings(), lane.submit(settings)
+    LABEL.reset(token)
+    go.set()  # it runs when the settings are gone from the thread that submitted it
+    assert ticket.wait() == expected
+    assert lane.submit(settings).wait() == settings(), "the settings of a job outlived it"
+
+
+def test_a_loader_runs_under_the_grad_mode_and_the_autocast_of_the_call(lab):
+    seen = []
+
+    def loader():
+        for batch in lab.batches(4):
+            seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+            yield batch
+
+    model = lab.model()
+    pipeline = TrainPipelineBase(model, lab.optimizer(model), "cpu", ahead={"load": 0, "copy": 0})
+    batches = loader()
+    pipeline.progress(batches)
+    with torch.no_grad():
+        pipeline.progress(batches)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pipeline.progress(batches)
+    assert seen == [(True, False), (False, False), (True, True)]

@@ -39,6 +39,27 @@ def run(pipeline, iterator):
             return count
         count += 1
 
+def weights_of(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+def assert_ranks_hold_the_same(model):
+    both = [torch.empty_like(weights_of(model)) for _ in range(world)]
+    dist.all_gather(both, weights_of(model))
+    assert torch.equal(both[0], both[1])
+
+def plain_loop(epochs, size):
+    reference = Net()
+    optimizer = torch.optim.SGD(reference.parameters(), 0.1)
+    mine, other = ([b.clone() for b in batches(max(epochs), of)] for of in (0, 1))
+    for epoch in epochs:
+        for start in range(0, epoch, size):
+            window = range(start, min(start + size, epoch))
+            optimizer.zero_grad()
+            for k in window:
+                (sum(reference(side[k])[0] for side in (mine, other)) / 2 / len(window)).backward()
+            optimizer.step()
+    return reference
+
 def replicas_equal_one_model_on_all_rows_and_communicate_once_per_window():
     model = DDP(Net())
     reductions = []
@@ -52,18 +73,46 @@ def replicas_equal_one_model_on_all_rows_and_communicate_once_per_window():
     assert run(pipeline, iter(batches(2))) == 2          # and a partial one of two
     assert len(reductions) == 4, reductions
 
-    reference = Net()
-    optimizer = torch.optim.SGD(reference.parameters(), 0.1)
-    mine, other = ([b.clone() for b in batches(7, of)] for of in (0, 1))
-    for epoch in (7, 2):
-        for start in range(0, epoch, 3):
-            window = range(start, min(start + 3, epoch))
-            optimizer.zero_grad()
-            for k in window:
-                (sum(reference(side[k])[0] for side in (mine, other)) / 2 / len(window)).backward()
-            optimizer.step()
-    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(weights_of(model), weights_of(plain_loop((7, 2), 3)), atol=1e-6, rtol=1e-6)
+
+def replicas_that_read_nothing_ahead_equal_one_model_and_close_windows_at_the_loaders_end():
+    model = DDP(Net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    pipeline = TrainPipelineBase(model, optimizer, "cpu", grad_accum=3, ahead={"load": 0, "copy": 0})
+    assert run(pipeline, iter(batches(7))) == 7
+    assert run(pipeline, iter(batches(2))) == 2
+    assert pipeline.statistics().steps == 4
+    torch.testing.assert_close(weights_of(model), weights_of(plain_loop((7, 2), 3)), atol=1e-6, rtol=1e-6)
+    assert_ranks_hold_the_same(model)
+
+def ranks_agree_to_read_in_turn_where_one_of_them_must():
+    class Dropped(Net):
+        def forward(self, batch):
+            return super().forward(nn.functional.dropout(batch, 0.2, self.training))
+    def loader():
+        for batch in batches(8):
+            yield batch + torch.rand(()) if rank == 1 else batch
+    torch.manual_seed(rank)
+    model = DDP(Dropped())
+    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), 0.1), "cpu", grad_accum=2)
+    assert run(pipeline, loader()) == 8
+    assert pipeline.statistics().batches_in_turn == 7
+    assert_ranks_hold_the_same(model)
+
+def one_rank_evaluates_replicas_alone_while_the_other_waits():
+    model = DDP(Net())
+    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), 0.1), "cpu")
+    assert run(pipeline, iter(batches(3))) == 3
+    if rank == 0:
+        model.eval()
+        with torch.no_grad():
+            assert run(pipeline, iter(batches(2))) == 2
+            second = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), 0.1), "cpu")
+            assert run(second, iter(batches(2))) == 2
+        model.train()
+    dist.barrier()
+    assert run(pipeline, iter(batches(3))) == 3
+    assert_ranks_hold_the_same(model)
 
 def ranks_of_different_lengths_do_not_hang_but_say_which_rank_ended():
     model = DDP(Net())
@@ -86,10 +135,7 @@ def ranks_of_different_lengths_may_stop_with_the_shortest_and_close_its_window()
     pipeline = TrainPipelineBase(model, optimizer, "cpu", grad_accum=2, uneven="stop")
     assert run(pipeline, iter(batches(3 + 2 * rank))) == 3
     assert pipeline.statistics().steps == 2
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    both = [torch.empty_like(weights) for _ in range(world)]
-    dist.all_gather(both, weights)
-    assert torch.equal(both[0], both[1])
+    assert_ranks_hold_the_same(model)
     assert run(pipeline, iter(batches(2))) == 2
 
 def a_loader_that_fails_on_one_rank_is_heard_on_all():
@@ -124,6 +170,9 @@ dist.destroy_process_group()
 
 CLAIMS = [
     "replicas_equal_one_model_on_all_rows_and_communicate_once_per_window",
+    "replicas_that_read_nothing_ahead_equal_one_model_and_close_windows_at_the_loaders_end",
+    "ranks_agree_to_read_in_turn_where_one_of_them_must",
+    "one_rank_evaluates_replicas_alone_while_the_other_waits",
     "ranks_of_different_lengths_do_not_hang_but_say_which_rank_ended",
     "ranks_of_different_lengths_may_stop_with_the_shortest_and_close_its_window",
     "a_loader_that_fails_on_one_rank_is_heard_on_all",

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipe.train import InlineLane, Schedule, Stage, TrainPipelineSparseDist, plan
+from pipe.train import (
+    InlineLane,
+    PrefetchTrainPipelineSparseDist,
+    Schedule,
+    Stage,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+    plan,
+)
 
 
 def stage(name, ahead=0, after=()):
@@ -23,6 +31,45 @@ def test_fill_steady_state_and_drain_of_the_sparse_pipeline(lab):
         "load.4 copy.4 distribute.3 forward.2 exchange.3 backward.2",
         "distribute.4 forward.3 exchange.4 backward.3",
         "forward.4 backward.4",
+    ]
+
+
+def test_the_prefetch_pipeline_sends_features_beside_the_forward_and_fetches_rows_beside_the_backward(lab):
+    model = lab.model()
+    stages = PrefetchTrainPipelineSparseDist(model, lab.optimizer(model), "cpu").stages()
+    assert plan(stages, 5).splitlines() == [
+        "load.0 load.1 load.2 copy.0 copy.1 copy.2 distribute.0 exchange.0 distribute.1 exchange.1 prefetch.0 "
+        "forward.0 prefetch.1 distribute.2 backward.0",
+        "load.3 copy.3 exchange.2 forward.1 prefetch.2 distribute.3 backward.1",
+        "load.4 copy.4 exchange.3 forward.2 prefetch.3 distribute.4 backward.2",
+        "exchange.4 forward.3 prefetch.4 backward.3",
+        "forward.4 backward.4",
+    ]
+
+
+def test_a_batch_may_be_copied_behind_the_forward_of_the_batch_before(lab):
+    model = lab.model()
+    options = {"enqueue_batch_after_forward": True}
+    base = TrainPipelineBase(model, lab.optimizer(model), "cpu", **options).stages()
+    assert plan(base, 5).splitlines()[1] == "load.3 forward.1 copy.3 backward.1"
+    sparse = TrainPipelineSparseDist(model, lab.optimizer(model), "cpu", **options).stages()
+    assert plan(sparse, 5).splitlines()[1] == "load.3 distribute.2 forward.1 copy.3 exchange.2 backward.1"
+    prefetching = PrefetchTrainPipelineSparseDist(model, lab.optimizer(model), "cpu", **options).stages()
+    assert plan(prefetching, 5).splitlines()[1] == (
+        "load.3 exchange.2 forward.1 copy.3 prefetch.2 distribute.3 backward.1"
+    )
+
+
+def test_while_nothing_may_run_ahead_a_tick_brings_one_batch_through(lab):
+    model = lab.model()
+    schedule = Schedule(TrainPipelineSparseDist(model, lab.optimizer(model), "cpu").stages())
+    ticks = [" ".join(map(str, schedule.tick(i, lambda i=i: i >= 2))) for i in range(4)]
+    assert ticks == [
+        "load.0 copy.0 distribute.0 exchange.0 forward.0 backward.0",
+        "load.1 copy.1 distribute.1 exchange.1 forward.1 backward.1",
+        "load.2 load.3 load.4 copy.2 copy.3 copy.4 distribute.2 distribute.3 exchange.2 forward.2 exchange.3 "
+        "backward.2",
+        "load.5 copy.5 distribute.4 forward.3 exchange.4 backward.3",
     ]
 
 

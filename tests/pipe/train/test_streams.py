@@ -14,7 +14,15 @@ import pytest
 import torch
 
 from offload import OffloadEmbeddingBag
-from pipe.train import InlineLane, Lanes, ThreadLane, TrainPipelineBase, TrainPipelineSparseDist, lane
+from pipe.train import (
+    InlineLane,
+    Lanes,
+    PrefetchTrainPipelineSparseDist,
+    ThreadLane,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+    lane,
+)
 from pipe.train.lane import Ticket
 
 
@@ -70,6 +78,7 @@ class Machine:
             copy=ThreadLane("copy", Stream("copy")),
             distribute=InlineLane(Stream("distribute")),
             compute=InlineLane(),
+            prefetch=InlineLane(Stream("prefetch")),
         )
 
 
@@ -100,7 +109,7 @@ def observed(kind, machine):
 
 
 def train(lab, kind, machine, count=6):
-    model = lab.sparse_model()
+    model = lab.cached_model()
     pipeline = observed(kind, machine)(model, lab.optimizer(model), "cpu", lanes=machine.lanes())
     assert len(lab.run(pipeline, iter(lab.batches(count)))) == count
     return pipeline
@@ -112,6 +121,13 @@ NEEDS = {
         "distribute": ["copy"],
         "exchange": ["distribute", "copy"],
         "forward": ["exchange", "distribute", "copy"],
+        "backward": ["forward", "copy"],
+    },
+    PrefetchTrainPipelineSparseDist: {
+        "distribute": ["copy"],
+        "exchange": ["distribute", "copy"],
+        "prefetch": ["exchange", "distribute", "copy"],
+        "forward": ["prefetch", "exchange", "distribute", "copy"],
         "backward": ["forward", "copy"],
     },
 }
@@ -130,8 +146,8 @@ def test_copies_do_not_wait_for_compute(lab, machine, kind):
     train(lab, kind, machine)
     for i in range(6):
         assert machine.seen["copy", i] == {("copy", k) for k in range(i)}
-    if kind is TrainPipelineSparseDist:
-        assert not any(name in ("forward", "backward") for name, _ in machine.seen["exchange", 5])
+    for stage in NEEDS[kind].keys() & {"distribute", "exchange", "prefetch"}:
+        assert not any(name in ("forward", "backward") for name, _ in machine.seen[stage, 5])
 
 
 @pytest.mark.parametrize("kind", list(NEEDS))

@@ -75,8 +75,9 @@ def test_the_example_learns_with_dropout_on(example, tmp_path):
 
 @pytest.mark.parametrize("update_in_backward", [False, True])
 @pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("ahead", [None, {"load": 0, "copy": 0}], ids=["ahead", "nothing_ahead"])
 def test_an_offloaded_model_and_its_optimizer_accumulate_windows_in_a_pipeline(
-    lab, tmp_path, update_in_backward, on_disk
+    lab, tmp_path, update_in_backward, on_disk, ahead
 ):
     class Whole(nn.Module):
         def __init__(self, layers):
@@ -98,6 +99,6 @@ def test_an_offloaded_model_and_its_optimizer_accumulate_windows_in_a_pipeline(
     optimizer = OffloadOptimizer(
         offloaded, torch.optim.SGD, update_in_backward=update_in_backward, lr=0.1, momentum=0.9
     )
-    pipeline = TrainPipelineBase(Whole(offloaded), optimizer, "cpu", grad_accum=3)
+    pipeline = TrainPipelineBase(Whole(offloaded), optimizer, "cpu", grad_accum=3, ahead=ahead)
     assert len(lab.run(pipeline, iter(lab.batches(8)))) == 8
     lab.assert_same(offloaded, reference.layers)

@@ -39,6 +39,7 @@ from torchrec.distributed.sharding_plan import (
     column_wise, construct_module_sharding_plan, data_parallel, row_wise, table_wise)
 from torchrec.distributed.types import ShardingPlan
 from torchrec.streamable import Pipelineable
+from torchrec.distributed.train_pipeline import EvalPipelineSparseDist as TorchrecEvalPipeline
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist as TorchrecPipeline
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -47,7 +48,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dataclasses import dataclass
-from pipe.train import TrainPipelineSparseDist
+from pipe.train import EvalPipelineSparseDist, PrefetchTrainPipelineSparseDist, TrainPipelineSparseDist
 CPU = torch.device("cpu")
 
 @dataclass
@@ -191,6 +192,81 @@ def two_epochs_run_every_batch_and_detach_gives_the_model_back():
     assert {name: set(vars(module)) for name, module in model.named_modules()} == untouched
     model(batches(1)[0])
 
+def prefetching_equals_a_plain_loop_and_the_pipeline_that_prefetches_nothing():
+    for sharding in SHARDINGS[:2]:
+        for processors in (None, "modules"):
+            model, optimizer = build(processors, sharding, fused=False)
+            reference, reference_optimizer = build(processors, sharding, fused=False)
+            calls = []
+            for name, module in model.named_modules():
+                if callable(getattr(module, "prefetch", None)):
+                    plain = module.prefetch
+                    def noted(plain=plain, **arguments):
+                        assert sorted(arguments) == ["ctx", "dist_input", "forward_stream"]
+                        calls.append(arguments["forward_stream"])
+                        plain(**arguments)
+                    module.prefetch = noted
+            pipeline = PrefetchTrainPipelineSparseDist(model, optimizer, CPU)
+            expected = plain_loop(reference, reference_optimizer, batches(7))
+            torch.testing.assert_close(progress(pipeline, batches(7)), expected, atol=1e-6, rtol=1e-6)
+            torch.testing.assert_close(weights(model), weights(reference), atol=1e-6, rtol=1e-6)
+            assert_all_ran_ahead(pipeline)
+            assert calls == [None] * 6, calls
+        ours = TrainPipelineSparseDist(*build(sharding=sharding), CPU)
+        prefetching = PrefetchTrainPipelineSparseDist(*build(sharding=sharding), CPU)
+        torch.testing.assert_close(progress(prefetching, batches(8)), progress(ours, batches(8)), atol=0, rtol=0)
+
+def evaluation_equals_that_of_torchrecs_own_pipeline():
+    for sharding in SHARDINGS[:2]:
+        (theirs, _), (ours, _) = build(sharding=sharding), build(sharding=sharding)
+        before = copy.deepcopy(weights(ours))
+        with torch.no_grad():
+            theirs = TorchrecEvalPipeline(theirs.eval(), torch.optim.SGD(theirs.parameters()), CPU)
+            expected = progress(theirs, batches(6))
+            pipeline = EvalPipelineSparseDist(ours.eval(), None, CPU)
+            torch.testing.assert_close(progress(pipeline, batches(6)), expected, atol=0, rtol=0)
+        assert_all_ran_ahead(pipeline)
+        torch.testing.assert_close(weights(ours), before, atol=0, rtol=0)
+
+def later_arguments_mean_what_they_mean_in_torchrec():
+    def forwards(model, log):
+        def forward(batch):
+            log.append(float(batch.labels.sum()))
+            losses, output = model(batch)
+            return losses * 2, output
+        return forward
+    runs = []
+    for make in (TorchrecPipeline, TrainPipelineSparseDist):
+        model, optimizer = build()
+        log = []
+        pipeline = make(model, optimizer, CPU, execute_all_batches=False, custom_model_fwd=forwards(model, log),
+                        enqueue_batch_after_forward=False)
+        data = batches(7)
+        progress(pipeline, data[:5])       # two are left in flight
+        progress(pipeline, data[5:])       # and run before those of the next iterator
+        pipeline.reset()                   # the others are dropped
+        outputs = progress(pipeline, batches(4))
+        runs.append((log, outputs))
+    assert len(runs[0][0]) == 3 + 2 + 2, runs[0][0]
+    torch.testing.assert_close(runs[1], runs[0], atol=0, rtol=0)
+
+def a_model_detached_and_attached_in_mid_epoch_trains_as_in_torchrec():
+    runs = []
+    for make in (TorchrecPipeline, TrainPipelineSparseDist):
+        model, optimizer = build()
+        pipeline, iterator, outputs = make(model, optimizer, CPU), iter(batches(8)), []
+        for k in range(8):
+            outputs.append(pipeline.progress(iterator))
+            if k in (2, 4):
+                detached = pipeline.detach()
+                assert detached is model
+                with torch.no_grad():
+                    outputs.append(detached(batches(1)[0])[1])
+                if k == 2:
+                    pipeline.attach(detached)
+        runs.append(outputs)
+    torch.testing.assert_close(runs[1], runs[0], atol=0, rtol=0)
+
 def a_fused_optimizer_is_refused_where_it_would_step_on_every_micro_batch():
     model, optimizer = build(fused=True)
     try:
@@ -215,6 +291,10 @@ CLAIMS = [
     "weights_and_outputs_equal_a_plain_loop_under_every_sharding",
     "feature_processors_are_applied_and_trained",
     "two_epochs_run_every_batch_and_detach_gives_the_model_back",
+    "prefetching_equals_a_plain_loop_and_the_pipeline_that_prefetches_nothing",
+    "evaluation_equals_that_of_torchrecs_own_pipeline",
+    "later_arguments_mean_what_they_mean_in_torchrec",
+    "a_model_detached_and_attached_in_mid_epoch_trains_as_in_torchrec",
     "a_fused_optimizer_is_refused_where_it_would_step_on_every_micro_batch",
 ]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipe.train import Lanes, TrainPipelineBase, TrainPipelineSparseDist
+from pipe.train import Lanes, PrefetchTrainPipelineSparseDist, TrainPipelineBase, TrainPipelineSparseDist
 
 KINDS = [
     "tensor",
@@ -44,20 +44,21 @@ def test_final_weights_equal_a_plain_loop_for_1_to_20_batches(lab, kind, grad_ac
 @given(
     counts=st.lists(st.integers(0, 7), min_size=1, max_size=3),
     grad_accum=st.sampled_from([None, 1, 2, 3, 4, 5]),
-    sparse=st.booleans(),
+    kind=st.sampled_from([TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist]),
     load=st.integers(0, 5),
     copy=st.integers(0, 5),
     distribute=st.integers(0, 3),
+    prefetch=st.integers(0, 3),
     serial=st.booleans(),
+    behind=st.booleans(),
 )
 def test_any_depth_any_lanes_and_any_number_of_epochs_change_nothing(
-    lab, counts, grad_accum, sparse, load, copy, distribute, serial
+    lab, counts, grad_accum, kind, load, copy, distribute, prefetch, serial, behind
 ):
-    ahead = {"load": load, "copy": copy}
-    make = partial(TrainPipelineBase, ahead=ahead, lanes=Lanes.serial() if serial else None)
-    if sparse:
-        ahead = {**ahead, "distribute": distribute}
-        make = partial(TrainPipelineSparseDist, ahead=ahead, lanes=Lanes.serial() if serial else None)
+    depths = {"load": load, "copy": copy, "distribute": distribute, "prefetch": prefetch}
+    ahead = {name: depths[name] for name in kind.default_ahead}
+    lanes = Lanes.serial() if serial else None
+    make = partial(kind, ahead=ahead, lanes=lanes, enqueue_batch_after_forward=behind)
     lab.compare(make, tuple(counts), grad_accum)
 
 

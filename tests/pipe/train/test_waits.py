@@ -7,7 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipe.train import TrainPipelineBase, TrainPipelineSparseDist
+from pipe.train import PrefetchTrainPipelineSparseDist, TrainPipelineBase, TrainPipelineSparseDist
+from pipe.train.distribute import Distribution
+
+KINDS = [TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist]
 
 WAITS = [
     (TrainPipelineBase, "copy", "load"),
@@ -18,6 +21,12 @@ WAITS = [
     (TrainPipelineSparseDist, "exchange", "distribute"),
     (TrainPipelineSparseDist, "forward", "exchange"),
     (TrainPipelineSparseDist, "backward", "forward"),
+    (PrefetchTrainPipelineSparseDist, "copy", "load"),
+    (PrefetchTrainPipelineSparseDist, "distribute", "copy"),
+    (PrefetchTrainPipelineSparseDist, "exchange", "distribute"),
+    (PrefetchTrainPipelineSparseDist, "prefetch", "exchange"),
+    (PrefetchTrainPipelineSparseDist, "forward", "prefetch"),
+    (PrefetchTrainPipelineSparseDist, "backward", "forward"),
 ]
 
 
@@ -38,7 +47,9 @@ def late(lab, kind, stage_name=None, needed=None):
 
 
 def train(lab, kind):
-    reference, model = lab.sparse_model(), lab.sparse_model()
+    prefetches = "prefetch" in kind.default_ahead
+    reference = lab.sparse_model()
+    model = lab.cached_model() if prefetches else lab.sparse_model()
     torch.manual_seed(2)
     expected = lab.plain_loop(reference, [lab.batches(6)], 4)
     torch.manual_seed(2)
@@ -49,10 +60,12 @@ def train(lab, kind):
     if kind.default_ahead.get("distribute"):
         # A module whose distribution did not begin ahead runs its own forward: right, but without overlap.
         assert pipeline.statistics().undistributed == {}
-        assert [event for event, _ in model.inner["sparse"].log].count("forward") == 1
+        events = [event for event, _ in model.inner["sparse"].log]
+        assert events.count("forward") == 1
+        assert events.count("prefetch") == (5 if prefetches else 0)
 
 
-@pytest.mark.parametrize("kind", [TrainPipelineBase, TrainPipelineSparseDist])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_pipeline_whose_lanes_are_as_late_as_they_may_be_is_still_a_plain_loop(lab, kind):
     train(lab, late(lab, kind))
 
@@ -65,15 +78,15 @@ def test_without_this_wait_a_late_lane_is_noticed(lab, kind, stage_name, needed)
 
 def test_these_are_all_the_waits_there_are(lab):
     model = lab.model()
-    for kind in (TrainPipelineBase, TrainPipelineSparseDist):
+    for kind in KINDS:
         stages = kind(model, lab.optimizer(model), "cpu").stages()
         waits = {(stage.name, needed) for stage in stages for needed in stage.after}
         assert waits == {(stage, needed) for k, stage, needed in WAITS if k is kind}
 
 
-def test_the_wait_inside_the_forward_earns_its_place(lab):
+def test_the_wait_inside_the_forward_earns_its_place(lab, monkeypatch):
     model = lab.sparse_model()
     pipeline = TrainPipelineSparseDist(model, lab.optimizer(model), "cpu")
-    pipeline._distribution._finish = lambda request: request.awaitable
+    monkeypatch.setattr(Distribution, "_arrived", lambda self, request: request.awaitable)
     with pytest.raises(TypeError, match="FakeAwaitable"):
         lab.run(pipeline, iter(lab.batches(4)))

@@ -1,0 +1,106 @@
+"""Audit of a streamed walk: whether each layer's recomputation returned what its first run did.
+
+The representations alone do not tell: a recomputation begins at what entered a shard, so a layer that repeats itself
+otherwise spoils the gradients of its own shard and of those before, and never shows in the last one's output.
+
+Keeps what every layer returned, in host memory, until the step is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipe.nested import tensors_in
+
+__all__ = ["LayerAudit"]
+
+
+class LayerAudit:
+    """What some layers returned in the first pass, and how far the second pass was from it."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = list(layers)
+        self._first: list[list[list[Tensor]]] = [[] for _ in self._layers]
+        self.greatest_difference = 0.0
+
+    @contextlib.contextmanager
+    def first_pass(self) -> Iterator[None]:
+        """Inside, results are noted."""
+        with self._listening(lambda j, result: self._first[j].append(result)):
+            yield
+
+    @contextlib.contextmanager
+    def second_pass(self) -> Iterator[None]:
+        """Inside, results are compared."""
+
+        def compare(j: int, result: list[Tensor]) -> None:
+            self.greatest_difference = max(self.greatest_difference, _difference(self._first[j], result))
+
+        with self._listening(compare):
+            yield
+
+    @contextlib.contextmanager
+    def _listening(self, note: Any) -> Iterator[None]:
+        def hook_of(j: int) -> Any:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                note(j, [tensor.detach().to("cpu", copy=True) for tensor in tensors_in(output)])
+
+            return hook
+
+        handles = [layer.register_forward_hook(hook_of(j)) for j, layer in enumerate(self._layers)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _difference(first: Sequence[list[Tensor]], second: list[Tensor]) -> float:
+    """The distance of a result from what the first pass returned for the same chunks; infinite if that is not found.
+
+    The second pass may walk chunks in another order, and put neighbours together, so the nearest result counts, of one
+    chunk or of several below each other.
+    """
+    if not second:
+        return 0.0
+    nearest = math.inf
+    for start in range(len(first)):
+        for stop in range(start + 1, len(first) + 1):
+            alike = _compared(first[start:stop], second)
+            if alike is None:
+                break
+            nearest = min(nearest, alike)
+    return nearest
+
+
+def _compared(run: Sequence[list[Tensor]], second: list[Tensor]) -> float | None:
+    """The greatest difference from a run of results; infinite if the run is too short, None if it is too long."""
+    if any(len(result) != len(second) for result in run):
+        return None
+    worst = 0.0
+    for k, tensor in enumerate(second):
+        parts = [result[k] for result in run]
+        if len(parts) > 1 and any(part.dim() == 0 or part.shape[1:] != tensor.shape[1:] for part in parts):
+            return None
+        rows = sum(part.size(0) for part in parts) if tensor.dim() and parts[0].dim() else 0
+        if tensor.dim() and rows > tensor.size(0):
+            return None
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if whole.shape != tensor.shape:
+            worst = math.inf
+        elif tensor.numel():
+            worst = max(worst, _greatest(whole, tensor))
+    return worst
+
+
+def _greatest(a: Tensor, b: Tensor) -> float:
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    difference = (a.to(wide) - b.to(wide)).abs()
+    difference[(a == b) | (a.isnan() & b.isnan())] = 0.0  # two infinities are no difference
+    return float(difference.nan_to_num(nan=math.inf).max())

@@ -1,0 +1,66 @@
+"""A function as a tower: a bound method (``clip.encode_image``), or any callable that uses modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from gradcache.reach import Reach
+
+__all__ = ["CallableModel", "Towers"]
+
+
+class CallableModel(nn.Module):
+    """A callable with the modules that it can use, so that their parameters, buffers and modes are known."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        reach = Reach(function)
+        self.function = function
+        self.used = nn.ModuleList(reach.modules)
+        self.tensors = reach.tensors
+        self.training = any(module.training for module in reach.modules)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function."""
+        return self.function(*args, **kwargs)
+
+
+class Towers:
+    """The models of a step as modules; the same callable is the same module, in this step and in later ones."""
+
+    def __init__(self) -> None:
+        self._made: list[CallableModel] = []
+
+    def of(self, models: Sequence[Any]) -> list[nn.Module]:
+        """Modules as they are, callables as :class:`CallableModel`.
+
+        Raises:
+            TypeError: for anything else.
+        """
+        made: list[CallableModel] = []
+        towers: list[nn.Module] = []
+        for k, model in enumerate(models):
+            if isinstance(model, nn.Module):
+                towers.append(model)
+                continue
+            if not callable(model) or isinstance(model, type):
+                raise TypeError(
+                    f"expected torch modules or callables, got {type(model).__name__} among models (models[{k}])"
+                )
+            # Bound methods are made anew at each access, so they are compared, not identified.
+            known = [tower for tower in [*made, *self._made] if tower.function == model]
+            tower = known[0] if known and _same_modules(known[0]) else CallableModel(model)
+            made.append(tower)
+            towers.append(tower)
+        self._made = made
+        return towers
+
+
+def _same_modules(tower: CallableModel) -> bool:
+    """Whether the function still uses what it used when the tower was made."""
+    reach = Reach(tower.function)
+    pairs: list[tuple[list[Any], list[Any]]] = [(list(tower.used), reach.modules), (tower.tensors, reach.tensors)]
+    return all(len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True)) for a, b in pairs)

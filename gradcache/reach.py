@@ -1,0 +1,120 @@
+"""What a function can train: the modules and tensors that it finds in its arguments, closure, object and globals.
+
+A loss may be a module, or a bound method of one, or a lambda over a temperature; an encoder may be a method of a plain
+object that holds modules. Their parameters take part in a step all the same.
+
+Assumes that a function names what it uses: what it looks up by a string, or gets from a compiled extension, is not
+found.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Reach", "leaves_of"]
+
+_DEEPEST = 5
+#: Longer collections are data; and no step shall spend its time on looking.
+_LONGEST, _MOST = 256, 5000
+#: Functions of these packages hold nothing of the user's.
+_LIBRARIES = frozenset({"builtins", "torch", "numpy", "functools", "collections", "math", "typing", "gradcache"})
+
+
+class Reach:
+    """The modules, and trainable leaf tensors beside them, that ``values`` (functions, nested values) can use.
+
+    In an order that is the same in every process that runs the same program.
+    """
+
+    def __init__(self, *values: Any) -> None:
+        self.modules: list[nn.Module] = []
+        self.tensors: list[Tensor] = []
+        self._seen: dict[int, Any] = {}  # objects, so that no id is used a second time
+        for value in values:
+            self._look(value, 0)
+
+    def parameters(self) -> list[Tensor]:
+        """Each trainable tensor once."""
+        found = [parameter for module in self.modules for parameter in module.parameters()] + self.tensors
+        return list({id(tensor): tensor for tensor in found if tensor.requires_grad}.values())
+
+    def _look(self, value: Any, depth: int) -> None:
+        if value is None or isinstance(value, (str, bytes, int, float, type, ModuleType)) or id(value) in self._seen:
+            return
+        if depth > _DEEPEST or len(self._seen) > _MOST:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, nn.Module):
+            self.modules.append(value)
+        elif isinstance(value, Tensor):
+            if value.requires_grad and value.is_leaf:
+                self.tensors.append(value)
+        else:
+            for inner in _parts_of(value):
+                self._look(inner, depth + 1)
+
+
+def _parts_of(value: Any) -> Iterator[Any]:
+    if isinstance(value, partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, FunctionType):
+        yield from _used_by(value)
+    elif isinstance(value, (Mapping, list, tuple)):
+        if len(value) <= _LONGEST:
+            yield from value.values() if isinstance(value, Mapping) else value
+    elif type(value).__module__.partition(".")[0] not in _LIBRARIES or callable(value):
+        yield from getattr(value, "__dict__", {}).values()
+        # An object that is called as a function uses what its class's function does.
+        call = inspect.getattr_static(type(value), "__call__", None)
+        if isinstance(call, FunctionType):
+            yield call
+
+
+def _used_by(function: FunctionType) -> Iterator[Any]:
+    wrapped = inspect.unwrap(function)
+    if wrapped is not function:
+        yield wrapped
+    if function.__module__ is not None and function.__module__.partition(".")[0] in _LIBRARIES:
+        names: set[str] = set()
+    else:
+        names = set(_names_in(function.__code__))
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # a name that is not bound yet
+            continue
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    for name in sorted(names):
+        if name in function.__globals__:
+            yield function.__globals__[name]
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):  # a lambda or a comprehension in it
+            yield from _names_in(constant)
+
+
+def leaves_of(*outputs: Tensor) -> Iterator[Tensor]:
+    """Each trainable leaf that the graph of ``outputs`` reaches."""
+    seen: set[Any] = set()
+    queue: list[Any] = [output.grad_fn for output in outputs]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        queue += [following for following, _ in node.next_functions]

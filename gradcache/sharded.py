@@ -1,0 +1,63 @@
+"""Towers whose parameters are sharded over processes by FSDP: each forward of theirs is a collective.
+
+Every process must run as many of them, in the same order. With unequal numbers of chunks some would wait for a gather
+that never comes; so the numbers are compared before anything runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+__all__ = ["check_equal_chunks", "is_sharded"]
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP, of either kind, shards the module or a part of it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported here: without it there is no such module
+    if fsdp is None:
+        return False
+    kinds = tuple(kind for name in ("FSDPModule", "FullyShardedDataParallel") if (kind := getattr(fsdp, name, None)))
+    return any(isinstance(inner, kinds) for inner in module.modules())
+
+
+def check_equal_chunks(models: Sequence[nn.Module], chunks: Sequence[int]) -> None:
+    """Compares the numbers of chunks of sharded towers over the processes that share them.
+
+    Raises:
+        ValueError: in every one of these processes, if they differ.
+    """
+    counts = [count for model, count in zip(models, chunks, strict=True) if is_sharded(model)]
+    if not counts:
+        return
+    for group, device in _groups(models):
+        limits = torch.tensor([*counts, *(-count for count in counts)], device=device)
+        dist.all_reduce(limits, op=dist.ReduceOp.MAX, group=group)
+        most, least = limits.tolist()[: len(counts)], [-limit for limit in limits.tolist()[len(counts) :]]
+        if most != least:
+            raise ValueError(
+                f"expected as many chunks in every process for towers that FSDP shards, since each forward gathers "
+                f"parameters from all of them, got {counts} here, and from {least} to {most} elsewhere; pass equal "
+                f"rows and chunk_sizes, or wrap towers in DistributedDataParallel"
+            )
+
+
+def _groups(models: Sequence[nn.Module]) -> Iterator[tuple[dist.ProcessGroup | None, torch.device]]:
+    """Each process group that some tower is sharded over, once, with a device that it works on."""
+    seen: list[dist.ProcessGroup | None] = []
+    for model in models:
+        for module in model.modules():
+            group = getattr(module, "process_group", None)  # of the first kind
+            mine = [group] if is_sharded(module) and group is not None else []
+            device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+            for parameter in module.parameters(recurse=False):
+                mesh = getattr(parameter, "device_mesh", None)
+                mine += mesh.get_all_groups() if mesh is not None else []
+            for each in mine:
+                if not any(each is other for other in seen):
+                    seen.append(each)
+                    yield each, device

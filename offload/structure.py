@@ -1,0 +1,78 @@
+"""The structure of the layers as they were wrapped: what was replaced, added or removed since is followed or refused.
+
+The engine knows the parameters that it moves since the model was made. One that appears later has no home, no slot and
+no way for its gradient: adapters injected into the layers, ``load_state_dict(assign=True)``, ``weight_norm`` or a swap
+of modules would train something else than what is shown, without a word. So each forward compares.
+
+=============================  =====================================================================================
+change                         consequence
+=============================  =====================================================================================
+layers replaced; parameters    refused: the layers are to be wrapped after they were changed
+replaced, added or removed
+other modules, buffers         followed: the next forward saves and restores the modules and buffers of now
+=============================  =====================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+__all__ = ["Structure"]
+
+
+class Structure:
+    """What the layers of a model consist of.
+
+    Args:
+        layers: the mapping in which the model keeps its layers by name.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module | None]) -> None:
+        self._layers = layers
+        self._wrapped = {name: id(layer) for name, layer in layers.items()}
+        self._parameters = dict(self._named_parameters())
+        self._note()
+
+    def check(self) -> bool:
+        """Whether modules or buffers changed since the last call.
+
+        Raises:
+            RuntimeError: if layers or parameters changed since the model was made.
+        """
+        layers = {name: id(layer) for name, layer in self._layers.items()}
+        if layers == self._wrapped and all(_members(module) == noted for module, noted in self._noted):
+            return False
+        now = {**layers, **dict(self._named_parameters())}
+        wrapped = {**self._wrapped, **self._parameters}
+        changed = sorted(name for name in now.keys() | wrapped.keys() if now.get(name) != wrapped.get(name))
+        if changed:
+            more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+            raise RuntimeError(
+                f"layers or parameters were replaced, added or removed after this OffloadModel was made: "
+                f"{', '.join(changed[:5])}{more}. Parameters have had their homes since then; change the layers first "
+                f"(adapters, weight_norm, other modules, load_state_dict(assign=True)) and wrap them afterwards. "
+                f"torch.func.functional_call with other parameters is not supported"
+            )
+        self._note()
+        return True
+
+    def _note(self) -> None:
+        modules = dict.fromkeys(m for layer in self._layers.values() if layer is not None for m in layer.modules())
+        self._noted = [(module, _members(module)) for module in modules]
+
+    def _named_parameters(self) -> Iterator[tuple[str, int]]:
+        for name, layer in self._layers.items():
+            for path, module in () if layer is None else layer.named_modules(prefix=name):
+                yield from ((f"{path}.{key}", identity) for key, identity in _parameters(module))
+
+
+def _parameters(module: nn.Module) -> list[tuple[str, int]]:
+    # By identity, and past the methods of the mapping, which may note who takes parameters out.
+    return [(name, id(p)) for name, p in dict.items(module._parameters) if p is not None]
+
+
+def _members(module: nn.Module) -> tuple[object, ...]:
+    """Identities of the children and parameters of a module, and the names of its buffers."""
+    return (*map(id, dict.values(module._parameters)), *map(id, module._modules.values()), *module._buffers)

@@ -1,0 +1,117 @@
+"""The gradient of a step: one for each parameter, whatever the number of micro-batches.
+
+A step runs a backward for each cell, and each adds to ``.grad``. To whoever looks at a parameter from outside that must
+be one backward: hooks of parameters see the gradient of the batch, once, and an optimizer that steps in such a hook
+steps once. So inside a step gradients accumulate from nothing and hooks wait; at its end each gradient passes its hooks
+and is added to what was there before.
+
+Invariants
+    * ``Tensor.register_hook`` and ``register_post_accumulate_grad_hook`` of a parameter run once for a step, after its
+      last cell, if the parameter has a gradient.
+    * After an exception inside the step every parameter has the gradient and the hooks of before, and no hook ran.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["StepGradients", "parameters_of"]
+
+
+def parameters_of(module: nn.Module, *, without: Iterable[object]) -> list[nn.Parameter]:
+    """The parameters of a module, but not those of some modules in it, which are not even looked at."""
+    hidden = {id(other) for other in without}
+    if not hidden:
+        return list(module.parameters())
+    found: dict[int, nn.Parameter] = {}
+    waiting: list[nn.Module | None] = [module]
+    while waiting:
+        inner = waiting.pop()
+        if inner is not None and id(inner) not in hidden:
+            found.update((id(p), p) for p in inner._parameters.values() if p is not None)
+            waiting.extend(inner._modules.values())
+    return list(found.values())
+
+
+class _Hooks:
+    """The hooks of one parameter. They do not run until :meth:`restore`."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        # Autograd holds these very dictionaries, so that an empty one is a parameter without hooks.
+        self._live = [parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)]
+        self._kept = [dict(hooks or {}) for hooks in self._live]
+        for hooks in self._live:
+            if hooks:
+                hooks.clear()
+
+    def restore(self) -> None:
+        for hooks, kept in zip(self._live, self._kept, strict=True):
+            if kept:
+                assert hooks is not None
+                hooks.update(kept)
+
+    @property
+    def on_gradient(self) -> list[Callable[[Tensor], Any]]:
+        return list(self._kept[0].values())
+
+    @property
+    def after(self) -> list[Callable[[nn.Parameter], None]]:
+        return list(self._kept[1].values())
+
+
+class StepGradients:
+    """Gradients of parameters inside a step.
+
+    Usage::
+
+        gradients = StepGradients(parameters)
+        with gradients.accumulated():
+            ...                             # any number of backwards
+            gradients.scale = factor        # optional: what all of them are multiplied by
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        #: Multiplies the gradients of the step at its end, if it is not None; a tensor of no dimension.
+        self.scale: Tensor | None = None
+
+    @contextlib.contextmanager
+    def accumulated(self) -> Iterator[None]:
+        """Inside, gradients accumulate from nothing. At the end they are added to those of before."""
+        before = [(parameter, parameter.grad, _Hooks(parameter)) for parameter in self.parameters]
+        for parameter, _, _ in before:
+            parameter.grad = None
+        done = 0
+        try:
+            try:
+                yield
+            finally:
+                for _, _, hooks in before:
+                    hooks.restore()
+            for parameter, gradient, hooks in before:
+                self._finish(parameter, gradient, hooks)
+                done += 1
+        except BaseException:
+            for parameter, gradient, _ in before[done:]:
+                parameter.grad = gradient
+            raise
+
+    def _finish(self, parameter: nn.Parameter, before: Tensor | None, hooks: _Hooks) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            parameter.grad = before
+            return
+        with torch.no_grad():
+            if self.scale is not None:
+                gradient.mul_(self.scale.to(gradient.device))
+            for hook in hooks.on_gradient:
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+            parameter.grad = gradient if before is None else before.add_(gradient)
+            for after in hooks.after:
+                after(parameter)

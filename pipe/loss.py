@@ -1,0 +1,275 @@
+"""Losses: what a micro-batch's loss weighs in the loss of the batch.
+
+A loss divides what its rows cost by a number: of rows, of elements, of tokens that are no padding, of class weights.
+The loss of the batch divides by that number for the batch. So the loss of a micro-batch weighs its own share of the
+number, which is known before the first layer runs:
+
+* The losses of ``torch.nn`` and ``torch.nn.functional`` say how they reduce, in an attribute or a keyword argument,
+  ``functools.partial`` included. A sum weighs 1. A mean weighs the share of rows, which is the share of elements too.
+* Cross entropy and negative log likelihood divide by what the targets determine: the number of targets other than
+  ``ignore_index``, or the sum of their class weights. Where the divisor of a micro-batch is 0, its loss counts as 0
+  (the mean of nothing is NaN).
+* Any other loss tells by ``reduction=`` how it reduces, or returns a pair ``(sum, count)``: the loss of the batch is
+  the sum of the sums over the sum of the counts.
+
+Invariant: the weighted losses of micro-batches add up to the loss of the batch, or :class:`ValueError` names
+``reduction=``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812, RUF100
+
+__all__ = ["LossFn", "MicroLoss", "UndeclaredReductionError", "micro_losses", "sum_and_count"]
+
+LossFn = Callable[[Any, Any], Any]
+
+_INDEXED = (nn.CrossEntropyLoss, nn.NLLLoss)
+_AVERAGED = (
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+    nn.HingeEmbeddingLoss,
+    nn.HuberLoss,
+    nn.KLDivLoss,
+    nn.L1Loss,
+    nn.MSELoss,
+    nn.MultiLabelMarginLoss,
+    nn.MultiLabelSoftMarginLoss,
+    nn.MultiMarginLoss,
+    nn.PoissonNLLLoss,
+    nn.SmoothL1Loss,
+    nn.SoftMarginLoss,
+)
+#: Forwards of modules and functions whose divisor the targets determine.
+_BY_TARGETS: tuple[Any, ...] = (*(module.forward for module in _INDEXED), F.cross_entropy, F.nll_loss)
+#: Those whose divisor is the same for every row.
+_BY_ROWS: tuple[Any, ...] = (
+    *(module.forward for module in _AVERAGED),
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.hinge_embedding_loss,
+    F.huber_loss,
+    F.kl_div,
+    F.l1_loss,
+    F.mse_loss,
+    F.multi_margin_loss,
+    F.multilabel_margin_loss,
+    F.multilabel_soft_margin_loss,
+    F.poisson_nll_loss,
+    F.smooth_l1_loss,
+    F.soft_margin_loss,
+)
+
+
+class UndeclaredReductionError(ValueError):
+    """A loss that does not say what it divides by, and returns no count."""
+
+
+@dataclass(frozen=True)
+class MicroLoss:
+    """The loss of one micro-batch."""
+
+    function: LossFn
+    weight: float | None
+    """Its weight in the loss of the batch; None where only what the function returns can tell."""
+
+
+@dataclass(frozen=True)
+class _Declared:
+    """What a loss says of itself."""
+
+    reduction: str | None = None
+    divisor: str | None = None
+    """``"targets"``, ``"rows"``, or None for a loss that is not one of torch's."""
+    options: Mapping[str, Any] | None = None
+    """Attributes or keyword arguments."""
+    summed: Callable[[], LossFn] | None = None
+    """Makes the same loss, summed."""
+
+
+def micro_losses(
+    loss_fn: LossFn, reduction: str | None, targets: Sequence[Any], rows: Sequence[int]
+) -> list[MicroLoss]:
+    """The loss of each micro-batch, with its weight.
+
+    Args:
+        loss_fn: ``loss_fn(output, target)``.
+        reduction: ``"mean"`` or ``"sum"`` over rows, or None for what the loss says of itself.
+        targets: of each micro-batch. Where the divisor depends on them, their values are read; on an accelerator that
+            waits for what computes them.
+        rows: of each micro-batch.
+
+    Raises:
+        ValueError: if the loss and ``reduction`` contradict each other, or do not tell the divisor.
+    """
+    declared = _declared(loss_fn)
+    found = declared.reduction
+    if reduction is not None and declared.divisor is not None and _kind(found) != _kind(reduction):
+        raise ValueError(
+            f"expected reduction={_kind(found)!r} as the loss itself has it, got reduction={reduction!r}; leave out "
+            f"the argument, or change the loss"
+        )
+    kind = _kind(found if reduction is None else reduction)
+    if found is None and reduction is None:
+        # With one micro-batch, its loss is that of the batch.
+        return [MicroLoss(loss_fn, None) for _ in rows]
+    if kind == "sum":
+        return [MicroLoss(loss_fn, 1.0) for _ in rows]
+    if declared.divisor == "targets":
+        return _weighed_by_targets(loss_fn, declared, targets, rows)
+    if reduction is None and declared.divisor is None and len(rows) > 1:
+        _check_mean(declared)
+    return _weighed_by_rows(loss_fn, rows)
+
+
+def sum_and_count(returned: Any) -> tuple[Tensor, Tensor | float] | None:
+    """The parts of ``(sum, count)``, or None if a loss returned something else.
+
+    Raises:
+        ValueError: if it is a pair, but not of a sum and a count.
+    """
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        return None
+    total, count = returned
+    a_count = isinstance(count, (int, float)) or (
+        isinstance(count, Tensor) and count.numel() == 1 and not count.requires_grad
+    )
+    if not isinstance(total, Tensor) or total.numel() != 1 or not a_count:
+        raise ValueError(
+            f"expected loss_fn to return a tensor, or (sum, count) with a number or a detached tensor of one element "
+            f"as the count, got ({_described(total)}, {_described(count)})"
+        )
+    return total, count.reshape(()) if isinstance(count, Tensor) else count
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _kind(reduction: str | None) -> str | None:
+    """``"mean"`` or ``"sum"``.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    kind = "mean" if reduction == "batchmean" else reduction
+    if kind not in ("mean", "sum", None):
+        raise ValueError(
+            f"expected a loss that reduces rows by 'mean' or 'sum', got reduction={reduction!r}; reduce the loss"
+        )
+    return kind
+
+
+def _weighed_by_rows(loss_fn: LossFn, rows: Sequence[int]) -> list[MicroLoss]:
+    total = max(sum(rows), 1)
+    return [MicroLoss(loss_fn, count / total) for count in rows]
+
+
+def _weighed_by_targets(
+    loss_fn: LossFn, declared: _Declared, targets: Sequence[Any], rows: Sequence[int]
+) -> list[MicroLoss]:
+    assert declared.options is not None
+    if not all(isinstance(target, Tensor) and not target.is_floating_point() for target in targets):
+        return _weighed_by_rows(loss_fn, rows)  # probabilities of classes: the mean is that over rows
+    weight, ignored = declared.options.get("weight"), declared.options.get("ignore_index", -100)
+    divisors = torch.stack([_divisor(target, weight, ignored) for target in targets]).tolist()
+    total = sum(divisors)
+    if total == 0:
+        # The mean of nothing, as for the whole batch.
+        return _weighed_by_rows(loss_fn, rows)
+    assert declared.summed is not None
+    return [MicroLoss(loss_fn, d / total) if d else MicroLoss(declared.summed(), 1.0) for d in divisors]
+
+
+def _divisor(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
+    """What the mean over ``target`` (class indices of any shape) divides by."""
+    kept = target != ignored
+    if weight is None:
+        return kept.sum().double()
+    weights = weight.detach().to(target.device).double()
+    return (weights[target.masked_fill(~kept, 0).long()] * kept).sum()
+
+
+def _declared(loss_fn: Any) -> _Declared:
+    loss_fn = _unwrapped(loss_fn)
+    if isinstance(loss_fn, nn.Module):
+        forward = None if "forward" in vars(loss_fn) else type(loss_fn).forward
+        options = {**vars(loss_fn), **loss_fn._buffers, **loss_fn._parameters}
+        summed = functools.partial(_summing, loss_fn)
+        return _Declared(_named(getattr(loss_fn, "reduction", None)), _divisor_of(forward), options, summed)
+    keywords: Mapping[str, Any] = {}
+    function = loss_fn
+    if isinstance(loss_fn, functools.partial):
+        keywords, function = loss_fn.keywords, _unwrapped(loss_fn.func)
+        if loss_fn.args or isinstance(function, nn.Module) or {"size_average", "reduce"} & keywords.keys():
+            return _Declared()
+    options = {**_defaults(function), **keywords}
+    return _Declared(
+        _named(options.get("reduction", getattr(function, "reduction", None))),
+        _divisor_of(function),
+        options,
+        lambda: functools.partial(function, **{**keywords, "reduction": "sum"}),
+    )
+
+
+def _unwrapped(loss_fn: Any) -> Any:
+    """The loss behind ``torch.compile``, or behind a bound ``forward`` of a module."""
+    while True:
+        inner = vars(loss_fn).get("_torchdynamo_orig_callable") if hasattr(loss_fn, "__dict__") else None
+        if inner is None and isinstance(loss_fn, nn.Module):
+            inner = loss_fn._modules.get("_orig_mod")
+        if inner is None and isinstance(getattr(loss_fn, "__self__", None), nn.Module):
+            module = loss_fn.__self__
+            inner = module if loss_fn in (module.forward, module.__call__) else None
+        if inner is None:
+            return loss_fn
+        loss_fn = inner
+
+
+def _divisor_of(function: Any) -> str | None:
+    if any(function is known for known in _BY_TARGETS):
+        return "targets"
+    return "rows" if any(function is known for known in _BY_ROWS) else None
+
+
+def _named(reduction: Any) -> str | None:
+    return reduction if isinstance(reduction, str) else None
+
+
+def _summing(module: nn.Module) -> LossFn:
+    summing = copy.copy(module)
+    summing.__dict__["reduction"] = "sum"
+    return summing
+
+
+def _defaults(function: Any) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def _check_mean(declared: _Declared) -> None:
+    """A mean of a loss that is not torch's: over rows, unless it leaves some out or weighs them."""
+    options = declared.options or {}
+    suspects = [
+        name
+        for name in ("ignore_index", "padding_idx", "pad_token_id", "weight", "mask")
+        if options.get(name) is not None
+    ]
+    if suspects:
+        raise UndeclaredReductionError(
+            f"expected a loss that says what it divides by, got one of reduction='mean' with {', '.join(suspects)}; "
+            f"pass reduction='mean' if it is the mean over rows all the same, reduction='sum' with a sum, or return "
+            f"(sum, count)"
+        )

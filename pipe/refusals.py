@@ -1,0 +1,124 @@
+"""What a Pipe refuses before anything ran, because it could not be what the bare module does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from pipe.generators import held_generators
+from pipe.replay import Replay
+from pipe.replicas import wrappers_of
+from pipe.turn import TakesTurns
+
+__all__ = ["check_hooks", "check_optimizers", "check_plain", "check_reduced", "check_updates", "undone_on"]
+
+
+def check_plain(module: nn.Sequential) -> None:
+    """Only the layers of an ``nn.Sequential`` go on in a Pipe.
+
+    Raises:
+        TypeError: if it has parameters, buffers or hooks of its own.
+    """
+    own = [
+        *(f"parameter {name!r}" for name in module._parameters),
+        *(f"buffer {name!r}" for name in module._buffers),
+        *(
+            f"a hook of {kind.strip('_')}"
+            for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+            if getattr(module, kind)
+        ),
+    ]
+    if own:
+        raise TypeError(
+            f"expected an nn.Sequential of layers alone to cut into stages, got one with {', '.join(own)}; put them "
+            f"into a layer, or onto the Pipe"
+        )
+
+
+def check_reduced(module: nn.Module) -> None:
+    """A step of its own does not go through the forward of DistributedDataParallel, which would reduce its gradients.
+
+    Raises:
+        RuntimeError: if there are several ranks that wait for each other's gradients.
+    """
+    for wrapper in wrappers_of(module):
+        if wrapper.require_backward_grad_sync and wrapper.process_group.size() > 1:
+            raise RuntimeError(
+                f"expected train_step() of a Pipe that DistributedDataParallel does not wrap, got one on "
+                f"{wrapper.process_group.size()} ranks: gradients would stay on their rank; run the wrapper forward "
+                f"and call loss.backward(), or run train_step() inside `with ddp.no_sync():` and reduce the gradients"
+            )
+
+
+def check_updates(takers: Iterable[TakesTurns]) -> None:
+    """A module that updates its weights in backward would do so with the gradient of the first micro-batch.
+
+    Args:
+        takers: modules that take turns. One that does so says so by an attribute ``updates_in_backward``.
+
+    Raises:
+        RuntimeError: if one does.
+    """
+    for taker in takers:
+        if getattr(taker, "updates_in_backward", False):
+            raise RuntimeError(
+                "expected stages whose gradients can accumulate over micro-batches, got one with an optimizer that "
+                "updates it in backward (update_in_backward=True); use update_in_backward=False, or chunks=1"
+            )
+
+
+def check_optimizers(parameters: Iterable[nn.Parameter]) -> None:
+    """``torch.distributed.optim`` hangs optimizers on the graph, where nothing can make them wait.
+
+    Raises:
+        RuntimeError: if a parameter has such an optimizer.
+    """
+    if any(getattr(parameter, "_in_backward_optimizers", None) for parameter in parameters):
+        raise RuntimeError(
+            "expected parameters whose gradients can accumulate over micro-batches, got some of "
+            "_apply_optimizer_in_backward(), whose optimizers would step once for each micro-batch; step an optimizer "
+            "after backward, or in a hook of register_post_accumulate_grad_hook() and use train_step()"
+        )
+
+
+def check_hooks(parameters: Iterable[nn.Parameter]) -> None:
+    """A checkpointed micro-batch has a backward of its own, in which a hook would see its gradient alone.
+
+    Hooks of ``register_post_accumulate_grad_hook`` are let through, since they see a sum. One that steps an optimizer
+    changes a parameter that other micro-batches need, which their recomputation notices.
+
+    Raises:
+        RuntimeError: if a parameter has hooks on its gradient.
+    """
+    parameters = list(parameters)
+    check_optimizers(parameters)
+    hooked = [parameter for parameter in parameters if parameter._backward_hooks]
+    if hooked:
+        raise RuntimeError(
+            f"expected parameters without hooks where micro-batches are checkpointed, got {len(hooked)} with hooks "
+            f"(the first of shape {tuple(hooked[0].shape)}), which would run once for each micro-batch, with its "
+            f"gradient alone; pass checkpoint='never', chunks=1, or use train_step(), which runs hooks once"
+        )
+
+
+@contextlib.contextmanager
+def undone_on(error: type[Exception], module: nn.Module, devices: Iterable[torch.device]) -> Iterator[None]:
+    """Inside, an ``error`` puts buffers and generators back to where they were."""
+    buffers = [
+        (owner, name, buffer, buffer.detach().clone())
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    replay = Replay.capture(devices, held_generators(module.modules()))
+    try:
+        yield
+    except error:
+        replay.rewind()
+        with torch.no_grad():
+            for owner, name, buffer, value in buffers:
+                owner._buffers[name] = buffer.copy_(value)
+        raise

@@ -1,0 +1,121 @@
+"""Names of torch that are not public, each behind a function that says what it means.
+
+Everything here has been in torch since 2.6, and has no public counterpart. A release that drops one breaks this module
+and no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "accumulates_everywhere",
+    "has_hooks",
+    "hidden_hooks",
+    "is_requested",
+    "keeps_graph",
+    "run_hooks_with_gradient_only",
+    "storage_uses",
+    "transform_under_way",
+]
+
+_autograd: Any = torch._C._autograd
+
+
+def storage_uses(tensor: Tensor) -> int:
+    """How many tensors (and other owners) share the memory of ``tensor``, itself included."""
+    storage = tensor.untyped_storage()  # counts as one more
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined, unused-ignore]
+
+
+def accumulates_everywhere() -> bool:
+    """Within a backward: whether it fills ``.grad`` of every leaf.
+
+    False inside ``torch.autograd.grad`` and ``backward(inputs=...)``.
+    """
+    return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[attr-defined, unused-ignore]
+
+
+def is_requested(node: Any) -> bool:
+    """Within ``torch.autograd.grad`` or ``backward(inputs=...)``: whether a leaf's gradient was asked for.
+
+    Args:
+        node: the leaf's ``AccumulateGrad``.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined, unused-ignore]
+    except RuntimeError:
+        # What the engine says of a leaf that torch.autograd.grad captures; of any other leaf it says False.
+        return True
+
+
+#: Within a backward: whether the graph is retained. A torch that does not tell is taken to retain it.
+keeps_graph: Callable[[], bool] = getattr(_autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
+
+def has_hooks(leaf: Tensor) -> bool:
+    """Whether the user registered hooks on a leaf: on its gradient, or to run after it has accumulated."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)  # type: ignore[attr-defined, unused-ignore]
+
+
+@contextlib.contextmanager
+def hidden_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, autograd accumulates into the leaves without running their hooks."""
+    hooked: list[Any] = [leaf for leaf in leaves if has_hooks(leaf)]
+    hidden = [(leaf, leaf._backward_hooks, leaf._post_accumulate_grad_hooks) for leaf in hooked]
+    try:
+        for leaf, _, _ in hidden:
+            # An empty mapping: None takes the name away, but not what the engine runs.
+            leaf._backward_hooks, leaf._post_accumulate_grad_hooks = OrderedDict(), OrderedDict()
+        yield
+    finally:
+        for leaf, on_gradient, after_accumulation in hidden:
+            leaf._backward_hooks = on_gradient
+            leaf._post_accumulate_grad_hooks = after_accumulation
+
+
+def run_hooks_with_gradient_only(leaf: Tensor) -> None:
+    """Within a backward, until it ends: the hooks of a leaf run only if a gradient arrives there.
+
+    Autograd runs the hooks of every leaf that it passes, also where it brings none.
+    """
+    leaf_: Any = leaf
+    on_gradient, after_accumulation = leaf_._backward_hooks, leaf_._post_accumulate_grad_hooks
+    arrived: list[Tensor] = []
+
+    def gradient_hooks(gradient: Tensor | None) -> Tensor | None:
+        if gradient is not None:
+            arrived.append(gradient)
+            for hook in list((on_gradient or {}).values()):
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+        return gradient
+
+    def accumulation_hooks(parameter: Tensor) -> None:
+        if arrived:
+            arrived.clear()
+            for hook in list((after_accumulation or {}).values()):
+                hook(parameter)
+
+    def restore() -> None:
+        leaf_._backward_hooks, leaf_._post_accumulate_grad_hooks = on_gradient, after_accumulation or OrderedDict()
+
+    leaf_._backward_hooks = OrderedDict({0: gradient_hooks})
+    leaf_._post_accumulate_grad_hooks = OrderedDict({0: accumulation_hooks})
+    torch.autograd.Variable._execution_engine.queue_callback(restore)
+
+
+def transform_under_way(inputs: Iterable[Tensor]) -> str | None:
+    """Name of what differentiates or batches a call on ``inputs`` from outside autograd's graph, if anything does."""
+    if torch._C._functorch.maybe_current_level() is not None:  # type: ignore[attr-defined, unused-ignore]
+        return "a transform of torch.func (grad, jvp, vmap, ...)"
+    forward_mode = torch.autograd.forward_ad
+    if forward_mode._current_level >= 0 and any(forward_mode.unpack_dual(x).tangent is not None for x in inputs):
+        return "forward-mode differentiation (torch.autograd.forward_ad)"
+    return None

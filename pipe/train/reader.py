@@ -1,0 +1,113 @@
+"""Which iterator a pipeline reads at present, and what a change of iterator or of mode means for batches in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipe.train.compute import Compute
+from pipe.train.draws import Draws
+from pipe.train.flight import Flight
+from pipe.train.source import Agreement, Source
+
+__all__ = ["Reader"]
+
+
+class Reader:
+    """Makes a :class:`~pipe.train.source.Source` of each iterator that ``progress`` is called with.
+
+    Args:
+        compute: whose mode batches are read for.
+        device: whose generator loaders may draw from.
+        ranks: the process group whose ranks agree about each read, or None, and what they do when one loader ends
+            early; see :class:`~pipe.train.source.Agreement`.
+        beside_compute: whether reads may run while something computes.
+
+    Attributes:
+        source: the present one; None before the first iterator, and once the caller knows of an iterator's end.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        device: torch.device,
+        ranks: tuple[dist.ProcessGroup | None, str] = (None, "raise"),
+        *,
+        beside_compute: bool,
+    ) -> None:
+        self.source: Source | None = None
+        self._compute = compute
+        self._ranks = ranks
+        self._agreement = Agreement.for_model(compute.model, *ranks)
+        self._device = device
+        self._beside_compute = beside_compute
+        self._restored: Source | None = None  # of a loaded state; waits for the first iterator
+        self._training = True  # the mode that the flights of the present source were asked for in
+        self._trained = True  # whether the latest call trained
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether no batch is read before it is needed (:mod:`pipe.train.draws`)."""
+        return self.source is not None and self.source.in_turn
+
+    def connect(self, iterator: Iterator[Any], flights: Collection[Flight]) -> bool:
+        """Makes ``iterator`` the present source.
+
+        Returns:
+            whether it goes on where a loaded state was taken.
+
+        Raises:
+            ValueError: if batches in flight were asked for in another mode (``train`` or ``eval``).
+        """
+        trains, training = self._compute.trains(), self._compute.model.training
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            self.source = self._new_source(iterator, stopped=restored.stopped)
+            for flight in flights:
+                flight.source = self.source
+            self._training = training
+        elif self.source is None or self.source.iterator is not iterator:
+            if training is not self._training and any(flight.holds_batch() for flight in flights):
+                raise ValueError(
+                    f"expected the model in {'train' if self._training else 'eval'} mode for the batches in flight, "
+                    f"got model.training={training} with another iterator; run the first iterator to its end, or use "
+                    f"a second pipeline"
+                )
+            self.source = self._new_source(iterator)
+            self._training = training
+        elif trains is not self._trained and self.source.draws:
+            # The model may draw other random numbers in this mode, and no read may run beside them unobserved.
+            for flight in flights:
+                flight.holds_batch()
+            self.source.change_mode()
+        self._trained = trains
+        return restored is not None
+
+    def attach(self, model: nn.Module) -> None:
+        """The next sources are read for this model."""
+        agreement = Agreement.for_model(model, *self._ranks)
+        if agreement is not None and self._agreement is not None:
+            agreement.group = self._agreement.group
+        self._agreement = agreement
+
+    def _new_source(self, iterator: Iterator[Any], *, stopped: bool = False) -> Source:
+        agreement = None if self._agreement is None else self._agreement.prepare(self._compute.trains())
+        draws = Draws(iterator, self._device) if self._beside_compute else None
+        return Source(iterator, agreement, draws, stopped=stopped)
+
+    def disconnect(self) -> None:
+        """The next call makes another source of its iterator, also of the present one."""
+        self.source = None
+
+    def restore(self, *, ended: bool) -> Source:
+        """A source for batches that were loaded before; the first iterator adopts it. If it had ended, no more come."""
+        self._restored = Source(iter(()), stopped=ended)
+        return self._restored
+
+    def reset(self) -> None:
+        """Forgets the present iterator and what was restored."""
+        self.source = self._restored = None

@@ -1,0 +1,30 @@
+"""What a train pipeline has done, and whether and why overlap is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["Statistics"]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Counted since construction.
+
+    Attributes:
+        batches: batches that were run.
+        steps: optimizer steps.
+        wait_seconds: for each stage, how long the caller's thread stood still until it had done its work.
+        pageable_bytes: host bytes whose copy could not overlap with compute because their memory was not pinned.
+        undistributed: for each module whose input distribution could not begin ahead of its forward, why.
+        batches_in_turn: batches that were read when they were needed and not ahead, because loader and model draw from
+            the same random generator (:mod:`pipe.train.draws`).
+    """
+
+    batches: int
+    steps: int
+    wait_seconds: Mapping[str, float]
+    pageable_bytes: int
+    undistributed: Mapping[str, str]
+    batches_in_turn: int = 0

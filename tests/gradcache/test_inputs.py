@@ -1,0 +1,311 @@
+"""What users pass: mappings of a tokenizer, callables as models, sizes of NumPy, outputs that a loss reads in part."""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gradcache import GradCache
+from gradcache.functional import cached
+from gradcache.loss import SimpleContrastiveLoss
+from gradcache.nested import map_tensors, tensors_in
+from gradcache.reach import Reach
+from offload import OffloadModel
+
+
+class Overwriting(nn.Module):
+    """Masks its input in place, as some tokenizing wrappers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x.mul_(mask)
+        x.add_(1)
+        return self.linear(x)
+
+
+def cut(model_input: Mapping[str, Tensor], size: int) -> list[UserDict[str, Tensor]]:
+    rows = len(model_input["x"])
+    return [UserDict({k: v[i : i + size] for k, v in model_input.items()}) for i in range(0, rows, size)]
+
+
+def test_a_model_that_writes_over_a_tokenizer_s_mapping_meets_a_copy_in_both_passes(
+    assert_same_gradients: Any,
+) -> None:
+    """The mapping is opaque to torch: the second pass ran on what the first had written, and so did the user."""
+    bare, model = Overwriting(), Overwriting()
+    inputs = [UserDict({"x": torch.randn(7, 8), "mask": torch.ones(7, 8)}) for _ in range(2)]
+    before = [each["x"].clone() for each in inputs]
+    reps = [bare(each["x"].clone(), each["mask"]) for each in inputs]
+    SimpleContrastiveLoss()(*reps).backward()
+    GradCache([model, model], 3, SimpleContrastiveLoss(), split_input_fn=cut)(*inputs)
+    assert_same_gradients([bare], [model])
+    assert all(torch.equal(each["x"], old) for each, old in zip(inputs, before, strict=True))
+
+
+@pytest.mark.parametrize("walk", ["chunks", "layers"])
+def test_inputs_in_a_mapping_of_any_type_take_gradients(walk: str) -> None:
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    given = torch.randn(2, 6, 8, dtype=torch.float64)
+    expected, actual = given.clone().requires_grad_(), given.clone().requires_grad_()
+    SimpleContrastiveLoss()(encoder(expected[0]), encoder(expected[1])).backward()
+    encoder.zero_grad()
+    GradCache(
+        [encoder, encoder],
+        4,
+        SimpleContrastiveLoss(),
+        split_input_fn=lambda x, size: [UserDict({"input": x["input"][i : i + size]}) for i in range(0, 6, size)],
+        boundary_bytes=1 << 20 if walk == "layers" else None,
+    )(UserDict({"input": actual[0] * 1}), UserDict({"input": actual[1] * 1}))
+    torch.testing.assert_close(actual.grad, expected.grad)
+
+
+def test_rows_that_a_split_function_drops_from_a_mapping_are_noticed() -> None:
+    cache = GradCache(
+        [Overwriting()], 3, lambda r: r.sum(), split_input_fn=lambda x, size: [UserDict({"x": x["x"][:size]})]
+    )
+    with pytest.raises(ValueError, match="all 7 rows"):
+        cache(UserDict({"x": torch.randn(7, 8)}))
+
+
+def test_mappings_of_all_types_are_opened_and_made_again() -> None:
+    class Fixed(Mapping[str, Any]):
+        def __init__(self, **members: Any) -> None:
+            self.members = members
+
+        def __getitem__(self, key: str) -> Any:
+            return self.members[key]
+
+        def __iter__(self) -> Any:
+            return iter(self.members)
+
+        def __len__(self) -> int:
+            return len(self.members)
+
+    class Tokens(UserDict[str, Any]):
+        def __init__(self, data: Any = None, encodings: Any = None) -> None:
+            super().__init__(data)
+            self.encodings = encodings
+
+    one, two, three = torch.ones(3)
+    value = [Tokens({"a": one, "b": [two, "text"]}, encodings="kept"), Fixed(c=three)]
+    assert len(tensors_in(value)) == 3
+    doubled = map_tensors(lambda t: t * 2, value)
+    assert isinstance(doubled[0], Tokens)
+    assert doubled[0].encodings == "kept"
+    assert (doubled[0]["a"], doubled[0]["b"][0], doubled[0]["b"][1], doubled[1]["c"]) == (2, 2, "text", 2)
+    assert value[0]["a"] is one
+    assert value[1]["c"] is three
+
+
+class Clip(nn.Module):
+    """Two encoders as methods of one module, with a buffer that each forward moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.image, self.text = nn.Linear(8, 6), nn.Linear(5, 6)
+        self.norm, self.dropout = nn.BatchNorm1d(6), nn.Dropout(0.3)
+
+    def encode_image(self, x: Tensor) -> Tensor:
+        return self.dropout(self.norm(self.image(x)))
+
+    def encode_text(self, x: Tensor) -> Tensor:
+        return self.norm(self.text(x).tanh())
+
+
+def test_bound_methods_are_towers(assert_same_gradients: Any) -> None:
+    class Method(nn.Module):
+        def __init__(self, clip: Clip, name: str) -> None:
+            super().__init__()
+            self.clip, self.name = clip, name
+
+        def forward(self, x: Tensor) -> Any:
+            return getattr(self.clip, self.name)(x)
+
+    bare, clip = Clip(), Clip()
+    x, y = torch.randn(8, 8), torch.randn(8, 5)
+    expected = GradCache([Method(bare, "encode_image"), Method(bare, "encode_text")], 4, SimpleContrastiveLoss())
+    cache = GradCache([clip.encode_image, clip.encode_text], 4, SimpleContrastiveLoss())
+    for seed in range(2):
+        values = []
+        for each in (expected, cache):
+            torch.manual_seed(seed)
+            values.append(each(x, y).item())
+        assert values[0] == values[1]
+    assert_same_gradients([bare], [clip])
+    for (name, a), (_, b) in zip(bare.named_buffers(), clip.named_buffers(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_a_callable_keeps_gradients_of_before_after_an_exception_and_can_be_evaluated() -> None:
+    clip = Clip()
+    clip.image.weight.grad = before = torch.ones(6, 8)
+    calls = []
+
+    def fails_in_the_second_pass(reps: Tensor) -> Tensor:
+        calls.append(len(reps))
+        if len(calls) == 4:
+            raise RuntimeError("out of memory")
+        return reps
+
+    cache = GradCache([lambda x: clip.encode_image(x)], 4, lambda r: r.square().sum(), None, fails_in_the_second_pass)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        cache(torch.randn(8, 8))
+    assert clip.image.weight.grad is before
+    assert torch.equal(before, torch.ones(6, 8))
+    assert clip.image.bias.grad is None
+    with torch.no_grad():
+        assert not GradCache([clip.encode_image], 4, lambda r: r.sum())(torch.randn(8, 8)).requires_grad
+
+
+def test_what_is_no_model_is_named() -> None:
+    for models, error in (([3], "int among models"), ([nn.Linear], "type among models"), (Clip().encode_text, "list")):
+        with pytest.raises(TypeError, match=error):
+            GradCache(models, 2, SimpleContrastiveLoss())  # type: ignore[arg-type]
+
+
+def test_sizes_of_another_library_are_sizes() -> None:
+    x = torch.randn(6, 8)
+    for sizes in ([np.int64(3)], np.int32(2), np.array([4]), (torch.tensor(3),)):
+        model = nn.Linear(8, 4)
+        assert GradCache([model], sizes, lambda r: r.square().sum())(x) > 0  # type: ignore[arg-type]
+    for wrong in ([2.0], [True], ["3"], [0], [np.float32(2)]):
+        with pytest.raises(ValueError, match="at least 1 row"):
+            GradCache([nn.Linear(8, 4)], wrong, lambda r: r.sum())  # type: ignore[arg-type]
+
+
+class Output(dict[str, Any]):
+    """Drops fields that are None, as the outputs of transformers do."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__({name: value for name, value in fields.items() if value is not None})
+
+
+pytree.register_pytree_node(
+    Output,
+    lambda output: (list(output.values()), list(output)),
+    lambda values, names: Output(**dict(zip(names, values, strict=True))),
+    serialized_type_name="tests.gradcache.Output",
+)
+
+
+class Fields(nn.Module):
+    def forward(self, x: Tensor) -> Output:
+        return Output(hidden=x * 2, pooled=x.tanh(), absent=None)
+
+
+@pytest.mark.parametrize("walk", ["chunks", "layers", "shards", "encode"])
+def test_an_output_with_a_field_that_the_loss_ignores(walk: str, assert_same_gradients: Any) -> None:
+    torch.manual_seed(0)
+    bare = nn.Sequential(nn.Linear(8, 6), Fields())
+    model: nn.Module = copy.deepcopy(bare)
+    if walk == "shards":
+        model = OffloadModel(model, "cpu", num_slices=2, checkpoint_activation=True)
+
+    def loss(a: Output, b: Output) -> Tensor:
+        return SimpleContrastiveLoss()(a["pooled"], b["pooled"])
+
+    x, y = torch.randn(2, 6, 8)
+    loss(bare(x), bare(y)).backward()
+    cache = GradCache([model, model], 2, loss, boundary_bytes=1 << 20 if walk == "layers" else None)
+    if walk == "encode":
+        loss(*cache.encode(x, y)).backward()
+    else:
+        cache(x, y)
+    assert_same_gradients([bare], [model])
+
+
+def test_a_cached_method_of_a_plain_object_counts_buffers_once() -> None:
+    """The object is no module; the modules that it holds were not seen, and BatchNorm counted both passes."""
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.parts = {"model": nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6))}
+
+        @cached
+        def encode(self, x: Tensor) -> Tensor:
+            return self.parts["model"](x)
+
+    trainer = Trainer()
+    leaf, again = trainer.encode(torch.randn(4, 8))
+    leaf.square().sum().backward()
+    again(leaf)
+    assert trainer.parts["model"][1].num_batches_tracked == 1
+
+
+def test_reach_finds_what_a_function_names() -> None:
+    inner, other, temperature = nn.Linear(1, 1), nn.Linear(1, 1), torch.zeros((), requires_grad=True)
+    holder = SimpleNamespace(modules=[inner], text="", numbers=list(range(1000)))
+
+    def helper(x: Tensor, head: nn.Module = other) -> Tensor:
+        return head(x) * temperature.exp()
+
+    def function(x: Tensor) -> Tensor:
+        return sum(helper(holder.modules[0](each)) for each in x)
+
+    reach = Reach(function)
+    assert {id(module) for module in reach.modules} == {id(inner), id(other)}
+    assert [id(tensor) for tensor in reach.tensors] == [id(temperature)]
+    assert len(reach.parameters()) == 5
+    assert [id(m) for m in Reach(function).modules] == [id(m) for m in reach.modules]
+
+
+WALKS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "chunks": (lambda net: net.forward, {}),
+    "layers": (lambda net: net, {"boundary_bytes": 1 << 20}),
+    "layers, nothing kept": (lambda net: net, {"boundary_bytes": 0, "process_fn": lambda x: x * 1}),
+    "shards": (lambda net: OffloadModel(net, "cpu", num_slices=2, checkpoint_activation=True), {}),
+    "shards, graphs kept": (lambda net: OffloadModel(net, "cpu", num_slices=2), {}),
+    "audit": (lambda net: net, {"audit": True}),
+}
+
+
+@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("given", ["plain", "inference"])
+def test_inference_mode_returns_the_loss_as_no_grad_does(walk: str, given: str, assert_same_gradients: Any) -> None:
+    def model(how: Any) -> tuple[nn.Sequential, Any]:
+        torch.manual_seed(0)
+        net = nn.Sequential(InPlace(), nn.Linear(8, 8), nn.BatchNorm1d(8), InPlace(), nn.Dropout(0.2), nn.Linear(8, 4))
+        return net, how(net)
+
+    wrap, options = WALKS[walk]
+    x, y = torch.randn(2, 8, 8)
+    losses, nets = [], []
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        net, tower = model(wrap)
+        cache = GradCache([tower, tower], 3, SimpleContrastiveLoss(), **options)
+        torch.manual_seed(1)
+        with mode:
+            inputs = (x.clone(), y.clone()) if given == "inference" else (x, y)
+            loss = cache(*inputs)
+            reps = cache.encode(*inputs)
+            assert torch.equal(inputs[0], x)
+        assert not loss.requires_grad
+        assert not any(rep.requires_grad for rep in reps)
+        torch.manual_seed(2)
+        cache(x, y)  # and a step after it trains
+        losses.append(loss.item())
+        nets.append(tower if isinstance(tower, nn.Module) else net)
+    assert losses[0] == losses[1]
+    assert_same_gradients([nets[0]], [nets[1]])
+    for a, b in zip(nets[0].buffers(), nets[1].buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(0.5)

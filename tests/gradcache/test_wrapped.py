@@ -1,0 +1,367 @@
+"""Towers with an OffloadModel inside: shard by shard inside it, and everything else as in the plain tower."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradcache import GradCache
+from gradcache.loss import SimpleContrastiveLoss
+from offload import OffloadOptimizer
+from tests.gradcache.wrapped_towers import (
+    KINDS,
+    SHARDS,
+    WIDTH,
+    Embedding,
+    Normalised,
+    Residual,
+    TwoBodies,
+    assert_same,
+    bodies,
+    in_waves,
+    layers,
+    loads,
+    offloaded,
+    rows,
+    square,
+    with_offload,
+)
+
+
+@pytest.fixture(params=["host", "disk"])
+def home(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    return tmp_path if request.param == "disk" else "cpu"
+
+
+# --- the claim ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [2, 10, 50])
+@pytest.mark.parametrize("recompute", [True, False], ids=["checkpoint", "graphs"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrapped_model_loads_each_shard_at_most_twice_a_step_whatever_the_number_of_chunks(
+    kind: str, recompute: bool, chunks: int, home: Any
+) -> None:
+    model = with_offload(KINDS[kind](), home, checkpoint_activation=recompute)
+    before = loads(model)
+    GradCache([model, model], 2, square)(rows(2 * chunks), rows(2 * chunks, 4))
+    taken = [now - then for now, then in zip(loads(model), before, strict=True)]
+    assert taken
+    assert max(taken) <= 2 * SHARDS
+
+
+@pytest.mark.parametrize("recompute", [True, False], ids=["checkpoint", "graphs"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "one"])
+def test_a_step_over_wrapped_models_has_the_gradients_and_buffers_of_the_plain_towers(
+    kind: str, tied: bool, recompute: bool, home: Any
+) -> None:
+    plain = KINDS[kind]()
+    ours = with_offload(plain, home, checkpoint_activation=recompute)
+    inputs = [rows(8), rows(5, 4)] if tied else [rows(8)]
+    GradCache([plain] * len(inputs), 3, square)(*inputs)
+    GradCache([ours] * len(inputs), 3, square)(*inputs)
+    assert_same(plain, ours)
+
+
+@pytest.mark.parametrize("kind", ["normalised", "residual", "two bodies", "sequential"])
+def test_the_gradient_is_that_of_the_batch_in_one_piece(kind: str) -> None:
+    plain = KINDS[kind]()
+    ours = with_offload(plain)
+    expected = square(plain(rows(9)), plain(rows(6, 4)))
+    expected.backward()
+    loss = GradCache([ours, ours], [2, 4], square)(rows(9), rows(6, 4))
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-13, atol=0)
+    assert_same(plain, ours)
+
+
+# --- random numbers ------------------------------------------------------------------------------------------------
+
+
+def test_with_one_chunk_random_numbers_buffers_and_generator_are_those_of_the_plain_tower(home: Any) -> None:
+    plain = Embedding(dropout=0.4)
+    ours = with_offload(plain, home)
+    torch.manual_seed(1)
+    square(plain(rows(8))).backward()
+    expected = torch.get_rng_state()
+    torch.manual_seed(1)
+    GradCache([ours], 8, square)(rows(8))
+    assert torch.equal(torch.get_rng_state(), expected)
+    assert_same(plain, ours)
+
+
+@pytest.mark.parametrize("recompute", [True, False], ids=["checkpoint", "graphs"])
+def test_dropout_draws_the_same_masks_in_both_passes_and_batch_norm_counts_each_chunk_once(
+    recompute: bool, home: Any
+) -> None:
+    plain = Embedding(dropout=0.4)
+    ours = with_offload(plain, home, checkpoint_activation=recompute)
+    x = rows(11)
+    torch.manual_seed(1)
+    square(in_waves(plain, x.split(3))).backward()
+    expected = torch.get_rng_state()
+    torch.manual_seed(1)
+    GradCache([ours], 3, square)(x)
+    assert torch.equal(torch.get_rng_state(), expected)
+    assert_same(plain, ours)
+
+
+def test_the_second_pass_computes_the_representations_of_the_first() -> None:
+    ours = with_offload(Embedding(dropout=0.4))
+    step = GradCache([ours, ours], 3, square, audit=True)
+    for _ in range(2):
+        step(rows(8), rows(5, 4))
+        assert step.step_result is not None
+        assert step.step_result.greatest_difference is not None
+        assert step.step_result.greatest_difference < 1e-14
+
+
+# --- several steps, optimizers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_gradients_accumulate_over_steps(zeros: bool, on_disk: bool, tmp_path: Path) -> None:
+    plain = Embedding()
+    ours = with_offload(plain, tmp_path if on_disk else "cpu")
+    for seed in (3, 4, 5):
+        for model in (plain, ours):
+            GradCache([model], 2, square)(rows(6, seed))
+        if zeros and seed == 3:
+            for model in (plain, ours):
+                model.zero_grad(set_to_none=False)
+    assert_same(plain, ours)
+
+
+@pytest.mark.parametrize("update_in_backward", [False, True])
+def test_an_offload_optimizer_trains_a_wrapped_model_as_the_plain_one(update_in_backward: bool, home: Any) -> None:
+    plain = Embedding()
+    ours = with_offload(plain, home)
+    (body,) = bodies(ours)
+    inner = OffloadOptimizer(body, torch.optim.SGD, lr=0.1, update_in_backward=update_in_backward)
+    own = [parameter for name, parameter in ours.named_parameters() if not name.startswith("body")]
+    optimizers: list[Any] = [inner, torch.optim.SGD(own, lr=0.1)]
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for seed in (3, 4, 5):
+        GradCache([plain], 2, square)(rows(6, seed))
+        reference.step()
+        reference.zero_grad()
+        GradCache([ours], 2, square)(rows(6, seed))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, expected), (_, actual) in zip(plain.named_parameters(), ours.named_parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13, msg=name)
+
+
+def test_gradients_that_rest_in_16_bits_take_the_sum_of_all_chunks() -> None:
+    class Tower(nn.Module):
+        def __init__(self, body: nn.Module) -> None:
+            super().__init__()
+            self.body = body
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x) * 1.0
+
+    torch.manual_seed(0)
+    bare = nn.Sequential(nn.Linear(16, 8, bias=False)).bfloat16()
+    x = torch.rand(512, 16).bfloat16()
+    ours = Tower(offloaded(bare, num_slices=1))
+    (weight,) = ours.parameters()
+
+    def loss(representations: Tensor) -> Tensor:
+        # Inside a visit a parameter is on the compute device, where a hook's sum would stay.
+        assert not getattr(weight, "_post_accumulate_grad_hooks", None)
+        return representations.float().sum()
+
+    GradCache([ours], 1, loss)(x)
+    assert weight.grad is not None
+    exact = x.double().sum(0).expand(8, 16)
+    assert float((weight.grad.double() - exact).norm() / exact.norm()) < 0.01
+
+
+# --- evaluation, frozen parts --------------------------------------------------------------------------------------
+
+
+def test_evaluation_loads_each_shard_once_and_writes_no_gradient() -> None:
+    plain = Embedding().eval()
+    ours = with_offload(plain)
+    with torch.no_grad():
+        expected = square(plain(rows(6)))
+        loss = GradCache([ours], 2, square)(rows(6))
+    torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
+    assert loads(ours) == [SHARDS]
+    assert all(parameter.grad is None for parameter in ours.parameters())
+
+
+class Runs(nn.Module):
+    """Counts how often it is called, and does nothing."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+def test_a_body_that_the_tower_calls_without_gradients_is_loaded_once() -> None:
+    class Frozen(Embedding):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                h = self.body(self.prefix(x))
+            return self.suffix(h.mul_(3).tanh_())
+
+    plain = Frozen()
+    ours = with_offload(plain)
+    for model in (plain, ours):
+        GradCache([model], 2, square)(rows(6))
+    assert_same(plain, ours)
+    assert all(parameter.grad is None for body in bodies(ours) for parameter in body.parameters())
+    assert loads(ours) == [SHARDS]
+
+
+def test_a_frozen_body_passes_gradients_to_what_is_trained_before_it() -> None:
+    plain = Embedding()
+    plain.body.requires_grad_(False)
+    ours = with_offload(plain)
+    for model in (plain, ours):
+        GradCache([model], 2, square)(rows(6))
+    assert_same(plain, ours)
+    assert plain.first.weight.grad is not None
+    assert max(loads(ours)) <= 2 * SHARDS
+
+
+def test_a_prefix_that_has_nothing_to_train_is_not_repeated_for_its_gradient() -> None:
+    class Counted(nn.Module):
+        def __init__(self, body: nn.Module) -> None:
+            super().__init__()
+            self.before, self.body, self.after = Runs(), body, Runs()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.after(self.body(self.before(x)))
+
+    ours = Counted(offloaded(layers()))
+    GradCache([ours], 2, square)(rows(6))
+    # Up to the call, to the end, and to the end with a graph.
+    assert ours.before.calls == 3 * 3
+    assert ours.after.calls == 2 * 3
+
+
+def test_a_tower_that_is_frozen_whole_gets_no_second_pass() -> None:
+    trained, frozen = with_offload(Normalised()), with_offload(Normalised()).requires_grad_(False)
+    GradCache([trained, frozen], 2, square)(rows(6), rows(6, 4))
+    assert loads(frozen) == [SHARDS]
+    assert max(loads(trained)) <= 2 * SHARDS
+
+
+# --- who shares what -----------------------------------------------------------------------------------------------
+
+
+def test_different_towers_around_one_model_share_its_visits(home: Any) -> None:
+    class Around(nn.Module):
+        def __init__(self, body: nn.Module, seed: int) -> None:
+            super().__init__()
+            torch.manual_seed(seed)
+            self.body, self.last = body, nn.Linear(WIDTH, 4).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.body(x))
+
+    bare = layers()
+    body = offloaded(copy.deepcopy(bare), home if home == "cpu" else home / "body")
+    plain: list[nn.Module] = [Around(bare, 1), Around(bare, 2), bare]
+    ours: list[nn.Module] = [Around(body, 1), Around(body, 2), body]
+    inputs = [rows(6), rows(5, 4), rows(7, 5)]
+    before = body.statistics().shard_loads
+
+    def loss(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return square(a, b) + square(c) + a.sum() * c.mean()
+
+    GradCache(plain, 2, loss)(*inputs)
+    GradCache(ours, 2, loss)(*inputs)
+    assert body.statistics().shard_loads - before <= 2 * SHARDS
+    for expected, actual in zip(plain[:2], ours[:2], strict=True):
+        assert_same(expected, actual)
+
+
+def test_a_model_waits_for_the_chunks_of_a_tower_that_calls_another_one_first() -> None:
+    class Both(nn.Module):
+        def __init__(self, body: nn.Module, second: nn.Module) -> None:
+            super().__init__()
+            self.body, self.second = body, second
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.body(x))
+
+    class One(nn.Module):
+        def __init__(self, second: nn.Module) -> None:
+            super().__init__()
+            self.second = second
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(x) * 1.0
+
+    plain = Both(layers(1), layers(2))
+    ours = with_offload(plain)
+    inputs = [rows(4), rows(12, 4)]
+    GradCache([plain, One(plain.second)], 2, square)(*inputs)
+    assert isinstance(ours, Both)
+    GradCache([ours, One(ours.second)], 2, square)(*inputs)
+    assert_same(plain, ours)
+    assert max(loads(ours)) <= 2 * SHARDS
+
+
+def test_a_wrapped_tower_beside_a_plain_one(home: Any) -> None:
+    plain, other = Embedding(), TwoBodies()
+    ours, other_again = with_offload(plain, home), copy.deepcopy(other)
+    GradCache([plain, other], 2, lambda a, b: square(a) + square(b) * a.mean())(rows(6), rows(6, 4))
+    GradCache([ours, other_again], 2, lambda a, b: square(a) + square(b) * a.mean())(rows(6), rows(6, 4))
+    assert_same(plain, ours)
+    assert_same(other, other_again)
+
+
+def test_micro_batches_of_the_model_stay_micro_batches() -> None:
+    """Batch normalisation inside the body sees the rows that it sees in the model's own forward."""
+
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first = nn.Linear(WIDTH, WIDTH).double()
+            self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(self.first(x))
+
+    plain = Tower()
+    ours = with_offload(plain, num_microbatches=2)
+    x = rows(16)
+    values = torch.cat([plain(part) for part in x.split(4)])
+    square(values).backward()
+    GradCache([ours], 8, square)(x)
+    assert_same(plain, ours)
+    assert max(loads(ours)) <= 2 * SHARDS
+
+
+def test_chunks_that_the_model_runs_together_give_the_same_gradient_in_every_step() -> None:
+    plain = Residual()
+    ours = with_offload(plain, activation_bytes="1MiB")
+    for seed in (3, 4, 5):
+        for model in (plain, ours):
+            GradCache([model], 2, square)(rows(7, seed))
+    assert_same(plain, ours)
+
+
+def test_losses_of_two_wrapped_towers_train_both() -> None:
+    plain = [Embedding(), Residual()]
+    ours = [with_offload(model) for model in plain]
+    loss = SimpleContrastiveLoss()
+    for models in (plain, ours):
+        GradCache(models, 2, lambda a, b: loss(a, b[:, :4]))(rows(6), rows(6, 4))
+    for expected, actual in zip(plain, ours, strict=True):
+        assert_same(expected, actual)

@@ -1,0 +1,386 @@
+"""What users pass to a step over a wrapped OffloadModel, and what a tower does around its call."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gradcache import GradCache
+from gradcache.sentence_transformers import CachedMultipleNegativesRankingLoss
+from tests.gradcache.wrapped_towers import (
+    SHARDS,
+    WIDTH,
+    Embedding,
+    Residual,
+    TwoBodies,
+    assert_same,
+    in_waves,
+    layers,
+    loads,
+    rows,
+    square,
+    with_offload,
+)
+
+# --- what users pass -----------------------------------------------------------------------------------------------
+
+
+def test_process_fn_and_get_rep_fn_with_parameters_run_around_the_tower() -> None:
+    torch.manual_seed(11)
+    process, rep = nn.Linear(4, WIDTH).double(), nn.Sequential(nn.Dropout(0.3), nn.Linear(4, 3)).double()
+    plain = Embedding()
+    ours, process_again, rep_again = with_offload(plain), copy.deepcopy(process), copy.deepcopy(rep)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    torch.manual_seed(2)
+    square(rep(plain(process(x)))).backward()
+    torch.manual_seed(2)
+    GradCache([ours], 5, square, get_rep_fn=rep_again, process_fn=process_again)(x)
+    assert_same(plain, ours)
+    assert_same(rep, rep_again)
+
+
+def test_inputs_that_need_a_gradient_get_it() -> None:
+    before = nn.Linear(WIDTH, WIDTH).double()
+    before_again = copy.deepcopy(before)
+    plain = Residual()
+    ours = with_offload(plain)
+    square(plain(before(rows(6)).tanh())).backward()
+    GradCache([ours], 2, square)(before_again(rows(6)).tanh())
+    assert_same(plain, ours)
+    assert_same(before, before_again)
+
+
+def test_a_tower_may_write_over_its_input_and_over_what_the_body_returns() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first = nn.Linear(WIDTH, WIDTH).double()
+            self.body = nn.Sequential(*layers(), nn.Linear(WIDTH, WIDTH).double())
+
+        def forward(self, x: Tensor) -> Tensor:
+            x.mul_(2)
+            h = self.body(self.first(x * 1))
+            h.mul_(3).tanh_()
+            return h + x.add_(1)
+
+    plain = InPlace()
+    ours = with_offload(plain)
+    x = rows(6)
+    given = x.clone()
+    square(plain(x.clone())).backward()
+    GradCache([ours], 2, square)(given)
+    assert torch.equal(given, x)
+    assert_same(plain, ours)
+
+
+def test_features_in_a_dict_that_the_tower_adds_to_are_met_as_they_were() -> None:
+    class Features(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.body = nn.Embedding(10, WIDTH).double(), layers()
+
+        def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+            assert "hidden" not in features
+            features["hidden"] = self.body(self.first(features["ids"]))
+            mask = features["mask"].unsqueeze(-1)
+            features["sentence_embedding"] = (features["hidden"] * mask).sum(1) / mask.sum(1)
+            return features
+
+    plain = Features()
+    ours = with_offload(plain)
+
+    def columns() -> list[dict[str, Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        return [
+            {
+                "ids": torch.randint(10, (6, 4), generator=generator),
+                "mask": torch.ones(6, 4, dtype=torch.float64).tril(2),
+            }
+            for _ in range(2)
+        ]
+
+    for model in (plain, ours):
+        CachedMultipleNegativesRankingLoss(model, mini_batch_size=2)(columns()).backward()
+    assert_same(plain, ours)
+    assert max(loads(ours)) <= 2 * SHARDS
+
+
+def test_encode_leaves_the_second_pass_to_the_callers_backward() -> None:
+    plain = Embedding(dropout=0.4)
+    ours = with_offload(plain)
+    torch.manual_seed(1)
+    square(in_waves(plain, rows(6).split(2))).backward()
+    torch.manual_seed(1)
+    (encoded,) = GradCache([ours], 2, square).encode(rows(6))
+    loss = square(encoded)
+    assert loads(ours) == [SHARDS]
+    loss.backward()
+    assert_same(plain, ours)
+    assert max(loads(ours)) <= 2 * SHARDS
+
+
+def test_a_backward_outside_autocast_repeats_what_ran_inside_it() -> None:
+    class Narrow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.body, self.last = nn.Linear(WIDTH, WIDTH), layers().float(), nn.Linear(WIDTH, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.body(self.first(x)))
+
+    plain = Narrow()
+    ours = with_offload(plain)
+    for model in (plain, ours):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            (encoded,) = GradCache([model], 2, square).encode(rows(6).float())
+        square(encoded.float()).backward()
+    assert_same(plain, ours, 1e-6)
+
+
+def test_a_checkpoint_around_batch_norm_in_the_prefix_counts_each_chunk_once() -> None:
+    class Checkpointed(Embedding):
+        def prefix(self, x: Tensor) -> Tensor:
+            return checkpoint(super().prefix, x, use_reentrant=False)
+
+    plain = Checkpointed()
+    ours = with_offload(plain)
+    for model in (plain, ours):
+        GradCache([model], 2, square)(rows(6))
+    assert_same(plain, ours)
+    assert max(loads(ours)) <= 2 * SHARDS
+
+
+def test_hooks_that_do_not_walk_keep_their_meaning_and_the_number_of_loads() -> None:
+    class Own(GradCache):
+        def split_inputs(self, model_input: Any, chunk_size: int) -> list[Any]:
+            return list(model_input.split([1, 3, 2]))
+
+        def get_reps(self, model_out: Any) -> Any:
+            return model_out[:, :2]
+
+    plain = Residual()
+    ours = with_offload(plain)
+    square(plain(rows(6))[:, :2]).backward()
+    Own([ours], 2, square)(rows(6))
+    assert_same(plain, ours)
+    assert max(loads(ours)) <= 2 * SHARDS
+
+
+# --- what a tower does around the call ------------------------------------------------------------------------------
+
+
+def test_a_tower_may_keep_things_in_attributes_between_prefix_and_suffix() -> None:
+    class Stash(Residual):
+        mask: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mask = (x > 0).double()
+            return self.body(self.first(x)) * self.mask
+
+    plain = Stash()
+    ours = with_offload(plain)
+    square(plain(rows(6))).backward()
+    GradCache([ours], 2, square)(rows(6))
+    assert_same(plain, ours)
+    assert max(loads(ours)) <= 2 * SHARDS
+
+
+def test_autocast_around_the_call_is_in_force_when_the_model_runs() -> None:
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.body = nn.Linear(WIDTH, WIDTH), layers().float()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                h = self.body(x)
+            return h.float()
+
+    plain = Cast()
+    ours = with_offload(plain)
+    x = rows(6).float()
+    for model in (plain, ours):
+        GradCache([model], 2, square)(x)
+    assert_same(plain, ours, 1e-6)
+    assert max(loads(ours)) <= 2 * SHARDS
+
+
+def test_training_flags_that_a_tower_sets_for_its_call_hold_when_the_model_runs() -> None:
+    class Toggles(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            self.body.eval()
+            h = self.body(x)
+            self.body.train()
+            return nn.functional.dropout(h, 0.0, self.training)
+
+    plain = Toggles()
+    plain.body = layers(0, dropout=0.5)
+    ours = with_offload(plain)
+    for _ in range(2):
+        for model in (plain, ours):
+            GradCache([model], 2, square)(rows(6))
+    assert_same(plain, ours)
+    assert all(module.training for module in ours.modules())
+    assert max(loads(ours)) <= 2 * 2 * SHARDS
+
+
+def test_training_flags_that_a_tower_sets_before_its_call_hold_in_its_suffix_and_not_in_the_next_chunk() -> None:
+    class Around(Embedding):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm_before(self.first(x))
+            self.norm_before.eval()
+            self.drop.eval()
+            h = self.drop(self.body(x))
+            self.norm_before.train()
+            self.drop.train()
+            return self.last(h)
+
+    plain = Around(dropout=0.5)
+    plain.body = layers()
+    ours = with_offload(plain)
+    for model in (plain, ours):
+        GradCache([model], 2, square)(rows(6))
+    assert_same(plain, ours)
+    assert max(loads(ours)) <= 2 * SHARDS
+
+
+class ReadsMask(nn.Module):
+    """A layer that is told something by the tower, past its arguments."""
+
+    mask: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.mask
+
+
+class TellsLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*layers(), ReadsMask())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.body[len(list(self.body.children())) - 1].mask = (x > 0).double()
+        return self.body(x)
+
+
+class TellsOffloaded(TellsLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        list(self.body.children())[-1].mask = (x > 0).double()  # type: ignore[assignment]
+        return self.body(x)
+
+
+def test_layers_that_are_told_something_for_one_call_run_in_that_call_and_it_is_said_once() -> None:
+    plain = TellsOffloaded()
+    ours = with_offload(plain)
+    square(plain(rows(6))).backward()
+    step = GradCache([ours], 2, square)
+    with pytest.warns(RuntimeWarning, match=r"OffloadModel in TellsOffloaded .* changes it for the time of its call"):
+        step(rows(6))
+    assert_same(plain, ours)
+    square(plain(rows(6))).backward()
+    step(rows(6))
+    assert_same(plain, ours)
+
+
+def test_arguments_that_the_next_chunk_overwrites_are_used_in_their_call_and_it_is_said_once() -> None:
+    class Static(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = layers()
+            self.register_buffer("place", torch.zeros(2, WIDTH, dtype=torch.float64), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert isinstance(self.place, Tensor)
+            self.place.copy_(x)
+            return self.body(self.place)
+
+    plain = Static()
+    ours = with_offload(plain)
+    square(torch.cat([copy.deepcopy(plain).body(part) for part in rows(6).split(2)]))
+    square(plain.body(rows(6))).backward()
+    with pytest.warns(RuntimeWarning, match="overwritten by the next chunk"):
+        GradCache([ours], 2, square)(rows(6))
+    for (name, parameter), (_, other) in zip(plain.named_parameters(), ours.named_parameters(), strict=True):
+        torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-12, atol=1e-14, msg=name)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_call_inside_a_checkpoint_of_torch_is_run_where_it_is(reentrant: bool) -> None:
+    class Checkpointed(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.body, self.first(x), use_reentrant=reentrant)
+
+    plain = Checkpointed()
+    ours = with_offload(plain)
+    square(plain(rows(6))).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        GradCache([ours], 2, square)(rows(6))
+    assert_same(plain, ours)
+    said = [str(warning.message) for warning in caught if "OffloadModel in Checkpointed" in str(warning.message)]
+    assert len(said) == (not reentrant)
+
+
+class EitherOrder(TwoBodies):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if float(x.detach().sum()) > 0:
+            return self.second(self.body(x))
+        return self.body(self.second(x))
+
+
+def test_chunks_that_call_models_in_different_orders_are_right_and_it_is_said_once() -> None:
+    plain = EitherOrder()
+    ours = with_offload(plain)
+    parts = rows(12, 6).split(2)
+    square(torch.cat([plain(part) for part in parts])).backward()
+    step = GradCache([ours], 2, square)
+    with pytest.warns(RuntimeWarning, match="in EitherOrder .* in another order"):
+        step(torch.cat(parts))
+    assert_same(plain, ours)
+    assert sum(loads(ours)) <= 6 * SHARDS
+
+
+class Sometimes(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(int(x.detach()[0, 0] > 0) + int(x.detach()[0, 1] > 0)):
+            x = self.body(x)
+        return x
+
+
+def test_chunks_that_call_a_model_another_number_of_times_share_the_visits_of_each_call() -> None:
+    plain = Sometimes()
+    ours = with_offload(plain)
+    parts = rows(16, 6).split(2)
+    square(torch.cat([plain(part) for part in parts])).backward()
+    GradCache([ours], 2, square)(torch.cat(parts))
+    assert_same(plain, ours)
+    assert max(loads(ours)) <= 2 * 2 * SHARDS
+
+
+def test_a_subclass_that_calls_models_in_its_own_way_goes_on_chunk_by_chunk_and_it_is_said_once() -> None:
+    class Doubled(GradCache):
+        def model_call(self, model: nn.Module, model_input: Any) -> Any:
+            return 2 * super().model_call(model, model_input)
+
+    plain = Residual()
+    ours = with_offload(plain)
+    (2 * plain(rows(4))).square().sum().backward()
+    step = Doubled([ours], 2, lambda r: r.square().sum())
+    with pytest.warns(RuntimeWarning, match="OffloadModel in Residual .* Doubled replaces model_call"):
+        step(rows(4))
+    assert_same(plain, ours)
+    step(rows(4))

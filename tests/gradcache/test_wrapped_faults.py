@@ -1,0 +1,188 @@
+"""What a step over a wrapped OffloadModel leaves behind: after an exception, after a refusal, and by itself."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradcache import GradCache
+from tests.gradcache.wrapped_towers import (
+    Embedding,
+    Residual,
+    TwoBodies,
+    assert_same,
+    layers,
+    rows,
+    square,
+    with_offload,
+)
+
+# --- what goes wrong -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Countdown:
+    """Calls that remain; an object of its own, since a recomputation puts attributes of layers back."""
+
+    remaining: int = -1
+
+
+class Fault(nn.Module):
+    """Raises in its n-th call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Countdown()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.remaining -= 1
+        if self.calls.remaining == 0:
+            raise OSError("fault")
+        return x
+
+
+class Faulty(Embedding):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = Fault(), Fault()
+        self.body = nn.Sequential(*layers(), Fault())
+
+    def prefix(self, x: Tensor) -> Tensor:
+        return super().prefix(self.before(x))
+
+    def suffix(self, h: Tensor) -> Tensor:
+        return super().suffix(self.after(h))
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize("where", ["before", "body", "after"])
+@pytest.mark.parametrize("call", [1, 2, 4, 5, 6, 7, 8, 9, 10, 12])
+def test_after_an_exception_gradients_are_as_before_and_the_model_is_usable(
+    where: str, call: int, accumulated: bool
+) -> None:
+    plain = Faulty()
+    ours = with_offload(plain)
+    if accumulated:
+        for model in (plain, ours):
+            GradCache([model], 2, square)(rows(6, 9))
+    before = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    kept = {name: None if gradient is None else gradient.clone() for name, gradient in before.items()}
+    assert isinstance(ours, Faulty)
+    fault = list(ours.body.children())[-1] if where == "body" else getattr(ours, where)
+    assert isinstance(fault, Fault)
+    fault.calls.remaining = call
+    failed = False
+    try:
+        GradCache([ours], 2, square)(rows(6))
+    except OSError:
+        failed = True
+    repetitions = {"before": 12, "body": 6, "after": 6}
+    assert failed == (call <= repetitions[where])
+    if failed:
+        for name, parameter in ours.named_parameters():
+            assert parameter.grad is before[name], name
+            if kept[name] is not None:
+                assert torch.equal(parameter.grad, kept[name]), name
+    fault.calls.remaining = -1
+    ours.load_state_dict(plain.state_dict())
+    if not failed:
+        ours.zero_grad()
+        plain.zero_grad()
+    for model in (plain, ours):
+        GradCache([model], 2, square)(rows(6, 5))
+    assert_same(plain, ours)
+
+
+def test_an_interrupt_in_the_suffix_leaves_the_model_usable() -> None:
+    class Interrupted(Residual):
+        interrupts = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            if self.interrupts:
+                raise KeyboardInterrupt
+            return h
+
+    plain = Interrupted()
+    ours = with_offload(plain)
+    assert isinstance(ours, Interrupted)
+    ours.interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        GradCache([ours], 2, square)(rows(6))
+    assert all(parameter.grad is None for parameter in ours.parameters())
+    ours.interrupts = False
+    for model in (plain, ours):
+        GradCache([model], 2, square)(rows(6))
+    assert_same(plain, ours)
+
+
+def test_a_tower_that_catches_what_suspends_it_is_refused() -> None:
+    class Catches(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.body(self.first(x))
+            except BaseException:
+                return self.first(x)
+
+    ours = with_offload(Catches())
+    with pytest.raises(RuntimeError, match=r"Catches was suspended .* catch Exception there, not BaseException"):
+        GradCache([ours], 2, square)(rows(6))
+    assert all(parameter.grad is None for parameter in ours.parameters())
+
+
+def test_a_tower_that_calls_another_model_when_it_is_repeated_is_refused() -> None:
+    class Fickle(TwoBodies):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            first, second = (self.body, self.second) if self.calls <= 3 else (self.second, self.body)
+            return second(first(x))
+
+    ours = with_offload(Fickle())
+    with pytest.raises(RuntimeError, match=r"Fickle, which is repeated .* in another order"):
+        GradCache([ours], 2, square)(rows(6))
+    assert all(parameter.grad is None for parameter in ours.parameters())
+
+
+def test_a_prefix_that_trains_something_only_when_it_is_repeated_is_refused() -> None:
+    class Thawing(Residual):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            x = self.first(x)
+            return self.body(x if self.calls > 6 else x.detach())
+
+    ours = with_offload(Thawing())
+    with pytest.raises(RuntimeError, match="with inputs that need other gradients"):
+        GradCache([ours], 2, square)(rows(6))
+    assert all(parameter.grad is None for parameter in ours.parameters())
+
+
+def test_a_step_leaves_nothing_of_ours_to_the_garbage_collector() -> None:
+    ours = with_offload(Embedding(dropout=0.3))
+    step = GradCache([ours, ours], 2, square)
+    step(rows(6), rows(6, 4))
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        step(rows(6), rows(6, 4))
+        gc.collect()
+        packages = ("gradcache", "offload", "pipe")
+        left = [
+            thing
+            for thing in gc.garbage
+            if isinstance(thing, torch.Tensor | torch.UntypedStorage)
+            or type(thing).__module__.split(".")[0] in packages
+        ]
+        assert not left, [type(thing) for thing in left]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()

@@ -1,0 +1,162 @@
+"""Towers around bodies, plain and offloaded, and what tests of both compare."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload import OffloadModel
+
+WIDTH = 6
+SHARDS = 3
+
+
+def layers(seed: int = 0, dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout)) for _ in range(SHARDS)]
+    return nn.Sequential(*blocks).double()
+
+
+def offloaded(model: nn.Sequential, home: Any = "cpu", **options: Any) -> OffloadModel:
+    return OffloadModel(model, "cpu", home, **{"num_slices": SHARDS, "checkpoint_activation": True, **options})
+
+
+class Normalised(nn.Module):
+    """No parameters of its own, and what enters the body is the chunk itself."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.body = layers(0, dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.normalize(self.body(x), dim=-1)
+
+
+class Embedding(nn.Module):
+    """Trained before and after the body, with random numbers and buffers on both sides."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first = nn.Linear(WIDTH, WIDTH).double()
+        self.norm_before = nn.BatchNorm1d(WIDTH).double()
+        self.drop = nn.Dropout(dropout)
+        self.body = layers(0, dropout)
+        self.norm_after = nn.BatchNorm1d(WIDTH).double()
+        self.last = nn.Linear(WIDTH, 4).double()
+
+    def prefix(self, x: Tensor) -> Tensor:
+        return self.drop(self.norm_before(self.first(x)))
+
+    def suffix(self, h: Tensor) -> Tensor:
+        return self.last(self.drop(self.norm_after(h)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.suffix(self.body(self.prefix(x)))
+
+
+class Residual(nn.Module):
+    """What comes before the body is used behind it as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.first = nn.Linear(WIDTH, WIDTH).double()
+        self.body = layers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        return x + self.body(x) * x
+
+
+class TwoBodies(nn.Module):
+    """One after the other, with something trained around each, and a way past the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.first, self.between, self.last = (nn.Linear(WIDTH, WIDTH).double() for _ in range(3))
+        self.body, self.second = layers(1), layers(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(self.first(x))
+        return self.last(self.second(self.between(h).tanh()) + h)
+
+
+def in_sequence() -> nn.Module:
+    torch.manual_seed(10)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH).double(), layers(), nn.Linear(WIDTH, 3).double())
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "normalised": Normalised,
+    "embedding": Embedding,
+    "residual": Residual,
+    "two bodies": TwoBodies,
+    "sequential": in_sequence,
+}
+
+
+def bodies(model: nn.Module) -> list[OffloadModel]:
+    return [module for module in model.modules() if isinstance(module, OffloadModel)]
+
+
+def with_offload(model: nn.Module, home: Any = "cpu", **options: Any) -> nn.Module:
+    """A copy of a tower whose bodies are offloaded."""
+    ours = copy.deepcopy(model)
+    for name, child in list(ours.named_children()):
+        if isinstance(child, nn.Sequential):
+            place = f"{home}/{name}" if isinstance(home, Path) else home
+            setattr(ours, name, offloaded(child, place, **options))
+    return ours
+
+
+def loads(model: nn.Module) -> list[int]:
+    return [body.statistics().shard_loads for body in bodies(model)]
+
+
+def square(*representations: Tensor) -> Tensor:
+    """A loss that ties all rows of all towers together."""
+    joined = torch.cat(representations)
+    return (joined @ joined.T).square().mean()
+
+
+def rows(count: int, seed: int = 3) -> Tensor:
+    return torch.randn(count, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same(expected: nn.Module, actual: nn.Module, tolerance: float = 1e-12) -> None:
+    """Gradients and buffers of two towers, by name."""
+    theirs = dict(expected.named_parameters())
+    # Some gradients cancel to zero, so what counts as a rounding error is a matter of the largest one.
+    largest = max((float(p.grad.abs().max()) for p in theirs.values() if p.grad is not None), default=0.0)
+    for name, parameter in actual.named_parameters():
+        other = theirs.pop(name)
+        if other.grad is None:
+            assert parameter.grad is None, name
+        else:
+            assert parameter.grad is not None, name
+            torch.testing.assert_close(
+                parameter.grad,
+                other.grad,
+                rtol=0,
+                atol=tolerance * max(largest, 1e-3),
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
+    assert not theirs
+    buffers = dict(expected.named_buffers())
+    for name, buffer in actual.named_buffers():
+        torch.testing.assert_close(buffer, buffers[name], rtol=1e-12, atol=1e-12)
+
+
+def in_waves(tower: Embedding, chunks: Sequence[Tensor]) -> Tensor:
+    """All chunks through the prefix, through each layer, through the suffix, in one graph."""
+    values = [tower.prefix(chunk) for chunk in chunks]
+    for layer in tower.body:
+        values = [layer(value) for value in values]
+    return torch.cat([tower.suffix(value) for value in values])

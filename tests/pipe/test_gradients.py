@@ -1,0 +1,223 @@
+"""Hooks of parameters see one backward for a step, and whatever cannot accumulate is refused before a layer runs."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipe import Pipe
+from tests.pipe.turns import Turner
+
+WIDTH = 4
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def pair(**arguments: object) -> tuple[Pipe, nn.Sequential]:
+    bare = layers()
+    return Pipe(copy.deepcopy(bare), [2, 1], ["cpu", "cpu"], **{"chunks": 3, **arguments}), bare  # type: ignore[arg-type]
+
+
+def assert_same(pipe: Pipe, bare: nn.Sequential) -> None:
+    for (name, p), (_, q) in zip(pipe.named_parameters(), bare.named_parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+def step_in_backward(model: nn.Module) -> list[str]:
+    """An optimizer for each parameter, stepped as soon as its gradient is complete."""
+    steps: list[str] = []
+    for name, parameter in model.named_parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.5)
+
+        def hook(_: Tensor, name: str = name, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.append(name)
+
+        parameter.register_post_accumulate_grad_hook(hook)
+    return steps
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "fill_drain"])
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_an_optimizer_in_backward_steps_once_a_step_with_the_whole_gradient(checkpoint: str, schedule: str) -> None:
+    pipe, bare = pair(checkpoint=checkpoint)
+    steps, expected = step_in_backward(pipe), step_in_backward(bare)
+    for _ in range(2):
+        x, target = torch.randn(7, WIDTH), torch.randn(7, WIDTH)
+        pipe.train_step(x, target, nn.MSELoss(), schedule=schedule)
+        nn.MSELoss()(bare(x), target).backward()
+        assert_same(pipe, bare)
+    assert sorted(steps) == sorted(expected)
+
+
+def test_a_hook_that_is_not_linear_sees_the_gradient_of_the_batch() -> None:
+    pipe, bare = pair()
+    seen: dict[nn.Module, list[Tensor]] = {pipe: [], bare: []}
+    for model in (pipe, bare):
+        model[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+        model[0].weight.register_hook(lambda g, model=model: seen[model].append(g.clone()))
+        model[0].weight.grad = torch.ones(WIDTH, WIDTH)
+    for _ in range(2):
+        x, target = torch.randn(7, WIDTH), torch.randn(7, WIDTH)
+        pipe.train_step(x, target, nn.MSELoss())
+        nn.MSELoss()(bare(x), target).backward()
+        assert_same(pipe, bare)
+    assert len(seen[pipe]) == len(seen[bare]) == 2
+    torch.testing.assert_close(seen[pipe], seen[bare])
+
+
+def test_hooks_are_there_again_after_a_step_that_failed_and_did_not_run_in_it() -> None:
+    pipe, _ = pair()
+    calls: list[int] = []
+    handle = pipe[0].weight.register_hook(lambda _: calls.append(1))
+    pipe[2].weight.register_post_accumulate_grad_hook(lambda _: calls.append(2))
+    x = torch.randn(6, WIDTH)
+
+    def fails(output: Tensor, target: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pipe.train_step(x, x, fails, reduction="mean")
+    assert not calls
+    pipe.train_step(x, x, nn.MSELoss())
+    assert calls == [1, 2]
+    handle.remove()
+    pipe.train_step(x, x, nn.MSELoss())
+    assert calls == [1, 2, 2]
+
+
+def test_hooks_that_would_see_parts_of_a_gradient_are_refused_before_a_layer_runs() -> None:
+    pipe, _ = pair(checkpoint="always")
+    pipe[2].weight.register_hook(lambda g: g.clamp(-1, 1))
+    x = torch.randn(6, WIDTH)
+    with pipe.recording() as trace, pytest.raises(RuntimeError, match=r"without hooks.*checkpoint='never'"):
+        pipe(x)
+    assert not trace
+    with torch.no_grad():
+        pipe(x)
+    pipe.checkpoint = "never"
+    pipe(x).sum().backward()
+    pipe.checkpoint, pipe.chunks = "always", 1
+    pipe(x).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when the optimizers are imported
+def test_optimizers_that_hang_on_the_graph_are_refused_before_a_layer_runs() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    pipe, _ = pair(checkpoint="always")
+    _apply_optimizer_in_backward(torch.optim.SGD, pipe.parameters(), {"lr": 0.1})
+    x = torch.randn(6, WIDTH)
+    with pipe.recording() as trace:
+        with pytest.raises(RuntimeError, match="_apply_optimizer_in_backward"):
+            pipe(x)
+        with pytest.raises(RuntimeError, match="_apply_optimizer_in_backward"):
+            pipe.train_step(x, x, nn.MSELoss())
+    assert not trace
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_stage_that_is_updated_in_backward_is_refused_before_a_layer_runs(checkpoint: str) -> None:
+    turner = Turner(nn.Linear(WIDTH, WIDTH))
+    turner.updates_in_backward = True  # type: ignore[assignment]
+    pipe = Pipe(nn.Sequential(turner, nn.Linear(WIDTH, WIDTH)), [1, 1], chunks=2, checkpoint=checkpoint)
+    x = torch.randn(4, WIDTH)
+    with pipe.recording() as trace:
+        with pytest.raises(RuntimeError, match="update_in_backward=True"):
+            pipe(x)
+        with pytest.raises(RuntimeError, match="update_in_backward=True"):
+            pipe.train_step(x, x, nn.MSELoss())
+    assert not trace
+    with torch.no_grad():
+        pipe(x)
+
+
+def test_gradients_of_a_sum_with_its_count_pass_hooks_once_and_in_their_final_size() -> None:
+    pipe, bare = pair()
+    for model in (pipe, bare):
+        model[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    x, target = torch.randn(7, WIDTH), torch.randn(7, WIDTH)
+    pipe.train_step(x, target, lambda y, t: ((y - t).square().sum(), y.numel()))
+    nn.MSELoss()(bare(x), target).backward()
+    assert_same(pipe, bare)
+
+
+def test_a_sum_with_its_count_is_refused_where_gradients_go_home_before_the_count_is_known() -> None:
+    pipe = Pipe(nn.Sequential(Turner(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)), [1, 1], chunks=3)
+    x = torch.randn(6, WIDTH)
+
+    def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        return (output - target).square().sum(), output.numel()
+
+    with pytest.raises(ValueError, match=r"take turns.*schedule='fill_drain'"):
+        pipe.train_step(x, x, loss_fn)
+    assert all(p.grad is None for p in pipe.parameters())
+    bare = nn.Sequential(*copy.deepcopy([pipe[0][0], pipe[1]]))  # type: ignore[index]
+    pipe.train_step(x, x, loss_fn, schedule="fill_drain")
+    nn.MSELoss()(bare(x), x).backward()
+    for p, q in zip(pipe.parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+REPLICAS = """
+import os, sys, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from pipe import Pipe
+rank = int(sys.argv[1])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+torch.manual_seed(0)
+x = torch.randn(4, 3)
+for outer in (lambda p: p, lambda p: nn.Sequential(p, nn.Identity())):
+    pipe = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], ["cpu", "cpu"], chunks=2, checkpoint="never")
+    pipe.train_step(x, x, nn.MSELoss())
+    pipe.zero_grad()
+    ddp = DistributedDataParallel(outer(pipe))
+    with pipe.recording() as trace:
+        try:
+            pipe.train_step(x, x, nn.MSELoss())
+        except RuntimeError as error:
+            assert "DistributedDataParallel" in str(error) and "no_sync" in str(error), error
+        else:
+            raise AssertionError("gradients stayed on their rank in silence")
+    assert not trace and all(p.grad is None for p in pipe.parameters())
+    with ddp.no_sync():
+        pipe.train_step(x, x, nn.MSELoss())
+    pipe.zero_grad()
+    nn.MSELoss()(ddp(x + rank), x).backward()
+    gathered = [torch.empty(3, 3) for _ in range(2)]
+    dist.all_gather(gathered, pipe[0].weight.grad)
+    assert torch.equal(*gathered)
+    del ddp
+    import gc; gc.collect()
+    pipe.train_step(x, x, nn.MSELoss())
+dist.destroy_process_group()
+"""
+
+
+def test_a_step_beside_distributed_data_parallel_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", REPLICAS]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=300)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(errors)

@@ -1,0 +1,116 @@
+"""Rows are prefetched for the batch that they belong to, once, ahead of its forward; results are a plain loop's."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from pipe.train import Lanes, PrefetchTrainPipelineSparseDist, TrainPipelineSparseDist
+
+
+def prefetching(lab, model, **options):
+    return PrefetchTrainPipelineSparseDist(model, lab.optimizer(model), "cpu", **options)
+
+
+@pytest.mark.parametrize("grad_accum", [1, 3])
+@pytest.mark.parametrize("serial", [False, True])
+def test_a_model_whose_modules_prefetch_is_trained_as_in_a_plain_loop(lab, grad_accum, serial):
+    reference, model = lab.cached_model(), lab.cached_model()
+    torch.manual_seed(2)
+    expected = lab.plain_loop(reference, [lab.batches(7)], grad_accum)
+    torch.manual_seed(2)
+    pipeline = prefetching(lab, model, grad_accum=grad_accum, lanes=Lanes.serial() if serial else None)
+    outputs = lab.run(pipeline, iter(lab.batches(7)))
+    torch.testing.assert_close(outputs, expected)
+    lab.assert_same(model, reference)
+    events = [event for event, _ in model.inner["sparse"].log]
+    assert events.count("forward") == 1, "the first forward shows what to distribute"
+    assert events.count("prefetch") == 6
+    assert pipeline.statistics().undistributed == {}
+
+
+def test_rows_are_prefetched_between_the_forward_before_and_the_forward_that_needs_them(lab):
+    model, batches = lab.cached_model(), lab.batches(6)
+    number = {id(batch["x"]): k for k, batch in enumerate(batches)}
+    lab.run(prefetching(lab, model), iter(batches))
+    log = [f"{event}.{number[key]}" for event, key in model.inner["sparse"].log if event in ("compute", "prefetch")]
+    assert " ".join(log) == (
+        "compute.0 prefetch.1 compute.1 prefetch.2 compute.2 prefetch.3 compute.3 prefetch.4 compute.4 prefetch.5 "
+        "compute.5"
+    )
+
+
+def test_a_module_without_prefetch_is_distributed_ahead_all_the_same(lab):
+    model = lab.sparse_model()
+    pipeline = prefetching(lab, model)
+    assert len(lab.run(pipeline, iter(lab.batches(6)))) == 6
+    assert pipeline.statistics().undistributed == {}
+    assert [event for event, _ in model.inner["sparse"].log].count("forward") == 1
+
+
+def test_a_module_that_is_called_with_other_objects_than_were_prefetched_is_refused(lab):
+    class Fickle(nn.Module):
+        """Distributes something else from its third batch on."""
+
+        def __init__(self):
+            super().__init__()
+            self.sparse, self.calls = lab.FakeCached(), 0
+            self.net = lab.Net(lambda batch: batch)
+
+        def forward(self, batch):
+            self.calls += 1
+            features = batch["x"] if self.calls < 3 else batch["x"] * 1.0
+            return self.net((self.sparse(features), batch["y"]))
+
+    model = Fickle()
+    pipeline, batches = prefetching(lab, model), iter(lab.batches(5))
+    for _ in range(2):
+        pipeline.progress(batches)
+    with pytest.raises(RuntimeError, match=r"'sparse' has prefetched rows for other objects.*TrainPipelineSparseDist"):
+        pipeline.progress(batches)
+
+
+def test_a_prefetch_that_fails_fails_in_its_turn(lab):
+    model = lab.cached_model()
+    sparse, batches = model.inner["sparse"], lab.batches(6)
+    plain = sparse.prefetch
+
+    def prefetch(dist_input, **options):
+        if dist_input[0] is batches[3]["x"]:
+            raise OSError("disk")
+        plain(dist_input, **options)
+
+    sparse.prefetch = prefetch
+    pipeline, iterator = prefetching(lab, model), iter(batches)
+    for _ in range(3):
+        pipeline.progress(iterator)
+    with pytest.raises(OSError, match="disk"):
+        pipeline.progress(iterator)
+    assert len(lab.run(pipeline, iterator)) == 2
+
+
+class Table(nn.Module):
+    """As fbgemm's tables look from outside."""
+
+    def __init__(self, prefetch_pipeline, rows):
+        super().__init__()
+        self.prefetch_pipeline = prefetch_pipeline
+        self.register_buffer("lxu_cache_weights", torch.zeros(rows, 2))
+
+
+@pytest.mark.parametrize(
+    ("prefetch_pipeline", "rows", "refused"), [(False, 4, True), (False, 0, False), (True, 4, False)]
+)
+def test_tables_that_are_cached_and_not_made_to_be_prefetched_are_refused(lab, prefetch_pipeline, rows, refused):
+    model = lab.cached_model()
+    model.inner["sparse"].lookups = [nn.ModuleList([Table(prefetch_pipeline, rows)])]  # in a list, as torchrec's
+    make = partial(prefetching, lab, model)
+    if refused:
+        with pytest.raises(ValueError, match=r"Table of module 'inner.sparse'.*prefetch_pipeline=False"):
+            make()
+    else:
+        make()
+    TrainPipelineSparseDist(model, lab.optimizer(model), "cpu")
