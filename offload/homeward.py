@@ -11,7 +11,6 @@ Guarantees
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
@@ -142,13 +141,9 @@ class Homeward:
         return {p: gradient.to(p.device, p.dtype) for p, gradient in taken.items()}
 
     def abandon(self) -> None:
-        """After a failure: waits for what is on its way, whatever becomes of it."""
+        """After a failure, when nothing is on its way any more: forgets it."""
         while self._drains:
-            arrival, nbytes, _ = self._drains.popleft()
-            with contextlib.suppress(Exception):
-                # Drain lane -> host. Without this, a gradient changes after the exception was raised.
-                arrival.finish()
-            self._meter.release(nbytes)
+            self._meter.release(self._drains.popleft()[1])
         self._norms.clear()
         self._kept.clear()
         self._taken = {}

@@ -23,11 +23,12 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from offload.threads import Future, IOThreads
 
 __all__ = ["Arrival", "Clock", "Lane", "Lanes", "StreamLane", "ThreadLane", "naming", "open_lanes"]
 
@@ -52,6 +53,10 @@ class Lane(ABC):
         """Queues a copy. ``token`` names it in errors and traces."""
 
     @abstractmethod
+    def settle(self) -> None:
+        """Makes the host wait for all copies that were submitted, whatever came of them."""
+
+    @abstractmethod
     def close(self) -> None:
         """Takes no more copies; those that were submitted still finish. Never waits for a thread."""
 
@@ -69,7 +74,7 @@ def naming(what: str) -> Iterator[None]:
 
 
 class _Future(Arrival):
-    def __init__(self, future: Future[None]) -> None:
+    def __init__(self, future: Future) -> None:
         self._future = future
 
     def wait(self) -> None:
@@ -86,7 +91,7 @@ class ThreadLane(Lane):
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"offload-{name}")
+        self._thread = IOThreads(1, f"offload-{name}")
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -114,13 +119,17 @@ class ThreadLane(Lane):
 
         return _Future(self._thread.submit(job))
 
+    def settle(self) -> None:
+        """Waits for the thread."""
+        self._thread.settle()
+
     def close(self) -> None:
         """The thread ends after what was submitted.
 
-        Without ``wait=False`` this can deadlock: it is called by finalizers, which run wherever garbage is collected,
-        also in a thread that is just starting and holds what an ending thread needs.
+        It is not waited for: finalizers call this, and they run wherever garbage is collected, also in a thread that is
+        just starting and holds what an ending thread needs.
         """
-        self._thread.shutdown(wait=False)
+        self._thread.close()
 
 
 # --- CUDA: a side stream --------------------------------------------------------------------------------------------
@@ -166,6 +175,10 @@ class StreamLane(Lane):
             event.record(self._stream)
         return _Event(event, self._device)
 
+    def settle(self) -> None:
+        """Waits for the stream."""
+        self._stream.synchronize()
+
     def close(self) -> None:
         """Waits for the stream, at the end of the model.
 
@@ -185,6 +198,11 @@ class Lanes:
     load: Lane
     drain: Lane
     boundary: Lane
+
+    def settle(self) -> None:
+        """Waits for all copies in all three."""
+        for lane in (self.load, self.drain, self.boundary):
+            lane.settle()
 
     def close(self) -> None:
         """Closes all three."""

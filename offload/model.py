@@ -28,6 +28,7 @@ from offload.heap import return_freed_memory
 from offload.keep import Keeper
 from offload.lane import open_lanes
 from offload.plan import Plan, plan_step
+from offload.process import finalize_here
 from offload.resting import ModuleAtHome
 from offload.shard import make_shards
 from offload.statistics import Meter, Statistics
@@ -201,7 +202,7 @@ class OffloadModel(ModuleAtHome):
             runner.compares_always = detect_weight_writes
         return_freed_memory()
         # Tied to the walk, which tapes refer to: a backward still runs after the last name of the model is gone.
-        self._end = weakref.finalize(self._walk, _close, lanes, self._tier)
+        self._end = finalize_here(self._walk, _close, lanes, self._tier)
         self._keeper.begin()
 
     # --- running ------------------------------------------------------------------------------------------------

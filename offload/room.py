@@ -14,7 +14,7 @@ Assumes that models of a room compute one at a time; two at the same moment are 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -30,6 +30,15 @@ __all__ = ["Room", "Tenant"]
 
 class Tenant(Protocol):
     """Who holds slots."""
+
+    @property
+    def computes(self) -> Callable[[], bool]:
+        """Tells whether it is in the middle of a pass."""
+        ...
+
+    def reset(self) -> None:
+        """After a failure: waits for its copies in flight and forgets its slots."""
+        ...
 
     def give_up(self) -> bool:
         """Drops a shard that it does not compute with, so that its slot is free; False if there is none."""
@@ -59,9 +68,10 @@ class Room:
         self.slots = slots
         self.slot_bytes = slot_bytes
         self._device = device
-        self._tenants = list(tenants)
+        self.tenants = list(tenants)
         self._recent = list(tenants)  # least recently used first
         self._computing: Tenant | None = None
+        self._made: list[Tensor] = []
         self._free: list[Tensor] | None = None
         self._meter: Meter | None = None
         self._views = WeakTensorKeyDictionary()
@@ -69,7 +79,7 @@ class Room:
     @property
     def shared(self) -> bool:
         """Whether models take turns here."""
-        return bool(self._tenants)
+        return bool(self.tenants)
 
     @contextlib.contextmanager
     def turn(self, tenant: Tenant) -> Iterator[None]:
@@ -81,13 +91,12 @@ class Room:
         if not self.shared:
             yield
             return
-        if self._computing is not None:
+        # One that does not compute was interrupted as its turn ended.
+        if self._computing is not None and self._computing.computes():
             raise RuntimeError("two models that take turns on one device compute at once; give each a room of its own")
-        self._computing = tenant
-        if self._recent[-1] is not tenant:
-            self._recent.remove(tenant)
-            self._recent.append(tenant)
         try:
+            self._computing = tenant
+            self._recent = [*(other for other in self._recent if other is not tenant), tenant]
             yield
         finally:
             self._computing = None
@@ -97,7 +106,8 @@ class Room:
         if self._free is None:
             # Without this, slots made by a first call inside inference mode could never be filled outside it.
             with torch.inference_mode(False):
-                self._free = [device_buffer(self.slot_bytes, self._device) for _ in range(self.slots)]
+                self._made = [device_buffer(self.slot_bytes, self._device) for _ in range(self.slots)]
+            self._free = list(self._made)
             meter.hold(self.slots * self.slot_bytes)
             self._meter = meter
         while not self._free and any(other.give_up() for other in self._recent if other is not self._computing):
@@ -123,7 +133,9 @@ class Room:
     def replace(self, slot: Tensor) -> Tensor:
         """A new slot in place of one that is left to who looks at it."""
         with torch.inference_mode(False):
-            return device_buffer(slot.numel(), self._device)
+            new = device_buffer(slot.numel(), self._device)
+        self._made = [new if made is slot else made for made in self._made]
+        return new
 
     def give(self, slot: Tensor) -> None:
         """Gives a slot back."""
@@ -135,9 +147,18 @@ class Room:
         if self._meter is not None:
             self._meter.release(self.slots * self.slot_bytes)
         self._free = self._meter = None
+        self._made = []
+
+    def reset(self) -> None:
+        """After a failure, when no tenant has a slot any more: all are free."""
+        if self._free is not None:
+            for slot in self._made:
+                if self.is_lent(slot):  # the frames of an exception may hold what they held
+                    self.replace(slot)
+            self._free = list(self._made)
 
     def look_back(self, tenant: Tenant) -> None:
         """Lets the one whose turn comes next in a backward look ahead."""
-        if self._tenants and self._tenants[0] is not tenant:
-            following = self._tenants[self._tenants.index(tenant) - 1]
+        if self.tenants and self.tenants[0] is not tenant:
+            following = self.tenants[self.tenants.index(tenant) - 1]
             following.look_ahead(following.backward_order)

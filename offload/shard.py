@@ -51,6 +51,10 @@ class Pending(Protocol):
     failed. When it is done, ``shard.pending`` is None again.
     """
 
+    def settle(self) -> None:
+        """Waits until nothing of it is under way, whatever came of what was; also of a start that was interrupted."""
+        ...
+
     def start(self, slot: Tensor | None = None) -> Arrival:
         """Starts it. ``slot`` is about to be filled with the shard, and may be worked in."""
         ...
@@ -236,12 +240,12 @@ class Shard:
             self._views[self.slot] = views
             made = storage_uses(self.slot) - before  # a view may keep others that it was made of
         self._gradients_at_home = [parameter.grad for parameter in self.parameters]
+        self._wide = [None] * len(self.slices)
+        self.state = State.BOUND  # before the first parameter moves: see reset()
         for parameter, view in zip(self.parameters, views, strict=True):
             # Without this, autograd would add a visit's gradients to ``.grad`` at home while a lane writes there too.
             parameter.grad = None
             parameter.data = view
-        self._wide = [None] * len(self.slices)
-        self.state = State.BOUND
         return made
 
     def widen_gradients(self) -> None:
@@ -267,20 +271,35 @@ class Shard:
             p.grad if wide is None else wide.to(there.dtype)
             for p, wide, there in zip(self.parameters, self._wide, self.at_home, strict=True)
         ]
+        self._go_home()
+        self.state = State.LOADED
+        return gradients
+
+    def _go_home(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None  # a gradient must be where its parameter is, so it goes first and comes last
         for position, gradient in enumerate(self._gradients_at_home):
             owner, s = self.owner_of(position)
             s.parameter.data = owner.home_view(s)
             s.parameter.grad = gradient
-        self.state = State.LOADED
-        return gradients
 
     def drop(self) -> None:
         """LOADED -> HOME. A slot is never copied back."""
         assert self.state is State.LOADED, f"shard {self.index} is {self.state.value}"
         self._slot = None
         self.state = State.HOME
+
+    def reset(self) -> None:
+        """Any state -> HOME, after a failure: also from the middle of a transition, and of another reset.
+
+        No copy into its slot may be under way.
+        """
+        if self.state is State.BOUND:
+            self.weight_casts.end_visit()
+            self._go_home()
+        self._wide = []
+        self.state = State.HOME
+        self._slot = None
 
     # --- views --------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +61,14 @@ class Streamer:
         self._collected: dict[int, list[Tensor | None]] = {}
         self._updating: dict[int, _Updating] = {}
         self._heap = Heap() if device.type == "cpu" else None
+        #: Whether slots are being given or taken outside of a pass. If an exception leaves it so, :meth:`abandon`.
+        self.unsettled = False
+        #: Whether the model is in the middle of a pass.
+        self.computes: Callable[[], bool] = lambda: False
+        #: Cleans up after a pass that was interrupted, if one was.
+        self.recover: Callable[[], None] = lambda: None
+        #: Finishes the decision of a step, if an exception was raised in the middle of it.
+        self.decide: Callable[[], None] | None = None
         #: What brings gradients home.
         self.homeward = Homeward(shards, device=device, tier=tier, lane=lanes.drain, meter=meter)
 
@@ -120,6 +128,9 @@ class Streamer:
         Raises:
             OSError: if a home cannot be read or written. What could be done is done, the rest is still pending.
         """
+        self.recover()
+        if self.decide is not None:
+            self.decide()
         started = [(shard, pending.start()) for shard in self.shards if (pending := shard.pending) is not None]
         errors: list[BaseException] = []
         for shard, arrival in started:
@@ -180,15 +191,17 @@ class Streamer:
 
     def look_ahead(self, order: Sequence[int]) -> None:
         """Begins to load shards in this order, as far as there is room that nobody needs."""
+        self.unsettled = True
         there = set(self.resident())
         for j in order:
             if j in there:
                 continue
             slot = self.room.spare(self) if len(there) < self.slots else None
             if slot is None:
-                return
+                break
             self._fill(j, self._start_update(j, slot))
             there.add(j)
+        self.unsettled = False
 
     def give_up(self) -> bool:
         """Drops the first shard in a slot; a backward would use it last. False if there is none."""
@@ -199,18 +212,16 @@ class Streamer:
 
     @contextlib.contextmanager
     def visit(self, j: int) -> Iterator[Shard]:
-        """Inside, shard ``j`` is on the compute device and its parameters are there."""
+        """Inside, shard ``j`` and its parameters are on the compute device. After an exception call :meth:`abandon`."""
         shard = self.shards[j]
         with self._meter.waiting(f"L{j}"), naming(f"loading shard {j} from {self._tier.name}"):
             # Load lane -> compute. Without this, layers read a slot that is still being filled.
             self._loads[j].wait()
         self.room.note_views(shard.slot, shard.bind())
-        try:
-            yield shard
-        finally:
-            self._collected[j] = shard.unbind()
-            if self._heap is not None:
-                self._heap.bound()
+        yield shard
+        self._collected[j] = shard.unbind()
+        if self._heap is not None:
+            self._heap.bound()
 
     def keep_changes(self, j: int, written: Sequence[int]) -> None:
         """To be called at the end of a visit: sends home what layers wrote into their own parameters while they ran.
@@ -244,34 +255,35 @@ class Streamer:
 
     def release(self, *, warn: bool = True) -> None:
         """Drops every resident shard."""
+        self.unsettled = True
         for shard in self.shards:
             if shard.state is State.LOADED:
                 self.evict(shard.index, warn=warn)
+        self.unsettled = False
 
     def abandon(self) -> None:
-        """After a failure: waits for what is in flight, whatever becomes of it, and frees all slots."""
-        for j in list(self._loads):
-            with contextlib.suppress(Exception):
-                # Load lane -> host. Without this, a load that nobody used arrives in a slot that is somebody else's.
-                self._loads[j].finish()
-            self._loads[j] = _DONE
-        for updating in self._updating.values():
-            for arrival in updating.arrivals:
-                with contextlib.suppress(Exception):
-                    # Update lane -> host. Without this, an update goes on in a slot that is somebody else's.
-                    arrival.finish()
-            self.room.give(updating.slot)
+        """After a failure: waits for what is in flight, whatever becomes of it. Parameters are home, slots are free.
+
+        Whatever state an exception left, at whatever line it was raised; and may be called again after one that was
+        interrupted itself. Models that share the room drop what they have there, too.
+        """
+        for tenant in self.room.tenants or [self]:
+            tenant.reset()
+        self.room.reset()
+
+    def reset(self) -> None:
+        """The part of :meth:`abandon` that is this model's."""
+        # All lanes -> host, also copies whose submission was interrupted. Without this, a load or a gradient arrives in
+        # memory that is somebody else's.
+        self._lanes.settle()
+        for shard in self.shards:
+            if (pending := shard.pending) is not None:
+                # Update lane -> host. Without this, an update goes on in a slot that is somebody else's.
+                pending.settle()
+        self.homeward.abandon()
+        for shard in self.shards:
+            shard.reset()
+        self._loads.clear()
         self._updating.clear()
         self._collected.clear()
-        self.homeward.abandon()
-        self.release(warn=False)  # the frames of an exception hold what they held
-
-
-class _Done(Arrival):
-    def wait(self) -> None:
-        """Nothing is on its way."""
-
-    finish = wait
-
-
-_DONE = _Done()
+        self.unsettled = False

@@ -128,6 +128,29 @@ class Ambient:
             self._enter_modes(stack)
             yield
 
+    def restore(self) -> None:
+        """Gives this thread the noted settings back, where an exception kept a context from doing so when it ended.
+
+        To be called in the thread of :meth:`capture`, with no context entered since that is still to end. May be called
+        again after it was interrupted itself.
+        """
+        while (hooks := _saved_tensor_hooks()) is not None and hooks != self.hooks:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        while len(left := dispatch._get_current_dispatch_mode_stack()) > len(self.dispatch_modes):
+            again = any(left[-1] is mode for mode in self.dispatch_modes)  # pushed once more, as by _on_stack()
+            try:
+                dispatch._pop_mode() if again else left[-1].__exit__(None, None, None)
+            except IndexError:  # its end was interrupted before the last line, which this is
+                dispatch._pop_mode()
+        while len(overrides._get_current_function_mode_stack()) > len(self.function_modes):
+            overrides._pop_mode()
+        for autocast in self.autocasts:
+            if Autocast.of(autocast.device_type) != autocast:
+                torch.set_autocast_enabled(autocast.device_type, autocast.enabled)
+                torch.set_autocast_dtype(autocast.device_type, autocast.dtype)
+        torch.set_autocast_cache_enabled(self.cache_casts)
+        torch._C._set_grad_enabled(self.grad)
+
     def _enter_modes(self, stack: contextlib.ExitStack) -> None:
         if self.function_modes:
             active = {id(mode) for mode in overrides._get_current_function_mode_stack()}

@@ -29,7 +29,13 @@ from torch.utils._pytree import tree_map_only
 from pipe.dead_code import DETACH, DROPOUT, EMPTY, IN_PLACE, VIEWS, DeadCode, needs_gradient, tensors_of
 from pipe.nested import tensors_in
 
-__all__ = ["LeftOut", "is_dead_code_elimination_enabled", "leaving_out", "set_dead_code_elimination"]
+__all__ = [
+    "LeftOut",
+    "is_dead_code_elimination_enabled",
+    "leaving_out",
+    "set_dead_code_elimination",
+    "stop_leaving_out",
+]
 
 T = TypeVar("T")
 _eliminates = True
@@ -134,6 +140,15 @@ def leaving_out(code: DeadCode | None, run: Callable[[contextlib.AbstractContext
     return run(contextlib.nullcontext()), False
 
 
+def stop_leaving_out(mode: contextlib.AbstractContextManager[Any]) -> None:
+    """To be called where the run inside of ``mode`` ended by an exception.
+
+    An interrupt may have skipped the end of the mode itself, and what runs until it is taken away must not be left out.
+    """
+    if isinstance(mode, _Skipper):
+        mode.stopped = True
+
+
 class _Skipper(TorchDispatchMode):
     """Leaves dead code out of what runs inside, as long as that does what the first run did."""
 
@@ -142,6 +157,7 @@ class _Skipper(TorchDispatchMode):
         self._code = code
         self._count = 0
         self._same = True
+        self.stopped = False
         # All of what was left out, to find what outlives the run.
         self._results: list[ref[LeftOut]] = []
 
@@ -160,7 +176,7 @@ class _Skipper(TorchDispatchMode):
     ) -> Any:
         """Does the operation, or makes a tensor like its result."""
         kwargs = kwargs or {}
-        if func is DETACH and LeftOut not in types:
+        if self.stopped or (func is DETACH and LeftOut not in types):
             return func(*args, **kwargs)
         k, self._count = self._count, self._count + 1
         self._same &= k < len(self._code.operations) and func is self._code.operations[k]

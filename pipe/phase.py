@@ -16,7 +16,14 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["enable_checkpointing", "enable_recomputing", "is_checkpointing", "is_recomputing"]
+__all__ = [
+    "enable_checkpointing",
+    "enable_recomputing",
+    "is_checkpointing",
+    "is_recomputing",
+    "phase_of_thread",
+    "set_phase_of_thread",
+]
 
 
 class _Phase(threading.local):
@@ -47,6 +54,16 @@ def enable_recomputing(enabled: bool = True) -> Iterator[None]:
         yield
     finally:
         _phase.recomputing = before
+
+
+def phase_of_thread() -> tuple[bool, bool]:
+    """What this thread noted of its phase, for :func:`set_phase_of_thread`."""
+    return _phase.checkpointing, _phase.recomputing
+
+
+def set_phase_of_thread(phase: tuple[bool, bool]) -> None:
+    """Puts it back, where an exception kept a context from doing so."""
+    _phase.checkpointing, _phase.recomputing = phase
 
 
 def is_checkpointing() -> bool:

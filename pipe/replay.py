@@ -142,6 +142,12 @@ class Replay:
         self._states = [(generator, state) for generator, state in self._states if generator.moved(state)]
         return self
 
+    def restore(self) -> None:
+        """Sets generators and thread settings to what was noted, where an exception kept a context from doing so."""
+        self._ambient.restore()
+        for generator, state in self._states:
+            generator.set(state)
+
     @property
     def drawn(self) -> tuple[str, ...]:
         """Names of the generators that a replay rewinds."""

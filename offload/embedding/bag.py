@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from offload.process import check_process
 from offload.tier import open_tier
 from pipe.train.batch import record_stream
 from pipe.train.lane import ThreadLane, Ticket, fence
@@ -110,6 +111,7 @@ class OffloadEmbeddingBag(nn.Module):
         ValueError: for a size that is not positive, an unknown mode, a padding index outside the table, or a home
             that is neither host memory nor a directory.
         IndexError: in forward, for an index outside the table.
+        RuntimeError: in forward, in a forked child of the process that made the table.
 
     Source: the prefetched caches of fbgemm's table batched embeddings and torchrec's ``PrefetchTrainPipeline``
     (Meta), here for a table in host memory or on disk, and with exact values.
@@ -145,6 +147,7 @@ class OffloadEmbeddingBag(nn.Module):
         self._tier = open_tier(offload_device, self.device)
         self._block = self._tier.allocate(num_embeddings * embedding_dim * dtype.itemsize, "embedding")
         self.weight = nn.Parameter(self._block.tensor.view(dtype).view(num_embeddings, embedding_dim))
+        self._made_in = os.getpid()
         self._open_lane()
         self._outstanding: weakref.WeakSet[_Request] = weakref.WeakSet()
         self._unapplied: list[tuple[int, Tensor]] = []  # (version of the table, rows) of gradients
@@ -182,6 +185,7 @@ class OffloadEmbeddingBag(nn.Module):
                 f"expected indices as a 1- or 2-dimensional integer tensor, got shape {tuple(input.shape)}, "
                 f"{input.dtype}"
             )
+        check_process(self._made_in, "this OffloadEmbeddingBag")
         version = self.weight._version
         # A gradient that is older than the table's last change has been applied; the read below will see it.
         self._unapplied = [(seen, rows) for seen, rows in self._unapplied if seen >= version]

@@ -118,8 +118,8 @@ class InBackward:
         if update is None:
             return None
         assert self._updated is not None
+        self._updated.append(shard.index)  # first: an interrupt in between must not make this look untouched
         optimizer.mark(shard, update)
-        self._updated.append(shard.index)
         for piece in optimizer.pieces[shard]:
             for parameter in piece.parameters:
                 parameter.grad = None

@@ -171,20 +171,43 @@ class OffloadOptimizer(Optimizer):
         coefficient = self._coefficient(scale, trusted)
         options = self.options()
         updates = {shard: self.update(shard, options, coefficient) for shard in self.pieces}
-        self._run_sparse(updates)
         decided = [(shard, update) for shard, update in updates.items() if update is not None]
-        for shard, update in decided:
-            self.mark(shard, update)
-        # The next forward loads the shards in their order.
-        for (_, update), (_, following) in itertools.pairwise(decided):
-            update.following = following
-        self.steps += 1
-        if self._in_backward is not None:
-            self._in_backward.close()
+        number = self.steps + 1
+
+        def decide() -> None:
+            """Makes all updates pending. May be called again, after an exception in the middle of it."""
+            for shard, update in decided:
+                if shard.pending is not update and not (update.done or update.withdrawn):
+                    self.mark(shard, update)
+            # The next forward loads the shards in their order.
+            for (_, update), (_, following) in itertools.pairwise(decided):
+                update.following = following
+            self.steps = number
+            if self._in_backward is not None:
+                self._in_backward.close()
+            self._streamer.decide = None
+
+        try:
+            self._run_sparse(decided)
+        except BaseException as error:
+            if all(update.untouched or update.withdrawn for _, update in decided):
+                raise
+            decide()  # a step is done as a whole: what was begun is finished, and the rest follows
+            if not isinstance(error, OSError):
+                raise
+            # What a home could not do is tried again before anybody reads it, as with all other updates.
+        # From here on the step is decided, as a whole, whatever is raised in the middle of the lines that follow.
+        self._streamer.decide = decide
+        try:
+            decide()
+        except BaseException:
+            decide()
+            raise
         if not self._model._tier.blocking_io:
             # Host memory has no slot to update in, so there is nothing to wait for.
             for _, update in decided:
-                update.start()
+                if not update.done:
+                    update.start()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Takes all gradients away; a pending update keeps its own. ``set_to_none=False`` first finishes it."""
@@ -326,10 +349,10 @@ class OffloadOptimizer(Optimizer):
                     torch.autograd.graph.increment_version(parameter)
         shard.pending = update
 
-    def _run_sparse(self, updates: dict[Shard, Update | None]) -> None:
+    def _run_sparse(self, updates: list[tuple[Shard, Update]]) -> None:
         """Runs updates with sparse gradients at once: few classes take them, and a refusal belongs to ``step()``."""
-        for shard, update in updates.items():
-            if update is None or not any(g is not None and g.is_sparse for t in update.tasks for g in t.gradients):
+        for shard, update in updates:
+            if not any(g is not None and g.is_sparse for t in update.tasks for g in t.gradients):
                 continue
             self.mark(shard, update)
             try:
@@ -338,7 +361,6 @@ class OffloadOptimizer(Optimizer):
                 if update.untouched:
                     update.withdraw()
                 raise
-            updates[shard] = None
 
 
 def _listed(params: Any) -> list[Any]:

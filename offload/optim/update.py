@@ -53,7 +53,11 @@ class Update:
         self._crew = crew
         self._finished = finished
         self._arrival: Arrival | None = None
+        #: Whether an exception was raised between the begin and the end of a start.
+        self._starting = False
         self._failed = False
+        #: Whether all of it was applied; or nothing of it, and nothing will be.
+        self.done = self.withdrawn = False
         self._torn: Torn | None = None
         self._filled: Tensor | None = None
         #: The update that is expected next: what it needs is read while this one ends.
@@ -62,11 +66,22 @@ class Update:
     def start(self, slot: Tensor | None = None, after: Sequence[Arrival] = ()) -> Arrival:
         """Starts the update, unless it is under way or done. ``slot`` is where the shard is about to be loaded."""
         if self._arrival is None or self._failed:
-            self._failed = False
+            if self._starting:
+                self.settle()
+            self._starting = True
+            self._arrival, self._failed = None, False
             slot = slot if self._in_slot else None
             filling = self._begin_to_fill(slot)
             self._arrival = self._lane.submit(f"U{self._shard.index}", partial(self._run, slot, filling), after)
+            self._starting = False
         return self._arrival
+
+    def settle(self) -> None:
+        """Waits until nothing of it is under way, whatever came of what was; also of a start that was interrupted."""
+        # Update lane -> host. Without this, an update that nobody knows of runs a second time, beside itself.
+        self._lane.settle()
+        # Reader -> host. Without this, weights arrive in a slot that is somebody else's by now.
+        self._crew.settle()
 
     def _begin_to_fill(self, slot: Tensor | None) -> Job:
         """Begins to read the weights as they are before the update, while the one before it may still run."""
@@ -88,12 +103,15 @@ class Update:
     @property
     def untouched(self) -> bool:
         """Whether nothing was applied yet."""
-        return self._torn is None and not any(
-            task.done or task.scaled or task.bites_done or task.unwritten for task in self.tasks
+        return (
+            not self.done
+            and self._torn is None
+            and not any(task.done or task.scaled or task.bites_done or task.unwritten for task in self.tasks)
         )
 
     def withdraw(self) -> None:
         """Gives up an update that changed nothing."""
+        self.withdrawn = True
         self.tasks.clear()
         self._shard.pending = None
 
@@ -113,26 +131,24 @@ class Update:
                 task.piece.halt()
             raise
         self._filled = slot
-        self._count()
+        if not self.done:
+            self._count()
+        self.done = True
         self.tasks.clear()
         self._shard.pending = None
 
     def _prepare(self, slot: Tensor | None, filling: Job) -> None:
         """Has the weights in the slot, and what comes first on its way to the desk."""
-        try:
-            if self._torn is not None:
-                raise self._torn
-            for task in self.tasks:
-                task.piece.flush(task)
-            if slot is not None:
-                for task in self._coming(0):
-                    if not task.piece.look_ahead(task):
-                        break
-            # Reader -> update lane. Without this, weights are updated that are still being read.
-            filling.finish()
-        finally:
-            # Without this, weights arrive in a slot that is somebody else's by now.
-            filling.abandon()
+        if self._torn is not None:
+            raise self._torn
+        for task in self.tasks:
+            task.piece.flush(task)
+        if slot is not None:
+            for task in self._coming(0):
+                if not task.piece.look_ahead(task):
+                    break
+        # Reader -> update lane. Without this, weights are updated that are still being read.
+        filling.finish()
 
     def _count(self) -> None:
         meter = self._meter

@@ -14,10 +14,11 @@ import contextlib
 import ctypes
 import mmap
 import warnings
-import weakref
 
 import torch
 from torch import Tensor
+
+from offload.process import finalize_here
 
 __all__ = ["PAGE_BYTES", "device_buffer", "host_buffer", "page_lock", "view_memory", "whole_pages"]
 
@@ -83,5 +84,5 @@ def page_lock(tensor: Tensor, label: str) -> bool:
             stacklevel=2,
         )
         return False
-    weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, address)
+    finalize_here(tensor.untyped_storage(), runtime.cudaHostUnregister, address)
     return True

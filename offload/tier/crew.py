@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from offload.threads import Future, IOThreads
 
 __all__ = ["Crew", "Job"]
 
@@ -22,28 +23,28 @@ class Job:
     keep the work a moment longer than it takes, and with it the tensors that the waiter believes to be free.
     """
 
-    def __init__(self, todo: list[Callable[[], None]], future: Future[None] | None) -> None:
+    def __init__(self, todo: list[Callable[[], None]], future: Future | None) -> None:
         self._todo = todo
         self._future = future
 
     @property
     def succeeded(self) -> bool:
         """Whether a thread has done it, without an error."""
-        future = self._future
-        return future is not None and future.done() and not future.cancelled() and future.exception() is None
+        return self._future is not None and not self._todo and self._future.returned
 
     def finish(self) -> None:
         """Returns when the job is done; raises what it raised."""
-        if self._future is None or self._future.cancel():
-            while self._todo:
-                self._todo.pop()()
-        else:
+        if self._future is not None and not self._future.cancel():
             self._future.result()
+            if not self._future.missed:
+                return
+        while self._todo:
+            self._todo.pop()()
 
     def abandon(self) -> None:
         """Returns when the job will touch nothing any more, whether it was done or not."""
         if self._future is not None and not self._future.cancel():
-            wait([self._future])
+            self._future.settle()
         self._todo.clear()
 
 
@@ -51,7 +52,7 @@ class Crew:
     """``helpers`` threads, which are started when there is work for them."""
 
     def __init__(self, helpers: int) -> None:
-        self._threads = ThreadPoolExecutor(helpers, thread_name_prefix="offload-io")
+        self._threads = IOThreads(helpers, "offload-io")
 
     def give(self, work: Callable[[], None]) -> Job:
         """Queues a job."""
@@ -60,6 +61,10 @@ class Crew:
         def do() -> None:
             todo.pop()()
 
-        with contextlib.suppress(RuntimeError):  # the interpreter is ending: no thread takes anything
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending, or forked: no thread takes anything
             return Job(todo, self._threads.submit(do))
         return Job(todo, None)
+
+    def settle(self) -> None:
+        """Returns when no thread works any more. For a single helper."""
+        self._threads.settle()

@@ -29,6 +29,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from offload.process import finalize_here
 from offload.tier.buffer import host_buffer, whole_pages
 from offload.tier.cache import PageCache
 from offload.tier.contract import Block, Scratch, Tier
@@ -129,11 +130,10 @@ class DiskTier(Tier):
                 stacklevel=5,
             )
         self._device = device
-        self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._lock = _locked(self.folder)
         self._numbers = itertools.count()
         self.transfers = Transfers(PageCache(self.folder, direct), link or open_link(device))
-        self._finalizer = weakref.finalize(self, _remove, self.folder, self._lock)
+        self._finalizer = finalize_here(self, _remove, self.folder, self._lock)
 
     @property
     def staging_bytes(self) -> int:
@@ -164,6 +164,17 @@ def _file_system(path: Path) -> str:
     resolved = path.resolve()
     holding = [(len(mount[1]), mount[2]) for mount in mounts if resolved.is_relative_to(mount[1])]
     return max(holding, default=(0, ""))[1]
+
+
+def _locked(folder: Path) -> int:
+    """The lock of a new folder, held from before a sweep can find it."""
+    unnamed = folder / "lock.new"
+    lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    # Without this name change, a sweep of another process could take the lock between the two lines above, and remove
+    # the folder as that of a process that is gone.
+    os.rename(unnamed, folder / "lock")
+    return lock
 
 
 def _remove(folder: Path, lock: int) -> None:

@@ -23,13 +23,13 @@ import fcntl
 import os
 import secrets
 import warnings
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from offload.process import finalize_here
 from offload.tier.contract import Block
 from offload.tier.disk import DiskBlock, DiskTier, reserve
 from offload.tier.seal import (
@@ -159,7 +159,7 @@ class KeptTier(DiskTier):
                 f"that one first, or use another directory"
             ) from error
         self._usage = _Usage(self._root, lock)
-        self._end = weakref.finalize(self, _Usage.end, self._usage)
+        self._end = finalize_here(self, _Usage.end, self._usage)
 
     def expect(self, contents: Sequence[Contents], *, blank: bool) -> bool:
         """Whether the directory holds a home with these contents; nothing in it is changed by asking.

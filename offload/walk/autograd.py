@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.walk.before import Before
 from offload.walk.cell import Cell
 from offload.walk.tape import Tape
 from offload.walk.walk import Walk
@@ -119,9 +120,10 @@ class _Offload(torch.autograd.Function):
             back, taken = node.walk.backward(
                 tape, pieces, consume=not keeps_graph(), accumulate=everywhere, handed_over=handed_over
             )
-        except BaseException:
-            if tape.used:
-                tape.close()
+        except BaseException as error:
+            # After an interrupt, what the tape holds may be half-way between two places.
+            if tape.used or not isinstance(error, Exception):
+                tape.give_up()
             raise
         for parameter in handed_over if everywhere else ():
             if parameter not in taken:
@@ -159,14 +161,20 @@ def attach(walk: Walk, tape: Tape, outputs: Sequence[Any], inputs: Any) -> Any:
         outputs: one for each micro-batch, detached.
         inputs: the user's arguments, nested, as they were before they were cut into micro-batches.
     """
-    node = _Node(walk, tape, outputs)
-    leaves = list(node.leaves)
-    if node.differentiable:
-        phony = get_phony(walk.device, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(node.pack, node.unpack):
-            results = _Offload.apply(node, phony, *tensors_in(inputs), *node.parameters)  # type: ignore[no-untyped-call]
-        made = dict(zip(node.differentiable, results, strict=True))
-        for k, first in node.same_as.items():
-            leaves[k] = made[first]
-    node.leaves = []
-    return unflatten(leaves, node.spec)
+    before = Before(walk.device)
+    try:
+        node = _Node(walk, tape, outputs)
+        leaves = list(node.leaves)
+        if node.differentiable:
+            phony = get_phony(walk.device, requires_grad=True)
+            with torch.autograd.graph.saved_tensors_hooks(node.pack, node.unpack):
+                results = _Offload.apply(node, phony, *tensors_in(inputs), *node.parameters)  # type: ignore[no-untyped-call]
+            made = dict(zip(node.differentiable, results, strict=True))
+            for k, first in node.same_as.items():
+                leaves[k] = made[first]
+        node.leaves = []
+        return unflatten(leaves, node.spec)
+    except BaseException:
+        before.restore()
+        tape.give_up()
+        raise

@@ -59,9 +59,11 @@ class BoundaryStore:
     def __init__(
         self, scratch: Scratch | None, lane: Lane, budget_bytes: int, meter: Meter, *, strict: bool = False
     ) -> None:
-        self._meter = meter
         self._bytes = 0
         self._leaving: deque[tuple[Arrival, list[Any], int]] = deque()
+        #: On the device for their last use, beside what rests there.
+        self._in_use: dict[_Entry, None] = {}
+        self._meter = meter
         self._releases: list[Arrival] = []
         self._scratch = scratch
         self._place = "nowhere" if scratch is None else scratch.name
@@ -71,8 +73,6 @@ class BoundaryStore:
         self._largest = 0
         self._entries: dict[Hashable, _Entry] = {}
         self._on_device: dict[_Entry, None] = {}
-        #: On the device for their last use, beside what rests there.
-        self._in_use: dict[_Entry, None] = {}
 
     def put(self, key: Hashable, value: Any, uses: Sequence[int]) -> int:
         """Takes a value that will be used at the ascending positions ``uses``. Returns its bytes."""
@@ -171,6 +171,8 @@ class BoundaryStore:
         self._releases.append(self._lane.submit("release boundary", release, after))
 
     def __del__(self) -> None:
+        if not hasattr(self, "_meter"):
+            return  # an interrupt in the middle of its making
         in_use = sum(entry.nbytes for entry in self._in_use)
         self._meter.release(self._bytes + in_use + sum(nbytes for _, _, nbytes in self._leaving))
 

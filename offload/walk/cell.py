@@ -32,7 +32,7 @@ from offload.course import CourseNotes, Turn
 from offload.shard import Shard
 from pipe.checkpoint import enable_checkpointing, enable_recomputing
 from pipe.dead_code import DeadCode, Listener, listened_to
-from pipe.elimination import leaving_out
+from pipe.elimination import leaving_out, stop_leaving_out
 from pipe.guard import Guard, Watched
 from pipe.lean import Lean
 from pipe.nested import map_distinct, parts_of, tensors_in
@@ -195,8 +195,12 @@ class CellRunner:
             stack.enter_context(enable_checkpointing(False))
             stack.enter_context(torch.enable_grad())
             value = map_distinct(Tensor.clone, boundary) if record.copies_input else boundary
-            with mode:
-                return self._call(value, output_fn)
+            try:
+                with mode:
+                    return self._call(value, output_fn)
+            except BaseException:
+                stop_leaving_out(mode)
+                raise
 
     def forward_with_graph(self, boundary: Any, output_fn: OutputFn | None = None) -> Any:
         """Runs the cell once and for all, with its graph: what a step without recomputation does."""

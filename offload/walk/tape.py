@@ -131,6 +131,11 @@ class Tape:
                 raise ValueError(f"chunk {i}: expected a gradient of the shape {expected}, got {tuple(leaf.shape)}")
         return leaves
 
+    def give_up(self) -> None:
+        """Frees what the tape holds, after a failure: it has no backward."""
+        self.used = True
+        self.close()
+
     def close(self) -> None:
         """Frees what the tape holds."""
         self.boundaries.close()

@@ -19,8 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -28,12 +31,14 @@ from torch import Tensor, nn
 
 from offload.lane import Lanes
 from offload.plan import Action, Kind, Plan, plan_pass
+from offload.process import check_process
 from offload.shard import Shard
 from offload.statistics import Meter
 from offload.streamer import Streamer
 from offload.structure import Structure
 from offload.tier import Tier
 from offload.untouched import Untouched
+from offload.walk.before import Before
 from offload.walk.boundary import BoundaryStore
 from offload.walk.cell import Cell, CellRunner, OutputFn
 from offload.walk.crossing import Crossing, requires, rows_of, versions_of
@@ -88,14 +93,39 @@ class Walk:
         for runner in self.runners:
             runner.measures_graphs = recompute and graph_bytes > 0
         self._untouched = Untouched(shards, (p for runner in self.runners for _, p in runner.watched.parameters))
+        #: Whether a pass is under way, or was interrupted before it could clean up.
         self._busy = False
+        self._made_in = os.getpid()
+        this = weakref.ref(self)  # the streamer is a part of this object, and must not keep it
+
+        def computes() -> bool:
+            walk = this()
+            return walk is not None and walk.busy
+
+        def recover() -> None:
+            walk = this()
+            if walk is not None:
+                walk.recover()
+
+        self.streamer.computes, self.streamer.recover = computes, recover
         self._held_still = 0
         self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
 
     @property
     def busy(self) -> bool:
         """Whether a forward or backward is under way."""
-        return self._busy
+        return self._busy and self._passes() > 0
+
+    def _passes(self) -> int:
+        """Forwards and backwards of this model that some thread is in the middle of."""
+        count = 0
+        for top in sys._current_frames().values():
+            frame: FrameType | None = top
+            while frame is not None:
+                if frame.f_code in _PASSES and frame.f_locals.get("self") is self:
+                    count += 1
+                frame = frame.f_back
+        return count
 
     def bytes_at_home(self) -> int:
         """Bytes of parameters and of gradients that rest at home."""
@@ -179,7 +209,7 @@ class Walk:
     def forward(self, tape: Tape, chunks: Sequence[Any]) -> list[Any]:
         """Runs all chunks through all shards. Returns one detached output for each chunk."""
         n, m = len(self.shards), tape.microbatches
-        with self._exclusively(on_failure=tape.close):
+        with self._exclusively(on_failure=tape.give_up):
             if tape.records:
                 self._meter.begin_step()
             # Inside a turn the next micro-batch comes at once, and a backward recomputes with what its forward saw.
@@ -281,7 +311,7 @@ class Walk:
         last = n * m
         gradients = self._store()
         input_gradients: list[list[Any]] = [[None] * len(leaves) for leaves in tape.inputs]
-        with contextlib.closing(gradients), self._exclusively():
+        with contextlib.closing(gradients), self._exclusively(recomputes=self._recompute):
             self._untouched.forget()
             resident = self.streamer.resident()
             self._crossing.check_unchanged(tape, self.shards)
@@ -362,24 +392,44 @@ class Walk:
                 visit(j, microbatches)
 
     @contextlib.contextmanager
-    def _exclusively(self, on_failure: Callable[[], None] | None = None) -> Iterator[None]:
-        """One pass at a time; after a failure no copy is in flight and every parameter is home."""
-        if self._busy:
+    def _exclusively(self, on_failure: Callable[[], None] | None = None, *, recomputes: bool = False) -> Iterator[None]:
+        """One pass at a time; after a failure no copy is in flight and every parameter is home.
+
+        An exception at any line, as Ctrl-C raises it, is such a failure. If it was raised where nothing could be done
+        about it any more, the next pass finds that, and begins with what this one would have ended with.
+        """
+        check_process(self._made_in, "this OffloadModel")
+        if self._busy and self._passes() > 1:  # the caller is one
             raise RuntimeError(
                 "this OffloadModel is in the middle of a forward or backward; a layer or a hook of it called it again, "
                 "or another thread did"
             )
-        self._busy = True
-        try:
-            with self.streamer.room.turn(self.streamer):
+        before = Before(self.device, (runner.watched for runner in self.runners) if recomputes else ())
+        with self.streamer.room.turn(self.streamer):
+            try:
+                if self._busy or self.streamer.unsettled:
+                    self._abandon()
+                if self.streamer.decide is not None:
+                    self.streamer.decide()
+                self._busy = True
                 yield
-        except BaseException:
-            self.streamer.abandon()
-            if on_failure is not None:
-                on_failure()
-            raise
-        finally:
-            self._busy = False
+                self._busy = False
+            except BaseException:
+                before.restore()
+                self._abandon()
+                if on_failure is not None:
+                    on_failure()
+                raise
+
+    def recover(self) -> None:
+        """Cleans up after a pass that was interrupted before it could, if there is one."""
+        if self._busy and not self._passes():
+            self._abandon()
+
+    def _abandon(self) -> None:
+        self._untouched.forget()
+        self.streamer.abandon()
+        self._busy = False
 
     def _store(self, *, spills: bool = True) -> BoundaryStore:
         """Room for boundaries, or for their gradients; in backward there is one of each."""
@@ -391,3 +441,7 @@ class Walk:
         forward = j * m + i
         again = tape.records and j >= tape.first and not (self._recompute and Cell(j, i) in tape.graphs)
         return [forward, n * m + (n - 1 - j) * m + i] if again else [forward]
+
+
+#: The functions whose frames are the passes that are under way.
+_PASSES: frozenset[CodeType] = frozenset({Walk.forward.__code__, Walk.backward.__code__})

@@ -80,9 +80,11 @@ class LateLane(Lane):
         self.pending.append(arrival)
         return arrival
 
-    def close(self) -> None:
+    def settle(self) -> None:
         for arrival in list(self.pending):
             arrival.run()
+
+    close = settle
 
 
 def run_late(monkeypatch: pytest.MonkeyPatch, seed: int = 0, **mutations: object) -> list[LateLane]:

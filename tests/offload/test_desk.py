@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 import offload.optim.staged
 from offload.optim.desk import TRAYS, Desk, Tray
 from offload.optim.moves import Copy, Read, Write
+from offload.threads import Future
 from offload.tier import Block
 from offload.tier.buffer import PAGE_BYTES
 from offload.tier.crew import Crew, Job
@@ -62,13 +62,8 @@ class Prompt(Crew):
     """Whose threads are done with a job as soon as they have it."""
 
     def give(self, work: Callable[[], None]) -> Job:
-        future: Future[None] = Future()
-        try:
-            work()
-        except Exception as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
+        future = Future(work)
+        future.run()
         return Job([], future)
 
 

@@ -30,10 +30,10 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "Streamer.evict": [("self._loads.pop(j).wait()", training.a_load_that_nobody_used_does_not_arrive_later)],
         "Streamer.visit": [("self._loads[j].wait()", training.it_trains_like_the_bare_model)],
         "Streamer.leave_homes": [("arrival.finish()", training.the_host_waits_at_the_end_of_a_pass_and_never_before)],
-        "Streamer.abandon": [
-            ("self._loads[j].finish()", training.a_forward_after_one_that_failed_is_right),
-            ("arrival.finish()", training.an_update_that_was_cut_off_from_its_load_ends_first),
-            ("self.homeward.abandon()", training.nothing_moves_after_an_exception),
+        "Streamer.reset": [
+            ("self._lanes.settle()", training.a_forward_after_one_that_failed_is_right),
+            ("pending.settle()", training.an_update_that_was_cut_off_from_its_load_ends_first),
+            ("self.homeward.abandon()", training.a_store_that_failed_is_told_once),
         ],
     },
     "offload.homeward": {
@@ -45,7 +45,6 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("self._finish()", training.gradients_do_not_pile_up),
         ],
         "Homeward.settle": [("self._finish(on_host=True)", training.it_trains_like_the_bare_model)],
-        "Homeward.abandon": [("arrival.finish()", training.nothing_moves_after_an_exception)],
         "Homeward._finish": [
             ("arrival.finish()", training.it_trains_like_the_bare_model),
             ("arrival.wait()", training.it_trains_like_the_bare_model),
@@ -66,7 +65,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("self.streamer.homeward.settle()", training.it_trains_like_the_bare_model),
             ("self.streamer.leave_homes()", training.the_host_waits_at_the_end_of_a_pass_and_never_before),
         ],
-        "Walk._exclusively": [("self.streamer.abandon()", training.nothing_moves_after_an_exception)],
+        "Walk._abandon": [("self.streamer.abandon()", training.nothing_moves_after_an_exception)],
     },
     "offload.walk.boundary": {
         "BoundaryStore.get": [
@@ -111,6 +110,9 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("arrival.wait()", lanes.a_copy_on_a_stream_comes_after_what_it_was_given_after),
             ("event.record(self._stream)", lanes.compute_reads_a_slot_after_its_copy),
         ],
+        "ThreadLane.settle": [("self._thread.settle()", lanes.a_lane_is_at_rest_after_all_its_copies)],
+        "StreamLane.settle": [("self._stream.synchronize()", lanes.a_lane_is_at_rest_after_all_its_copies)],
+        "Lanes.settle": [("lane.settle()", training.nothing_moves_after_an_exception)],
         "StreamLane.close": [("self._stream.synchronize()", lanes.a_home_goes_after_the_last_copy_of_it)],
         "Clock.span": [
             ("begin.record(stream)", lanes.a_clock_counts_what_has_ended),
@@ -123,6 +125,10 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         ],
         "Clock.seconds": [("self._settle(wait=True)", lanes.a_clock_counts_what_has_ended)],
         "Clock.seconds_each": [("self._settle(wait=True)", lanes.a_forecast_counts_what_has_ended)],
+    },
+    "offload.threads": {
+        "Future.result": [("self.settle()", lanes.a_result_comes_after_its_work)],
+        "IOThreads.settle": [("barrier.settle()", lanes.a_thread_is_at_rest_after_all_its_work)],
     },
     "offload.model": {
         "OffloadModel.close": [("self._walk.streamer.catch_up()", reading.a_closed_model_is_updated)],
@@ -157,7 +163,12 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "InBackward.complete": [("update.start(after=after)", training.updates_in_backward_see_complete_gradients)],
     },
     "offload.optim.update": {
+        "Update.settle": [
+            ("self._lane.settle()", training.an_update_whose_start_was_interrupted_runs_once),
+            ("self._crew.settle()", training.an_update_whose_start_was_interrupted_runs_once),
+        ],
         "Update.start": [
+            ("self.settle()", training.an_update_whose_start_was_interrupted_runs_once),
             (
                 "self._lane.submit(f'U{self._shard.index}', partial(self._run, slot, filling), after)",
                 training.updates_in_backward_see_complete_gradients,
@@ -166,7 +177,6 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "Update._run": [("task.piece.halt()", files.an_update_that_failed_goes_on_nowhere)],
         "Update._prepare": [
             ("filling.finish()", files.weights_are_there_when_they_are_updated),
-            ("filling.abandon()", files.an_update_that_failed_goes_on_nowhere),
         ],
     },
     "offload.optim.staged": {
@@ -186,7 +196,8 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
     },
     "offload.tier.crew": {
         "Job.finish": [("self._future.result()", files.a_read_is_done_when_it_returns)],
-        "Job.abandon": [("wait([self._future])", files.a_transfer_that_failed_goes_on_nowhere)],
+        "Job.abandon": [("self._future.settle()", files.a_transfer_that_failed_goes_on_nowhere)],
+        "Crew.settle": [("self._threads.settle()", lanes.a_lane_is_at_rest_after_all_its_copies)],
     },
     "offload.tier.transfer": {
         "Transfers.together": [
@@ -258,8 +269,12 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
     },
 }
 
-#: What is found by its name and waits for nobody.
+#: What is found by its name and waits for nobody, or what a process does at its end.
 EXCEPTIONS = {
+    "offload.threads Future.__init__: self._gate.acquire()": "closes a lock that nobody else has yet",
+    "offload.threads Future.settle: self._gate.acquire(timeout=LOOK_AGAIN_SECONDS)": "without it the loop asks in vain",
+    "offload.threads _work: seats.acquire(blocking=False)": "does not wait",
+    "offload.threads _finish_work: thread.join()": "the process would end in the middle of a copy",
     "offload.statistics Meter.__init__: self.wait": "a clock",
     "offload.statistics Meter.waiting: self.wait": "the same clock",
     "offload.statistics Meter.read: self.wait": "the same clock",

@@ -67,8 +67,10 @@ class AtOnce(Lane):
             copy()
         return Here()
 
-    def close(self) -> None:
+    def settle(self) -> None:
         pass
+
+    close = settle
 
 
 class Here(Arrival):

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload.tier import DiskTier, HostTier, Tier, open_tier
+from offload.tier import DiskTier, HostTier, Tier, disk, open_tier
 from offload.tier.buffer import host_buffer
 from offload.tier.contract import bytes_of
 from offload.tier.transfer import STAGED, STRAIGHT
@@ -289,3 +293,34 @@ def test_the_file_system_of_a_path_is_that_of_its_longest_mount() -> None:
     from offload.tier.disk import _file_system
 
     assert _file_system(Path("/proc/self")) == "proc"
+
+
+def test_a_folder_that_is_being_made_is_not_swept_by_another_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever happens between the system calls of its making."""
+    calls = []
+    for module, name in ((os, "open"), (fcntl, "flock"), (os, "rename")):
+        original = getattr(module, name)
+
+        def swept(*args: Any, original: Callable[..., Any] = original, **more: Any) -> Any:
+            if threading.current_thread() in sweeping:
+                return original(*args, **more)
+            sweeping.add(threading.current_thread())
+            try:
+                calls.append(original.__name__)
+                disk._sweep(tmp_path)
+                result = original(*args, **more)
+                disk._sweep(tmp_path)
+                return result
+            finally:
+                sweeping.clear()
+
+        monkeypatch.setattr(module, name, swept)
+    sweeping: set[threading.Thread] = set()
+    tier = DiskTier(tmp_path, torch.device("cpu"))
+    assert {"open", "flock"} <= set(calls)
+    assert (tier.folder / "lock").exists()
+    tier.allocate(8, "weights").write(torch.ones(8, dtype=torch.uint8), 0)
+    tier.close()
+    assert not tier.folder.exists()

@@ -48,11 +48,15 @@ class LateThreads:
         for future in self.begun:
             future.end()
 
+    settle = end
+
     def under_way(self) -> int:
         return sum(not future.ended for future in self.begun)
 
 
 class Begun:
+    missed = False
+
     def __init__(self, job: Callable[[], None]) -> None:
         self._job = job
         self.ended = False
@@ -61,14 +65,9 @@ class Begun:
     def cancel(self) -> bool:
         return False
 
-    def cancelled(self) -> bool:
-        return False
-
-    def done(self) -> bool:
-        return self.ended
-
-    def exception(self) -> BaseException | None:
-        return self._error
+    @property
+    def returned(self) -> bool:
+        return self.ended and self._error is None
 
     def end(self) -> None:
         if not self.ended:
@@ -77,6 +76,8 @@ class Begun:
                 self._job()
             except BaseException as error:
                 self._error = error
+
+    settle = end
 
     def result(self) -> None:
         self.end()
@@ -91,8 +92,7 @@ def late_threads(monkeypatch: pytest.MonkeyPatch) -> list[LateThreads]:
         made.append(LateThreads())
         return made[-1]
 
-    monkeypatch.setattr("offload.tier.crew.ThreadPoolExecutor", executor)
-    monkeypatch.setattr("offload.tier.crew.wait", lambda futures: [future.end() for future in futures])
+    monkeypatch.setattr("offload.tier.crew.IOThreads", executor)
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from offload.lane import Clock, Lane, StreamLane, ThreadLane
+from offload.threads import Future, IOThreads
+from offload.tier.crew import Crew
 from offload.tier.staging import CudaLink
 from tests.late_cuda import DEVICE, LateCuda
 
@@ -17,26 +20,45 @@ CPU = torch.device("cpu")
 
 
 class LateThread:
-    """An executor whose jobs run when somebody waits for their result."""
+    """A thread whose jobs run when somebody waits for their result, or for the thread."""
+
+    def __init__(self) -> None:
+        self._results: list[LateThread.Result] = []
 
     def submit(self, job: Callable[[], None]) -> LateThread.Result:
-        return self.Result(job)
+        self._results.append(self.Result(job))
+        return self._results[-1]
+
+    @property
+    def waiting(self) -> list[LateThread.Result]:
+        """What has not run yet."""
+        return [result for result in self._results if result.job is not None]
+
+    def settle(self) -> None:
+        for result in self._results:
+            result.result()
 
     class Result:
+        missed = False
+
         def __init__(self, job: Callable[[], None]) -> None:
-            self._job: Callable[[], None] | None = job
+            self.job: Callable[[], None] | None = job
+
+        def cancel(self) -> bool:
+            return False
+
+        def settle(self) -> None:
+            self.result()
 
         def result(self) -> None:
-            job, self._job = self._job, None
+            job, self.job = self.job, None
             if job is not None:
                 job()
-
-    def shutdown(self, wait: bool) -> None: ...
 
 
 def thread(device: torch.device) -> ThreadLane:
     lane = ThreadLane("late", device)
-    lane._thread.shutdown()
+    lane._thread.close()
     lane._thread = LateThread()  # type: ignore[assignment]
     return lane
 
@@ -115,6 +137,58 @@ def a_home_goes_after_the_last_copy_of_it(monkeypatch: pytest.MonkeyPatch, path:
     slot_then = slot.clone()
     lane._stream.synchronize()
     assert torch.equal(slot, slot_then)
+
+
+def a_lane_is_at_rest_after_all_its_copies(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    cuda, slots = LateCuda(monkeypatch), [torch.zeros(4) for _ in range(3)]
+    on_thread, on_stream = thread(CPU), StreamLane(DEVICE)
+    on_thread.submit("L0", lambda: slots[0].fill_(7))  # type: ignore[arg-type, return-value]
+    on_stream.submit("L0", lambda: cuda.launch(lambda: slots[1].fill_(7)))
+    crew = Crew(1)
+    crew._threads = LateThread()  # type: ignore[assignment]
+    crew.give(lambda: slots[2].fill_(7))  # type: ignore[arg-type, return-value]
+    for lane in (on_thread, on_stream, crew):
+        lane.settle()  # type: ignore[attr-defined]
+    assert all((slot == 7).all() for slot in slots)
+
+
+class _Opens:
+    """A lock that nobody holds any more as soon as somebody asks for it: then the work is done."""
+
+    def __init__(self, future: Future) -> None:
+        self._future = future
+
+    def acquire(self, timeout: float) -> bool:
+        self._future.run()
+        return True
+
+    def release(self) -> None: ...
+
+
+def a_result_comes_after_its_work(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    log: list[str] = []
+    future = Future(lambda: log.append("work"))
+    future._gate = _Opens(future)  # type: ignore[assignment]
+    future.result()
+    assert log == ["work"]
+
+
+def a_thread_is_at_rest_after_all_its_work(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    go_on, log, settle = threading.Event(), list[str](), Future.settle
+
+    def late(future: Future) -> None:
+        go_on.set()  # not before somebody waits
+        settle(future)
+
+    threads = IOThreads(1, "late")
+    threads.submit(lambda: (go_on.wait(60), log.append("work"))[1])
+    monkeypatch.setattr(Future, "settle", late)
+    try:
+        threads.settle()
+        assert log == ["work"]
+    finally:
+        go_on.set()
+        threads.close()
 
 
 def a_clock_counts_what_has_ended(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:

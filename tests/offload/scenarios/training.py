@@ -14,10 +14,12 @@ from offload import OffloadModel
 from offload.homeward import Homeward
 from offload.lane import Arrival, Lane, Lanes
 from offload.streamer import Streamer
+from offload.tier.disk import DiskBlock
 from offload.walk.crossing import Crossing
 from tests.offload.late import LateLane, run_late
 from tests.offload.pair import Pair
 from tests.offload.prompt import PromptLane
+from tests.offload.scenarios.lanes import LateThread
 from tests.offload.test_late_lane import both, equal
 from tests.offload.zoo import WIDTH, build
 
@@ -144,6 +146,60 @@ def an_update_that_was_cut_off_from_its_load_ends_first(monkeypatch: pytest.Monk
         pair.eval()
 
 
+def a_store_that_failed_is_told_once(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """The gradients of the pass that failed are not waited for by the next."""
+    run_late(monkeypatch, 0)
+    model = OffloadModel(build(["linear"] * 3), "cpu", f"{path}/", num_slices=5, checkpoint_activation=True)
+    write = DiskBlock.write
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(DiskBlock, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        model(torch.randn(3, WIDTH)).sum().backward()
+    monkeypatch.setattr(DiskBlock, "write", write)
+    model.zero_grad()
+    model(torch.randn(3, WIDTH)).sum().backward()
+
+
+class _Breaks(LateLane):
+    """The next submission is interrupted, ``"before"`` it is queued or ``"after"``."""
+
+    breaks = ""
+
+    def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
+        breaks, self.breaks = self.breaks, ""
+        if breaks == "before":
+            raise KeyboardInterrupt
+        arrival = super().submit(token, copy, after)
+        if breaks == "after":
+            raise KeyboardInterrupt
+        return arrival
+
+
+def an_update_whose_start_was_interrupted_runs_once(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """What was queued is over before it is started again: else weights are read while they are being written."""
+    for breaks in ("before", "after"):
+        lane, crew = _Breaks(backwards=True), LateThread()
+        update_on(monkeypatch, lane)
+        pair = Pair("sgd", f"{path}/{breaks}/", slices=4)
+        pair.ours._filler._threads = crew  # type: ignore[assignment]
+        for action in ("backward", "step", "zero"):
+            pair.do(action)
+        update = pair.model._walk.shards[0].pending
+        assert update is not None
+        slot = torch.zeros(4096, dtype=torch.uint8)
+        lane.breaks = breaks
+        with pytest.raises(KeyboardInterrupt):
+            update.start(slot)
+        update.start(slot)
+        assert [arrival.token for arrival in lane.pending] == ["U0"]
+        assert len(crew.waiting) <= 1, "weights arrive twice"
+        update.settle()
+        pair.compare()
+
+
 class _Noted(Arrival):
     def __init__(self, token: str, log: list[tuple[str, str]]) -> None:
         self._token = token
@@ -167,6 +223,8 @@ class NotingLane(Lane):
         with torch.no_grad():
             copy()
         return _Noted(token, self._log)
+
+    def settle(self) -> None: ...
 
     def close(self) -> None: ...
 
