@@ -142,14 +142,41 @@ def unchunk_args(axis: int, argnums: Iterable[int] = ()) -> Callable[[Callable[.
 
 
 def grad_cached(encode_fn: Callable[..., Tree], policy: Callable[..., bool] | None = None) -> Callable[..., Tree]:
-    """The cache in one decorator: an encoder of which only the representations are kept for the backward.
+    """The cache in one decorator: an encoder of chunks, of which only the representations are kept for the backward.
 
-    XLA recomputes it there, so ``jax.grad`` of a loss over ``chunk_encode(grad_cached(encode))`` is the two-pass step.
-    ``policy``: what may be kept besides, see ``jax.checkpoint_policies``; by default nothing.
+    XLA recomputes the rest there, chunk by chunk, so ``jax.grad`` of a loss over its result is the two-pass step::
+
+        encode_all = grad_cached(encode)                                encode(params, batch) of one chunk
+        reps = encode_all(params, tree_chunk(batch, n))                 (rows, width), as of the whole batch
+
+    Args:
+        encode_fn: ``encode_fn(params, ...)`` returns the representations of a chunk.
+        policy: what may be kept besides, see ``jax.checkpoint_policies``; by default nothing.
+
+    Returns:
+        A function of ``params`` and of chunked arguments, positional or by keyword: all but the first positional one
+        have a leading dimension of chunks, see :func:`tree_chunk`. The representations have none: they are those of the
+        whole batch, for a loss that compares every row with every other. A function whose parameters are bound already
+        (``partial(encode, params)``) is called by keywords alone.
     """
     policy = jax.checkpoint_policies.nothing_saveable if policy is None else policy
-    recomputed: Callable[..., Tree] = jax.checkpoint(encode_fn, policy=policy)
-    return recomputed
+
+    @wraps(encode_fn)
+    def encode_all(*params_and_chunks: Tree, **chunks: Tree) -> Tree:
+        params, positional = params_and_chunks[:1], params_and_chunks[1:]
+        if not jax.tree_util.tree_leaves((positional, chunks)):
+            raise TypeError(
+                "expected params and chunked arguments, got no chunks; call it as (params, batch), with the batch cut "
+                "by tree_chunk"
+            )
+
+        def step(_: None, chunk: tuple[tuple[Tree, ...], dict[str, Tree]]) -> tuple[None, Tree]:
+            return None, encode_fn(*params, *chunk[0], **chunk[1])
+
+        # The scan keeps what enters each chunk; what a chunk computes is computed again when its gradient comes.
+        return tree_unchunk(jax.lax.scan(jax.checkpoint(step, policy=policy), None, (positional, chunks))[1])
+
+    return encode_all
 
 
 def cache_train_step(loss_fn: Callable[..., Any], state: Any, ss: Tree, tt: Tree, axis: str | None = "device") -> Any:

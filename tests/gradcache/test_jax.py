@@ -139,18 +139,69 @@ def test_a_thousand_chunks_of_bfloat16_gradients_add_up_within_one_percent() -> 
     assert error < 0.01
 
 
-def test_grad_cached_keeps_representations_only_and_gives_the_same_gradient() -> None:
-    params, ss, tt = parameters(), batch(8, 1), batch(8, 2)
+def encode_batch(params: Any, batch: Any) -> Any:
+    return encode(params, **batch)
+
+
+CALLS: dict[str, Any] = {
+    "a batch": lambda p, chunks: grad_cached(encode_batch)(p, chunks),
+    "keywords": lambda p, chunks: grad_cached(encode)(p, **chunks),
+    "bound parameters": lambda p, chunks: grad_cached(partial(encode, p))(**chunks),
+    "a policy": lambda p, chunks: grad_cached(encode, jax.checkpoint_policies.dots_saveable)(p, chunks["x"]),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_grad_cached_takes_chunks_and_returns_the_rows_of_the_whole_batch(call: str, chunks: int) -> None:
+    """It returned chunks, so that a loss of all rows compared each row with those of its own chunk alone."""
+    params, ss, tt = parameters(), batch(12, 1), batch(12, 2)
 
     def loss(p: Any) -> Any:
-        encoder = chunk_encode(grad_cached(partial(encode, p)))
-        x, y = (tree_unchunk(encoder(**tree_chunk(side, 4))) for side in (ss, tt))
+        x, y = (CALLS[call](p, tree_chunk(side, chunks)) for side in (ss, tt))
+        assert x.shape == y.shape == (12, 6)
         return contrastive(x, y).mean()
 
-    value, grads = jax.value_and_grad(loss)(params)
+    value, grads = jax.jit(jax.value_and_grad(loss))(params)
     expected, whole = whole_batch(params, ss, tt)
     assert_same(value, expected)
     assert_same(grads, whole)
+
+
+def sizes_kept(jaxpr: Any) -> set[int]:
+    """Elements of the arrays that loops of a program pass on or collect."""
+    found: set[int] = set()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            found |= {variable.aval.size for variable in [*equation.invars, *equation.outvars]}
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            found |= sizes_kept(inner) if hasattr(inner, "eqns") else set()
+    return found
+
+
+def test_grad_cached_walks_chunk_by_chunk_and_keeps_no_activation() -> None:
+    params, chunks = parameters(), tree_chunk(batch(12, 1), 4)
+
+    def hidden_is_kept(function: Any) -> bool:
+        program = jax.make_jaxpr(jax.grad(lambda p: jnp.square(function(p, chunks)).sum()))(params)
+        return 4 * 3 * 16 in sizes_kept(program.jaxpr)
+
+    assert not hidden_is_kept(grad_cached(encode_batch))
+    assert hidden_is_kept(grad_cached(encode_batch, jax.checkpoint_policies.everything_saveable))
+
+
+def test_grad_cached_meets_the_same_key_of_a_chunk_again_and_names_misuse() -> None:
+    params, chunks = parameters(), tree_chunk(batch(8, 1), 4)
+    keys = jax.random.split(jax.random.key(5), 4)
+
+    def whole(p: Any) -> Any:
+        return jnp.square(jnp.concatenate([encode(p, chunks["x"][i], keys[i]) for i in range(4)])).sum()
+
+    grads = jax.grad(lambda p: jnp.square(grad_cached(encode)(p, chunks["x"], rng=keys)).sum())(params)
+    assert_same(grads, jax.grad(whole)(params))
+    with pytest.raises(TypeError, match="tree_chunk"):
+        grad_cached(encode)(params)
 
 
 def test_trees_are_chunked_along_any_axis_and_put_together_again() -> None:
