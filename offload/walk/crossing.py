@@ -29,7 +29,7 @@ from offload.walk.raw import RawChunk
 from offload.walk.saved import weights_by_reference
 from offload.walk.source import Source
 from offload.walk.tape import KeptCell, Tape
-from offload.weight_writes import differs_from_home, holds, put_back, values_in_slot
+from offload.weight_writes import differs_from_home, find_writes, holds, put_back, values_at_home, values_in_slot
 from pipe.nested import flatten, map_distinct, unflatten
 from pipe.torch_private import hidden_hooks
 
@@ -90,7 +90,36 @@ class Crossing:
             tape.requires[Cell(cell.j + 1, cell.i)] = requires(flatten(output)[0])
             return map_distinct(Tensor.detach, output)
 
-    def repeats_writes(self, tape: Tape, cell: Cell, boundary: Any) -> bool:
+    def end_visit(self, tape: Tape, j: int, microbatches: Sequence[int], now: int) -> list[int]:
+        """To be called when all cells of a shard's visit have run forward.
+
+        Where a recomputation would write other values into parameters than the cells did, their graphs are kept.
+
+        Args:
+            tape: of the forward.
+            j: which shard.
+            microbatches: whose cells have run.
+            now: position of the first of them.
+
+        Returns:
+            Positions of the parameters that the layers wrote.
+        """
+        runner = self._runners[j]
+        shard = runner.shard
+        written = find_writes(shard, compare=runner.compares_weights())
+        if written:
+            runner.writes_weights = True
+            recorded = [Cell(j, i) for i in microbatches if Cell(j, i) in tape.cells]
+            entered = {cell: self.enter(tape, cell, now + cell.i, last=False) for cell in recorded}
+            if recorded and runner.repeats_writes is None:
+                runner.repeats_writes = self._repeats_writes(tape, recorded[0], entered[recorded[0]])
+            if recorded and not runner.repeats_writes:
+                put_back(shard, values_at_home(shard))  # which is still what there was before this visit
+                for cell, boundary in entered.items():
+                    self._run_again_with_graph(tape, cell, boundary)
+        return written
+
+    def _repeats_writes(self, tape: Tape, cell: Cell, boundary: Any) -> bool:
         """After a forward that wrote parameters: whether a recomputation of the cell leaves them as they are."""
         runner = self._runners[cell.j]
         after = values_in_slot(runner.shard)
@@ -100,7 +129,7 @@ class Crossing:
         put_back(runner.shard, after)
         return same
 
-    def run_again_with_graph(self, tape: Tape, cell: Cell, boundary: Any) -> None:
+    def _run_again_with_graph(self, tape: Tape, cell: Cell, boundary: Any) -> None:
         """Repeats a forward that was recorded, and keeps its graph, so that it need not be recomputed.
 
         It sees what the first run saw, :func:`~pipe.is_recomputing` included.

@@ -44,7 +44,6 @@ from offload.walk.cell import Cell, CellRunner, OutputFn
 from offload.walk.crossing import Crossing, requires, rows_of, versions_of
 from offload.walk.graphs import graphs_that_fit
 from offload.walk.tape import Tape
-from offload.weight_writes import find_writes, put_back, values_at_home
 from pipe.nested import flatten, tensors_in
 from pipe.phase import is_recomputing
 from pipe.torch_private import transform_under_way
@@ -245,7 +244,7 @@ class Walk:
                         outputs[i] = output
                         nbytes = sum(x.numel() * x.element_size() for x in tensors_in(output))
                     self._meter.boundary_bytes_per_row[j + 1] = nbytes / max(tape.rows[i], 1)
-                self._keep_changes(tape, j, microbatches, now=j * m)
+                self.streamer.keep_changes(j, self._crossing.end_visit(tape, j, microbatches, now=j * m))
                 tape.versions[j] = self.shards[j].versions()
 
             self._follow(plan, visit)
@@ -261,23 +260,6 @@ class Walk:
                 # What is in slots stays there. The next forward asks whether it still holds what the homes do.
                 self._untouched.mark()
         return outputs
-
-    def _keep_changes(self, tape: Tape, j: int, microbatches: Sequence[int], now: int) -> None:
-        """Sends home what the layers of a shard wrote into their own parameters in this visit."""
-        shard, runner = self.shards[j], self.runners[j]
-        written = find_writes(shard, compare=runner.compares_weights())
-        if written:
-            runner.writes_weights = True
-            recorded = [Cell(j, i) for i in microbatches if Cell(j, i) in tape.cells]
-            entered = {cell: self._crossing.enter(tape, cell, now + cell.i, last=False) for cell in recorded}
-            if recorded and runner.repeats_writes is None:
-                runner.repeats_writes = self._crossing.repeats_writes(tape, recorded[0], entered[recorded[0]])
-            if recorded and not runner.repeats_writes:
-                # A recomputation would write once more. The homes still hold what there was before this visit.
-                put_back(shard, values_at_home(shard))
-                for cell, boundary in entered.items():
-                    self._crossing.run_again_with_graph(tape, cell, boundary)
-        self.streamer.keep_changes(j, written)
 
     # --- backward -----------------------------------------------------------------------------------------------
 
