@@ -60,8 +60,9 @@ class GradCache:
     Args:
         models: the encoders ("towers"), one per input of a step; the same module may stand there more than once. A
             callable (``clip.encode_image``) trains the modules that it can be seen to use, see ``reach``.
-            A model with ``forward_chunks`` (``offload.OffloadModel``) is walked shard by shard, see ``streamed``; make
-            it with ``checkpoint_activation=True``, or it keeps the activations of all chunks.
+            A model with ``forward_chunks`` (``offload.OffloadModel``) is walked shard by shard, see ``streamed``, by
+            itself or inside another module, see ``wrapped``; make it with ``checkpoint_activation=True``, or it keeps
+            the activations of all chunks.
         chunk_sizes: rows of a chunk, for all towers or one number each; ``"auto"``: what ``memory_budget`` holds.
         loss_fn: ``loss_fn(*representations, **loss_kwargs)`` returns the scalar loss, or a tuple that starts with it.
         split_input_fn: ``split_input_fn(model_input, chunk_size)`` returns the chunks; default :meth:`split_inputs`.
@@ -84,8 +85,8 @@ class GradCache:
     Raises:
         TypeError, ValueError: at construction or at the start of a step, before any gradient is written.
 
-    After an exception every ``.grad`` is what it was before the step (a streamed model says itself what holds), buffers
-    and generators are as the chunks that ran left them, and the object can be used again.
+    After an exception every ``.grad`` is what it was before the step (a streamed model that is itself a tower says what
+    holds of its own), buffers and generators are as the chunks that ran left them, and the object can be used again.
     """
 
     def __init__(

@@ -25,24 +25,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradcache import representations
+from gradcache.calls import Answer, Call, versions_of
 from gradcache.receiver import Receiver
-from gradcache.surroundings import Observer, Surroundings, must_run_in_place, set_modes
+from gradcache.surroundings import Observer, must_run_in_place, set_modes
 from gradcache.two_pass import InputGradients
 from pipe.ambient import Ambient
 from pipe.guard import Guard, Watched
 from pipe.interception import intercepting
-from pipe.nested import TreeSpec, flatten, map_tensors, tensors_in, unflatten
+from pipe.nested import TreeSpec, flatten, map_tensors, tensors_in
 from pipe.phase import enable_recomputing
 from pipe.replay import Replay, autocast_without_cache
 
-__all__ = ["Answer", "Call", "SuspendedForward", "TowerNotes"]
+__all__ = ["SuspendedForward", "TowerNotes"]
 
 
 class _Suspend(BaseException):
@@ -51,71 +51,6 @@ class _Suspend(BaseException):
     def __init__(self, forward: SuspendedForward) -> None:
         super().__init__("a forward is suspended here; it will be run again from its beginning")
         self.forward = forward
-
-
-@dataclass(eq=False)
-class Call:
-    """The call of a streamed model at which a forward is suspended."""
-
-    model: Any
-    #: The arguments of all micro-batches, flat and detached.
-    inputs: list[Any]
-    spec: TreeSpec
-    #: Which of the inputs need a gradient.
-    requires: list[bool]
-    surroundings: Surroundings
-    versions: list[int]
-
-    @property
-    def overwritten(self) -> bool:
-        """Whether an argument was written in place since the call."""
-        return versions_of(self.inputs) != self.versions
-
-
-@dataclass(eq=False)
-class Answer:
-    """What a call of a streamed model returned, and the gradients on both of its sides."""
-
-    model: Any
-    input_spec: TreeSpec
-    requires: list[bool]
-    records: bool
-    #: Takes the gradients of those inputs that require one.
-    entered: Receiver
-    #: Flat and detached.
-    outputs: list[Any] = field(default_factory=list)
-    spec: TreeSpec | None = None
-    #: Which of the outputs need a gradient.
-    differentiable: list[bool] = field(default_factory=list)
-    #: Of the outputs, summed over everything that used them.
-    gradients: list[Tensor | None] = field(default_factory=list)
-
-    def fill(self, outputs: Sequence[Any], differentiable: Sequence[bool]) -> None:
-        """Takes the outputs of all micro-batches."""
-        self.outputs, self.spec = flatten(list(outputs))
-        self.differentiable = list(differentiable)
-        self.gradients = [None] * len(self.outputs)
-
-    def give(self) -> tuple[list[Any], Receiver]:
-        """The outputs, with a graph that begins here where they need a gradient; and what takes that gradient."""
-        assert self.spec is not None
-        receiver = Receiver()
-        if not torch.is_grad_enabled():
-            return unflatten([_copy(leaf) for leaf in self.outputs], self.spec), receiver
-        wanted = [leaf for leaf, wants in zip(self.outputs, self.differentiable, strict=True) if wants]
-        attached = iter(receiver.attach(wanted, copy=True))
-        leaves = [
-            next(attached) if wants else _copy(leaf)
-            for leaf, wants in zip(self.outputs, self.differentiable, strict=True)
-        ]
-        return unflatten(leaves, self.spec), receiver
-
-    def collect(self, receiver: Receiver) -> None:
-        """Adds what arrived at a receiver of :meth:`give`."""
-        positions = [k for k, wants in enumerate(self.differentiable) if wants]
-        for k, gradient in zip(positions, receiver.gradients, strict=False):
-            before = self.gradients[k]
-            self.gradients[k] = gradient if before is None else before if gradient is None else before + gradient
 
 
 class TowerNotes:
@@ -172,6 +107,8 @@ class SuspendedForward:
         self.finished = False
         self.requires_grad = False
         # Of the run under way:
+        self._running = False
+        self._modes: list[bool] | None = None
         self._position = 0
         self._stop_at: int | None = None
         self._in_backward = False
@@ -249,25 +186,32 @@ class SuspendedForward:
     def _repeated(self, stop_at: int | None) -> Iterator[Any]:
         """The result of a run with a graph. What autograd collects inside is added to the answers' gradients."""
         self._stop_at, self._in_backward = stop_at, True
-        modes = [module.training for module in self.notes.modules]
+        self._modes = [module.training for module in self.notes.modules]
         try:
             with (
                 self._ambient.again(recomputation=True, cache_casts=False),
                 enable_recomputing(),
                 torch.enable_grad(),
-                contextlib.ExitStack() as buffers,
             ):
                 output = self._run(self._chunk)
                 given, self._given = self._given, []
                 # Backward may read buffers, or repeat a part that writes them: earlier segments' values go on top.
                 for _, guard in reversed(self._segments):
-                    buffers.enter_context(guard.again(strict=False))
+                    self._again.enter_context(guard.again(strict=False))
                 yield output
                 for answer, receiver in given:
                     answer.collect(receiver)
         finally:
-            set_modes(self.notes.modules, modes)
             self._stop_at, self._in_backward, self._given, self._entering = None, False, [], []
+            self.abandon()
+
+    def abandon(self) -> None:
+        """After an interrupt anywhere in a run: buffers, generators and flags are those of the module again."""
+        self._running = False
+        self._again.close()
+        modes, self._modes = self._modes, None
+        if modes is not None:
+            set_modes(self.notes.modules, modes)
 
     # --- one run ------------------------------------------------------------------------------------------------
 
@@ -276,7 +220,7 @@ class SuspendedForward:
         copies = (self._first and not self._in_backward) or self.notes.writes_input
         given = map_tensors(torch.clone if copies else _same, chunk)
         versions = versions_of(tensors_in(given))
-        self._position, self._suspended, self._given = 0, False, []
+        self._position, self._suspended, self._given, self._running = 0, False, [], True
         complete = False
         try:
             with intercepting(self._intercepted):
@@ -293,6 +237,7 @@ class SuspendedForward:
                 raise
             output, complete = None, True
         finally:
+            self._running = False
             self._end(complete and not self._suspended)
         self._check_input(versions_of(tensors_in(given)) != versions, copies)
         return output
@@ -308,7 +253,7 @@ class SuspendedForward:
     def _intercepted(self, model: Any, micro_batches: Sequence[Any]) -> list[Any] | None:
         """Answers the call of a streamed model, leaves the forward, or leaves the call to the model (None)."""
         observer = self.notes.observers.get(id(model))
-        if observer is None:
+        if observer is None or not self._running:
             return None
         if self._suspended:  # the tower caught what was to leave it
             raise _Suspend(self)
@@ -379,11 +324,6 @@ class SuspendedForward:
             self._segments.append((segment[0].seal(), segment[1].seal()))
 
 
-def versions_of(leaves: Sequence[Any]) -> list[int]:
-    """Counts of in-place changes of the tensors that count them."""
-    return [x._version for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
-
-
 def _same(tensor: Tensor) -> Tensor:
     return tensor
 
@@ -391,7 +331,3 @@ def _same(tensor: Tensor) -> Tensor:
 def _as_leaf(tensor: Tensor) -> Tensor:
     # The graph before the chunk is the caller's; one backward goes through it, when all chunks are done.
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf

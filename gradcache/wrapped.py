@@ -13,13 +13,16 @@ A call is one visit of each shard forward and one backward, whatever the number 
 the same calls in the same order. Chunks that do not are right as well, but shards are loaded more often; so they are
 where a call cannot be taken out of its place (see ``surroundings``). Either is said once, in a RuntimeWarning.
 
-Between the passes it keeps what enters and what leaves each streamed model, for every chunk.
+Between the passes it keeps what enters and what leaves each streamed model, for every chunk. What stands around the
+models, ``process_fn`` included, runs once more in each pass for every call that is answered: what precedes a call is
+taken to be cheap beside the model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,11 +31,12 @@ import torch
 from torch import nn
 
 from gradcache import representations
+from gradcache.calls import Answer
 from gradcache.context_managers import devices_in_use
 from gradcache.receiver import Receiver
 from gradcache.streamed import Tape
 from gradcache.surroundings import Observer
-from gradcache.suspended import Answer, SuspendedForward, TowerNotes
+from gradcache.suspended import SuspendedForward, TowerNotes
 from gradcache.two_pass import InputGradients
 from pipe.nested import flatten, unflatten
 
@@ -137,12 +141,12 @@ class WrappedWalk:
 
     def encode(self) -> list[Any]:
         """The first pass: the representations of each tower."""
-        forwards = [forward for tower in self._towers for forward in tower]
-        for forward in forwards:
-            forward.advance()
-        while waiting := [forward for forward in forwards if forward.call is not None]:
-            for forward in self._answered(self._next(waiting, forwards)):
+        with self._abandoned_on_failure() as forwards:
+            for forward in forwards:
                 forward.advance()
+            while waiting := [forward for forward in forwards if forward.call is not None]:
+                for forward in self._answered(self._next(waiting, forwards)):
+                    forward.advance()
         self._explain()
         encoded: list[Any] = []
         for tower in self._towers:
@@ -232,14 +236,26 @@ class WrappedWalk:
         """The second pass; ``gradients``: of each tower's representations, None where there is none."""
         if not any(representations.has_gradient(gradient) for gradient in gradients):
             return
-        for tower, rows, gradient in zip(self._towers, self._rows, gradients, strict=True):
-            for forward, part in zip(tower, representations.split_gradients(gradient, rows), strict=True):
-                forward.begin_backward(self._inputs)
-                first, forward.representation = forward.representation, None
-                if representations.has_gradient(part):
-                    self.greatest_difference = max(self.greatest_difference, forward.backward(part, first))
-        while self._waves:
-            self._waves.pop().backward()
+        with self._abandoned_on_failure():
+            for tower, rows, gradient in zip(self._towers, self._rows, gradients, strict=True):
+                for forward, part in zip(tower, representations.split_gradients(gradient, rows), strict=True):
+                    forward.begin_backward(self._inputs)
+                    first, forward.representation = forward.representation, None
+                    if representations.has_gradient(part):
+                        self.greatest_difference = max(self.greatest_difference, forward.backward(part, first))
+            while self._waves:
+                self._waves.pop().backward()
+
+    @contextlib.contextmanager
+    def _abandoned_on_failure(self) -> Iterator[list[SuspendedForward]]:
+        """The forwards. An interrupt may have come while one of them was cleaning up, so that is done once more."""
+        forwards = [forward for tower in self._towers for forward in tower]
+        try:
+            yield forwards
+        except BaseException:
+            for forward in forwards:
+                forward.abandon()
+            raise
 
     # --- what is said -------------------------------------------------------------------------------------------
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import sys
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from tests.gradcache.wrapped_towers import (
     Residual,
     TwoBodies,
     assert_same,
+    in_waves,
     layers,
     rows,
     square,
@@ -118,6 +122,59 @@ def test_an_interrupt_in_the_suffix_leaves_the_model_usable() -> None:
     for model in (plain, ours):
         GradCache([model], 2, square)(rows(6))
     assert_same(plain, ours)
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the n-th line that the walk around streamed models runs."""
+
+    def __init__(self, line: int) -> None:
+        self.remaining = line
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
+        ours = frame.f_globals.get("__name__") in _WALK
+        if ours and event == "line":
+            self.remaining -= 1
+            if self.remaining == 0:
+                raise KeyboardInterrupt
+        return self if ours else None
+
+
+_WALK = {f"gradcache.{name}" for name in ("wrapped", "suspended", "calls", "surroundings", "receiver")}
+_WALK.add("pipe.interception")
+
+
+def test_after_an_interrupt_at_any_line_of_the_walk_the_next_step_is_that_of_the_plain_tower() -> None:
+    plain = Embedding(dropout=0.3)
+    ours = with_offload(plain)
+    start = copy.deepcopy(plain.state_dict())
+    torch.manual_seed(5)
+    square(in_waves(plain, rows(6).split(3))).backward()
+    state = torch.get_rng_state()
+    buffers = list(ours.buffers())
+    line, finished = 1, False
+    while not finished:
+        tracer = sys.gettrace()
+        sys.settrace(Interrupt(line))
+        try:
+            GradCache([ours], 3, square)(rows(6, 9))
+            finished = True
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(tracer)
+        line += 173  # a prime, so that over the versions of the walk no line is always left out
+        if not finished:
+            assert all(parameter.grad is None for parameter in ours.parameters())
+        assert all(module.training for module in ours.modules())
+        assert all(a is b for a, b in zip(buffers, ours.buffers(), strict=True))
+        ours.load_state_dict(start)
+        ours.zero_grad()
+        torch.manual_seed(5)
+        GradCache([ours], 3, square)(rows(6))
+        assert torch.equal(torch.get_rng_state(), state)
+        assert_same(plain, ours)
+        ours.zero_grad()
+    assert line > 10 * 173
 
 
 def test_a_tower_that_catches_what_suspends_it_is_refused() -> None:
