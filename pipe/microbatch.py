@@ -2,7 +2,7 @@
 
 Every tensor with a dimension 0 is cut; scalars, 0-dimensional tensors, other objects and what stands in
 :class:`NoChunk` go to every micro-batch as they are. Two tensors that disagree about the number of rows are an error:
-rows are never dropped in silence.
+rows are never dropped in silence. A single micro-batch is the batch itself: nothing is cut, and nothing compared.
 """
 
 from __future__ import annotations
@@ -87,8 +87,11 @@ def rows_of(value: Any) -> int:
 def rows_of_micro_batches(value: Any, chunks: int) -> list[int]:
     """Rows of each micro-batch that :func:`split_nested` makes of ``value``.
 
-    To be asked of the mini-batch: in a micro-batch, a tensor that came in :class:`NoChunk` looks like any other.
+    To be asked of the mini-batch: in a micro-batch, a tensor that came in :class:`NoChunk` looks like any other. Of a
+    single micro-batch, whose tensors may differ in it, the largest dimension 0.
     """
+    if chunks == 1:
+        return [max((leaf.size(0) for leaf in flatten(value)[0] if _is_split(leaf)), default=1)]
     rows = rows_of(value)
     count = min(chunks, max(rows, 1))
     return [rows // count + (i < rows % count) for i in range(count)]
@@ -100,12 +103,12 @@ def split_nested(value: Any, chunks: int) -> list[Any]:
     With fewer rows than ``chunks`` there are as many micro-batches as rows. The first ones are the larger ones.
 
     Raises:
-        ValueError: if ``chunks`` is not positive, or tensors differ in their size of dimension 0.
+        ValueError: if ``chunks`` is not positive; or, with more than one, tensors differ in their size of dimension 0.
     """
     if chunks < 1:
         raise ValueError(f"expected at least 1 micro-batch, got chunks={chunks}")
     leaves, spec = flatten(value)
-    count = min(chunks, max(rows_of(value), 1))
+    count = 1 if chunks == 1 else min(chunks, max(rows_of(value), 1))
     if count == 1:
         return [unflatten([_whole(leaf) for leaf in leaves], spec)]
     columns = [torch.tensor_split(leaf, count) if _is_split(leaf) else (_whole(leaf),) * count for leaf in leaves]

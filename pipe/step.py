@@ -282,9 +282,9 @@ def split_target(target: Any, rows: Sequence[int]) -> list[Any]:
         rows: of each micro-batch.
 
     Raises:
-        ValueError: if it has another number of rows.
+        ValueError: if it has another number of rows, and there is more than one micro-batch.
     """
-    if tensors_in(target) and rows_of(target) != sum(rows):
+    if len(rows) > 1 and tensors_in(target) and rows_of(target) != sum(rows):
         raise ValueError(
             f"expected a target of {sum(rows)} rows as the input has, got {rows_of(target)}; pass one target for each "
             f"row, or NoChunk(tensor) for one that all rows share"

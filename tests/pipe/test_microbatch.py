@@ -5,7 +5,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipe.microbatch import Batch, NoChunk, check, gather, gather_nested, rows_of, scatter, split_nested
+from pipe.microbatch import (
+    Batch,
+    NoChunk,
+    check,
+    gather,
+    gather_nested,
+    rows_of,
+    rows_of_micro_batches,
+    scatter,
+    split_nested,
+)
 from pipe.nested import flatten, tensors_in
 
 
@@ -53,6 +63,18 @@ def test_no_chunk_refuses_what_is_not_a_tensor():
 def test_defect_pipe_9_unequal_rows_are_an_error_not_a_truncation():
     with pytest.raises(ValueError, match=r"sizes of dimension 0 \[6, 8\].*NoChunk"):
         split_nested((torch.zeros(8), torch.zeros(6)), 2)
+
+
+def test_a_single_micro_batch_is_not_cut_so_its_rows_may_differ():
+    edges, positions = torch.zeros(2, 9, dtype=torch.long), torch.arange(5).unsqueeze(0)
+    value = (torch.zeros(8, 3), {"edges": edges, "positions": positions})
+    (same,) = split_nested(value, 1)
+    assert same[0] is value[0]
+    assert same[1]["edges"] is edges
+    assert same[1]["positions"] is positions
+    assert rows_of_micro_batches(value, 1) == [8]
+    with pytest.raises(ValueError, match=r"sizes of dimension 0 \[1, 2, 8\]"):
+        rows_of_micro_batches(value, 2)
 
 
 def test_an_empty_batch_is_one_micro_batch():
