@@ -1,0 +1,113 @@
+"""Programs that failed once, each under the claim that it tests."""
+
+from __future__ import annotations
+
+from tests.offload.fuzz.gradients import KeepGradients, NewOptimizer, Step, TrainStep, UseKept, ZeroGrad
+from tests.offload.fuzz.hooks import Hook
+from tests.offload.fuzz.passes import (
+    AuxiliaryLoss,
+    Backward,
+    ChunkedStep,
+    Forward,
+    Functional,
+    Grad,
+    Interrupt,
+    Penalty,
+    SetAside,
+)
+from tests.offload.fuzz.program import Program, Setup, Statement
+from tests.offload.fuzz.weights import LoadState, Reopen, Swap, Write
+
+__all__ = ["CORPUS"]
+
+TRAIN: tuple[Statement, ...] = (Forward(), Backward())
+
+
+def program(*statements: Statement, **setup: object) -> Program:
+    return Program(Setup(**setup), statements)  # type: ignore[arg-type]
+
+
+#: Claim -> the program that tests it.
+CORPUS: dict[str, Program] = {
+    # What leaves a layer does not live in its slot.
+    "a_table_that_is_passed_on_is_read_by_the_last_layer": program(
+        Forward(mode="no_grad"), model="table", late=True
+    ),
+    "a_table_that_is_passed_on_takes_its_gradients": program(*TRAIN, model="table", late=True),
+    "an_expanded_parameter_is_passed_on": program(*TRAIN, Step(), *TRAIN, model="queries", slices=6, late=True),
+    "an_expanded_parameter_is_passed_on_recomputed": program(
+        *TRAIN, Step(), *TRAIN, model="queries", slices=6, late=True, checkpoint=True
+    ),
+    "a_parameter_that_the_model_returns_stays_what_it_was": program(
+        Forward(mode="no_grad"), Forward(mode="no_grad", seed=1), *TRAIN, model="parameter", late=True
+    ),
+    # Autograd's contracts.
+    "a_penalty_on_the_gradient_of_the_input_is_refused_or_right": program(Penalty()),
+    "a_penalty_alone_on_the_gradient_of_the_input_is_refused_or_right": program(Penalty(with_loss=False)),
+    "a_penalty_on_the_gradients_of_parameters_is_refused_or_right": program(Penalty(of="all")),
+    "a_penalty_on_grad_after_create_graph_is_refused_or_right": program(Penalty(of=".grad"), checkpoint=True),
+    "a_hessian_vector_product_is_refused_or_right": program(Functional("hvp")),
+    "a_hessian_is_refused_or_right": program(Functional("hessian"), checkpoint=True),
+    "forward_mode_is_refused_or_right": program(Functional("jvp")),
+    "torch_func_grad_is_refused_or_right": program(Functional("func_grad")),
+    "a_functional_call_is_refused_or_right": program(Functional("call"), checkpoint=True),
+    "backward_of_given_inputs_reaches_parameters": program(Forward(), Backward(inputs="all")),
+    "backward_of_the_last_parameter_reaches_it_alone": program(Forward(), Backward(inputs="last"), checkpoint=True),
+    "gradients_of_parameters_are_returned": program(Forward(), Grad()),
+    # What was handed out is never written again.
+    "gradients_that_are_kept_outlive_a_backward_on_disk": program(
+        *TRAIN, KeepGradients(), ZeroGrad(), Forward(seed=1), Backward(), UseKept(), Step(), home="disk"
+    ),
+    "gradients_set_aside_are_added_on_disk": program(*TRAIN, SetAside(seed=1), home="disk"),
+    "a_loop_may_detach_and_zero_gradients_on_disk": program(*TRAIN, ZeroGrad("loop", False), *TRAIN, home="disk"),
+    "chunked_steps_accumulate_on_disk": program(ChunkedStep(), ChunkedStep(seed=1), home="disk"),
+    "chunked_steps_begin_from_zeros_on_disk": program(
+        ChunkedStep(), ZeroGrad(set_to_none=False), ChunkedStep(seed=1), home="disk"
+    ),
+    # What layers and hooks write through .data.
+    "a_layer_initialises_itself_from_its_first_batch": program(*TRAIN, *TRAIN, model="actnorm"),
+    "a_layer_initialises_itself_from_its_first_batch_recomputed": program(*TRAIN, model="actnorm", checkpoint=True),
+    "a_layer_gives_its_weight_other_data": program(*TRAIN, Step(), *TRAIN, model="renormed"),
+    "a_step_in_a_hook_moves_the_weights": program(Hook("accumulated", "step", None), *TRAIN, Forward()),
+    "a_step_in_a_hook_moves_the_weights_on_disk": program(
+        Hook("accumulated", "step", None), *TRAIN, Forward(), home="disk", checkpoint=True
+    ),
+    # Structure that changes after wrapping.
+    "a_state_loaded_by_assignment_trains": program(LoadState(assign=True), NewOptimizer(), TrainStep(), updates="offload"),
+    "a_replaced_layer_is_followed_or_refused": program(Swap("module"), Forward()),
+    "a_replaced_parameter_is_followed_or_refused": program(Swap("parameter"), *TRAIN),
+    "adapters_are_followed_or_refused": program(Swap("lora"), Swap("lora", at=1), *TRAIN),
+    "weight_norm_is_followed_or_refused": program(Swap("weight_norm"), *TRAIN, NewOptimizer(), Step(), *TRAIN),
+    "spectral_norm_is_followed_or_refused": program(Swap("spectral_norm"), *TRAIN, checkpoint=True),
+    # p.data = v between calls.
+    "other_data_of_a_parameter_is_kept_on_disk": program(Write("data", 0), Reopen(), home="kept"),
+    "a_vector_of_parameters_is_kept_on_disk": program(Write("vector"), Reopen(), home="kept"),
+    "other_data_between_backward_and_step_is_stepped": program(*TRAIN, Write("data"), Step(), updates="offload"),
+    "two_parameters_exchange_their_data": program(Write("swap"), Forward()),
+    # A subclass of Sequential.
+    "an_own_forward_of_a_sequential_is_run_or_refused": program(*TRAIN, model="residual"),
+    # Recomputation.
+    "a_route_read_on_the_host_is_taken_again": program(*TRAIN, model="routed", checkpoint=True),
+    "a_view_kept_by_a_function_is_there_in_backward": program(
+        Forward(), Forward(seed=1), Backward((0, 1)), model="custom", late=True
+    ),
+    "state_in_an_attribute_is_recomputed_or_refused": program(*TRAIN, model="recurrent", checkpoint=True),
+    "a_generator_of_a_layer_is_replayed_or_refused": program(*TRAIN, model="generator", checkpoint=True),
+    "one_tensor_twice_in_a_boundary_stays_one": program(*TRAIN, model="double"),
+    "a_loss_left_in_a_layer_is_refused_or_right": program(AuxiliaryLoss(), model="auxiliary", checkpoint=True),
+    # Hooks of parameters.
+    "a_hook_of_a_tied_parameter_sees_the_sum": program(Hook("parameter"), *TRAIN, model="tied"),
+    "a_hook_of_a_parameter_sees_all_microbatches": program(Hook("parameter"), *TRAIN, microbatches=2),
+    # Optimizers.
+    "an_optimizer_may_count_in_its_groups": program(TrainStep(), TrainStep(), optimizer="averaging", updates="offload"),
+    "a_state_may_grow": program(TrainStep(), TrainStep(), optimizer="changing", updates="offload"),
+    "a_state_may_grow_on_disk": program(TrainStep(), TrainStep(), optimizer="changing", updates="offload", home="disk"),
+    # Interrupts.
+    "an_interrupt_in_a_forward_leaves_the_model_usable": program(Interrupt(), *TRAIN, trips=True),
+    "an_interrupt_in_a_backward_leaves_the_model_usable": program(
+        Interrupt("backward"), *TRAIN, trips=True, home="disk"
+    ),
+    "an_interrupt_in_a_recomputation_leaves_the_model_usable": program(
+        Interrupt("recomputation"), *TRAIN, trips=True, checkpoint=True, model="dropout"
+    ),
+}

@@ -1,0 +1,254 @@
+"""Draws programs: setups, and statements one by one or in the phrases that loops are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hypothesis import strategies as st
+
+from tests.offload.fuzz.gradients import (
+    Clip,
+    KeepGradients,
+    Look,
+    NewOptimizer,
+    Rate,
+    ScaleGradients,
+    Step,
+    TrainStep,
+    UseKept,
+    ZeroGrad,
+)
+from tests.offload.fuzz.hooks import Hook, RemoveHooks
+from tests.offload.fuzz.known import excluded
+from tests.offload.fuzz.models import MODELS, ROWWISE
+from tests.offload.fuzz.passes import (
+    AuxiliaryLoss,
+    Backward,
+    ChunkedStep,
+    Forward,
+    Functional,
+    Grad,
+    Interrupt,
+    MutateInput,
+    MutateOutput,
+    Penalty,
+    SetAside,
+)
+from tests.offload.fuzz.program import Program, Setup, Statement
+from tests.offload.fuzz.weights import (
+    Average,
+    Checkpoint,
+    Copy,
+    Freeze,
+    LoadState,
+    Reopen,
+    SaveState,
+    SetBuffer,
+    SetMode,
+    Swap,
+    Write,
+)
+from tests.offload.fuzz.world import OPTIMIZERS
+
+__all__ = ["programs"]
+
+seeds = st.integers(0, 5)
+places = st.sampled_from([0, 1, 2, 3, 5])
+some = st.sampled_from([None, 0, 1, 2, 3, 5])
+flags = st.booleans()
+
+setups = st.builds(
+    Setup,
+    model=st.sampled_from(sorted(MODELS)) | st.sampled_from(["mlp", "dropout", "batchnorm", "tied", "frozen"]),
+    home=st.sampled_from(["cpu", "disk", "disk", "kept"]),
+    checkpoint=flags,
+    slices=st.sampled_from([1, 2, 3, 4, 5]),
+    slots=st.sampled_from([2, 2, 3, 5]),
+    microbatches=st.sampled_from([1, 1, 1, 2]),
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)) | st.sampled_from(["sgd", "adamw"]),
+    updates=st.sampled_from(["plain", "plain", "offload", "offload", "backward"]),
+    max_norm=st.sampled_from([None, None, 0.5]),
+    late=st.sampled_from([False, False, False, True]),
+    trips=st.sampled_from([False, False, True]),
+    looks=st.sampled_from([True, True, True, False]),
+)
+
+forwards = st.builds(
+    Forward,
+    seed=seeds,
+    mode=st.sampled_from(["train", "train", "train", "no_grad", "eval", "eval_grad", "inference"]),
+    rows=st.sampled_from([4, 4, 6]),
+    x_grad=flags,
+)
+recorded = st.builds(Forward, seed=seeds, x_grad=flags)
+outputs = st.sampled_from([(0,), (0,), (1,), (0, 1), (2,)])
+losses = st.sampled_from(["square", "sum", "first", "last"])
+backwards = st.builds(
+    Backward,
+    which=outputs,
+    loss=losses,
+    retain=st.sampled_from([False, False, True]),
+    create_graph=st.sampled_from([False] * 7 + [True]),
+    inputs=st.sampled_from([None, None, None, None, "all", "first", "last", "x"]),
+)
+zeros = st.builds(ZeroGrad, by=st.sampled_from(["model", "optimizer", "loop"]), set_to_none=flags)
+writes = st.builds(
+    Write,
+    how=st.sampled_from(
+        ["data", "data", "data_copy", "data_mul", "in_place", "vector", "swap", "numpy", "state_dict", "set"]
+    ),
+    at=some,
+    seed=seeds,
+)
+hooks = st.builds(
+    Hook,
+    on=st.sampled_from(["parameter", "accumulated", "forward", "forward_pre", "backward", "backward_pre", "output"]),
+    does=st.sampled_from(["log", "scale", "step"]),
+    at=some,
+)
+swaps = st.builds(
+    Swap,
+    how=st.sampled_from(
+        [
+            "module",
+            "parameter",
+            "weight_norm",
+            "old_weight_norm",
+            "spectral_norm",
+            "lora",
+            "tie",
+            "no_bias",
+            "forward",
+            "remove",
+        ]
+    ),
+    at=places,
+    seed=seeds,
+)
+
+#: Every kind of statement, each as likely as another.
+SINGLE: list[st.SearchStrategy[Statement]] = [
+    forwards,
+    backwards,
+    zeros,
+    writes,
+    hooks,
+    swaps,
+    st.builds(Grad, which=outputs, of=st.sampled_from(["all", "first", "last", "x"]), retain=flags, loss=losses),
+    st.builds(Penalty, of=st.sampled_from(["x", "all", ".grad"]), seed=seeds, with_loss=flags),
+    st.builds(
+        Functional,
+        kind=st.sampled_from(["call", "jvp", "vjp", "hvp", "func_jvp", "hessian", "func_grad"]),
+        seed=seeds,
+    ),
+    st.builds(AuxiliaryLoss, seed=seeds),
+    st.builds(
+        Interrupt,
+        where=st.sampled_from(["forward", "backward", "recomputation"]),
+        after=st.integers(0, 5),
+        seed=seeds,
+    ),
+    st.builds(ChunkedStep, seed=seeds, bare=flags, rows=st.sampled_from([4, 6])),
+    st.builds(SetAside, seed=seeds, into=st.sampled_from(["old", "new", "none"])),
+    st.just(MutateInput()),
+    st.just(MutateOutput()),
+    st.just(KeepGradients()),
+    st.builds(UseKept, how=st.sampled_from(["assign", "kept", "copy"])),
+    st.builds(ScaleGradients, how=st.sampled_from(["in_place", "data", "assign"])),
+    st.builds(Clip, by=st.sampled_from(["norm", "value"])),
+    st.just(Step()),
+    st.builds(TrainStep, seed=seeds, accumulate=st.integers(1, 2), set_to_none=flags),
+    st.just(NewOptimizer()),
+    st.builds(Rate, lr=st.sampled_from([0.02, 0.1])),
+    st.just(Look()),
+    st.builds(Average, do=st.sampled_from(["update", "update", "swap"])),
+    st.builds(SaveState, how=st.sampled_from(["clone", "reference", "file"])),
+    st.builds(LoadState, assign=flags, optimizer=flags),
+    st.builds(Checkpoint, load=flags),
+    st.builds(Copy, how=st.sampled_from(["deepcopy", "pickle"]), aside=flags),
+    st.just(Reopen()),
+    st.builds(Freeze, at=some, on=flags),
+    st.builds(SetMode, train=flags, at=some),
+    st.builds(SetBuffer, replace=flags),
+    st.just(RemoveHooks()),
+]
+
+
+def phrase(*parts: st.SearchStrategy[Statement]) -> st.SearchStrategy[Sequence[Statement]]:
+    return st.tuples(*parts)
+
+
+single = st.one_of(SINGLE).map(lambda statement: (statement,))
+phrases: st.SearchStrategy[Sequence[Statement]] = st.one_of(
+    single,
+    single,
+    single,
+    phrase(recorded, backwards),
+    phrase(zeros, recorded, backwards, st.just(Step())),
+    phrase(recorded, backwards, st.just(Step()), zeros),
+    phrase(recorded, recorded, backwards, backwards),
+    phrase(recorded, forwards, backwards),
+    phrase(recorded, writes, backwards),
+    phrase(recorded, backwards, writes, st.just(Step())),
+    phrase(recorded, backwards, st.just(KeepGradients()), zeros, recorded, backwards),
+    phrase(hooks, recorded, backwards),
+    phrase(swaps, recorded, backwards),
+    phrase(writes, forwards),
+    phrase(writes, st.just(Reopen())),
+)
+
+#: What a loop whose backward updates may hold.
+WITH_UPDATES: tuple[type[Statement], ...] = (
+    TrainStep,
+    Write,
+    Average,
+    SaveState,
+    LoadState,
+    Checkpoint,
+    Look,
+    Freeze,
+    SetMode,
+    Rate,
+    Copy,
+    SetBuffer,
+    NewOptimizer,
+    Swap,
+)
+
+
+def allowed(setup: Setup) -> Callable[[Statement], bool]:
+    """Whether a statement is within what is promised for a setup, and none of what is known to fail."""
+
+    def fits(statement: Statement) -> bool:
+        if excluded(setup, statement):
+            return False
+        if setup.updates == "backward" and not isinstance(statement, WITH_UPDATES):
+            return isinstance(statement, Forward) and statement.mode in ("no_grad", "eval", "inference")
+        if isinstance(statement, Interrupt):
+            return setup.trips and setup.microbatches == 1
+        if isinstance(statement, Hook) and setup.microbatches > 1:
+            # Layers see one micro-batch at a time.
+            return statement.on in ("parameter", "accumulated", "output") or statement.at is None
+        return not isinstance(statement, Reopen) or setup.home == "kept"
+
+    return fits
+
+
+def sensible(setup: Setup) -> bool:
+    """Whether a setup is within what is promised, and none of what is known to fail."""
+    if setup.microbatches > 1 and setup.model not in ROWWISE:
+        return False
+    if setup.updates == "backward" and setup.max_norm is not None:
+        return False
+    return not excluded(setup, None)
+
+
+@st.composite
+def programs(draw: st.DrawFn, most: int = 5) -> Program:
+    """Programs of up to ``most`` phrases."""
+    setup = draw(setups.filter(sensible))
+    found = draw(st.lists(phrases, min_size=1, max_size=most))
+    if setup.updates == "backward":
+        found = [part for p in found for part in (p, (TrainStep(len(p)),))]
+    statements = tuple(filter(allowed(setup), (statement for part in found for statement in part)))
+    return Program(setup, statements)

@@ -1,0 +1,178 @@
+"""Statements about gradients and steps: what is kept, taken away, combined, clipped and applied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.offload.fuzz.passes import loss_of
+from tests.offload.fuzz.program import Statement
+from tests.offload.fuzz.world import World
+
+__all__ = ["Clip", "KeepGradients", "Look", "NewOptimizer", "Rate", "ScaleGradients", "Step", "TrainStep", "UseKept", "ZeroGrad"]
+
+
+@dataclass(frozen=True, repr=False)
+class ZeroGrad(Statement):
+    """By the "model", the "optimizer", or a "loop" of the user's own over the parameters."""
+
+    by: str = "model"
+    set_to_none: bool = True
+
+    def run(self, world: World) -> None:
+        if self.by == "model":
+            world.model.zero_grad(set_to_none=self.set_to_none)
+        elif self.by == "optimizer":
+            world.optimizer.zero_grad(set_to_none=self.set_to_none)
+        else:
+            for p in world.parameters():
+                if self.set_to_none:
+                    p.grad = None
+                elif p.grad is not None:
+                    p.grad.detach_().zero_()
+
+
+@dataclass(frozen=True, repr=False)
+class KeepGradients(Statement):
+    """``[p.grad for p in model.parameters()]``: references, not copies."""
+
+    def run(self, world: World) -> Any:
+        found = [p.grad for p in world.parameters()]
+        world.gradients.append(found)
+        world.keep("gradient", [g for g in found if g is not None])
+        return [g is None for g in found]
+
+
+@dataclass(frozen=True, repr=False)
+class UseKept(Statement):
+    """Kept gradients are projected onto the present ones, and the result is assigned or added in place."""
+
+    how: str = "assign"
+
+    def run(self, world: World) -> Any:
+        if not world.gradients:
+            return None
+        norms = []
+        with torch.no_grad():
+            for p, kept in zip(world.parameters(), world.gradients[-1], strict=False):
+                if kept is None or p.grad is None or kept.shape != p.grad.shape or kept.is_sparse:
+                    continue
+                dot = (kept * p.grad).sum()
+                norms.append(dot.clone())
+                mixed = p.grad - dot / (kept.pow(2).sum() + 1) * kept
+                if self.how == "assign":
+                    p.grad = mixed
+                elif self.how == "kept":
+                    p.grad = kept
+                else:
+                    p.grad.copy_(mixed)
+        return norms
+
+
+@dataclass(frozen=True, repr=False)
+class ScaleGradients(Statement):
+    """Gradients are multiplied: "in_place", through "data", or by "assign"."""
+
+    how: str = "in_place"
+    factor: float = 0.5
+
+    def run(self, world: World) -> None:
+        for p in world.parameters():
+            if p.grad is None:
+                continue
+            if self.how == "in_place":
+                p.grad.mul_(self.factor)
+            elif self.how == "data":
+                p.grad.data.mul_(self.factor)
+            else:
+                p.grad = p.grad * self.factor
+
+
+@dataclass(frozen=True, repr=False)
+class Clip(Statement):
+    """By the global norm, or each number ("value")."""
+
+    by: str = "norm"
+    most: float = 0.3
+
+    def run(self, world: World) -> Any:
+        if all(p.grad is None for p in world.parameters()):
+            return None
+        if self.by == "value":
+            torch.nn.utils.clip_grad_value_(world.model.parameters(), self.most)
+            return None
+        return torch.nn.utils.clip_grad_norm_(world.model.parameters(), self.most)
+
+
+def step(world: World) -> None:
+    """One step of the optimizer, clipped as the setup says. A step that clips takes the gradients away."""
+    setup = world.setup
+    if setup.max_norm is not None and not (world.ours and setup.updates == "offload"):
+        members = [p for group in world.optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(members, setup.max_norm)
+    world.optimizer.step()
+    if setup.max_norm is not None:
+        world.optimizer.zero_grad()
+
+
+@dataclass(frozen=True, repr=False)
+class Step(Statement):
+    """``optimizer.step()``."""
+
+    def run(self, world: World) -> None:
+        step(world)
+
+
+@dataclass(frozen=True, repr=False)
+class TrainStep(Statement):
+    """``accumulate`` batches forward and backward, a step, and gradients away: all that update_in_backward takes."""
+
+    seed: int = 0
+    accumulate: int = 1
+    set_to_none: bool = True
+
+    def run(self, world: World) -> Any:
+        losses = []
+        for k in range(self.accumulate):
+            loss = loss_of(world.model(world.input(self.seed + k, 4)), "square")
+            if k + 1 < self.accumulate and hasattr(world.optimizer, "accumulate"):
+                with world.optimizer.accumulate():
+                    loss.backward()
+            else:
+                loss.backward()
+            losses.append(loss.detach())
+        step(world)
+        world.optimizer.zero_grad(set_to_none=self.set_to_none)
+        if world.setup.updates == "backward":
+            world.optimizer.zero_grad()
+        return losses
+
+
+@dataclass(frozen=True, repr=False)
+class NewOptimizer(Statement):
+    """A new optimizer over the parameters that there are now."""
+
+    def run(self, world: World) -> None:
+        world.optimizer = None
+        world.new_optimizer()
+
+
+@dataclass(frozen=True, repr=False)
+class Rate(Statement):
+    """Another learning rate, as a schedule sets it."""
+
+    lr: float = 0.02
+
+    def run(self, world: World) -> None:
+        for group in world.optimizer.param_groups:
+            group["lr"] = self.lr
+
+
+@dataclass(frozen=True, repr=False)
+class Look(Statement):
+    """Everything is compared."""
+
+    def run(self, world: World) -> None:
+        world.settle()

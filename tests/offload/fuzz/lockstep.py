@@ -1,0 +1,220 @@
+"""Runs a program in both worlds, statement by statement, and says how it ended.
+
+Fine are: equal to the end; the plain loop raises, and ours raises too; ours refuses, in words of its own, before anything
+differs and with parameters as they were. Everything else is a :class:`Failure`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import linecache
+import tempfile
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload import OffloadModel
+from tests.offload.fuzz.equal import Diverged, difference, first_difference
+from tests.offload.fuzz.models import trip
+from tests.offload.fuzz.program import Program, Statement
+from tests.offload.fuzz.world import World
+from tests.offload.late import run_late
+
+__all__ = ["Failure", "Outcome", "check", "run"]
+
+#: Where refusals are written: the packages beside this one's.
+PACKAGES = tuple(str(Path(offload.__file__).parents[1] / name) for name in ("offload", "pipe", "gradcache"))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first thing that is wrong."""
+
+    #: Which statement; -1 if the model could not be made, the number of statements if the look at the end saw it.
+    at: int
+    statement: str
+    what: str
+    #: Where an error came from.
+    trace: str = ""
+
+    @property
+    def signature(self) -> tuple[str, str]:
+        """Equal for failures that are likely to be one."""
+        return self.statement, self.what.split(":")[0].split(".")[0] + (self.trace or _kind(self.what))
+
+    def __str__(self) -> str:
+        return f"at statement {self.at} ({self.statement}): {self.what}{' ' + self.trace if self.trace else ''}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended."""
+
+    #: "equal", "refused", "raised" (the plain one, and ours too), "diverged" or "failed".
+    kind: str
+    at: int
+    words: str = ""
+    failure: Failure | None = None
+
+
+def check(program: Program) -> Outcome:
+    """Runs a program.
+
+    Raises:
+        AssertionError: if it fails.
+    """
+    outcome = run(program)
+    assert outcome.failure is None, f"{outcome.failure}\n{program!r}"
+    return outcome
+
+
+def run(program: Program) -> Outcome:
+    """Runs a program in both worlds."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        if program.setup.late:
+            run_late(stack.enter_context(pytest.MonkeyPatch.context()))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.callback(torch.set_rng_state, torch.get_rng_state())
+        worlds = [World(program.setup, ours, folder / name) for ours, name in ((False, "plain"), (True, "ours"))]
+        for world in worlds:
+            world.folder.mkdir()
+        try:
+            return _Run(program, *worlds).outcome()
+        except Diverged:
+            return Outcome("diverged", 0)
+        finally:
+            trip.left.clear()
+            with contextlib.suppress(Exception):
+                worlds[1].end()
+
+
+class _Run:
+    def __init__(self, program: Program, plain: World, ours: World) -> None:
+        self.program, self.plain, self.ours = program, plain, ours
+        setup = program.setup
+        # Elsewhere sums are in another order.
+        self.exact = setup.microbatches == 1 and setup.updates == "plain" and setup.model not in ("tied", "table")
+
+    def outcome(self) -> Outcome:
+        for world in (self.plain, self.ours):
+            with world.running():
+                error = _error_of(world.begin)
+        if error is not None:
+            return self._ended(-1, "OffloadModel(...)", error)
+        for k, statement in enumerate(self.program.statements):
+            ended = self._step(k, statement)
+            if ended is not None:
+                return ended
+        count = len(self.program.statements)
+        return self._looked(count, "the end", closely=True) or Outcome("equal", count)
+
+    def _step(self, k: int, statement: Statement) -> Outcome | None:
+        name = type(statement).__name__
+        looks = self.program.setup.looks
+        before = self.ours.snapshot() if looks and not self.ours.steps_in_hooks else None
+        results: list[Any] = []
+        errors: list[BaseException | None] = []
+        for world in (self.plain, self.ours):
+            world.log.clear()
+            with world.running():
+                errors.append(_error_of(lambda w=world: results.append(statement.run(w))))
+        if errors[0] is not None:
+            words = _words(errors[0])
+            return Outcome("raised", k, words) if errors[1] else _failed(k, name, f"does not raise: plain {words}")
+        if errors[1] is not None:
+            return self._ended(k, name, errors[1], before)
+        wrong = difference(results[0], results[1], exact=self.exact)
+        if wrong is not None:
+            return _failed(k, name, f"result: {wrong}")
+        return self._looked(k, name, closely=looks or name == "Look")
+
+    def _looked(self, k: int, name: str, *, closely: bool) -> Outcome | None:
+        """A failure if what can be seen differs, or cannot be seen."""
+        try:
+            expected = self.plain.seen(closely=closely)
+            wrong = first_difference(expected, self.ours.seen(closely=closely), exact=self.exact)
+        except Diverged:
+            raise
+        except Exception as error:
+            return _failed(k, name, f"looking: {_words(error)}", _place(error))
+        return _failed(k, name, wrong) if wrong else None
+
+    def _ended(self, k: int, name: str, error: BaseException, before: dict[str, Any] | None = None) -> Outcome:
+        """Ours raised alone: whether it is a refusal, after which parameters are as they were and the model is usable."""
+        if not _refuses(error):
+            return _failed(k, name, f"crash: {_words(error)}", _place(error))
+        words = _words(error)
+        if before is not None:
+            after = self.ours.snapshot()
+            keys = [key for key in before if name in ("Forward", "Backward", "Grad") or key.startswith("parameter")]
+            wrong = first_difference({key: before[key] for key in keys}, {key: after.get(key) for key in keys}, exact=True)
+            if wrong:
+                return _failed(k, name, f"damage by a refusal: {wrong} ({words})")
+        if isinstance(self.ours.model, OffloadModel) and k >= 0:
+            with torch.no_grad():
+                again = _error_of(lambda: self.ours.model(self.ours.input(0, 4)))
+            if again is not None and not _refuses(again):
+                return _failed(k, name, f"unusable after a refusal: {_words(again)} ({words})", _place(again))
+        return Outcome("refused", k, words)
+
+
+def _failed(k: int, name: str, what: str, trace: str = "") -> Outcome:
+    return Outcome("failed", k, failure=Failure(k, name, what, trace))
+
+
+def _error_of(action: Any) -> BaseException | None:
+    try:
+        action()
+    except Diverged:
+        raise
+    except Exception as error:
+        return error
+    except KeyboardInterrupt as error:
+        if "in a" not in str(error):
+            raise
+        return error
+    return None
+
+
+def _frames(error: BaseException) -> Iterator[traceback.FrameSummary]:
+    yield from reversed(traceback.extract_tb(error.__traceback__))
+
+
+def _refuses(error: BaseException) -> bool:
+    """Whether an error was raised by a statement of the packages, in words that say why."""
+    if not isinstance(error, (RuntimeError, TypeError, ValueError)):
+        return False
+    frame = next(_frames(error))
+    line = linecache.getline(frame.filename, frame.lineno or 0).strip()
+    return frame.filename.startswith(PACKAGES) and line.startswith("raise ") and len(str(error)) >= 30
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of the packages that an error came through."""
+    for frame in _frames(error):
+        if frame.filename.startswith(PACKAGES):
+            return f"[{'/'.join(Path(frame.filename).parts[-2:])}:{frame.name}]"
+    return "[torch]"
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error)[:160]}"
+
+
+def _kind(what: str) -> str:
+    return " NaN" if "NaN" in what else ""
+
+
+def collect() -> None:
+    """Frees cycles of graphs; to be called now and then by those who run many programs."""
+    gc.collect()

@@ -1,0 +1,92 @@
+"""Training loops as data: what is wrapped, and the statements that run one after the other.
+
+A program prints as the Python expression that makes it again, so that a failure is a few lines to paste. Each statement
+does the same to two worlds, the plain model's and ours; what it returns is compared, and so is all that can be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.offload.fuzz.world import World
+
+__all__ = ["Program", "Setup", "Statement", "brief"]
+
+
+def brief(value: Any) -> str:
+    """A dataclass as the call that makes it; arguments that are the defaults are left out."""
+    given = [f"{f.name}={getattr(value, f.name)!r}" for f in fields(value) if getattr(value, f.name) != f.default]
+    return f"{type(value).__name__}({', '.join(given)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Setup:
+    """What is wrapped, and how."""
+
+    #: Name in :data:`tests.offload.fuzz.models.MODELS`.
+    model: str = "mlp"
+    #: "cpu", "disk", or "kept": files that the next model adopts.
+    home: str = "cpu"
+    checkpoint: bool = False
+    slices: int = 4
+    slots: int = 2
+    microbatches: int = 1
+    #: Name in :data:`tests.offload.fuzz.world.OPTIMIZERS`.
+    optimizer: str = "sgd"
+    #: How ours updates: "plain" by that class itself, "offload" by OffloadOptimizer, "backward" by update_in_backward.
+    updates: str = "plain"
+    #: Clip by global norm in each step; with "offload" as ``max_norm``.
+    max_norm: float | None = None
+    #: Copies arrive as late as they may, and slots hold NaN until they are filled.
+    late: bool = False
+    #: Layers between the others in which an interrupt can strike.
+    trips: bool = False
+    #: Compare parameters, gradients and states after each statement, not only where a program looks.
+    looks: bool = True
+
+    __repr__ = brief
+
+
+@dataclass(frozen=True, repr=False)
+class Statement:
+    """One statement of a loop. Fields have defaults, the simplest value, which shrinking tries first."""
+
+    def run(self, world: World) -> Any:
+        """Does it in one world; returns what a user gets to see."""
+        raise NotImplementedError
+
+    __repr__ = brief
+
+
+@dataclass(frozen=True, repr=False)
+class Program:
+    """A training loop."""
+
+    setup: Setup
+    statements: tuple[Statement, ...]
+
+    def __repr__(self) -> str:
+        lines = "".join(f"    {statement!r},\n" for statement in self.statements)
+        return f"Program({self.setup!r}, (\n{lines}))"
+
+    def without(self, k: int, count: int = 1) -> Program:
+        """Without ``count`` statements from ``k`` on."""
+        return Program(self.setup, self.statements[:k] + self.statements[k + count :])
+
+    def simpler(self) -> list[Callable[[], Program]]:
+        """All programs with one field of one statement, or of the setup, as simple as can be."""
+        found: list[Callable[[], Program]] = []
+        for field in fields(self.setup):
+            if getattr(self.setup, field.name) != field.default:
+                change = {field.name: field.default}
+                found.append(lambda change=change: Program(replace(self.setup, **change), self.statements))
+        for k, statement in enumerate(self.statements):
+            for field in fields(statement):
+                if getattr(statement, field.name) != field.default:
+                    other = replace(statement, **{field.name: field.default})
+                    after = (*self.statements[:k], other, *self.statements[k + 1 :])
+                    found.append(lambda after=after: Program(self.setup, after))
+        return found

@@ -1,0 +1,249 @@
+"""A world: one of the two models, and all that a user's loop holds beside it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from offload import DiskHome, OffloadModel, OffloadOptimizer
+from pipe.nested import tensors_in
+from tests.offload.fuzz.models import IDS, ROWS, WIDTH, build
+from tests.offload.fuzz.program import Setup
+
+__all__ = ["OPTIMIZERS", "Live", "World"]
+
+
+class Averaging(torch.optim.SGD):
+    """Counts its steps in the group, as schedule-free optimizers do, and steps less with each."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+            group["lr"] = 0.05 / group["calls"]
+        super().step(closure)
+
+
+class Changing(torch.optim.Optimizer):
+    """A state that grows, and another that changes its type."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["last"] = p.grad.clone() if "last" not in state else p.grad.float()
+                state["all"] = torch.cat([state.get("all", p.new_empty(0)), p.grad.abs().sum().reshape(1)])
+                p.add_(state["last"].to(p.dtype) * state["all"].numel(), alpha=-group["lr"])
+
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05}),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3}),
+    "averaging": (Averaging, {"lr": 0.05}),
+    "changing": (Changing, {"lr": 0.05}),
+}
+
+
+@dataclass
+class Live:
+    """An output whose graph waits for its backward, and the input that it came from."""
+
+    output: Any
+    x: Tensor
+
+
+@dataclass
+class World:
+    """The plain model or ours, the optimizer, what was handed out, and the generators."""
+
+    setup: Setup
+    ours: bool
+    folder: Path
+    model: Any = None
+    optimizer: Any = None
+    live: list[Live] = field(default_factory=list)
+    #: What was handed out, by a name; it must not change in one world alone.
+    kept: list[tuple[str, Tensor]] = field(default_factory=list)
+    inputs: list[Tensor] = field(default_factory=list)
+    gradients: list[list[Tensor | None]] = field(default_factory=list)
+    log: list[tuple[str, Tensor]] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)
+    states: list[Any] = field(default_factory=list)
+    average: list[Tensor] = field(default_factory=list)
+    references: list[nn.Parameter] = field(default_factory=list)
+    sides: list[nn.Module] = field(default_factory=list)
+    checkpoints: int = 0
+    #: Whether hooks write parameters in backward, so that an interrupted backward leaves some written.
+    steps_in_hooks: bool = False
+    _generators: Any = None
+
+    def begin(self) -> None:
+        """Makes the model and its optimizer."""
+        bare = build(self.setup.model, trips=self.setup.trips)
+        self.model = self.wrap(bare) if self.ours else bare
+        torch.manual_seed(1)
+        self.new_optimizer()
+
+    def end(self) -> None:
+        """Frees lanes and files."""
+        for model in (self.model, *self.sides):
+            if isinstance(model, OffloadModel):
+                model.close()
+
+    # --- making -------------------------------------------------------------------------------------------------
+
+    def wrap(self, layers: nn.Sequential) -> OffloadModel:
+        """``layers`` offloaded, as the setup says."""
+        setup = self.setup
+        home: Any = "cpu"
+        if setup.home == "disk":
+            home = str(self.folder) + os.sep
+        elif setup.home == "kept":
+            home = DiskHome(self.folder / "kept", keep=True)
+        return OffloadModel(
+            layers,
+            "cpu",
+            home,
+            num_slices=min(setup.slices, len(layers)),
+            checkpoint_activation=setup.checkpoint,
+            num_microbatches=setup.microbatches,
+            num_slots=setup.slots,
+        )
+
+    def new_optimizer(self) -> None:
+        """A fresh optimizer over the parameters that the model has now."""
+        kind, options = OPTIMIZERS[self.setup.optimizer]
+        if self.ours and self.setup.updates != "plain":
+            more: dict[str, Any] = {}
+            if self.setup.updates == "backward":
+                more["update_in_backward"] = True
+            elif self.setup.max_norm is not None:
+                more["max_norm"] = self.setup.max_norm
+            self.optimizer = OffloadOptimizer(self.model, kind, **more, **options)
+        else:
+            self.optimizer = kind(self.model.parameters(), **options)
+
+    # --- what statements use ------------------------------------------------------------------------------------
+
+    def input(self, seed: int, rows: int) -> Tensor:
+        """The batch of this number."""
+        generator = torch.Generator().manual_seed(seed)
+        if self.setup.model in IDS:
+            return torch.randint(ROWS, (rows,), generator=generator)
+        return torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
+
+    def parameters(self, which: int | None = None) -> list[nn.Parameter]:
+        """All parameters, or the one of this number."""
+        found = list(self.model.parameters())
+        return found if which is None else [found[which % len(found)]]
+
+    def linears(self) -> list[tuple[nn.Module, str]]:
+        """All linear layers: the module around each, and its name there."""
+        return [
+            (module, name)
+            for module in list(self.model.modules())
+            for name, child in module._modules.items()
+            if type(child) is nn.Linear
+        ]
+
+    def keep(self, name: str, value: Any) -> None:
+        """Holds what was handed out: the latest forty tensors.
+
+        Ours are copies of what a layer returns of its parameters, so they do not follow a step as the plain ones do.
+        """
+        weights = set() if self.ours else {p.untyped_storage().data_ptr() for p in self.model.parameters()}
+        for t in tensors_in(value):
+            aliases = t.layout is torch.strided and t.untyped_storage().data_ptr() in weights
+            self.kept.append((name, t.detach().clone() if aliases else t))
+        del self.kept[:-40]
+
+    def settle(self) -> None:
+        """What the documentation asks of a loop that uses references it kept."""
+        if isinstance(self.optimizer, OffloadOptimizer):
+            self.optimizer.synchronize()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, the generators are those of this world."""
+        if self._generators is not None:
+            torch.set_rng_state(self._generators[0])
+            random.setstate(self._generators[1])
+            np.random.set_state(self._generators[2])
+        else:
+            torch.manual_seed(2)
+            random.seed(2)
+            np.random.seed(2)
+        try:
+            yield
+        finally:
+            self._generators = (torch.get_rng_state(), random.getstate(), np.random.get_state())
+
+    # --- what can be seen ---------------------------------------------------------------------------------------
+
+    def seen(self, *, closely: bool) -> dict[str, Any]:
+        """All that a user can see, by name; without ``closely`` what can be seen without asking the model."""
+        found: dict[str, Any] = {f"log.{n}.{k}": t for k, (n, t) in enumerate(sorted(self.log, key=_first))}
+        assert self._generators is not None
+        found["generator.torch"] = self._generators[0]
+        found["generator.python"] = repr(self._generators[1])
+        if not closely:
+            return found
+        for name, parameter in self.model.named_parameters():
+            found[f"parameter.{name}"] = parameter.detach()
+            found[f"gradient.{name}"] = None if parameter.grad is None else parameter.grad.detach()
+            found[f"requires_grad.{name}"] = parameter.requires_grad
+        for name, buffer in self.model.named_buffers():
+            found[f"buffer.{name}"] = buffer
+        for name, value in self.model.state_dict().items():
+            found[f"state_dict.{name}"] = value
+        for k, x in enumerate(self.inputs):
+            found[f"input.{k}"] = x.detach()
+            found[f"input gradient.{k}"] = x.grad
+        saved = self.optimizer.state_dict()
+        for number, state in saved["state"].items():
+            for name, value in state.items():
+                found[f"optimizer.{number}.{name}"] = value
+        for number, group in enumerate(saved["param_groups"]):
+            for name, value in group.items():
+                found[f"group.{number}.{name}"] = value
+        for k, (name, tensor) in enumerate(self.kept):
+            found[f"kept.{k}.{name}"] = tensor.detach()
+        for k, side in enumerate(self.sides):
+            for name, parameter in side.named_parameters():
+                found[f"copy.{k}.{name}"] = parameter.detach()
+        for k, average in enumerate(self.average):
+            found[f"average.{k}"] = average
+        return found
+
+    def snapshot(self) -> dict[str, Tensor | None]:
+        """Copies of parameters and gradients."""
+        return {
+            key: None if t is None else t.detach().clone()
+            for name, p in self.model.named_parameters()
+            for key, t in ((f"parameter.{name}", p), (f"gradient.{name}", p.grad))
+        }
+
+
+def _first(entry: tuple[str, Tensor]) -> str:
+    return entry[0]
+
+
+def deep_copied(world: World) -> Any:
+    """Another model like the one of a world."""
+    return copy.deepcopy(world.model)
