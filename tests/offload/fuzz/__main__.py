@@ -42,6 +42,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--refusals", action="store_true", help="list the words of refusals, and how often")
     parser.add_argument("--minutes", type=float, default=None, help="stop drawing after this time")
+    parser.add_argument("--but", default=None, help="name of a known fault that programs may run into")
     options = parser.parse_args()
     faulthandler.enable()
     found: dict[tuple[str, str], list[tuple[int, Program, Failure]]] = collections.defaultdict(list)
@@ -58,7 +59,7 @@ def main() -> int:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(programs())
+    @given(programs(but=options.but))
     def draw(program: Program) -> None:
         nonlocal count
         if options.minutes is not None and time.monotonic() - begin > options.minutes * 60:

@@ -83,6 +83,10 @@ CORPUS: dict[str, Program] = {
     "other_data_of_a_parameter_is_kept_on_disk": program(Write("data", 0), Reopen(), home="kept"),
     "a_vector_of_parameters_is_kept_on_disk": program(Write("vector"), Reopen(), home="kept"),
     "other_data_between_backward_and_step_is_stepped": program(*TRAIN, Write("data"), Step(), updates="offload"),
+    "other_data_between_forward_and_backward_is_kept": program(Forward(), Write("data"), Backward()),
+    "other_numbers_between_forward_and_backward_are_seen_or_refused": program(
+        Forward(), Write("data_mul"), Backward()
+    ),
     "two_parameters_exchange_their_data": program(Write("swap"), Forward()),
     # A subclass of Sequential.
     "an_own_forward_of_a_sequential_is_run_or_refused": program(*TRAIN, model="residual"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
@@ -216,39 +216,52 @@ WITH_UPDATES: tuple[type[Statement], ...] = (
 )
 
 
-def allowed(setup: Setup) -> Callable[[Statement], bool]:
-    """Whether a statement is within what is promised for a setup, and none of what is known to fail."""
-
-    def fits(statement: Statement) -> bool:
-        if excluded(setup, statement):
-            return False
-        if setup.updates == "backward" and not isinstance(statement, WITH_UPDATES):
-            return isinstance(statement, Forward) and statement.mode in ("no_grad", "eval", "inference")
-        if isinstance(statement, Interrupt):
-            return setup.trips and setup.microbatches == 1
-        if isinstance(statement, Hook) and setup.microbatches > 1:
-            # Layers see one micro-batch at a time.
-            return statement.on in ("parameter", "accumulated", "output") or statement.at is None
-        return not isinstance(statement, Reopen) or setup.home == "kept"
-
-    return fits
+def allowed(setup: Setup, statement: Statement, waiting: bool, but: str | None) -> bool:
+    """Whether a statement is within what is promised for a setup, and runs into none of what is known to fail."""
+    if excluded(setup, statement, waiting=waiting, but=but):
+        return False
+    if setup.updates == "backward" and not isinstance(statement, WITH_UPDATES):
+        return isinstance(statement, Forward) and statement.mode in ("no_grad", "eval", "inference")
+    if isinstance(statement, Interrupt):
+        return setup.trips and setup.microbatches == 1
+    if isinstance(statement, Hook) and setup.microbatches > 1:
+        # Layers see one micro-batch at a time.
+        return statement.on in ("parameter", "accumulated", "output") or statement.at is None
+    return not isinstance(statement, Reopen) or setup.home == "kept"
 
 
-def sensible(setup: Setup) -> bool:
-    """Whether a setup is within what is promised, and none of what is known to fail."""
+def waiting_after(waiting: int, statement: Statement) -> int:
+    """How many outputs wait for a backward after a statement, if so many did before; never too few."""
+    if isinstance(statement, Forward) and statement.mode in ("train", "eval_grad"):
+        return waiting + 1
+    if isinstance(statement, (Copy, Reopen)) and not getattr(statement, "aside", False):
+        return 0
+    used = isinstance(statement, Backward) and not statement.create_graph and statement.inputs is None
+    if used and not statement.retain and waiting:  # type: ignore[attr-defined]
+        return waiting - len({k % waiting for k in statement.which})  # type: ignore[attr-defined]
+    return waiting
+
+
+def sensible(setup: Setup, but: str | None) -> bool:
+    """Whether a setup is within what is promised, and runs into none of what is known to fail."""
     if setup.microbatches > 1 and setup.model not in ROWWISE:
         return False
     if setup.updates == "backward" and setup.max_norm is not None:
         return False
-    return not excluded(setup, None)
+    return not excluded(setup, None, but=but)
 
 
 @st.composite
-def programs(draw: st.DrawFn, most: int = 5) -> Program:
-    """Programs of up to ``most`` phrases."""
-    setup = draw(setups.filter(sensible))
+def programs(draw: st.DrawFn, most: int = 5, but: str | None = None) -> Program:
+    """Programs of up to ``most`` phrases, which run into nothing that is known to fail ``but`` this."""
+    setup = draw(setups.filter(lambda setup: sensible(setup, but)))
     found = draw(st.lists(phrases, min_size=1, max_size=most))
     if setup.updates == "backward":
         found = [part for p in found for part in (p, (TrainStep(len(p)),))]
-    statements = tuple(filter(allowed(setup), (statement for part in found for statement in part)))
-    return Program(setup, statements)
+    statements: list[Statement] = []
+    waiting = 0
+    for statement in (statement for part in found for statement in part):
+        if allowed(setup, statement, waiting > 0, but):
+            statements.append(statement)
+            waiting = waiting_after(waiting, statement)
+    return Program(setup, tuple(statements))

@@ -26,7 +26,7 @@ from tests.offload.fuzz.equal import Diverged, difference, first_difference
 from tests.offload.fuzz.models import trip
 from tests.offload.fuzz.program import Program, Statement
 from tests.offload.fuzz.world import World
-from tests.offload.late import run_late
+from tests.offload.late import LateLane, run_late
 
 __all__ = ["Failure", "Outcome", "check", "run"]
 
@@ -82,7 +82,9 @@ def run(program: Program) -> Outcome:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         if program.setup.late:
-            run_late(stack.enter_context(pytest.MonkeyPatch.context()))
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            run_late(patch)
+            patch.setattr("offload.optim.optimizer.open_update_lane", lambda device: LateLane(3))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.callback(torch.set_rng_state, torch.get_rng_state())
         worlds = [World(program.setup, ours, folder / name) for ours, name in ((False, "plain"), (True, "ours"))]

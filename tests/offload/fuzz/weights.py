@@ -192,9 +192,8 @@ class Reopen(Statement):
         world.live.clear()
         world.references, world.average, world.optimizer = [], [], None
         if not world.ours:
-            world.model.zero_grad()
-            for p in world.parameters():
-                p.requires_grad_(True)
+            old, world.model = world.model, build(world.setup.model, trips=world.setup.trips)
+            world.model.load_state_dict(old.state_dict())
         else:
             world.model.close()
             world.model = None
