@@ -85,6 +85,8 @@ def main() -> int:
     faulthandler.cancel_dump_traceback_later()
     print(f"{count} programs in {time.monotonic() - begin:.0f} s: {dict(outcomes)}; by model {dict(models)}")
     seen: dict[str, int] = {}
+    if found:
+        print("from tests.offload.fuzz.paste import *")
     for signature, entries in sorted(found.items(), key=lambda item: -len(item[1])):
         print(f"\n=== {signature}: {len(entries)} times, first after {entries[0][0]}")
         entries.sort(key=lambda entry: len(entry[1].statements))

@@ -24,7 +24,9 @@ import offload
 from offload import OffloadModel
 from tests.offload.fuzz.equal import Diverged, difference, first_difference
 from tests.offload.fuzz.models import trip
+from tests.offload.fuzz.passes import Backward, Grad
 from tests.offload.fuzz.program import Program, Statement
+from tests.offload.fuzz.weights import Write
 from tests.offload.fuzz.world import World
 from tests.offload.late import LateLane, run_late
 
@@ -104,8 +106,11 @@ class _Run:
     def __init__(self, program: Program, plain: World, ours: World) -> None:
         self.program, self.plain, self.ours = program, plain, ours
         setup = program.setup
-        # Elsewhere sums are in another order.
+        # Elsewhere sums are in another order; kernels choose theirs by where a weight lies, as a slice of a vector.
         self.exact = setup.microbatches == 1 and setup.updates == "plain" and setup.model not in ("tied", "table")
+        self.exact &= not any(isinstance(s, Write) and s.how == "vector" for s in program.statements)
+        # The graph of two forwards adds up their gradients before it adds them to what is there.
+        self.exact &= not any(isinstance(s, (Backward, Grad)) and len(s.which) > 1 for s in program.statements)
 
     def outcome(self) -> Outcome:
         for world in (self.plain, self.ours):
@@ -158,7 +163,9 @@ class _Run:
         words = _words(error)
         if before is not None:
             after = self.ours.snapshot()
-            keys = [key for key in before if name in ("Forward", "Backward", "Grad") or key.startswith("parameter")]
+            # A backward through two forwards may have finished one of them, as it may in torch.
+            alone = name in ("Forward", "Grad") or len(getattr(self.program.statements[k], "which", (0, 1))) == 1
+            keys = [key for key in before if alone or key.startswith("parameter")]
             wrong = first_difference({key: before[key] for key in keys}, {key: after.get(key) for key in keys}, exact=True)
             if wrong:
                 return _failed(k, name, f"damage by a refusal: {wrong} ({words})")
