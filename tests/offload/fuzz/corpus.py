@@ -16,7 +16,7 @@ from tests.offload.fuzz.passes import (
     SetAside,
 )
 from tests.offload.fuzz.program import Program, Setup, Statement
-from tests.offload.fuzz.weights import LoadState, Reopen, Swap, Write
+from tests.offload.fuzz.weights import Copy, LoadState, Reopen, Swap, Write
 
 __all__ = ["CORPUS"]
 
@@ -30,9 +30,7 @@ def program(*statements: Statement, **setup: object) -> Program:
 #: Claim -> the program that tests it.
 CORPUS: dict[str, Program] = {
     # What leaves a layer does not live in its slot.
-    "a_table_that_is_passed_on_is_read_by_the_last_layer": program(
-        Forward(mode="no_grad"), model="table", late=True
-    ),
+    "a_table_that_is_passed_on_is_read_by_the_last_layer": program(Forward(mode="no_grad"), model="table", late=True),
     "a_table_that_is_passed_on_takes_its_gradients": program(*TRAIN, model="table", late=True),
     "an_expanded_parameter_is_passed_on": program(*TRAIN, Step(), *TRAIN, model="queries", slices=6, late=True),
     "an_expanded_parameter_is_passed_on_recomputed": program(
@@ -73,7 +71,9 @@ CORPUS: dict[str, Program] = {
         Hook("accumulated", "step", None), *TRAIN, Forward(), home="disk", checkpoint=True
     ),
     # Structure that changes after wrapping.
-    "a_state_loaded_by_assignment_trains": program(LoadState(assign=True), NewOptimizer(), TrainStep(), updates="offload"),
+    "a_state_loaded_by_assignment_trains": program(
+        LoadState(assign=True), NewOptimizer(), TrainStep(), updates="offload"
+    ),
     "a_replaced_layer_is_followed_or_refused": program(Swap("module"), Forward()),
     "a_replaced_parameter_is_followed_or_refused": program(Swap("parameter"), *TRAIN),
     "adapters_are_followed_or_refused": program(Swap("lora"), Swap("lora", at=1), *TRAIN),
@@ -84,9 +84,11 @@ CORPUS: dict[str, Program] = {
     "a_vector_of_parameters_is_kept_on_disk": program(Write("vector"), Reopen(), home="kept"),
     "other_data_between_backward_and_step_is_stepped": program(*TRAIN, Write("data"), Step(), updates="offload"),
     "other_data_between_forward_and_backward_is_kept": program(Forward(), Write("data"), Backward()),
-    "other_numbers_between_forward_and_backward_are_seen_or_refused": program(
-        Forward(), Write("data_mul"), Backward()
+    "other_numbers_between_forward_and_backward_are_seen_or_refused": program(Forward(), Write("data_mul"), Backward()),
+    "other_data_is_noticed_although_another_forward_has_run": program(
+        Forward(), Write("data"), Forward(mode="no_grad"), Backward()
     ),
+    "a_kept_home_is_not_closed_without_a_replaced_layer": program(Swap("module"), Reopen(), home="kept"),
     "two_parameters_exchange_their_data": program(Write("swap"), Forward()),
     # A subclass of Sequential.
     "an_own_forward_of_a_sequential_is_run_or_refused": program(*TRAIN, model="residual"),
@@ -102,6 +104,15 @@ CORPUS: dict[str, Program] = {
     # Hooks of parameters.
     "a_hook_of_a_tied_parameter_sees_the_sum": program(Hook("parameter"), *TRAIN, model="tied"),
     "a_hook_of_a_parameter_sees_all_microbatches": program(Hook("parameter"), *TRAIN, microbatches=2),
+    "a_hook_of_a_parameter_without_gradient_does_not_run": program(Hook("accumulated", at=2), *TRAIN, model="unused"),
+    "hooks_of_layers_that_given_inputs_leave_out_do_not_run": program(
+        Hook("backward"), Forward(x_grad=True), Backward(inputs="all")
+    ),
+    # Copies.
+    "a_copy_keeps_the_hooks_of_the_model": program(Hook("forward", "scale", None), Copy(), Forward()),
+    "a_model_whose_layer_holds_a_graph_is_pickled_or_refused": program(
+        Forward(), Copy("pickle", aside=True), model="auxiliary"
+    ),
     # Optimizers.
     "an_optimizer_may_count_in_its_groups": program(TrainStep(), TrainStep(), optimizer="averaging", updates="offload"),
     "a_state_may_grow": program(TrainStep(), TrainStep(), optimizer="changing", updates="offload"),

@@ -217,9 +217,9 @@ WITH_UPDATES: tuple[type[Statement], ...] = (
 )
 
 
-def allowed(setup: Setup, statement: Statement, waiting: bool, but: str | None) -> bool:
+def allowed(setup: Setup, behind: Sequence[Statement], statement: Statement, waiting: bool, but: str | None) -> bool:
     """Whether a statement is within what is promised for a setup, and runs into none of what is known to fail."""
-    if excluded(setup, statement, waiting=waiting, but=but):
+    if excluded(setup, statement, waiting=waiting, behind=behind, but=but):
         return False
     if setup.updates == "backward" and not isinstance(statement, WITH_UPDATES):
         return isinstance(statement, Forward) and statement.mode in ("no_grad", "eval", "inference")
@@ -264,7 +264,7 @@ def programs(draw: st.DrawFn, most: int = 7, but: str | None = None) -> Program:
     statements: list[Statement] = []
     waiting = 0
     for statement in (statement for part in found for statement in part):
-        if allowed(setup, statement, waiting > 0, but):
+        if allowed(setup, statements, statement, waiting > 0, but):
             statements.append(statement)
             waiting = waiting_after(waiting, statement)
     return Program(setup, tuple(statements))

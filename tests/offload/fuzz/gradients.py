@@ -11,7 +11,18 @@ from tests.offload.fuzz.passes import loss_of
 from tests.offload.fuzz.program import Statement
 from tests.offload.fuzz.world import World
 
-__all__ = ["Clip", "KeepGradients", "Look", "NewOptimizer", "Rate", "ScaleGradients", "Step", "TrainStep", "UseKept", "ZeroGrad"]
+__all__ = [
+    "Clip",
+    "KeepGradients",
+    "Look",
+    "NewOptimizer",
+    "Rate",
+    "ScaleGradients",
+    "Step",
+    "TrainStep",
+    "UseKept",
+    "ZeroGrad",
+]
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,7 +121,9 @@ def step(world: World) -> None:
     """One step of the optimizer, clipped as the setup says. A step that clips takes the gradients away."""
     setup = world.setup
     if setup.max_norm is not None and not (world.ours and setup.updates == "offload"):
-        members = [p for group in world.optimizer.param_groups for p in group["params"]]
+        members = [p for group in world.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        for p in members:
+            p.grad = p.grad.clone()  # ours leaves gradients that were kept as they are
         torch.nn.utils.clip_grad_norm_(members, setup.max_norm)
     world.optimizer.step()
     if setup.max_norm is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["IDS", "MODELS", "RANDOM", "ROWWISE", "WIDTH", "Trip", "build", "trip"]
+__all__ = ["IDS", "MODELS", "RANDOM", "ROWS", "ROWWISE", "WIDTH", "WRITERS", "Trip", "build", "trip"]
 
 WIDTH = 4
 ROWS = 12  # of tables
@@ -375,6 +375,8 @@ MODELS: dict[str, Callable[[], Sequence[nn.Module]]] = {
 IDS = frozenset({"table", "max_norm"})
 #: Models that compute each row on its own, and none of which keeps anything: micro-batches change nothing.
 ROWWISE = frozenset({"mlp", "inplace", "tied", "frozen", "queries", "residual_inside", "custom", "double", "unused"})
+#: Models whose forward writes parameters.
+WRITERS = frozenset({"actnorm", "renormed", "clamped", "max_norm"})
 #: Models that draw random numbers.
 RANDOM = frozenset({"dropout", "generator"})
 

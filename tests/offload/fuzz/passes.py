@@ -197,7 +197,9 @@ class Penalty(Statement):
             world.model.zero_grad()
         else:
             wanted = [x] if self.of == "x" and x.requires_grad else [p for p in world.parameters() if p.requires_grad]
-            found = [g for g in torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True) if g is not None]
+            found = [
+                g for g in torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True) if g is not None
+            ]
         penalty = torch.stack([(g.pow(2).sum() - 1).pow(2) for g in found]).sum() if found else loss
         total = loss + penalty if self.with_loss else penalty
         total.backward()
@@ -302,7 +304,7 @@ class Tower(nn.Module):
 
 
 def first_float(value: Any) -> Tensor:
-    return next(t for t in tensors_in(value) if t.is_floating_point())
+    return next(t for t in tensors_in(value) if t.is_floating_point() and t.dim() == 2)
 
 
 def contrastive(a: Tensor, b: Tensor) -> Tensor:
@@ -318,8 +320,9 @@ class ChunkedStep(Statement):
     bare: bool = False
 
     def run(self, world: World) -> Any:
-        # Over a bare streamed model all chunks pass a shard at once, so they draw in another order.
-        tower: Any = world.model if self.bare and world.setup.model not in RANDOM else Tower(world.model)
+        # Over a bare streamed model all chunks pass a shard at once: they draw in another order, hooks see their sum.
+        bare = self.bare and world.setup.model not in RANDOM and not world.handles
+        tower: Any = world.model if bare else Tower(world.model)
         cache = GradCache([tower, tower], 2, contrastive, get_rep_fn=first_float)
         return cache(world.input(self.seed, self.rows), world.input(self.seed + 100, self.rows))
 

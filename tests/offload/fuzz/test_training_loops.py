@@ -10,29 +10,22 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.offload.fuzz.corpus import CORPUS
 from tests.offload.fuzz.draw import programs
-from tests.offload.fuzz.known import CRASHES, KNOWN
+from tests.offload.fuzz.known import KNOWN
 from tests.offload.fuzz.lockstep import check
 from tests.offload.fuzz.program import Program
 
-EXPECTED_TO_FAIL = {claim: known.name for known in KNOWN for claim in known.claims}
+EXPECTED_TO_FAIL = {claim: known for known in KNOWN for claim in known.claims}
 
 
-def claims() -> list[object]:
-    return [
-        pytest.param(
-            program,
-            id=claim,
-            marks=[
-                pytest.mark.xfail(strict=True, reason=EXPECTED_TO_FAIL[claim], run=claim not in CRASHES),
-            ]
-            if claim in EXPECTED_TO_FAIL
-            else [],
-        )
-        for claim, program in CORPUS.items()
-    ]
+def marks(claim: str) -> list[pytest.MarkDecorator]:
+    known = EXPECTED_TO_FAIL.get(claim)
+    return [] if known is None else [pytest.mark.xfail(strict=True, reason=known.name, run=not known.crashes)]
 
 
-@pytest.mark.parametrize("program", claims())
+CLAIMS = [pytest.param(program, id=claim, marks=marks(claim)) for claim, program in CORPUS.items()]
+
+
+@pytest.mark.parametrize("program", CLAIMS)
 def test_claim(program: Program) -> None:
     outcome = check(program)
     assert outcome.kind in ("equal", "refused"), outcome

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector, parametrizations, vector_to_parameters
 from torch.nn.utils.weight_norm import weight_norm
 
 from offload import load_checkpoint, save_checkpoint
@@ -27,8 +27,8 @@ __all__ = [
     "LoadState",
     "Reopen",
     "SaveState",
-    "SetMode",
     "SetBuffer",
+    "SetMode",
     "Swap",
     "Write",
 ]
@@ -141,7 +141,9 @@ class LoadState(Statement):
         if world.states:
             state, saved = world.states[-1]
         else:
-            state = {k: values(v, 5) if v.is_floating_point() else v.clone() for k, v in world.model.state_dict().items()}
+            state = {
+                k: values(v, 5) if v.is_floating_point() else v.clone() for k, v in world.model.state_dict().items()
+            }
             saved = copy.deepcopy(world.optimizer.state_dict())
         world.model.load_state_dict(state, assign=self.assign)
         if self.optimizer:
@@ -171,6 +173,8 @@ class Copy(Statement):
     aside: bool = False
 
     def run(self, world: World) -> None:
+        if self.how == "pickle" and world.handles:
+            return  # hooks are closures here, which torch cannot pickle
         other = deep_copied(world) if self.how == "deepcopy" else pickle.loads(pickle.dumps(world.model))
         if self.aside:
             world.sides = [*world.sides[-1:], other]
