@@ -108,6 +108,10 @@ CORPUS: dict[str, Program] = {
     "hooks_of_layers_that_given_inputs_leave_out_do_not_run": program(
         Hook("backward"), Forward(x_grad=True), Backward(inputs="all")
     ),
+    # Inference.
+    "a_buffer_replaced_in_inference_mode_is_used_in_training": program(
+        Forward(mode="inference"), *TRAIN, model="counting", checkpoint=True
+    ),
     # Copies.
     "a_copy_keeps_the_hooks_of_the_model": program(Hook("forward", "scale", None), Copy(), Forward()),
     "a_model_whose_layer_holds_a_graph_is_pickled_or_refused": program(
