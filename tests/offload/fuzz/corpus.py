@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from tests.offload.fuzz.around import AuxiliaryLoss, ChunkedStep, SetAside
 from tests.offload.fuzz.gradients import KeepGradients, NewOptimizer, Step, TrainStep, UseKept, ZeroGrad
 from tests.offload.fuzz.hooks import Hook
 from tests.offload.fuzz.passes import (
-    AuxiliaryLoss,
     Backward,
-    ChunkedStep,
     Forward,
     Functional,
     Grad,
     Interrupt,
     Penalty,
-    SetAside,
 )
 from tests.offload.fuzz.program import Program, Setup, Statement
 from tests.offload.fuzz.weights import Copy, LoadState, Reopen, Swap, Write

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
+from tests.offload.fuzz.around import AuxiliaryLoss, Checkpointed, ChunkedStep, Regularised, SetAside, TiedAround
 from tests.offload.fuzz.gradients import (
     Clip,
     KeepGradients,
@@ -22,9 +23,7 @@ from tests.offload.fuzz.hooks import Hook, RemoveHooks
 from tests.offload.fuzz.known import excluded
 from tests.offload.fuzz.models import MODELS, ROWWISE
 from tests.offload.fuzz.passes import (
-    AuxiliaryLoss,
     Backward,
-    ChunkedStep,
     Forward,
     Functional,
     Grad,
@@ -32,7 +31,6 @@ from tests.offload.fuzz.passes import (
     MutateInput,
     MutateOutput,
     Penalty,
-    SetAside,
 )
 from tests.offload.fuzz.program import Program, Setup, Statement
 from tests.offload.fuzz.weights import (
@@ -65,6 +63,8 @@ setups = st.builds(
     slices=st.sampled_from([1, 2, 3, 4, 5]),
     slots=st.sampled_from([2, 2, 3, 5]),
     microbatches=st.sampled_from([1, 1, 1, 2]),
+    boundary=st.sampled_from([None, None, 0, 300]),
+    graphs=st.sampled_from([None, None, 1500, 1 << 20]),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)) | st.sampled_from(["sgd", "adamw"]),
     updates=st.sampled_from(["plain", "plain", "offload", "offload", "backward"]),
     max_norm=st.sampled_from([None, None, 0.5]),
@@ -76,8 +76,8 @@ setups = st.builds(
 forwards = st.builds(
     Forward,
     seed=seeds,
-    mode=st.sampled_from(["train", "train", "train", "no_grad", "eval", "eval_grad", "inference"]),
-    rows=st.sampled_from([4, 4, 6]),
+    mode=st.sampled_from(["train", "train", "train", "no_grad", "eval", "eval_grad", "inference", "save_on_cpu"]),
+    rows=st.sampled_from([4, 4, 6, 1]),
     x_grad=flags,
 )
 recorded = st.builds(Forward, seed=seeds, x_grad=flags)
@@ -150,10 +150,13 @@ SINGLE: list[st.SearchStrategy[Statement]] = [
     ),
     st.builds(ChunkedStep, seed=seeds, bare=flags, rows=st.sampled_from([4, 6])),
     st.builds(SetAside, seed=seeds, into=st.sampled_from(["old", "new", "none"])),
+    st.builds(Regularised, seed=seeds, first=flags),
+    st.builds(TiedAround, seed=seeds, at=places),
+    st.builds(Checkpointed, seed=seeds, reentrant=flags),
     st.just(MutateInput()),
     st.just(MutateOutput()),
     st.just(KeepGradients()),
-    st.builds(UseKept, how=st.sampled_from(["assign", "kept", "copy"])),
+    st.builds(UseKept, how=st.sampled_from(["assign", "kept", "copy", "fresh"])),
     st.builds(ScaleGradients, how=st.sampled_from(["in_place", "data", "assign"])),
     st.builds(Clip, by=st.sampled_from(["norm", "value"])),
     st.just(Step()),
@@ -233,7 +236,7 @@ def allowed(setup: Setup, behind: Sequence[Statement], statement: Statement, wai
 
 def waiting_after(waiting: int, statement: Statement) -> int:
     """How many outputs wait for a backward after a statement, if so many did before; never too few."""
-    if isinstance(statement, Forward) and statement.mode in ("train", "eval_grad"):
+    if isinstance(statement, Forward) and statement.mode in ("train", "eval_grad", "save_on_cpu"):
         return waiting + 1
     if isinstance(statement, (Copy, Reopen)) and not getattr(statement, "aside", False):
         return 0

@@ -58,11 +58,14 @@ class KeepGradients(Statement):
 
 @dataclass(frozen=True, repr=False)
 class UseKept(Statement):
-    """Kept gradients are projected onto the present ones, and the result is assigned or added in place."""
+    """Kept gradients are projected onto the present ones, and the result is assigned or copied; or "fresh" ones are."""
 
     how: str = "assign"
 
     def run(self, world: World) -> Any:
+        if self.how == "fresh":
+            for p in world.parameters():
+                p.grad = torch.full_like(p, 0.25)
         if not world.gradients:
             return None
         norms = []

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tests.offload.fuzz.around import AuxiliaryLoss
 from tests.offload.fuzz.hooks import Hook
-from tests.offload.fuzz.passes import AuxiliaryLoss, Backward, Forward, Grad
+from tests.offload.fuzz.passes import Backward, Forward, Grad
 from tests.offload.fuzz.program import Setup, Statement
 from tests.offload.fuzz.weights import Average, Copy, Reopen, Swap, Write
 
@@ -96,6 +97,12 @@ KNOWN: list[Known] = [
         "a model whose layer holds a graph is not pickled",
         ("a_model_whose_layer_holds_a_graph_is_pickled_or_refused",),
         lambda setup, s: isinstance(s, Copy) and setup.model == "auxiliary",
+    ),
+    Known(
+        "a model under the old weight_norm is not pickled",
+        (),
+        lambda setup, s: isinstance(s, Copy),
+        behind=lambda s: isinstance(s, Swap) and s.how == "old_weight_norm",
     ),
     Known(
         "a buffer that was replaced in inference mode has no version",

@@ -8,18 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from gradcache import GradCache
 from pipe.nested import map_tensors, tensors_in
-from tests.offload.fuzz.models import RANDOM, trip
+from tests.offload.fuzz.models import trip
 from tests.offload.fuzz.program import Statement
 from tests.offload.fuzz.world import Live, World
 
 __all__ = [
-    "AuxiliaryLoss",
     "Backward",
-    "ChunkedStep",
     "Forward",
     "Functional",
     "Grad",
@@ -27,7 +23,6 @@ __all__ = [
     "MutateInput",
     "MutateOutput",
     "Penalty",
-    "SetAside",
 ]
 
 
@@ -73,12 +68,17 @@ def contexts(mode: str, model: nn.Module) -> contextlib.AbstractContextManager[A
         stack.enter_context(torch.no_grad())
     if mode == "inference":
         stack.enter_context(torch.inference_mode())
+    if mode == "save_on_cpu":
+        stack.enter_context(torch.autograd.graph.save_on_cpu())
     return stack
 
 
 @dataclass(frozen=True, repr=False)
 class Forward(Statement):
-    """``y = model(x)`` in a mode: "train", "no_grad", "eval" (without gradients), "eval_grad" or "inference"."""
+    """``y = model(x)`` in a mode.
+
+    "train", "no_grad", "eval" (without gradients), "eval_grad" (with), "inference" or "save_on_cpu".
+    """
 
     seed: int = 0
     mode: str = "train"
@@ -245,20 +245,6 @@ class Functional(Statement):
 
 
 @dataclass(frozen=True, repr=False)
-class AuxiliaryLoss(Statement):
-    """A loss that layers left as an attribute is added to that of the output."""
-
-    seed: int = 0
-
-    def run(self, world: World) -> Any:
-        loss = loss_of(world.model(world.input(self.seed, 4)), "square")
-        extra = [module.loss for module in world.model.modules() if isinstance(getattr(module, "loss", None), Tensor)]
-        total = torch.stack([loss, *extra]).sum()
-        total.backward()
-        return total.detach()
-
-
-@dataclass(frozen=True, repr=False)
 class Interrupt(Statement):
     """Ctrl-C in a layer, in a forward or a backward; the loop goes on with a new step."""
 
@@ -290,64 +276,3 @@ class Interrupt(Statement):
         world.model.zero_grad()
         # A recomputation passes other layers than a backward does.
         return struck if self.where == "forward" else None
-
-
-class Tower(nn.Module):
-    """A module around the model, and a representation of its first output."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.normalize(first_float(self.body(x)), dim=-1)
-
-
-def first_float(value: Any) -> Tensor:
-    return next(t for t in tensors_in(value) if t.is_floating_point() and t.dim() == 2)
-
-
-def contrastive(a: Tensor, b: Tensor) -> Tensor:
-    return F.cross_entropy(a @ b.t() * 5, torch.arange(a.size(0)))
-
-
-@dataclass(frozen=True, repr=False)
-class ChunkedStep(Statement):
-    """A contrastive batch by GradCache, in chunks of two rows, over the model or a module around it."""
-
-    seed: int = 0
-    rows: int = 4
-    bare: bool = False
-
-    def run(self, world: World) -> Any:
-        # Over a bare streamed model all chunks pass a shard at once: they draw in another order, hooks see their sum.
-        bare = self.bare and world.setup.model not in RANDOM and not world.handles
-        tower: Any = world.model if bare else Tower(world.model)
-        cache = GradCache([tower, tower], 2, contrastive, get_rep_fn=first_float)
-        return cache(world.input(self.seed, self.rows), world.input(self.seed + 100, self.rows))
-
-
-@dataclass(frozen=True, repr=False)
-class SetAside(Statement):
-    """Gradients are set aside, a backward makes new ones, and the old ones are added."""
-
-    seed: int = 0
-    #: "old" is added to in place, "new", or neither.
-    into: str = "old"
-
-    def run(self, world: World) -> Any:
-        parameters = world.parameters()
-        old = [p.grad for p in parameters]
-        for p in parameters:
-            p.grad = None
-        loss = loss_of(world.model(world.input(self.seed, 4)), "square")
-        loss.backward()
-        with torch.no_grad():
-            for p, g in zip(parameters, old, strict=True):
-                if g is None or p.grad is None:
-                    p.grad = p.grad if g is None else g
-                elif self.into == "old":
-                    p.grad = g.add_(p.grad)
-                else:
-                    p.grad = p.grad.add_(g) if self.into == "new" else p.grad + g
-        return loss.detach()

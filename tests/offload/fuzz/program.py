@@ -34,6 +34,10 @@ class Setup:
     slices: int = 4
     slots: int = 2
     microbatches: int = 1
+    #: Bytes of boundaries that stay in memory; None: as many as by default.
+    boundary: int | None = None
+    #: Bytes of graphs that are kept where the rest is recomputed.
+    graphs: int | None = None
     #: Name in :data:`tests.offload.fuzz.world.OPTIMIZERS`.
     optimizer: str = "sgd"
     #: How ours updates: "plain" by that class itself, "offload" by OffloadOptimizer, "backward" by update_in_backward.

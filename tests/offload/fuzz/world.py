@@ -124,6 +124,8 @@ class World:
             checkpoint_activation=setup.checkpoint,
             num_microbatches=setup.microbatches,
             num_slots=setup.slots,
+            boundary_bytes=setup.boundary,
+            graph_bytes=setup.graphs if setup.checkpoint else None,
         )
 
     def new_optimizer(self) -> None:
