@@ -185,6 +185,8 @@ def test_a_pipeline_that_prefetches_rows_trains_the_same_table(tmp_path_factory,
     iterator = iter(batches(count))
     for _ in range(count):
         pipeline.progress(iterator)
+    with pytest.raises(StopIteration):  # with nothing ahead, only the end of the loader ends the last window
+        pipeline.progress(iterator)
     for key, value in model.state_dict().items():
         torch.testing.assert_close(value, reference.state_dict()[key], atol=1e-6, rtol=1e-6)
     assert pipeline.statistics().undistributed == {}

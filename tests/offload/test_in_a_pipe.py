@@ -65,6 +65,7 @@ def test_dropout_in_offloaded_stages_is_that_of_a_pipe_over_the_bare_ones(home: 
         torch.testing.assert_close(expected, got)
 
 
+@pytest.mark.filterwarnings("ignore:the OffloadModel in Pipe loads its shards more than twice:RuntimeWarning")
 def test_a_grad_cache_over_a_pipe_of_offloaded_stages(home: str) -> None:
     def loss(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(a @ b.T, torch.arange(len(a)))
@@ -297,6 +298,7 @@ def test_two_models_of_a_room_cannot_compute_at_once(home: str) -> None:
         first(torch.ones(2, WIDTH))
 
 
+@pytest.mark.filterwarnings("ignore:the OffloadModel in Pipe loads its shards more than twice:RuntimeWarning")
 def test_a_grad_cache_over_stages_that_take_turns(home: str) -> None:
     def loss(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(a @ b.T, torch.arange(len(a)))
