@@ -78,7 +78,7 @@ def kept_bytes(model: nn.Module, chunk: Any, encoder: Callable[[Any], Any]) -> i
     counter = SavedBytes(parameters)
     replay = Replay.capture(devices_in_use(tensors_in(chunk), parameters))
     with _as_if_trained(model):
-        with Guard(Watched(model)).again(strict=False), replay.again(), counter, torch.enable_grad():
+        with Guard(Watched(model)).trial(), replay.again(), counter, torch.enable_grad():
             encoder(map_tensors(lambda tensor: tensor.detach().clone(), chunk))
     return counter.total
 

@@ -123,12 +123,13 @@ class LayeredTape:
         group, value = Group([0], [grouping.rows_in(chunk)], layers, None), chunk
         with contextlib.ExitStack() as stack:
             for watched in self._model.watched:
-                stack.enter_context(Guard(watched).again(strict=False))
+                stack.enter_context(Guard(watched).trial())
             stack.enter_context(Replay.capture(devices_of(chunk, self._model.parameters)).again())
             for j in range(layers):
                 survey.entering.append(nbytes_of(value) if j >= max(self._work.first, 1) else 0)
                 guard = Guard(self._model.watched[j])
-                value = self._surveyed(j, value, group, survey)
+                with guard.running():
+                    value = self._surveyed(j, value, group, survey)
                 survey.moves_buffers |= guard.seal().moved
         others = range(1, min(3, len(self._entering)))
         pair = [self._entering.look(k) for k in others] if self._model.regroup and not survey.moves_buffers else []
@@ -143,15 +144,19 @@ class LayeredTape:
         for j in range(len(self._model.layers)):
             keeps = self._records and j >= max(self._work.first, 1)
             if j >= group.graphs_from and self._has_room(group, j):
-                leaves, lean = self._work.leaves(j, value), Lean()
-                with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lean.pack, lean.unpack):
+                watched = self._model.watched[j]
+                leaves, lean = self._work.leaves(j, value), Lean(changing=watched.changing())
+                guard = Guard(watched)  # of no use to this cell, but recomputations of others must not meet its writes
+                hooks = torch.autograd.graph.saved_tensors_hooks(lean.pack, lean.unpack)
+                with guard.running(), torch.enable_grad(), hooks:
                     output, _, _ = self._first_run(j, leaves, group, rows_in_place(self._model.tables[j]), lean)
+                guard.seal()
                 group.cells.append(Graph(output, leaves))
                 value = map_tensors(Tensor.detach, output)
                 continue
             kept = self._keep(value) if keeps else None
             replay, guard = Replay.capture(devices_of(value, self._model.parameters)), Guard(self._model.watched[j])
-            with torch.no_grad():
+            with torch.no_grad(), guard.running():
                 value, copies_input, _ = self._first_run(j, value, group)
             if self._records:
                 group.cells.append(Again(replay.seal(), guard.seal(), copies_input, kept, self._dead_code(j, group)))

@@ -115,6 +115,7 @@ class FirstPass:
         given = _copied(chunk) if copies or any(tensor.is_inference() for tensor in tensors_in(chunk)) else chunk
         versions = _versions(given)
         with (
+            guard.running(),
             torch.set_grad_enabled(with_graph),
             autocast_without_cache(devices_of(self._parameters, tensors_in(chunk))),
         ):

@@ -228,7 +228,8 @@ class _Cell:
     def compute(self, inputs: list[Tensor]) -> Any:
         """The first run."""
         versions = [tensor._version for tensor in inputs]
-        with enable_checkpointing(), torch.autograd.graph.saved_tensors_hooks(_dropped, _never):
+        running = contextlib.nullcontext() if self._guard is None else self._guard.running()
+        with running, enable_checkpointing(), torch.autograd.graph.saved_tensors_hooks(_dropped, _never):
             output = self._run(_as_leaves(inputs))
         self._replay.seal()
         if self._guard is not None and self._watched is not None:

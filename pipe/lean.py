@@ -7,7 +7,7 @@ backward, and is made again when backward asks for it. More graphs then fit into
 
 Guarantees
     * The same kernel runs on the same values, so backward reads the same bits.
-    * An argument that was changed in place in between raises, as it does in any graph.
+    * An argument, or a tensor that is kept, that was changed in place in between raises, as it does in any graph.
     * A result that was written over before it was saved is saved as it is.
 
 Tensors that rest elsewhere until backward (the weights of a shard) stand in recipes as references; see ``hold``.
@@ -15,7 +15,7 @@ Tensors that rest elsewhere until backward (the weights of a shard) stand in rec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-__all__ = ["Lean", "Made"]
+__all__ = ["Kept", "Lean", "Made"]
 
 _aten = torch.ops.aten
 #: Operations that save all of their tensors for their own backward, so that holding these costs nothing.
@@ -73,14 +73,40 @@ class Made:
         return self.recipe.make().as_strided(self.size, self.stride, self.offset)
 
 
+@dataclass(frozen=True)
+class Kept:
+    """A tensor that the graph keeps, as it was when it was saved."""
+
+    tensor: Tensor
+    version: int
+
+    def resolve(self) -> Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: if it was changed in place since.
+        """
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.tensor.shape)} that a kept graph needs for its backward was changed in "
+                f"place after it was saved; clone it before changing it"
+            )
+        return self.tensor
+
+
 class Lean(TorchDispatchMode):
     """One forward whose graph is to be kept lean: ``with torch.autograd.graph.saved_tensors_hooks(lean.pack,
     lean.unpack), lean: ...``."""
 
-    def __init__(self, hold: Callable[[Tensor], Any] = lambda tensor: tensor) -> None:
-        """``hold``: what stands in a recipe for an argument: the tensor, or an object with ``resolve()``."""
+    def __init__(self, hold: Callable[[Tensor], Any] = lambda tensor: tensor, changing: Iterable[Tensor] = ()) -> None:
+        """
+        Args:
+            hold: what stands in a recipe for an argument: the tensor, or an object with ``resolve()``.
+            changing: tensors that later forwards write in place, before backward; what is saved of them is copied.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self._hold = hold
+        self._changing = {_storage_of(tensor) for tensor in changing}
         self._recipes: dict[StorageWeakRef, _Recipe] = {}
 
     @classmethod
@@ -119,18 +145,27 @@ class Lean(TorchDispatchMode):
         """Whether the tensor is not kept, but made again."""
         return tensor.layout is torch.strided and StorageWeakRef(tensor.untyped_storage()) in self._recipes
 
-    def pack(self, tensor: Tensor) -> Tensor | Made:
+    def pack(self, tensor: Tensor) -> Tensor | Made | Kept:
         """What the graph keeps for a tensor."""
         if not self.knows(tensor):
             # Without detaching, an operation that saves its own result would hold itself, and what it saved, for ever.
-            return tensor.detach()
+            kept = tensor.detach()
+            if self._changing and tensor.layout is torch.strided and _storage_of(tensor) in self._changing:
+                return kept.clone()
+            # A layer may prepare its own weights in place, for every chunk alike.
+            is_weight = isinstance(tensor, torch.nn.Parameter) or tensor.is_inference()
+            return kept if is_weight else Kept(kept, tensor._version)
         recipe = self._recipes[StorageWeakRef(tensor.untyped_storage())]
         return Made(recipe, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
     @staticmethod
-    def unpack(saved: Tensor | Made) -> Tensor:
+    def unpack(saved: Tensor | Made | Kept) -> Tensor:
         """The tensor."""
         return saved if isinstance(saved, Tensor) else saved.resolve()
+
+
+def _storage_of(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _resolved(value: Any) -> Any:

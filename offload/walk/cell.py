@@ -148,6 +148,7 @@ class CellRunner:
                     made_again.add(reference)
 
         with (
+            guard.running(),
             enable_checkpointing(),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(drop, _never),

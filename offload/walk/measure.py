@@ -20,7 +20,7 @@ def measured_activations(walk: Walk, call: Any, output_fn: OutputFn | None) -> i
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         for runner in walk.runners:
-            stack.enter_context(Guard(runner.watched, attributes=True).again(strict=False))
+            stack.enter_context(Guard(runner.watched, attributes=True).trial())
         stack.enter_context(Replay.capture([walk.device]).again())
         tape = walk.tape([call], [output_fn])
         tape.graphs = frozenset()  # a cell that keeps its graph is not measured

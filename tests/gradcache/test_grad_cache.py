@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcache import GradCache
 from gradcache.loss import ContrastiveLossWithQueryClosure, SimpleContrastiveLoss
@@ -229,3 +230,70 @@ def test_audit_reports_no_difference_for_a_model_that_repeats_itself_and_some_fo
     step(x)
     assert step.step_result is not None
     assert step.step_result.greatest_difference == pytest.approx(2.0, abs=1e-5)
+
+
+class Queue(nn.Module):
+    """Adds the mean of a large buffer, and puts rows into it in every other forward."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.writes, self.calls = nn.Linear(8, 6), writes, 0
+        self.register_buffer("queue", torch.randn(4096, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x) + self.queue[:64].mean(0)
+        with torch.no_grad():
+            if self.writes and x.sum() > 0:
+                self.queue[: len(out)] = out
+        return out * self.queue[1]
+
+
+class LargeCopies(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.clone.default and args[0].numel() == 4096 * 6
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("boundary_bytes", [None, 0, 1 << 20])
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_large_buffer_is_copied_only_where_a_chunk_writes_it(boundary_bytes: int | None, writes: bool) -> None:
+    """Each chunk's second pass meets what its first one met; what is only read costs no memory."""
+    bare, model = Queue(writes), Queue(writes)
+    x = torch.randn(12, 8)
+    x[:3], x[3:6], x[6:9] = x[:3].abs(), -x[3:6].abs(), x[6:9].abs()  # written by the first, read by the second
+    plain = [bare(chunk) for chunk in x.split(3)]  # a graph saves what it read: writes would be refused
+    weights = torch.randn(12, 6)
+    cache = GradCache(
+        [nn.Sequential(model)], 3, lambda r: (r * weights).sum(), boundary_bytes=boundary_bytes, regroup=False
+    )
+    with LargeCopies() as copies:
+        loss = cache(x)
+    torch.testing.assert_close(loss, (torch.cat(plain) * weights).sum().detach())
+    assert torch.equal(model.queue, bare.queue)
+    if writes:
+        # d(out)/d(weight) = queue[1], as the chunk itself left it.
+        twin = Queue(True)
+        gradient = torch.zeros(6, 8)
+        for chunk, weight in zip(x.split(3), weights.split(3), strict=True):
+            twin(chunk)
+            gradient += (weight * twin.queue[1]).T @ chunk
+        torch.testing.assert_close(model.linear.weight.grad, gradient)
+    else:
+        assert copies.count == 0
+
+
+def test_a_kept_graph_of_a_large_buffer_that_is_first_written_later_is_refused_once() -> None:
+    model = Queue(True)
+    x = -torch.randn(12, 8).abs()
+    x[6:9] *= -1
+    cache = GradCache([nn.Sequential(model)], 3, lambda r: r.square().sum(), boundary_bytes=1 << 20, regroup=False)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        cache(x)
+    assert model.linear.weight.grad is None
+    expected = copy.deepcopy(model)
+    cache(x)
+    GradCache([expected], 3, lambda r: r.square().sum())(x)
+    torch.testing.assert_close(model.linear.weight.grad, expected.linear.weight.grad)

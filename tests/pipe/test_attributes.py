@@ -121,7 +121,7 @@ def test_attributes_are_put_back_when_the_recomputation_fails() -> None:
 
 def test_what_changes_in_a_forward_that_is_only_tried_is_undone() -> None:
     model = Recurrent()
-    with Guard(Watched(model), attributes=True).again(strict=False):
+    with Guard(Watched(model), attributes=True).trial():
         model(torch.randn(2, WIDTH))
         assert model.calls == 1
     assert (model.calls, model.seen, model.state, model.by_name) == (0, [], None, {"calls": 0})

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipe.lean import Lean
+from pipe.lean import Kept, Lean
 
 
 def run(block: nn.Module, x: Tensor) -> tuple[Tensor, list[int]]:
@@ -18,7 +18,7 @@ def run(block: nn.Module, x: Tensor) -> tuple[Tensor, list[int]]:
 
     def pack(tensor: Tensor) -> object:
         packed = lean.pack(tensor)
-        if isinstance(packed, Tensor) and tensor.untyped_storage().data_ptr() not in parameters:
+        if isinstance(packed, (Tensor, Kept)) and tensor.untyped_storage().data_ptr() not in parameters:
             kept.append(tensor.numel())
         return packed
 
@@ -97,3 +97,27 @@ def test_what_stands_for_an_argument_is_resolved_when_the_result_is_made_again()
     found = torch.autograd.grad(result, [norm.weight, last.weight])
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
     assert resolved == ["weight"]
+
+
+def test_a_kept_tensor_that_was_changed_in_place_raises_as_in_any_graph() -> None:
+    scale = torch.ones(8)
+
+    class Scaling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * scale
+
+    x = torch.randn(3, 8, requires_grad=True)
+    result, _ = run(Scaling(), x)
+    scale.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place after it was saved"):
+        result.sum().backward()
+
+
+def test_what_is_saved_of_a_tensor_that_is_known_to_change_is_copied() -> None:
+    scale, x = torch.ones(2, 8), torch.randn(3, 8, requires_grad=True)
+    lean = Lean(changing=[scale])
+    with torch.autograd.graph.saved_tensors_hooks(lean.pack, lean.unpack), lean:
+        result = x * scale[1]
+    scale.add_(1)
+    result.sum().backward()
+    assert torch.equal(x.grad, torch.ones(3, 8))

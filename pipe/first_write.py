@@ -1,0 +1,76 @@
+"""First writes: what a tensor held is saved just before an operation writes to its memory, and only then.
+
+A copy of everything that a forward might write would cost as much memory as there is. Operations say in their schemas
+which arguments they write; this mode reads that, and calls back before the first write to each tensor that it watches.
+
+Limits: writes that no operation of torch makes (through NumPy, or inside of compiled code) are not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["FirstWrites"]
+
+
+class FirstWrites(TorchDispatchMode):
+    """Calls a function before the first operation inside that writes to the memory of a tensor.
+
+    Args:
+        watched: pairs of a tensor and its function.
+    """
+
+    def __init__(self, watched: Sequence[tuple[Tensor, Callable[[], None]]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # By the address of the storage, which views share, and which stays as long as the tensor is watched.
+        self._watched: dict[int, list[Callable[[], None]]] = {}
+        for tensor, function in watched:
+            self._watched.setdefault(tensor.untyped_storage()._cdata, []).append(function)
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compiled layers stay compiled."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Looks at what the operation writes, and does it."""
+        kwargs = kwargs or {}
+        writes = _written_by(func)
+        if writes is not None and self._watched:
+            positions, names = writes
+            given = [args[k] for k in positions if k < len(args)] + [kwargs[name] for name in names if name in kwargs]
+            for tensor in _tensors(given):
+                if tensor.layout is torch.strided and type(tensor) in (Tensor, torch.nn.Parameter):
+                    for function in self._watched.pop(tensor.untyped_storage()._cdata, ()):
+                        function()
+        return func(*args, **kwargs)
+
+
+@lru_cache(maxsize=4096)
+def _written_by(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]] | None:
+    """Positions and names of the arguments that an operation may write to; None: it writes to none."""
+    schema = func._schema
+    # Normalisation does not say that it updates running statistics; what other libraries say is not relied upon.
+    silent = "batch_norm" in schema.name or func.namespace not in ("aten", "prims", "prim")
+    written = [
+        (k, argument.name)
+        for k, argument in enumerate(schema.arguments)
+        if silent or (argument.alias_info is not None and argument.alias_info.is_write)
+    ]
+    return (tuple(k for k, _ in written), tuple(name for _, name in written)) if written else None
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
