@@ -163,12 +163,15 @@ def guarded(module, watched):
     return value, guard.seal()
 
 
-@pytest.mark.parametrize("how", WRITES)
-@pytest.mark.parametrize("calls", [(0, 1, 2, 3), (0, 2), (1, 3)])
+# A library that writes without a word is found out by its first call, not by a later one.
+CASES = [
+    (how, calls) for how in WRITES for calls in ((0, 1, 2, 3), (0, 2), (1, 3)) if how != "unannounced" or 0 in calls
+]
+
+
+@pytest.mark.parametrize(("how", "calls"), CASES)
 def test_each_repeated_forward_meets_the_large_buffer_that_it_met(how, calls):
     """Also the first that writes it, and where only some forwards do."""
-    if how == "unannounced" and calls[0] > 0:
-        pytest.skip("a library that writes without a word is found out by its first call")
     module, plain = Table(WRITES[how], calls), Table(WRITES[how], calls)
     watched, expected = Watched(module), [plain() for _ in range(4)]
     runs = [guarded(module, watched) for _ in range(4)]
