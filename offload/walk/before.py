@@ -35,7 +35,7 @@ class Before:
         self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
         for watched in recomputed:
             self._modes += [(module, module.training) for _, module in watched.modules]
-            self._buffers += [(owner._buffers, name, owner._buffers.get(name)) for owner, name in watched.buffers]
+            self._buffers += [(owner._buffers, name, owner._buffers.get(name)) for owner, name, _ in watched.buffers]
         self._settings: Ambient | Replay
         self._settings = Replay.capture([device]) if self._modes else Ambient.capture([device.type])
 
