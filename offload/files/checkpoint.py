@@ -11,6 +11,9 @@ Every save writes files under names that no earlier save has used, waits until t
 the index, which is one action of the system. A process that is killed at any moment leaves an index whose files are all
 there: the old one before that action, the new one after it. What is left over is removed by the next save.
 
+Every tensor has a checksum in the header of its file, and ``state.pt`` one in the index. Checkpoints of earlier
+releases have none, and are loaded without.
+
 Nothing in the files depends on slices or homes, so a checkpoint is loaded into any other arrangement of the same model,
 or into the bare one.
 """
@@ -22,10 +25,9 @@ import io
 import json
 import os
 import pickle
-import random
 import re
 import shutil
-import sys
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +37,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offload.files.tensor_file import TensorFile, write_all, write_tensors
+from offload.files.generators import generator_states, set_generator_states
+from offload.files.tensor_file import ChecksumError, TensorFile, write_all, write_tensors
 from offload.optim import OffloadOptimizer
+from offload.tier.cache import available_bytes
 
 __all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
 
@@ -96,14 +100,16 @@ def save_checkpoint(
             "optimizer_files": sorted(set(state_map.values())),
             "model": others,
             "step": getattr(optimizer, "steps", 0),
-            "generators": _generators(),
+            "generators": generator_states(),
             "extra": extra,
         }
-        _write_file(state_folder / "state.pt", _packed(summary))
+        packed = _packed(summary)
+        _write_file(state_folder / "state.pt", packed)
         index = {
             "metadata": {
                 "total_size": sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
                 "gradstream_state": state_folder.name,
+                "gradstream_state_crc32": f"{zlib.crc32(packed):08x}",
             },
             "weight_map": weight_map,
         }
@@ -131,7 +137,12 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
 
     Raises:
         FileNotFoundError: if there is no checkpoint.
-        ValueError: if it does not fit: every name and shape at fault is named, and nothing has been changed.
+        ValueError: if it does not fit: every name and shape at fault is named, and nothing has been changed. Or if
+            bytes of it are not those that were saved: the error names file and tensor. Where memory holds the files
+            (half of what is available), all of them are verified before the first tensor is loaded, and nothing has
+            been changed; the second read is then one from memory. For larger checkpoints the states of the optimizer
+            are verified before, the model while it is loaded; the error says which tensors hold values of the
+            checkpoint already.
     """
     folder = Path(path)
     try:
@@ -146,19 +157,49 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
             raise ValueError(f"{folder} holds a model but no optimizer; load it without one")
         summary: dict[str, Any] = {"model": {}, "step": 0, "extra": None}
     else:
-        summary = torch.load(folder / state_name / "state.pt", weights_only=True)
+        summary = _summary(folder / state_name / "state.pt", index["metadata"].get("gradstream_state_crc32"))
     state_dict = None if optimizer is None else _state_dict(folder / str(state_name), summary, optimizer)
     targets = _check_model(model, saved, set(summary["model"]))
-    for name, target in targets.items():
-        saved[name].read_into(name, target)
+    if 2 * sum(file.data_bytes for file in files.values()) <= available_bytes():
+        for file in files.values():
+            file.verify()
+    _read_model(saved, targets)
     if summary["model"]:
         model.load_state_dict(summary["model"], strict=False)
     if optimizer is not None and state_dict is not None:
         optimizer.load_state_dict(state_dict)
         if isinstance(optimizer, OffloadOptimizer):
             optimizer.steps = summary["step"]
-        _set_generators(summary["generators"])
+        set_generator_states(summary["generators"])
     return Checkpoint(summary["step"], summary["extra"])
+
+
+def _summary(path: Path, expected: str | None) -> dict[str, Any]:
+    """What ``state.pt`` holds, if it is what was written.
+
+    Raises:
+        ChecksumError: if it is not.
+    """
+    packed = path.read_bytes()
+    if expected is not None and (found := f"{zlib.crc32(packed):08x}") != expected:
+        raise ChecksumError(
+            f"{path}: the bytes are not those that were written (checksum {found}, expected {expected}), and nothing "
+            f"was loaded. Restore the file from a copy, or load another checkpoint"
+        )
+    summary: dict[str, Any] = torch.load(io.BytesIO(packed), weights_only=True)
+    return summary
+
+
+def _read_model(saved: Mapping[str, TensorFile], targets: Mapping[str, Tensor]) -> None:
+    for done, (name, target) in enumerate(targets.items()):
+        try:
+            saved[name].read_into(name, target)
+        except ChecksumError as error:
+            held = ", ".join(list(targets)[: done + 1])
+            raise ChecksumError(
+                f"{error}. The model is not usable as it is: {held} hold values of this checkpoint already, {name} "
+                f"the damaged ones, and the other {len(targets) - done - 1} tensors what they held before"
+            ) from error
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -253,38 +294,13 @@ def _state_dict(folder: Path, summary: dict[str, Any], optimizer: Optimizer) -> 
     state: dict[int, dict[str, Any]] = {number: dict(values) for number, values in rest["state"].items()}
     for name in summary["optimizer_files"]:
         file = TensorFile(folder / name)
+        file.verify()
         for full in file:
             _, number, key = full.split(".", 2)
             tensor = file.tensor(full)
             # Others than ours keep what they are given, which must not be a mapped file for ever.
             state[int(number)][key] = tensor if isinstance(optimizer, OffloadOptimizer) else tensor.clone()
     return {"state": state, "param_groups": rest["param_groups"]}
-
-
-# --- generators -------------------------------------------------------------------------------------------------------
-
-
-def _generators() -> dict[str, Any]:
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, *numbers = numpy.random.get_state()
-        states["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *numbers)
-    return states
-
-
-def _set_generators(states: Mapping[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    if "cuda" in states and torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])
-    numpy = sys.modules.get("numpy")
-    if "numpy" in states and numpy is not None:
-        kind, keys, *numbers = states["numpy"]
-        numpy.random.set_state((kind, keys.numpy().astype("uint32"), *numbers))
 
 
 def _packed(summary: dict[str, Any]) -> bytes:

@@ -144,7 +144,9 @@ def load_pretrained(
     Raises:
         FileNotFoundError, ValueError: see :class:`Pretrained`; or if shapes, kinds of types or, if ``strict``, names
             differ. Nothing has been written then.
-        OSError: if a file cannot be read; some parameters hold new values then, others old ones.
+        ValueError: if a file has checksums, and the bytes of a tensor are not those that were written; some parameters
+            hold new values then, others old ones.
+        OSError: if a file cannot be read; with the same consequence.
 
     Source: what accelerate's ``load_checkpoint_in_model`` does, without a ``state_dict`` in between.
     """

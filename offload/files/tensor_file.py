@@ -7,6 +7,9 @@ for forty lines. So they are here, and the tests read and write the files with t
 Guarantees
     * Writing takes memory for one tensor at the most, and none for one that is dense and on the host.
     * When :func:`write_tensors` returns, the bytes are on the disk; when it raises, there is no file.
+    * A file of :func:`write_tensors` holds a checksum of each tensor, of its name, type and shape too. Every read of a
+      whole tensor compares it. Sums are computed beside the reads and writes, on another thread. Files of other tools
+      have none, and are read as they are.
     * A file whose header disagrees with itself or with the file's length is refused when it is opened.
     * :meth:`TensorFile.read_into` takes memory for one window, and none where types and layouts agree.
 """
@@ -26,9 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.files.running_sum import RunningSum
 from offload.tier.contract import bytes_of
 
-__all__ = ["TensorFile", "write_all", "write_tensors"]
+__all__ = ["ChecksumError", "TensorFile", "write_all", "write_tensors"]
 
 _NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -55,8 +59,24 @@ _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 #: The data begins at a multiple of this, so that mapped tensors are aligned.
 _ALIGNMENT = 64
 
-#: Bytes that a read with a conversion holds in memory at once.
+#: Bytes that are read, written and summed at once.
 WINDOW_BYTES = 4 << 20
+
+#: Where the header's metadata holds the checksums: a JSON object of tensor names and eight hexadecimal digits.
+SUMS = "gradstream_crc32"
+
+
+#: What to do with a file that is damaged.
+_ADVICE = "Restore the file from a copy, or load another checkpoint"
+
+
+class ChecksumError(ValueError):
+    """The bytes of a tensor are not those that were written."""
+
+
+def _begin_sum(name: str, entry: Mapping[str, Any]) -> RunningSum:
+    """A sum that covers what the header says of a tensor, and then its bytes."""
+    return RunningSum(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -76,14 +96,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             raise ValueError(f"expected a dense tensor of a type that safetensors knows, got {tensor.dtype} ({name})")
     # Wide types first: the format allows no gaps, and so every tensor is aligned to its type.
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    sums = dict.fromkeys(order, "0" * 8)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {}), SUMS: json.dumps(sums)}}
     end = 0
     for name in order:
         tensor = tensors[name]
         begin, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    text = _text_of(header)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         try:
@@ -91,7 +111,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             for name in order:
                 tensor = tensors[name].detach()
                 flat = bytes_of(tensor.resolve_conj().resolve_neg().cpu().contiguous())
-                write_all(fd, _memory_of(flat))
+                sums[name] = _write_summed(fd, flat, _begin_sum(name, header[name]))
+            # The sums are known now. They have as many digits as the zeros that stand in their place.
+            header["__metadata__"][SUMS] = json.dumps(sums)
+            _write_at(fd, _text_of(header), 8)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -99,6 +122,28 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         with contextlib.suppress(OSError):
             os.unlink(path)
         raise
+
+
+def _text_of(header: Mapping[str, Any]) -> bytes:
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return text + b" " * (-(len(text) + 8) % _ALIGNMENT)
+
+
+def _write_summed(fd: int, flat: Tensor, total: RunningSum) -> str:
+    """Writes a flat uint8 tensor; returns the digits of its checksum."""
+    with total:
+        for part in flat.split(WINDOW_BYTES) if flat.numel() else ():
+            memory = _memory_of(part)
+            total.add(memory)
+            write_all(fd, memory)
+        return total.digits()
+
+
+def _write_at(fd: int, data: bytes, position: int) -> None:
+    rest = memoryview(data)
+    while rest:
+        count = os.pwrite(fd, rest, position)
+        rest, position = rest[count:], position + count
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
@@ -151,15 +196,41 @@ class TensorFile:
         if nbytes != 8 + length + end:
             raise ValueError(f"{path}: expected {8 + length + end:,} bytes, got {nbytes:,}; the file is not complete")
         self._header: dict[str, dict[str, Any]] = header
+        self._sums = self._sums_in(self.metadata.pop(SUMS, None))
+        #: Whether all checksums were compared, so that later reads need not do it again.
+        self._verified = False
         self._begin = 8 + length
         self._bytes: Tensor | None = None
         self._fd: int | None = None
+
+    def _sums_in(self, text: str | None) -> dict[str, str]:
+        """Checksums by name; none in a file without.
+
+        Raises:
+            ChecksumError: if there are some, but not for every tensor.
+        """
+        if text is None:
+            return {}
+        try:
+            sums = dict(json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise ChecksumError(
+                f"{self.path}: the checksums in the header are damaged: {error!r}. {_ADVICE}"
+            ) from error
+        if without := [name for name in self._header if name not in sums]:
+            raise ChecksumError(f"{self.path}: no checksum for {', '.join(without)}, the header is damaged. {_ADVICE}")
+        return sums
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._header)
 
     def __contains__(self, name: object) -> bool:
         return name in self._header
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return max((entry["data_offsets"][1] for entry in self._header.values()), default=0)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
@@ -176,28 +247,66 @@ class TensorFile:
         other. Counts as a change of ``destination``, as a copy does.
 
         Raises:
+            ChecksumError: if the bytes are not those that were written; ``destination`` holds them nevertheless.
             OSError: if the file cannot be read; ``destination`` may have been written to in part.
         """
         assert tuple(destination.shape) == self.shape(name)
         destination = destination.detach()
         dtype, position = self.dtype(name), self._begin + self._header[name]["data_offsets"][0]
-        if destination.device.type == "cpu" and destination.dtype == dtype and destination.is_contiguous():
-            try:
-                self._read(bytes_of(destination), position)
-            finally:
-                # torch cannot see this write. Without this, who has a copy would take it for a current one.
-                if not destination.is_inference():
-                    torch.autograd.graph.increment_version(destination)
+        compared = not self._verified and name in self._sums
+        with _begin_sum(name, self._header[name]) as total:
+            if destination.device.type == "cpu" and destination.dtype == dtype and destination.is_contiguous():
+                flat = bytes_of(destination)
+                try:
+                    for part in flat.split(WINDOW_BYTES if compared else flat.numel()) if flat.numel() else ():
+                        self._read(part, position)
+                        position += part.numel()
+                        if compared:
+                            total.add(_memory_of(part))
+                finally:
+                    # torch cannot see this write. Without this, who has a copy would take it for a current one.
+                    if not destination.is_inference():
+                        torch.autograd.graph.increment_version(destination)
+            elif destination.numel():
+                most = max(1, min(window_bytes // dtype.itemsize, destination.numel()))
+                window = torch.empty(most, dtype=dtype)
+                for part in _windows(destination, most):
+                    piece = window[: part.numel()]
+                    total.wait()  # Without this, the window changes while it is being summed.
+                    self._read(piece.view(torch.uint8), position)
+                    if compared:
+                        total.add(_memory_of(piece.view(torch.uint8)))
+                    part.copy_(piece.view(part.shape))
+                    position += part.numel() * dtype.itemsize
+            if compared:
+                self._compare(name, total)
+
+    def verify(self) -> None:
+        """Reads all tensors and compares their checksums, unless that was done. Later reads do not compare again.
+
+        Raises:
+            ChecksumError: for the first tensor whose bytes are not those that were written.
+            OSError: if the file cannot be read.
+        """
+        if self._verified or not self._sums:
             return
-        if not destination.numel():
-            return
-        most = max(1, min(window_bytes // dtype.itemsize, destination.numel()))
-        window = torch.empty(most, dtype=dtype)
-        for part in _windows(destination, most):
-            piece = window[: part.numel()]
-            self._read(piece.view(torch.uint8), position)
-            part.copy_(piece.view(part.shape))
-            position += part.numel() * dtype.itemsize
+        windows = [torch.empty(WINDOW_BYTES, dtype=torch.uint8) for _ in range(2)]
+        for name, entry in self._header.items():
+            begin, end = entry["data_offsets"]
+            with _begin_sum(name, entry) as total:
+                for k, position in enumerate(range(begin, end, WINDOW_BYTES)):
+                    part = windows[k % 2][: min(WINDOW_BYTES, end - position)]
+                    self._read(part, self._begin + position)
+                    total.add(_memory_of(part))
+                self._compare(name, total)
+        self._verified = True
+
+    def _compare(self, name: str, total: RunningSum) -> None:
+        if (found := total.digits()) != self._sums[name]:
+            raise ChecksumError(
+                f"{self.path}: the bytes of tensor {name} are not those that were written (checksum "
+                f"{found}, expected {self._sums[name]}). {_ADVICE}"
+            )
 
     def _read(self, flat: Tensor, position: int) -> None:
         """Reads at a position of the file; explicitly, since a private mapping counts as memory of the process."""
@@ -212,7 +321,7 @@ class TensorFile:
             rest, position = rest[count:], position + count
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, mapped. What is written to it is seen by nobody else."""
+        """A tensor, mapped, whose checksum is not compared. What is written to it is seen by nobody else."""
         if self._bytes is None:
             size = self.path.stat().st_size
             self._bytes = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.uint8)
