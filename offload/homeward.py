@@ -244,10 +244,10 @@ class Homeward:
                 parameter.grad = host
                 yield partial(_convert, host, gradient)
         else:
-            block, view = owner.gradient_home(s, self._tier)
+            block, place, view = owner.gradient_home(s, self._tier)
             parameter.grad = view
             if gradient.stride() == s.stride and gradient.dtype == parameter.dtype:
-                yield partial(_store, block, s.offset, gradient)
+                yield partial(_store, block, place.offset, gradient)
             else:
                 yield partial(_convert, view, gradient)
 
@@ -255,7 +255,8 @@ class Homeward:
         """Whether the gradients of a shard need not go to disk: those of the first shards, which are updated first."""
         if not self.gradient_bytes:
             return False
-        return sum(s.nbytes for other in self._shards[: shard.index + 1] for s in other.own) <= self.gradient_bytes
+        before = (s for other in self._shards[: shard.index + 1] for s in other.own if s.parameter.requires_grad)
+        return sum(s.nbytes for s in before) <= self.gradient_bytes
 
 
 def _nbytes(gradients: Iterable[Tensor]) -> int:

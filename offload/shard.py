@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -130,7 +130,9 @@ class Shard:
     #: All parameters that the layers use, and where they lie in a slot: own first, then borrowed.
     slices: list[Slice] = field(default_factory=list)
     home: Block | None = None
+    #: Where gradients rest, and which of them it has room for: those that parameters took when it was made.
     gradients: Block | None = None
+    gradient_slices: dict[Slice, Slice] = field(default_factory=dict)
     pending: Pending | None = None
     state: State = State.HOME
     slot_bytes: int = 0
@@ -322,24 +324,43 @@ class Shard:
             return s.view(self.home.tensor)
 
     def leave_gradients(self) -> None:
-        """Leaves the gradients' home to gradients of earlier backwards that are still held; the next rest elsewhere."""
+        """Leaves the gradients' home to gradients of earlier backwards that are still held; the next rest elsewhere.
+
+        Likewise a home with room for parameters that are frozen by now, once no gradient rests there.
+        """
         block = self.gradients
         if block is None:
             return
         address = block.tensor.untyped_storage().data_ptr()
         grads = [s.parameter.grad for s in self.own]
         resting = sum(g is not None and not g.is_sparse and g.untyped_storage().data_ptr() == address for g in grads)
-        if storage_uses(block.tensor) > 1 + resting:
-            block.retire()
-            self.gradients = None
+        too_large = not resting and not all(s.parameter.requires_grad for s in self.gradient_slices)
+        if too_large or storage_uses(block.tensor) > 1 + resting:
+            self._retire_gradients()
 
-    def gradient_home(self, s: Slice, tier: Tier) -> tuple[Block, Tensor]:
-        """Block and view where the gradient of an own parameter rests; made at its first use."""
-        if self.gradients is None:
-            assert self.home is not None
-            self.gradients = tier.allocate(self.home.nbytes, f"shard{self.index}-gradients")
+    def _retire_gradients(self) -> None:
+        if self.gradients is not None:
+            self.gradients.retire()
+        self.gradients, self.gradient_slices = None, {}
+
+    def gradient_home(self, s: Slice, tier: Tier) -> tuple[Block, Slice, Tensor]:
+        """Block, place in it and view where the gradient of an own parameter rests.
+
+        The block is made at its first use, with room for the parameters that take gradients. It is made anew, and
+        gradients that rest in the old one stay there, where a parameter was frozen then and is no more.
+        """
+        if s not in self.gradient_slices:
+            self._retire_gradients()
+            end = 0
+            for own in self.own:
+                if own is s or own.parameter.requires_grad:
+                    self.gradient_slices[own] = replace(own, offset=end)
+                    end += aligned(own.nbytes)
+            self.gradients = tier.allocate(end, f"shard{self.index}-gradients")
+        assert self.gradients is not None
+        place = self.gradient_slices[s]
         with torch.inference_mode(False):
-            return self.gradients, s.view(self.gradients.tensor)
+            return self.gradients, place, place.view(self.gradients.tensor)
 
     def owner_of(self, position: int) -> tuple[Shard, Slice]:
         """The shard where the parameter at ``position`` of :attr:`slices` rests, and its slice there."""

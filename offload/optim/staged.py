@@ -206,9 +206,8 @@ class StagedPiece(Piece):
             s = self.slices[k]
             offset, nbytes = bite.span(s.nbytes, s.dtype.itemsize)
             room_bytes += 2 * (nbytes + PAGE_BYTES)  # weights, where no slot has them, and a gradient that is in memory
-            if self._in_file(s, gradient):
-                assert self.shard.gradients is not None
-                reads.append(Read((k, None), self.shard.gradients, s.offset + offset, nbytes))
+            if (place := self._in_file(s, gradient)) is not None:
+                reads.append(Read((k, None), place[0], place[1] + offset, nbytes))
             if before[k] is None:
                 continue  # the optimizer starts from nothing, for each bite anew
             for (owner, key), rest in self._rest.items():
@@ -217,11 +216,12 @@ class StagedPiece(Piece):
                     reads.append(Read((k, key), rest.block, rest.offset + offset, nbytes))
         return (task, index), reads, room_bytes
 
-    def _in_file(self, s: Slice, gradient: Tensor) -> bool:
-        block = self.shard.gradients
-        if gradient.is_sparse or block is None:
-            return False
-        return gradient.data_ptr() == block.tensor.data_ptr() + s.offset
+    def _in_file(self, s: Slice, gradient: Tensor) -> tuple[Block, int] | None:
+        """Block and offset where a gradient rests, if it does in the file of the shard's gradients."""
+        block, place = self.shard.gradients, self.shard.gradient_slices.get(s)
+        if gradient.is_sparse or block is None or place is None:
+            return None
+        return (block, place.offset) if gradient.data_ptr() == block.tensor.data_ptr() + place.offset else None
 
     def _run_bite(
         self, task: Task, bites: Sequence[Bite], slot: Tensor | None, coming: Callable[[], Iterable[Task]]
@@ -301,10 +301,9 @@ class StagedPiece(Piece):
             return (gradient if coefficient is None else gradient * coefficient), []
         offset, nbytes = bite.span(s.nbytes, s.dtype.itemsize)
         back: Write | Copy
-        if self._in_file(s, gradient):
-            assert self.shard.gradients is not None
+        if (place := self._in_file(s, gradient)) is not None:
             part = tray.part((k, None))
-            back = Write(part, self.shard.gradients, s.offset + offset)
+            back = Write(part, place[0], place[1] + offset)
         else:
             if gradient.stride() != s.stride or gradient.device.type != "cpu":
                 dense = torch.empty_strided(s.parameter.shape, s.stride, dtype=s.dtype)
