@@ -22,6 +22,7 @@ from offload.arguments import (
     names_taken,
 )
 from offload.budget import parse_bytes
+from offload.construction import make_walk
 from offload.estimate import Estimate, estimate_step
 from offload.files.pretrained import Pretrained, tensors_of
 from offload.heap import return_freed_memory
@@ -30,7 +31,7 @@ from offload.lane import open_lanes
 from offload.plan import Plan, plan_step
 from offload.process import finalize_here
 from offload.resting import ModuleAtHome
-from offload.shard import make_shards
+from offload.rollback import Rollback
 from offload.statistics import Meter, Statistics
 from offload.streamer import Streamer
 from offload.structure import Structure
@@ -42,7 +43,6 @@ from offload.walk.measure import measured_activations
 from offload.walk.raw import RawChunk
 from offload.walk.regroup import RegroupedTape, by_chunk, join_chunks, looks_across_rows, split_output
 from offload.walk.tape import Tape
-from offload.walk.walk import Walk
 from pipe.interception import offered
 from pipe.microbatch import gather_nested, split_nested
 from pipe.nested import map_tensors
@@ -98,8 +98,11 @@ class OffloadModel(ModuleAtHome):
             after every forward, which reads each home once more.
 
     Raises:
-        TypeError, ValueError: if an argument cannot be used; the model that was passed is untouched.
+        TypeError, ValueError: if an argument cannot be used.
         OSError: if the home has no room, or ``pretrained`` cannot be read.
+
+    After any exception here the layers that were passed are as before: the same parameters and buffers with their
+    values, in ordinary memory or on the meta device.
 
     After an exception in forward or backward the model is usable, and every parameter holds its last value.
 
@@ -163,6 +166,7 @@ class OffloadModel(ModuleAtHome):
         self._activation_bytes = None
         if activation_bytes is not None:
             self._activation_bytes = parse_bytes(activation_bytes, "activation_bytes")
+        graph_nbytes = 0 if graph_bytes is None else parse_bytes(graph_bytes, "graph_bytes")
         self._num_microbatches = num_microbatches
         #: Names of arguments that layers after the first would take.
         self._taken_later = {name for layer in list(named.values())[1:] for name in names_taken(layer)}
@@ -170,40 +174,38 @@ class OffloadModel(ModuleAtHome):
         self._optimizers: weakref.WeakSet[Updating] = weakref.WeakSet()
         self._tier = open_tier(offload_device, self.device, keeps=True)
         self._meter = Meter(self.device)
-        self._keeper = Keeper(self._tier, named, cuts, stored)
-        shards = make_shards(list(named.items()), cuts, self._tier, param_dtype, self._keeper.values)
-        for layer in named.values():
-            for module in layer.modules():
-                for key, buffer in module._buffers.items():
-                    if buffer is not None:
-                        module._buffers[key] = buffer.to(self.device)
-        # A copy to a device that changes the type is converted on the host, by whoever asks for it: not by this thread.
-        lanes = open_lanes(self.device, blocking_io=self._tier.blocking_io or param_dtype is not None)
-        names = list(named)
-        self._walk = Walk(
-            shards,
-            [names[shard.first : shard.first + len(shard.layers)] for shard in shards],
-            device=self.device,
-            tier=self._tier,
-            lanes=lanes,
-            meter=self._meter,
-            slots=layout.slots,
-            boundary_bytes=layout.boundary_bytes,
-            recompute=checkpoint_activation,
-            graph_bytes=0 if graph_bytes is None else parse_bytes(graph_bytes, "graph_bytes"),
-            param_dtype=param_dtype,
-            strict=memory_budget is not None,
-        )
-        # Children under the bare model's names, and nothing else: so are the keys of state_dict(). Written directly,
-        # since a layer may be called like a method of this class.
-        self._modules.update(named)
-        self._walk.structure = Structure(self._modules)
-        for runner in self._walk.runners:
-            runner.compares_always = detect_weight_writes
+        with contextlib.ExitStack() as undo:
+            # Whatever fails from here on, a full disk or an interrupt, leaves the layers as they were.
+            undo.callback(self._tier.close)
+            self._keeper = Keeper(self._tier, named, cuts, stored)
+            undo.callback(Rollback(named.values(), self._keeper.values).restore)
+            # A copy that changes the type is converted on the host, by whoever asks for it: not by this thread.
+            lanes = open_lanes(self.device, blocking_io=self._tier.blocking_io or param_dtype is not None)
+            undo.callback(lanes.close)
+            self._walk = make_walk(
+                named,
+                cuts,
+                self._keeper.values,
+                layout=layout,
+                device=self.device,
+                tier=self._tier,
+                lanes=lanes,
+                meter=self._meter,
+                recompute=checkpoint_activation,
+                graph_bytes=graph_nbytes,
+                param_dtype=param_dtype,
+                strict=memory_budget is not None,
+            )
+            # Children under the bare model's names, as in state_dict(). A layer may be called like a method of this.
+            self._modules.update(named)
+            self._walk.structure = Structure(self._modules)
+            for runner in self._walk.runners:
+                runner.compares_always = detect_weight_writes
+            # Tied to the walk, which tapes refer to: a backward still runs after the last name of the model is gone.
+            self._end = finalize_here(self._walk, _close, lanes, self._tier)
+            self._keeper.begin()
+            undo.pop_all()
         return_freed_memory()
-        # Tied to the walk, which tapes refer to: a backward still runs after the last name of the model is gone.
-        self._end = finalize_here(self._walk, _close, lanes, self._tier)
-        self._keeper.begin()
 
     # --- running ------------------------------------------------------------------------------------------------
 

@@ -94,10 +94,7 @@ class Slice:
 
 
 def layout(parameters: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype | None = None) -> tuple[list[Slice], int]:
-    """Packs parameters one behind the other; returns their slices and the size of the block in bytes.
-
-    ``dtype`` is what real floating-point parameters become.
-    """
+    """Packs parameters one behind the other, real ones as ``dtype``; returns their slices and the block's bytes."""
     slices, end = [], 0
     for name, parameter in parameters:
         # Dense strides (channels_last, say) are kept: kernels choose their algorithm by them.
@@ -326,7 +323,7 @@ class Shard:
     def leave_gradients(self) -> None:
         """Leaves the gradients' home to gradients of earlier backwards that are still held; the next rest elsewhere.
 
-        Likewise a home with room for parameters that are frozen by now, once no gradient rests there.
+        So is a home with room for parameters that are frozen by now, once no gradient rests there.
         """
         block = self.gradients
         if block is None:
@@ -346,8 +343,8 @@ class Shard:
     def gradient_home(self, s: Slice, tier: Tier) -> tuple[Block, Slice, Tensor]:
         """Block, place in it and view where the gradient of an own parameter rests.
 
-        The block is made at its first use, with room for the parameters that take gradients. It is made anew, and
-        gradients that rest in the old one stay there, where a parameter was frozen then and is no more.
+        It has room for the parameters that take gradients. For one that was frozen when it was made, another is made;
+        gradients in the old one stay there.
         """
         if s not in self.gradient_slices:
             self._retire_gradients()

@@ -1,0 +1,77 @@
+"""Layers as they were before their parameters moved, for a construction that fails on the way.
+
+Parameters move home shard by shard, and each leaves its old memory as soon as it is home: two copies of a model may not
+fit. So what a parameter holds is read back from the homes written so far. Only what homes do not repeat is kept until
+the model is made: values that a file is about to replace, and those of modules that initialise themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Rollback"]
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """What a parameter with memory was."""
+
+    device: torch.device
+    address: int
+    gradient: Tensor | None
+    #: Its old memory, where its home will hold other values.
+    data: Tensor | None
+
+
+class Rollback:
+    """Notes what some layers are; made before anything moves.
+
+    Args:
+        layers: what is about to be moved.
+        replaced: parameters and buffers whose values will be replaced.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], replaced: Container[Tensor]) -> None:
+        modules = dict.fromkeys(m for layer in layers for m in layer.modules())
+        self._members = [(m, m._parameters, dict(m._parameters), dict(m._buffers)) for m in modules]
+        self._parameters: dict[nn.Parameter, _Parameter] = {}
+        self._values: dict[Tensor, Tensor] = {}
+        for _, _, parameters, buffers in self._members:
+            tensors = [t for t in (*parameters.values(), *buffers.values()) if t is not None]
+            bare = any(t.is_meta and t not in replaced for t in tensors)  # the module will initialise itself
+            for p in parameters.values():
+                if p is not None and not p.is_meta:
+                    known = self._parameters.get(p)
+                    kept = (
+                        p.detach() if bare or p in replaced or (known is not None and known.data is not None) else None
+                    )
+                    self._parameters[p] = _Parameter(p.device, p.data_ptr(), p.grad, kept)
+            for b in buffers.values():
+                if b is not None and not b.is_meta and (bare or b in replaced) and b not in self._values:
+                    self._values[b] = b.detach().clone()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """The layers have the parameters and buffers that they had, with their values and gradients.
+
+        A parameter that had moved has memory of its own again, on the device where it was.
+        """
+        for module, mapping, parameters, buffers in self._members:
+            mapping.clear()
+            mapping.update(parameters)
+            module.__dict__["_parameters"] = mapping
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for parameter, was in self._parameters.items():
+            if parameter.data_ptr() != was.address or parameter.device != was.device:
+                parameter.grad = None  # it is where its parameter is: first it goes, then it comes back
+                data = parameter.detach().clone() if was.data is None else was.data
+                parameter.data = data.to(was.device)
+            if parameter.grad is not was.gradient:
+                parameter.grad = was.gradient
+        for buffer, values in self._values.items():
+            buffer.copy_(values)

@@ -1,0 +1,197 @@
+"""A construction that fails leaves the layers as they were: their values, gradients, memory and meta tensors."""
+
+from __future__ import annotations
+
+import copy
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import OffloadModel, save_checkpoint
+from offload.files.tensor_file import TensorFile
+from offload.tier.disk import DiskTier
+from offload.tier.host import HostTier
+from offload.walk.walk import Walk
+
+WIDTH, LAYERS = 8, 5
+
+
+class Counting(nn.Linear):
+    """With a buffer and a parameter that is not dense in rows."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("count", torch.zeros(3))
+        self.scale = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "scale"):
+            with torch.no_grad():
+                self.scale.fill_(0.5)
+                self.count.fill_(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x) @ self.scale) + self.count.sum()
+
+
+def layers(meta: tuple[int, ...] = ()) -> nn.Sequential:
+    torch.manual_seed(3)
+    model = nn.Sequential(*(Counting() for _ in range(LAYERS)))
+    model[3].weight = model[0].weight  # tied over shards
+    model[1].bias.requires_grad_(False)
+    model[2].bias = None
+    for k, layer in enumerate(model):
+        layer.count.fill_(k)
+        layer.scale.grad = torch.full_like(layer.scale, k)
+    for k in meta:
+        model[k] = Counting().to("meta")
+    return model
+
+
+class Before:
+    """What a model consists of, to be compared with later."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.members = [
+            (module, name, value, None if value is None or value.is_meta else value.detach().clone())
+            for module in model.modules()
+            for name, value in (*module._parameters.items(), *module._buffers.items())
+        ]
+        self.gradients = [(p, p.grad) for p in model.parameters()]
+
+    def check(self) -> None:
+        for module, name, value, copied in self.members:
+            now = module._parameters[name] if name in module._parameters else module._buffers[name]
+            assert now is value
+            if now is not None and copied is not None:
+                assert now.device == copied.device
+                torch.testing.assert_close(now.detach(), copied, rtol=0, atol=0)
+            elif now is not None:
+                assert now.is_meta
+        for tensor in {value for _, _, value, copied in self.members if copied is not None and value is not None}:
+            tensor.data.zero_().add_(1)  # ordinary memory, that goes with nobody
+        for parameter, gradient in self.gradients:
+            assert parameter.grad is gradient
+        assert all(type(m._parameters) is dict for m in self.model.modules())
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, k: int, error: BaseException) -> None:
+    """Makes call ``k`` of a method raise."""
+    calls = iter(range(10_000))
+    real = getattr(owner, method)
+
+    def faulty(self: Any, *args: Any, **more: Any) -> Any:
+        if next(calls) == k:
+            raise error
+        return real(self, *args, **more)
+
+    monkeypatch.setattr(owner, method, faulty)
+
+
+def full() -> OSError:
+    return OSError(errno.ENOSPC, "No space left on device")
+
+
+def wrapped(model: nn.Sequential, home: str, **more: Any) -> OffloadModel:
+    return OffloadModel(model, "cpu", home, num_slices=LAYERS, checkpoint_activation=True, **more)
+
+
+@pytest.mark.parametrize("k", range(LAYERS))
+@pytest.mark.parametrize("meta", [(), (1, 4), tuple(range(LAYERS))], ids=["cpu", "some on meta", "all on meta"])
+def test_a_full_home_at_any_shard_leaves_the_layers_as_they_were(
+    home: str, k: int, meta: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = layers(meta)
+    before = Before(model)
+    fail_at(monkeypatch, HostTier if home == "cpu" else DiskTier, "allocate", k, full())
+    with pytest.raises(OSError, match="No space left"):
+        wrapped(model, home)
+    monkeypatch.undo()
+    if not meta:
+        x = torch.randn(3, WIDTH)
+        expected = copy.deepcopy(model)(x)
+    before.check()
+    if home != "cpu":
+        assert list(Path(home).rglob("*weights")) == []
+    if not meta:
+        model.load_state_dict(layers().state_dict())
+        assert torch.equal(model(x), expected)
+        assert torch.equal(wrapped(model, home)(x), expected)
+
+
+@pytest.mark.parametrize("k", [0, 3, 11])
+@pytest.mark.parametrize("meta", [(), (1, 4)], ids=["cpu", "some on meta"])
+def test_weights_that_cannot_be_read_leave_the_layers_with_their_own(
+    home: str, k: int, meta: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path / "weights", layers())
+    model = layers(meta)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_meta:
+                tensor.add_(1)
+    if 4 in meta:
+        model[4] = layers()[4]
+        model[1].scale = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    before = Before(model)
+    fail_at(monkeypatch, TensorFile, "read_into", k, OSError(errno.EIO, "Input/output error"))
+    with pytest.raises(OSError, match="Input/output error"):
+        wrapped(model, home, pretrained=tmp_path / "weights")
+    monkeypatch.undo()
+    before.check()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
+def test_a_failure_after_all_parameters_moved_leaves_the_layers_as_they_were(
+    home: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = layers()
+    before = Before(model)
+    real = Walk.__init__
+
+    def late(self: Walk, *args: Any, **more: Any) -> None:
+        real(self, *args, **more)
+        raise error
+
+    monkeypatch.setattr(Walk, "__init__", late)
+    with pytest.raises(type(error)):
+        wrapped(model, home)
+    monkeypatch.undo()
+    before.check()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"graph_bytes": "lots"}, {"graph_bytes": -1}, {"activation_bytes": "some"}, {"memory_budget": "1 parsec"}],
+    ids=str,
+)
+def test_bad_arguments_are_refused_before_anything_moves(
+    home: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = layers()
+    before = Before(model)
+    addresses = [p.data_ptr() for p in model.parameters()]
+    fail_at(monkeypatch, HostTier if home == "cpu" else DiskTier, "allocate", 0, AssertionError("something moved"))
+    with pytest.raises((TypeError, ValueError), match=next(iter(arguments))):
+        wrapped(model, home, **arguments)
+    before.check()
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+
+
+def test_a_layer_that_cannot_initialise_itself_leaves_those_before_it_on_the_meta_device(home: str) -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(WIDTH, device="meta"))
+
+    model = nn.Sequential(Counting(), Counting().to("meta"), Bare())
+    before = Before(model)
+    with pytest.raises(ValueError, match="no reset_parameters"):
+        OffloadModel(model, "cpu", home, num_slices=3)
+    before.check()
