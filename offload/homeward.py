@@ -244,10 +244,10 @@ class Homeward:
                 parameter.grad = host
                 yield partial(_convert, host, gradient)
         else:
-            block, place, view = owner.gradient_home(s, self._tier)
+            block, offset, view = owner.gradient_home(s, self._tier)
             parameter.grad = view
             if gradient.stride() == s.stride and gradient.dtype == parameter.dtype:
-                yield partial(_store, block, place.offset, gradient)
+                yield partial(_store, block, offset, gradient)
             else:
                 yield partial(_convert, view, gradient)
 

@@ -129,7 +129,7 @@ class Shard:
     home: Block | None = None
     #: Where gradients rest, and which of them it has room for: those that parameters took when it was made.
     gradients: Block | None = None
-    gradient_slices: dict[Slice, Slice] = field(default_factory=dict)
+    gradient_offsets: dict[Slice, int] = field(default_factory=dict)
     pending: Pending | None = None
     state: State = State.HOME
     slot_bytes: int = 0
@@ -272,6 +272,7 @@ class Shard:
         ]
         self._go_home()
         self.state = State.LOADED
+        self._gradients_at_home = []
         return gradients
 
     def _go_home(self) -> None:
@@ -323,7 +324,7 @@ class Shard:
     def leave_gradients(self) -> None:
         """Leaves the gradients' home to gradients of earlier backwards that are still held; the next rest elsewhere.
 
-        So is a home with room for parameters that are frozen by now, once no gradient rests there.
+        So is a home with room for parameters that are frozen by now, if no gradient rests there.
         """
         block = self.gradients
         if block is None:
@@ -331,33 +332,32 @@ class Shard:
         address = block.tensor.untyped_storage().data_ptr()
         grads = [s.parameter.grad for s in self.own]
         resting = sum(g is not None and not g.is_sparse and g.untyped_storage().data_ptr() == address for g in grads)
-        too_large = not resting and not all(s.parameter.requires_grad for s in self.gradient_slices)
+        too_large = not resting and not all(s.parameter.requires_grad for s in self.gradient_offsets)
         if too_large or storage_uses(block.tensor) > 1 + resting:
             self._retire_gradients()
 
     def _retire_gradients(self) -> None:
         if self.gradients is not None:
             self.gradients.retire()
-        self.gradients, self.gradient_slices = None, {}
+        self.gradients, self.gradient_offsets = None, {}
 
-    def gradient_home(self, s: Slice, tier: Tier) -> tuple[Block, Slice, Tensor]:
-        """Block, place in it and view where the gradient of an own parameter rests.
+    def gradient_home(self, s: Slice, tier: Tier) -> tuple[Block, int, Tensor]:
+        """Block, offset in it and view where the gradient of an own parameter rests.
 
-        It has room for the parameters that take gradients. For one that was frozen when it was made, another is made;
-        gradients in the old one stay there.
+        It has room for what takes gradients when it is made. For others another is made; the old one keeps its own.
         """
-        if s not in self.gradient_slices:
+        if s not in self.gradient_offsets:
             self._retire_gradients()
             end = 0
             for own in self.own:
                 if own is s or own.parameter.requires_grad:
-                    self.gradient_slices[own] = replace(own, offset=end)
+                    self.gradient_offsets[own] = end
                     end += aligned(own.nbytes)
             self.gradients = tier.allocate(end, f"shard{self.index}-gradients")
         assert self.gradients is not None
-        place = self.gradient_slices[s]
+        offset = self.gradient_offsets[s]
         with torch.inference_mode(False):
-            return self.gradients, place, place.view(self.gradients.tensor)
+            return self.gradients, offset, replace(s, offset=offset).view(self.gradients.tensor)
 
     def owner_of(self, position: int) -> tuple[Shard, Slice]:
         """The shard where the parameter at ``position`` of :attr:`slices` rests, and its slice there."""

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from offload.shard import Shard
-from pipe.torch_private import storage_uses
+from pipe.torch_private import native_uses, storage_uses
 
 __all__ = ["Untouched"]
 
@@ -151,6 +151,27 @@ class Untouched:
         """Whether nobody can have written to a home since the mark; False if there is none."""
         return self._marked and not self._note.touched and self._nobody_else()
 
+    def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool:
+        """Whether code outside of the engine holds parameters, their gradients or memory of their homes.
+
+        Args:
+            known: the parameters that are asked about, and how often optimizers and graphs of the model hold each.
+            views: how many tensors optimizers have made of the home of each shard, by its index.
+        """
+        for parameter, held in known.items():
+            ours = self._ours[parameter] + held + 1  # ``known`` itself
+            ours += _BY_GRAPHS if native_uses(parameter) > 1 else 0
+            if sys.getrefcount(parameter) - ours != _UNHELD or weakref.getweakrefcount(parameter):
+                return True
+            gradient = parameter.grad
+            if gradient is not None and sys.getrefcount(gradient) != _UNHELD_GRADIENT:
+                return True
+        return any(
+            storage_uses(shard.home.tensor) != 1 + len(shard.own) + views[shard.index]
+            for shard in self._shards
+            if shard.home is not None and shard.index in views
+        )
+
     def _nobody_else(self) -> bool:
         for parameter, ours in self._ours.items():
             if sys.getrefcount(parameter) - ours != _UNHELD or weakref.getweakrefcount(parameter):
@@ -167,6 +188,25 @@ def _unheld() -> int:
         return sys.getrefcount(parameter) - ours
     raise AssertionError
 
+
+def _by_graphs() -> int:
+    """How many references to a parameter's Python object graphs hold, however many they are, in this torch."""
+    parameter = nn.Parameter(torch.ones(1))
+    before = sys.getrefcount(parameter)
+    output = parameter * 1.0
+    after = sys.getrefcount(parameter)
+    del output
+    return after - before
+
+
+def _unheld_gradient() -> int:
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    gradient = parameter.grad
+    return sys.getrefcount(gradient)
+
+
+_BY_GRAPHS, _UNHELD_GRADIENT = _by_graphs(), _unheld_gradient()
 
 #: What the counts above come to where there is nobody else: references of the expressions themselves.
 _UNHELD = _unheld()

@@ -20,6 +20,7 @@ __all__ = [
     "hidden_hooks",
     "is_requested",
     "keeps_graph",
+    "native_uses",
     "run_hooks_with_gradient_only",
     "storage_uses",
     "transform_under_way",
@@ -32,6 +33,11 @@ def storage_uses(tensor: Tensor) -> int:
     """How many tensors (and other owners) share the memory of ``tensor``, itself included."""
     storage = tensor.untyped_storage()  # counts as one more
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined, unused-ignore]
+
+
+def native_uses(tensor: Tensor) -> int:
+    """How many owners a tensor has in C++, its Python object included: graphs, and the parameter of a gradient."""
+    return int(tensor._use_count())  # type: ignore[attr-defined, unused-ignore]
 
 
 def accumulates_everywhere() -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["options_of", "resolve_groups", "stand_in"]
+__all__ = ["copied_options", "options_of", "resolve_groups", "same_option", "stand_in"]
 
 
 def resolve_groups(named: Mapping[str, nn.Parameter], params: Any) -> list[dict[str, Any]]:
@@ -81,4 +81,24 @@ def stand_in(parameter: Tensor) -> Tensor:
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's hyperparameters as of now. A scheduler that changes the group later does not change them."""
-    return {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+    return copied_options({key: value for key, value in group.items() if key not in ("params", "param_names")})
+
+
+def copied_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy that shares nothing that can be written to."""
+    return {key: value if isinstance(value, _CONSTANT) else copy.deepcopy(value) for key, value in options.items()}
+
+
+_CONSTANT = (int, float, str, type(None))
+
+
+def same_option(first: Any, second: Any) -> bool:
+    """Whether two hyperparameters are equal; False where that cannot be told."""
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, Tensor):
+        return first.dtype == second.dtype and torch.equal(first, second)
+    try:
+        return bool(first == second) or bool(first != first and second != second)
+    except (RuntimeError, TypeError, ValueError):
+        return False

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from offload.lane import Lane, ThreadLane
 from offload.model import OffloadModel
 from offload.norm import clip_coefficient, forget, norm_of, noted, total_norm
 from offload.optim.desk import Desk
+from offload.optim.group_changes import GroupChanges
 from offload.optim.groups import options_of, resolve_groups, stand_in
 from offload.optim.in_backward import InBackward
 from offload.optim.piece import HostPiece, Piece, Recipe, Task
@@ -40,8 +42,9 @@ class OffloadOptimizer(Optimizer):
     ``step()`` decides and returns. Each shard is updated just before its next load, in the order of loads, while the
     shards before it compute. The result is that of the plain optimizer after ``clip_grad_norm_``, for any training
     loop: what is pending is finished before anybody reads it through the model (a forward, ``state_dict()``,
-    ``parameters()``, a checkpoint). Code that kept a parameter or a gradient of its own must call :meth:`synchronize`
-    before it looks into it.
+    ``parameters()``, a checkpoint). As long as other code holds a parameter, its gradient or a view of it (a list for
+    an exponential average, a loop variable that is still there), ``step()`` finishes at once, and nothing hides. So it
+    does for a class that changes its groups, such as one that counts steps there.
 
     Args:
         model: whose parameters are trained.
@@ -104,6 +107,7 @@ class OffloadOptimizer(Optimizer):
         self._recipe = Recipe(optimizer_class, optimizer_kwargs)
         self.pieces: dict[Shard, list[Piece]] = {}
         self._in_backward: InBackward | None = None
+        self._written = GroupChanges(optimizer_class)
         groups = resolve_groups(dict(model.named_parameters()), params)
         # The class checks its hyperparameters on empty tensors: some classes make states at once.
         shadows = [{**group, "params": [_shadow(p) for p in _listed(group["params"])]} for group in groups]
@@ -162,6 +166,7 @@ class OffloadOptimizer(Optimizer):
             )
         self._check_idle()
         self.synchronize()
+        held = self._held_elsewhere()
         self._model._walk.bring_home()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) != 0:
@@ -208,6 +213,10 @@ class OffloadOptimizer(Optimizer):
             for _, update in decided:
                 if not update.done:
                     update.start()
+        if held or self._written.expected:
+            self.synchronize()
+        if self._written.expected:
+            self._step_groups_without_gradients(options)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Takes all gradients away; a pending update keeps its own. ``set_to_none=False`` first finishes it."""
@@ -220,8 +229,10 @@ class OffloadOptimizer(Optimizer):
 
         Raises:
             OSError: if a home cannot be read or written. Call it again to go on from there.
+            RuntimeError: if the class does not treat each parameter by itself.
         """
         self._streamer.catch_up()
+        self._written.check()
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -265,6 +276,28 @@ class OffloadOptimizer(Optimizer):
         for parameter, state in zip(piece.parameters, piece.states(), strict=True):
             if state:
                 self.state[parameter] = state
+
+    def _held_elsewhere(self) -> bool:
+        """Whether parameters of this optimizer can be looked at past the model."""
+        known = Counter(p for group in self.param_groups for p in group["params"])
+        views: Counter[int] = Counter()
+        for other in self._model._optimizers:
+            if isinstance(other, OffloadOptimizer):
+                if other is not self:
+                    known.update(p for group in other.param_groups for p in group["params"] if p in known)
+                known.update(p for p in other.state if p in known)
+                for shard, pieces in other.pieces.items():
+                    views[shard.index] += sum(len(piece.proxies) for piece in pieces)
+        return self._model._walk.held_elsewhere(known, views)
+
+    def _step_groups_without_gradients(self, options: list[dict[str, Any]]) -> None:
+        """The plain class goes through all groups; here those without gradients have had no part."""
+        for index in range(len(self.param_groups)):
+            piece = next((p for p in self._all_pieces() if p.group == index), None)
+            if not self._written.has(index) and piece is not None:
+                piece.prepare(options).step()
+                self._written.publish(self.param_groups, index, piece.group_changes())
+        self._written.end_step()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an OffloadOptimizer belongs to its model and is not copied; use state_dict()")
@@ -333,6 +366,10 @@ class OffloadOptimizer(Optimizer):
         def finished(task: Task) -> None:
             if (optimizer := owner()) is not None:
                 optimizer._publish(task.piece)
+                if task.group_changes is not None:
+                    optimizer._written.publish(
+                        optimizer.param_groups, task.piece.group, task.group_changes, task.options
+                    )
 
         return Update(
             shard, tasks, self._lane, self._model._meter, in_slot=in_slot, crew=self._filler, finished=finished

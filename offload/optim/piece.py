@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from offload.optim.groups import copied_options, options_of, same_option
 from offload.optim.moves import Copy, Write
 from offload.shard import Shard, Slice
 
@@ -41,7 +42,9 @@ class Recipe:
     def options(self, options: Mapping[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
         """Hyperparameters of a group, with the fused kernel chosen where the user left the choice open."""
         free = all(not options.get(key) for key in ("fused", "foreach", "capturable", "differentiable"))
-        plain = all(p.is_floating_point() for p in parameters) and not isinstance(options.get("lr"), Tensor)
+        # In 16 bits the fused kernel rounds once where the plain class rounds after every operation.
+        wide = all(p.dtype in (torch.float32, torch.float64) for p in parameters)
+        plain = wide and not isinstance(options.get("lr"), Tensor)
         if free and plain and options.get("fused") is None and self.kind in FUSED:
             return {**options, "fused": True}
         return dict(options)
@@ -68,6 +71,8 @@ class Task:
     bites_done: int = 0
     before: list[dict[str, Any] | None] | None = None
     unwritten: list[Write | Copy] = field(default_factory=list)
+    #: What the class changed in its group, such as a count of steps; None as long as it has not run.
+    group_changes: dict[str, Any] | None = None
     #: Bytes that went from files to the desk, and back.
     bytes_read: int = 0
     bytes_written: int = 0
@@ -94,6 +99,7 @@ class Piece(ABC):
         self.group = group
         self.recipe = recipe
         self.optimizer: Optimizer | None = None
+        self._chosen: dict[str, Any] = {}
         #: Leaves that share memory with the parameters' homes, but not their gradients, nor their counts of changes.
         self.proxies = [shard.home_view(s).detach() for s in self.slices]
 
@@ -107,8 +113,19 @@ class Piece(ABC):
         chosen = self.recipe.options(options[self.group], self.proxies)
         if self.optimizer is None:
             self.optimizer = self.recipe.make({**chosen, "params": self.proxies})
-        self.optimizer.param_groups[0].update(chosen)
+        # Copies, since several pieces have one group, and a class may write into what it finds there.
+        self.optimizer.param_groups[0].update(copied_options(chosen))
+        self._chosen = chosen
         return self.optimizer
+
+    def group_changes(self) -> dict[str, Any]:
+        """What the class changed in its group since :meth:`prepare`."""
+        group = {} if self.optimizer is None else self.optimizer.param_groups[0]
+        return {
+            key: value
+            for key, value in options_of(group).items()
+            if key not in self._chosen or not same_option(value, self._chosen[key])
+        }
 
     def states(self) -> list[dict[str, Any]]:
         """The optimizer's state of each parameter; empty where there is none yet."""
@@ -180,6 +197,7 @@ class HostPiece(Piece):
             for proxy, gradient in zip(self.proxies, gradients, strict=True):
                 proxy.grad = gradient
             optimizer.step()
+            task.group_changes = self.group_changes()
         except BaseException as error:
             # A state that was only just made holds zeros; to have made it changes nothing.
             if any(tensor._version != counts.get(id(tensor), 0) for tensor in self._tensors()):

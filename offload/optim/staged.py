@@ -22,14 +22,15 @@ Guarantees
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from offload.optim.bite import Bite, Rest
 from offload.optim.desk import Desk, Tray
 from offload.optim.moves import Copy, Read, Write
 from offload.optim.piece import Piece, Recipe, Task
@@ -83,41 +84,6 @@ def cut(slices: Sequence[Slice], most: int) -> Iterator[list[Slice]]:
         yield piece
 
 
-@dataclass(frozen=True)
-class Rest:
-    """Where a state tensor rests."""
-
-    block: Block
-    offset: int
-    nbytes: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    def view(self) -> Tensor:
-        with torch.inference_mode(False):
-            flat = self.block.tensor[self.offset : self.offset + self.nbytes].view(self.dtype)
-            return flat.as_strided(self.shape, self.stride, flat.storage_offset())
-
-
-@dataclass(frozen=True)
-class Bite:
-    """Elements ``[begin, end)`` of the only parameter of a piece; or all of all its parameters."""
-
-    begin: int = 0
-    end: int | None = None
-
-    def span(self, nbytes: int, itemsize: int) -> tuple[int, int]:
-        """Offset and size of the bite in bytes, within a tensor of ``nbytes``."""
-        begin = self.begin * itemsize
-        return begin, (nbytes if self.end is None else self.end * itemsize) - begin
-
-    def shape(self, part: Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-        """``part`` (flat, uint8) as a tensor: of the whole shape, or flat where it is but a part of one."""
-        flat = part.view(dtype)
-        return flat.as_strided(tuple(shape), tuple(stride), flat.storage_offset()) if self.end is None else flat
-
-
 class StagedPiece(Piece):
     """In files.
 
@@ -163,6 +129,7 @@ class StagedPiece(Piece):
         bites = self._bites(task)
         while task.bites_done < len(bites):
             self._run_bite(task, bites, slot, coming)
+        task.group_changes = self.group_changes()
 
     def look_ahead(self, task: Task) -> bool:
         """Begins to read what is still to be done, as far as the desk has room; says whether it has more."""
@@ -218,10 +185,10 @@ class StagedPiece(Piece):
 
     def _in_file(self, s: Slice, gradient: Tensor) -> tuple[Block, int] | None:
         """Block and offset where a gradient rests, if it does in the file of the shard's gradients."""
-        block, place = self.shard.gradients, self.shard.gradient_slices.get(s)
+        block, place = self.shard.gradients, self.shard.gradient_offsets.get(s)
         if gradient.is_sparse or block is None or place is None:
             return None
-        return (block, place.offset) if gradient.data_ptr() == block.tensor.data_ptr() + place.offset else None
+        return (block, place) if gradient.data_ptr() == block.tensor.data_ptr() + place else None
 
     def _run_bite(
         self, task: Task, bites: Sequence[Bite], slot: Tensor | None, coming: Callable[[], Iterable[Task]]
@@ -233,17 +200,20 @@ class StagedPiece(Piece):
         tray = self._desk.lay(*self._wanted(task, bites, task.bites_done))
         chosen = [k for k, gradient in enumerate(task.gradients) if gradient is not None]
         writes: list[Write | Copy] = []
+        resting = dict(self._rest)
         try:
             for k in chosen:
                 writes.extend(self._lay_out(task, k, bite, tray, slot, before[k]))
             task.bytes_read += tray.bytes_read
             self._look_past(task.bites_done + 1, task, bites, coming)
             optimizer.step()
+            self._leave_room(chosen, bite)
             self._make_room(chosen, bite)
             for k in chosen:
                 writes.extend(self._state_writes(k, bite))
         except BaseException:
             # Nothing that rests has been written yet.
+            self._rest = resting
             for k in chosen:
                 self._come_to_rest(k)
                 optimizer.state[self.proxies[k]].update(self._small(before[k] or {}))
@@ -324,10 +294,35 @@ class StagedPiece(Piece):
     def _small(state: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of what does not rest in a file: counts of steps, and the like."""
         return {
-            key: value.clone() if isinstance(value, Tensor) else value
+            key: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
             for key, value in state.items()
             if not _rests(value)
         }
+
+    def _leave_room(self, chosen: Sequence[int], bite: Bite) -> None:
+        """Takes the room from states that are gone, or are of another type or shape than before the step.
+
+        Raises:
+            TypeError: if a state cannot rest in a file.
+        """
+        states = self.states()
+        for k in chosen:
+            for key, value in states[k].items():
+                if _rests(value) and (type(value) is not Tensor or value.layout is not torch.strided):
+                    raise TypeError(
+                        f"{self.recipe.kind.__name__} keeps state {key!r} of parameter {self.slices[k].name} as "
+                        f"{type(value).__name__} of layout {value.layout}, which cannot rest in a file; use homes in "
+                        f"host memory (offload_device='cpu'), or a class whose states are dense tensors"
+                    )
+        for k, key in [place for place in self._rest if place[0] in chosen]:
+            rest, value = self._rest[k, key], states[k].get(key)
+            if (
+                value is None
+                or not _rests(value)
+                or value.dtype != rest.dtype
+                or (bite.end is None and value.shape != rest.shape)
+            ):
+                del self._rest[k, key]
 
     def _make_room(self, chosen: Sequence[int], bite: Bite) -> None:
         """One block, of exactly the size of the states that have no place yet."""

@@ -49,6 +49,7 @@ class _Node:
         self.leaves = leaves
         #: What autograd knows of the walk besides the user's inputs.
         self.parameters = walk.trainable(tape.first)
+        walk.nodes.add(self)
 
     # Autograd frees what it saved as soon as backward is done, unless the graph is retained. The tape takes the place
     # of a saved tensor, so it lives exactly as long. Without this it would live until the user drops the loss, and

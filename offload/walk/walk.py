@@ -22,6 +22,7 @@ import itertools
 import os
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any
@@ -109,6 +110,8 @@ class Walk:
         self.streamer.computes, self.streamer.recover = computes, recover
         self._held_still = 0
         self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
+        #: What holds parameters for graphs whose outputs are alive: each has ``parameters``.
+        self.nodes: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def busy(self) -> bool:
@@ -125,6 +128,12 @@ class Walk:
                     count += 1
                 frame = frame.f_back
         return count
+
+    def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool:
+        """See :meth:`offload.untouched.Untouched.held_elsewhere`; ``known`` is without the engine's own graphs."""
+        for node in self.nodes:
+            known.update(p for p in node.parameters if p in known)
+        return self._untouched.held_elsewhere(known, views)
 
     def bytes_at_home(self) -> int:
         """Bytes of parameters and of gradients that rest at home."""

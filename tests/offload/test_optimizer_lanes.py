@@ -194,7 +194,7 @@ def test_a_disk_home_is_read_once_for_update_and_load(tmp_path: Path, monkeypatc
                 here = slice(s.offset, s.offset + s.nbytes)
                 assert (times("write", shard.home)[here] == trained).all()
                 if trained:
-                    begin = shard.gradient_slices[s].offset
+                    begin = shard.gradient_offsets[s]
                     assert (times("read", shard.gradients)[begin : begin + s.nbytes] == 1).all()
             for rest in piece._rest.values():  # the moments
                 here = slice(rest.offset, rest.offset + rest.nbytes)
