@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.shard import Shard
+from pipe.nested import parts_of
 
 __all__ = ["Course", "CourseNotes", "Turn"]
 
@@ -101,7 +102,7 @@ class CourseNotes:
 
     def turns(self, elsewhere: Iterable[Tensor] = ()) -> list[Turn]:
         """What was seen, in the order of backward. Tensors ``elsewhere`` stay when autograd is done with them."""
-        staying = {StorageWeakRef(tensor.untyped_storage()) for tensor in elsewhere}
+        staying = {StorageWeakRef(part.untyped_storage()) for tensor in elsewhere for part in parts_of(tensor)}
         first = {key: k for k, (key, _) in reversed([*enumerate(self._saved)])}
         come: set[int | StorageWeakRef] = set()
         turns = []

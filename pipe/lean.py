@@ -25,6 +25,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from pipe.nested import parts_of
+
 __all__ = ["Kept", "Lean", "Made"]
 
 _aten = torch.ops.aten
@@ -131,14 +133,16 @@ class Lean(TorchDispatchMode):
             return result  # subclasses of tensors do as they like
         if func in _CHEAP:
             made = result[0] if isinstance(result, tuple) else result
+            if made.layout is not torch.strided:
+                return result
             # As they are: a detached tensor, made below autograd, would not count the changes of the one it is of.
             held_args, held_kwargs = tree_map_only(Tensor, self._hold, (args, kwargs))
             recipe = _Recipe(func, held_args, held_kwargs, _versions((held_args, held_kwargs)))
             self._recipes[StorageWeakRef(made.untyped_storage())] = recipe
         elif func._schema.is_mutable and self._recipes:
             for tensor in tree_leaves((args, kwargs)):
-                if isinstance(tensor, Tensor):
-                    self._recipes.pop(StorageWeakRef(tensor.untyped_storage()), None)
+                for part in parts_of(tensor) if isinstance(tensor, Tensor) else ():
+                    self._recipes.pop(StorageWeakRef(part.untyped_storage()), None)
         return result
 
     def knows(self, tensor: Tensor) -> bool:

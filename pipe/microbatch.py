@@ -104,6 +104,7 @@ def split_nested(value: Any, chunks: int) -> list[Any]:
 
     Raises:
         ValueError: if ``chunks`` is not positive; or, with more than one, tensors differ in their size of dimension 0.
+        TypeError: if a sparse or nested tensor would have to be cut.
     """
     if chunks < 1:
         raise ValueError(f"expected at least 1 micro-batch, got chunks={chunks}")
@@ -111,6 +112,12 @@ def split_nested(value: Any, chunks: int) -> list[Any]:
     count = 1 if chunks == 1 else min(chunks, max(rows_of(value), 1))
     if count == 1:
         return [unflatten([_whole(leaf) for leaf in leaves], spec)]
+    for leaf in leaves:
+        if _is_split(leaf) and leaf.layout is not torch.strided:
+            raise TypeError(
+                f"expected dense tensors to cut into {count} micro-batches, got one of layout {leaf.layout}; pass "
+                f"NoChunk(tensor) if all rows share it, or use a single micro-batch"
+            )
     columns = [torch.tensor_split(leaf, count) if _is_split(leaf) else (_whole(leaf),) * count for leaf in leaves]
     return [unflatten(list(row), spec) for row in zip(*columns, strict=True)]
 
@@ -141,6 +148,11 @@ def gather_nested(values: list[Any]) -> Any:
             raise ValueError(
                 f"output leaf {k} is 0-dimensional and cannot be concatenated over {len(values)} micro-batches; "
                 f"return one value per row, or use a single micro-batch"
+            )
+        elif first.layout not in (torch.strided, torch.sparse_coo):
+            raise ValueError(
+                f"output leaf {k} has the layout {first.layout} and cannot be concatenated over {len(values)} "
+                f"micro-batches; return a dense or COO tensor, or use a single micro-batch"
             )
         else:
             gathered.append(torch.cat(column))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["TreeSpec", "flatten", "map_distinct", "map_tensors", "parts_of", "tensors_in", "unflatten"]
+__all__ = ["COMPRESSED", "TreeSpec", "flatten", "map_distinct", "map_tensors", "parts_of", "tensors_in", "unflatten"]
 
 TreeSpec = pytree.TreeSpec
 
@@ -22,7 +22,8 @@ TreeSpec = pytree.TreeSpec
 _LEAF: TreeSpec = pytree.tree_flatten(None)[1]
 _LEAF_AND_NONE: TreeSpec = pytree.tree_flatten((None, []))[1]
 
-_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+#: Sparse layouts of compressed rows or columns.
+COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
@@ -70,7 +71,7 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
         return [tensor]
     if tensor.layout is torch.sparse_coo:
         return [tensor._values()]
-    return [tensor.values()] if tensor.layout in _COMPRESSED else []
+    return [tensor.values()] if tensor.layout in COMPRESSED else []
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,6 +70,13 @@ class _Node:
         return saved
 
 
+def _split(gradient: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    if gradient.layout is torch.strided:
+        return gradient.split(sizes)
+    ends = itertools.accumulate(sizes)
+    return [gradient.narrow_copy(0, end - size, size) for size, end in zip(sizes, ends, strict=True)]
+
+
 def _rows(leaf: Any) -> int | None:
     return leaf.size(0) if isinstance(leaf, Tensor) and leaf.dim() else None
 
@@ -105,7 +113,7 @@ class _Offload(torch.autograd.Function):
             if gradient is None:
                 continue
             sizes = [row[k] for row in node.rows]
-            parts = [gradient] if len(sizes) == 1 else gradient.split([size or 0 for size in sizes])
+            parts = [gradient] if len(sizes) == 1 else _split(gradient, [size or 0 for size in sizes])
             for piece, part in zip(pieces, parts, strict=True):
                 piece[k] = part
         everywhere = accumulates_everywhere()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from offload.lane import Arrival, Lane, naming
 from offload.statistics import Meter
 from offload.tier import Scratch
+from offload.walk.layouts import bytes_of_boundary, take_apart
 from pipe.nested import TreeSpec, flatten, unflatten
 
 __all__ = ["BoundaryStore"]
@@ -77,8 +78,8 @@ class BoundaryStore:
     def put(self, key: Hashable, value: Any, uses: Sequence[int]) -> int:
         """Takes a value that will be used at the ascending positions ``uses``. Returns its bytes."""
         leaves, spec = flatten(value)
-        tensors = {leaf.untyped_storage().data_ptr(): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        tensors = {_memory_of(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+        nbytes = sum(bytes_of_boundary(tensor) for tensor in tensors.values())
         entry = _Entry(spec, leaves, _versions(leaves), nbytes, deque(uses))
         self._entries[key] = entry
         self._arrive(entry, entry.next_use)
@@ -139,7 +140,10 @@ class BoundaryStore:
         def fetch() -> None:
             assert entry.tickets is not None
             with meter.on_lane("boundary", "fetch"):
-                fetched = {away: scratch.fetch(away.ticket) for away in _distinct(entry.tickets)}
+                fetched = {
+                    away: away.join([scratch.fetch(ticket) for ticket in away.tickets])
+                    for away in _distinct(entry.tickets)
+                }
                 leaves.extend(fetched[leaf] if isinstance(leaf, _Away) else leaf for leaf in entry.tickets)
 
         # Without ``after``, a boundary is read while it is still being written.
@@ -164,7 +168,8 @@ class BoundaryStore:
 
         def release() -> None:
             for away in _distinct(tickets or ()):
-                scratch.release(away.ticket)
+                for ticket in away.tickets:
+                    scratch.release(ticket)
 
         # Without ``after``, its room is given away while it is still being written or read.
         after = [entry.written] if entry.arriving is None else [entry.written, entry.arriving[0]]
@@ -240,7 +245,8 @@ class BoundaryStore:
         def store(tickets: list[Any] = entry.tickets) -> None:
             with meter.on_lane("boundary", "spill"):
                 distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-                stored = {key: _Away(scratch.store(leaf)) for key, leaf in distinct.items()}
+                parts = {key: take_apart(leaf) for key, leaf in distinct.items()}
+                stored = {key: _Away([scratch.store(part) for part in p.tensors], p.join) for key, p in parts.items()}
                 tickets.extend(stored[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves)
 
         self._flush(WRITES_IN_FLIGHT - 1)
@@ -269,7 +275,15 @@ class BoundaryStore:
 class _Away:
     """Stands in for a tensor that rests in scratch space, at each place where it occurs."""
 
-    ticket: object
+    #: Of its parts, none for a tensor that stays in memory.
+    tickets: list[object]
+    join: Callable[[Sequence[Tensor]], Tensor]
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """What tells tensors that share memory; of those that are not strided, each has its own."""
+    strided = tensor.layout is torch.strided and type(tensor) is Tensor
+    return tensor.untyped_storage().data_ptr() if strided else id(tensor)
 
 
 def _distinct(tickets: Iterable[Any]) -> list[_Away]:

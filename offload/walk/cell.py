@@ -30,6 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload.casts import Casts, CastsSeen
 from offload.course import CourseNotes, Turn
 from offload.shard import Shard
+from offload.walk.layouts import refuse_strided_nested
 from pipe.checkpoint import enable_checkpointing, enable_recomputing
 from pipe.dead_code import DeadCode, Listener, listened_to
 from pipe.elimination import leaving_out, stop_leaving_out
@@ -160,7 +161,7 @@ class CellRunner:
         # A copy that only showed that none is needed stands for the boundary itself.
         own = tensors_in(boundary if copied else given)
         self.turns = notes.turns(elsewhere=own)
-        entered = {count(t) for t in own} if self.shard.index else set()
+        entered = {count(part) for t in own for part in parts_of(t)} if self.shard.index else set()
         self.graph_bytes = sum(nbytes for reference, nbytes in sizes.items() if reference not in made_again - entered)
         seen = self._reads_values or listened_to(module for _, module in self.watched.modules)
         dead_code = None if seen else listener.dead_code()
@@ -276,6 +277,7 @@ class CellRunner:
 
     def _own_memory(self, tensor: Tensor) -> Tensor:
         """``tensor``, or a copy of it if it lies in the slot."""
+        refuse_strided_nested(tensor, f"an output of shard {self.shard.index}")
         slot = self.shard.slot.untyped_storage().data_ptr()
         return tensor.clone() if any(part.untyped_storage().data_ptr() == slot for part in parts_of(tensor)) else tensor
 

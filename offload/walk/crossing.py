@@ -25,6 +25,7 @@ from offload.course import Course, CourseNotes
 from offload.shard import Shard
 from offload.statistics import Meter
 from offload.walk.cell import Cell, CellRunner, OutputFn
+from offload.walk.layouts import fitting
 from offload.walk.raw import RawChunk
 from offload.walk.saved import weights_by_reference
 from offload.walk.source import Source
@@ -180,7 +181,7 @@ class Crossing:
                     del tape.kept[cell]
             # A gradient that no output can take (an integer, a constant) is dropped together with its output.
             pairs = [
-                (y, g.to(y.device))
+                (y, fitting(g, y))
                 for y, g in zip(outputs, given, strict=True)
                 if isinstance(y, Tensor) and y.requires_grad and g is not None
             ]

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from offload.arguments import as_call
-from pipe.nested import map_tensors, tensors_in
+from pipe.nested import map_tensors, parts_of, tensors_in
 
 __all__ = ["RawChunk"]
 
@@ -43,11 +43,12 @@ class RawChunk:
                 f"an input of the model (chunk {self._i}) was changed in place between the forward and its backward; "
                 f"clone it before changing it"
             )
-        own = {tensor.untyped_storage().data_ptr() for tensor in self._tensors}
+        own = {part.untyped_storage().data_ptr() for tensor in self._tensors for part in parts_of(tensor)}
 
         def brought(tensor: Tensor) -> Tensor:
             moved = bring(tensor)
             # Without this, a first layer that writes over its input would write over the caller's.
-            return moved.clone() if moved.untyped_storage().data_ptr() in own else moved
+            shares = any(part.untyped_storage().data_ptr() in own for part in parts_of(moved))
+            return moved.clone() if shares else moved
 
         return map_tensors(brought, as_call(self._i, self._input_fn(self._value)))

@@ -44,6 +44,7 @@ from offload.walk.boundary import BoundaryStore
 from offload.walk.cell import Cell, CellRunner, OutputFn
 from offload.walk.crossing import Crossing, requires, rows_of, versions_of
 from offload.walk.graphs import graphs_that_fit
+from offload.walk.layouts import bytes_of_boundary, refuse_strided_nested
 from offload.walk.tape import Tape
 from pipe.nested import flatten, tensors_in
 from pipe.phase import is_recomputing
@@ -185,6 +186,8 @@ class Walk:
                 f"an OffloadModel cannot run inside {transform}: its weights come and go while it runs, which only "
                 f"backward() knows how to follow; transform the bare module"
             )
+        for x in (x for leaves in inputs for x in leaves if isinstance(x, Tensor)):
+            refuse_strided_nested(x, "an input of the model")
         if self.structure is not None and self.structure.check():
             for runner in self.runners:
                 runner.watch()
@@ -251,7 +254,7 @@ class Walk:
                         nbytes = tape.boundaries.put((j + 1, i), output, self._uses(tape, j + 1, i))
                     else:
                         outputs[i] = output
-                        nbytes = sum(x.numel() * x.element_size() for x in tensors_in(output))
+                        nbytes = sum(bytes_of_boundary(x) for x in tensors_in(output))
                     self._meter.boundary_bytes_per_row[j + 1] = nbytes / max(tape.rows[i], 1)
                 self.streamer.keep_changes(j, self._crossing.end_visit(tape, j, microbatches, now=j * m))
                 tape.versions[j] = self.shards[j].versions()

@@ -28,6 +28,11 @@ class Messages(nn.Module):
         return self.linear(x).index_add(0, edges[1], x[edges[0]]), edges
 
 
+class Forwarded(Messages):
+    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(*value)
+
+
 class Readout(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +72,10 @@ class Unpacked(nn.Module):
 
 
 def graph() -> tuple[nn.Sequential, tuple[Any, ...]]:
-    return nn.Sequential(Messages(), Readout()), (torch.randn(5, WIDTH), torch.randint(0, 5, (2, 9)))
+    return nn.Sequential(Messages(), Forwarded(), Forwarded(), Readout()), (
+        torch.randn(5, WIDTH),
+        torch.randint(0, 5, (2, 9)),
+    )
 
 
 def positions() -> tuple[nn.Sequential, tuple[Any, ...]]:
@@ -100,7 +108,7 @@ def test_inputs_of_unequal_rows_run_as_in_the_bare_model(make: Any, home: str, r
     torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=0)
     for (name, p), q in zip(bare.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=0, msg=name)
-    if home == "disk" and recompute:
+    if home == "disk" and recompute and len(bare) > 2:
         assert model.statistics().bytes_spilled > 0
 
 
@@ -115,9 +123,9 @@ def test_a_pipe_of_one_micro_batch_trains_on_inputs_of_unequal_rows() -> None:
     torch.manual_seed(0)
     bare, inputs = graph()
     pipe = Pipe(
-        copy.deepcopy(nn.Sequential(_OfPair(bare[0]), bare[1])), balance=[1, 1], devices=["cpu", "cpu"], chunks=1
+        copy.deepcopy(nn.Sequential(_OfPair(bare[0]), bare[-1])), balance=[1, 1], devices=["cpu", "cpu"], chunks=1
     )
-    expected = nn.functional.mse_loss(bare[1](bare[0](*inputs)), torch.ones(5, WIDTH))
+    expected = nn.functional.mse_loss(bare[-1](bare[0](*inputs)), torch.ones(5, WIDTH))
     loss = pipe.train_step(inputs, torch.ones(5, WIDTH), nn.functional.mse_loss)
     torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=0)
 
