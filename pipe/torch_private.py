@@ -24,6 +24,7 @@ __all__ = [
     "run_hooks_with_gradient_only",
     "storage_uses",
     "transform_under_way",
+    "with_subclasses",
 ]
 
 _autograd: Any = torch._C._autograd
@@ -115,6 +116,13 @@ def run_hooks_with_gradient_only(leaf: Tensor) -> None:
     leaf_._backward_hooks = OrderedDict({0: gradient_hooks})
     leaf_._post_accumulate_grad_hooks = OrderedDict({0: accumulation_hooks})
     torch.autograd.Variable._execution_engine.queue_callback(restore)
+
+
+def with_subclasses() -> contextlib.AbstractContextManager[Any]:
+    """Inside, subclasses of tensors work as in a forward: a backward of a loss of a subclass runs without them."""
+    enable = getattr(torch._C, "_EnableTorchFunction", contextlib.nullcontext)
+    enabled: bool = torch._C._is_torch_function_enabled()
+    return contextlib.nullcontext() if enabled else enable()
 
 
 def transform_under_way(inputs: Iterable[Tensor]) -> str | None:

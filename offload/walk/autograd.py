@@ -23,6 +23,7 @@ from pipe.torch_private import (
     is_requested,
     keeps_graph,
     run_hooks_with_gradient_only,
+    with_subclasses,
 )
 
 __all__ = ["attach"]
@@ -72,7 +73,8 @@ class _Node:
 
 def _split(gradient: Tensor, sizes: list[int]) -> Sequence[Tensor]:
     if gradient.layout is torch.strided:
-        return gradient.split(sizes)
+        pieces: Sequence[Tensor] = gradient.split(sizes)
+        return pieces
     ends = itertools.accumulate(sizes)
     return [gradient.narrow_copy(0, end - size, size) for size, end in zip(sizes, ends, strict=True)]
 
@@ -126,9 +128,10 @@ class _Offload(torch.autograd.Function):
         # Without consuming, all that the forward kept would stay until its last gradient is home: plain autograd gives
         # it up piece by piece, unless the graph is retained.
         try:
-            back, taken = node.walk.backward(
-                tape, pieces, consume=not keeps_graph(), accumulate=everywhere, handed_over=handed_over
-            )
+            with with_subclasses():
+                back, taken = node.walk.backward(
+                    tape, pieces, consume=not keeps_graph(), accumulate=everywhere, handed_over=handed_over
+                )
         except BaseException as error:
             # After an interrupt, what the tape holds may be half-way between two places.
             if tape.used or not isinstance(error, Exception):

@@ -80,7 +80,7 @@ def _jagged(tensor: Tensor) -> Parts:
         joined: Tensor = kind.__tensor_unflatten__({**stay, "_values": parts[0]}, context, size, stride)  # type: ignore[attr-defined]
         return joined
 
-    return Parts([tensor._values], join)  # type: ignore[attr-defined]
+    return Parts([tensor.values()], join)
 
 
 def bytes_of_boundary(tensor: Tensor) -> int:
@@ -98,7 +98,7 @@ def fitting(gradient: Tensor, output: Tensor) -> Tensor:
     """
     if not (gradient.is_nested and output.is_nested and gradient.layout is torch.jagged):
         return gradient.to(output.device)
-    joined = _jagged(output.detach()).join([gradient._values.to(output.device)])  # type: ignore[attr-defined]
+    joined = _jagged(output.detach()).join([gradient.values().to(output.device)])
     return joined
 
 
