@@ -46,6 +46,7 @@ from offload.walk.tape import Tape
 from pipe.interception import offered
 from pipe.microbatch import gather_nested, split_nested
 from pipe.nested import map_tensors
+from pipe.torch_private import outside_of_compiled_graphs
 
 __all__ = ["OffloadModel"]
 
@@ -214,7 +215,20 @@ class OffloadModel(ModuleAtHome):
 
         Tensors may be nested in tuples, lists and dicts; with several micro-batches all of them are cut along
         dimension 0, and outputs are concatenated again. Tensors on other devices are brought to the compute device.
+
+        ``torch.compile`` of this model, or of a module that contains it, leaves it as it is, at a break of the graph:
+        weights that come and go are not the constants that a compiled graph is made for. Layers that were compiled
+        themselves (``layer.compile()``) stay compiled.
         """
+        if torch.compiler.is_compiling():
+            return self._run_outside_of_compiled_graphs(*inputs, **kwargs)
+        return self._run(inputs, kwargs)
+
+    @outside_of_compiled_graphs
+    def _run_outside_of_compiled_graphs(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self._run(inputs, kwargs)
+
+    def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_arguments(inputs, kwargs)
         chunks = split_nested((inputs, kwargs), self._num_microbatches)
         answered = offered(self, chunks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,11 +21,14 @@ __all__ = [
     "is_requested",
     "keeps_graph",
     "native_uses",
+    "outside_of_compiled_graphs",
     "run_hooks_with_gradient_only",
     "storage_uses",
     "transform_under_way",
     "with_subclasses",
 ]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _autograd: Any = torch._C._autograd
 
@@ -116,6 +119,12 @@ def run_hooks_with_gradient_only(leaf: Tensor) -> None:
     leaf_._backward_hooks = OrderedDict({0: gradient_hooks})
     leaf_._post_accumulate_grad_hooks = OrderedDict({0: accumulation_hooks})
     torch.autograd.Variable._execution_engine.queue_callback(restore)
+
+
+def outside_of_compiled_graphs(function: F) -> F:
+    """``torch.compiler.disable``, which imports the compiler when the function is first called, not before."""
+    disabled: F = torch._disable_dynamo(function)  # type: ignore[attr-defined, unused-ignore]
+    return disabled
 
 
 def with_subclasses() -> contextlib.AbstractContextManager[Any]:
