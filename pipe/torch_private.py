@@ -7,6 +7,8 @@ and no other.
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -25,6 +27,7 @@ __all__ = [
     "run_hooks_with_gradient_only",
     "storage_uses",
     "transform_under_way",
+    "uncompiled_hooks",
     "with_subclasses",
 ]
 
@@ -127,6 +130,25 @@ def outside_of_compiled_graphs(function: F) -> F:
     return disabled
 
 
+def uncompiled_hooks(*hooks: Callable[[Any], Any]) -> tuple[Callable[[Any], Any], ...]:
+    """Hooks that ``torch.compile`` does not compile, wherever it calls them; as they are if nothing can be compiled.
+
+    Hooks of saved tensors run within the layers, so a compiled layer would compile them, too.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return hooks
+    return tuple(functools.partial(_call_uncompiled(), hook) for hook in hooks)
+
+
+@functools.cache
+def _call_uncompiled() -> Callable[..., Any]:
+    def call(function: Callable[[Any], Any], argument: Any) -> Any:
+        return function(argument)
+
+    disabled: Callable[..., Any] = torch.compiler.disable(call)
+    return disabled
+
+
 def with_subclasses() -> contextlib.AbstractContextManager[Any]:
     """Inside, subclasses of tensors work as in a forward: a backward of a loss of a subclass runs without them."""
     enable = getattr(torch._C, "_EnableTorchFunction", contextlib.nullcontext)
@@ -135,10 +157,20 @@ def with_subclasses() -> contextlib.AbstractContextManager[Any]:
 
 
 def transform_under_way(inputs: Iterable[Tensor]) -> str | None:
-    """Name of what differentiates or batches a call on ``inputs`` from outside autograd's graph, if anything does."""
+    """Name of what differentiates, batches or records a call on ``inputs`` from outside autograd, if anything does."""
     if torch._C._functorch.maybe_current_level() is not None:  # type: ignore[attr-defined, unused-ignore]
         return "a transform of torch.func (grad, jvp, vmap, ...)"
     forward_mode = torch.autograd.forward_ad
     if forward_mode._current_level >= 0 and any(forward_mode.unpack_dual(x).tangent is not None for x in inputs):
         return "forward-mode differentiation (torch.autograd.forward_ad)"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    if torch.compiler.is_compiling() and torch.compiler.is_exporting():
+        return "torch.export"
+    if _fake_tensors_under_way():
+        return "fake tensors (FakeTensorMode)"
     return None
+
+
+def _fake_tensors_under_way() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined, unused-ignore]

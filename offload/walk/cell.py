@@ -38,6 +38,7 @@ from pipe.guard import Guard, Watched
 from pipe.lean import Lean
 from pipe.nested import map_distinct, parts_of, tensors_in
 from pipe.replay import Replay, autocast_without_cache
+from pipe.torch_private import uncompiled_hooks
 
 __all__ = ["Cell", "CellRunner", "OutputFn", "Record"]
 
@@ -152,7 +153,7 @@ class CellRunner:
             guard.running(),
             enable_checkpointing(),
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(drop, _never),
+            torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(drop, _never)),
         ):
             others = [mode for mode in (casts, lean) if mode is not None]
             output, copied, given = self._first_run(boundary, output_fn, *others, listener=listener)

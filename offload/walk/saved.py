@@ -27,6 +27,7 @@ from offload.course import CourseNotes
 from offload.shard import Shard
 from pipe.ambient import lasting_hooks
 from pipe.lean import Lean, Made
+from pipe.torch_private import uncompiled_hooks
 
 __all__ = ["weights_by_reference"]
 
@@ -119,5 +120,6 @@ def weights_by_reference(shard: Shard, notes: CourseNotes, lean: bool = False) -
     def unpack(saved: Any) -> Tensor:
         return saved.resolve() if isinstance(saved, (_Reference, _Packed, Made)) else saved
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack), seen, recipes or contextlib.nullcontext():
+    hooks = torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(pack, unpack))
+    with hooks, seen, recipes or contextlib.nullcontext():
         yield

@@ -184,7 +184,7 @@ class Walk:
         if transform is not None:
             raise RuntimeError(
                 f"an OffloadModel cannot run inside {transform}: its weights come and go while it runs, which only "
-                f"backward() knows how to follow; transform the bare module"
+                f"backward() knows how to follow; transform, export or trace the bare module"
             )
         for x in (x for leaves in inputs for x in leaves if isinstance(x, Tensor)):
             refuse_strided_nested(x, "an input of the model")

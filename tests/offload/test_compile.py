@@ -1,0 +1,165 @@
+"""``torch.compile`` around a model and of its layers; exporters and tracers, which are refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import OffloadModel
+
+WIDTH = 6
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # the compiler looks at it
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Backend:
+    """A backend of the compiler that counts its graphs and runs them as they are."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
+        self.graphs += 1
+        return graph.forward
+
+
+class Layer(nn.Module):
+    """Of a class of its own: the compiler leaves single modules of ``torch.nn`` as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.gelu(self.linear(x))
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer() for _ in range(4)))
+
+
+def step(run: Any, parameters: list[nn.Parameter]) -> tuple[Tensor, list[Tensor | None]]:
+    for parameter in parameters:
+        parameter.grad = None
+    loss = run(torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)).square().sum()
+    loss.backward()
+    return loss.detach(), [parameter.grad for parameter in parameters]
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_compiled_model_runs_as_it_is(recompute: bool) -> None:
+    bare = layers()
+    expected = step(bare, list(bare.parameters()))
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=recompute)
+    backend = Backend()
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(2):
+        torch.testing.assert_close(step(compiled, list(model.parameters())), expected, rtol=0, atol=0)
+    assert backend.graphs == 0
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_compiled_module_around_a_model_has_a_break_in_its_graph(recompute: bool) -> None:
+    bare = nn.Sequential(Layer(), layers(), Layer())
+    expected = step(bare, list(bare.parameters()))
+    model = OffloadModel(copy.deepcopy(bare[1]), "cpu", num_slices=2, checkpoint_activation=recompute)
+    around = nn.Sequential(copy.deepcopy(bare[0]), model, copy.deepcopy(bare[2]))
+    backend = Backend()
+    compiled = torch.compile(around, backend=backend)
+    for _ in range(2):
+        torch.testing.assert_close(step(compiled, list(around.parameters())), expected)
+    assert backend.graphs == 2
+
+
+def test_a_model_in_one_whole_graph_is_refused() -> None:
+    compiled = torch.compile(OffloadModel(layers(), "cpu", num_slices=2), backend=Backend(), fullgraph=True)
+    with pytest.raises(RuntimeError, match="_run_outside_of_compiled_graphs"):
+        compiled(torch.zeros(2, WIDTH))
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("mode", ["recompute", "graphs", "kept"])
+def test_compiled_layers_stay_compiled(mode: str, backend: str, home: str, tmp_path: Any) -> None:
+    from torch._dynamo.backends.registry import lookup_backend
+
+    bare = layers()
+    expected = step(bare, list(bare.parameters()))
+    compiled = copy.deepcopy(bare)
+    runs: list[Any] = []
+
+    def counted(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
+        run = lookup_backend(backend)(graph, example)
+        return lambda *inputs: (runs.append(run), run(*inputs))[1]
+
+    for layer in compiled:
+        layer.compile(backend=counted)
+    model = OffloadModel(
+        compiled,
+        "cpu",
+        "cpu" if home == "host" else tmp_path,
+        num_slices=2,
+        checkpoint_activation=mode != "kept",
+        graph_bytes="1MiB" if mode == "graphs" else None,
+    )
+    for _ in range(3):
+        torch.testing.assert_close(step(model, list(model.parameters())), expected)
+    assert len(runs) >= 3 * len(bare)
+
+
+# --- what takes a model apart -----------------------------------------------------------------------------------------
+
+
+def still_works(model: OffloadModel) -> bool:
+    model(torch.zeros(2, WIDTH)).sum().backward()
+    return all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_is_refused(strict: bool) -> None:
+    model = OffloadModel(layers(), "cpu", num_slices=2)
+    with pytest.raises(
+        RuntimeError, match=r"an OffloadModel cannot run inside torch\.export|outside_of_compiled_graphs"
+    ):
+        torch.export.export(model, (torch.zeros(2, WIDTH),), strict=strict)
+    assert still_works(model)
+
+
+def test_a_trace_of_jit_is_refused() -> None:
+    model = OffloadModel(layers(), "cpu", num_slices=2)
+    with pytest.raises(RuntimeError, match=r"an OffloadModel cannot run inside torch.jit.trace.*the bare module"):
+        torch.jit.trace(model, torch.zeros(2, WIDTH))
+    assert still_works(model)
+
+
+def test_vmap_is_refused() -> None:
+    model = OffloadModel(layers(), "cpu", num_slices=2)
+    with pytest.raises(RuntimeError, match=r"an OffloadModel cannot run inside a transform of torch.func"):
+        torch.vmap(model)(torch.zeros(3, 2, WIDTH))
+    assert still_works(model)
+
+
+def test_fake_tensors_are_refused() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model = OffloadModel(layers(), "cpu", num_slices=2)
+    with FakeTensorMode() as mode, pytest.raises(RuntimeError, match="an OffloadModel cannot run inside fake tensors"):
+        model(mode.from_tensor(torch.zeros(2, WIDTH)))
+    assert still_works(model)
