@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload.budget import Layout, fit, parse_bytes
 from offload.partition import cut_layers, layer_bytes
@@ -17,12 +18,14 @@ from pipe.refusals import beyond_layers
 __all__ = [
     "as_call",
     "check_choices",
+    "check_dense",
     "check_separate",
     "compute_device",
     "layers_of",
     "layout_of",
     "names_given",
     "names_taken",
+    "sizes_of",
 ]
 
 #: Device bytes for boundaries where the user sets no budget.
@@ -45,6 +48,21 @@ def layers_of(model: Any) -> dict[str, nn.Module]:
     if isinstance(model, (list, tuple)) and model and all(isinstance(module, nn.Module) for module in model):
         return {str(k): module for k, module in enumerate(model)}
     raise TypeError(f"expected an nn.Sequential or a list of modules, got {type(model).__name__} (model)")
+
+
+def check_dense(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raises TypeError for a parameter that is not one piece of memory: a home holds bytes."""
+    for name, parameter in named:
+        kind = type(parameter.data)
+        if is_traceable_wrapper_subclass(parameter.data):
+            advice = (
+                "wrap the module before it is distributed, or the local parts (p.to_local())"
+                if kind.__name__ == "DTensor"
+                else "wrap the module before its parameters are converted"
+            )
+            raise TypeError(f"expected dense parameters, got a {kind.__name__} ({name}); {advice}")
+        if parameter.layout is not torch.strided:
+            raise TypeError(f"expected dense parameters, got one of layout {parameter.layout} ({name}); densify it")
 
 
 def check_separate(named: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -70,19 +88,41 @@ def check_choices(
     num_slices: int | None,
     num_microbatches: int,
     num_slots: int | None,
-    boundary_bytes: int | None,
     param_dtype: torch.dtype | None,
 ) -> None:
     """Types and ranges of the arguments of the same names."""
     if param_dtype is not None and not (isinstance(param_dtype, torch.dtype) and param_dtype.is_floating_point):
         raise TypeError(f"expected a floating-point torch.dtype, got param_dtype={param_dtype!r}")
-    for name, value, least in (("num_microbatches", num_microbatches, 1), ("num_slots", num_slots or 2, 2)):
+    slots = 2 if num_slots is None else num_slots
+    for name, value, least in (("num_microbatches", num_microbatches, 1), ("num_slots", slots, 2)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"expected an integer of at least {least}, got {name}={value!r}")
-    if boundary_bytes is not None and boundary_bytes < 0:
-        raise ValueError(f"expected bytes, zero or more, got boundary_bytes={boundary_bytes}")
     if num_slices is not None and (not isinstance(num_slices, int) or isinstance(num_slices, bool)):
         raise TypeError(f"expected the number of shards, or None, got num_slices={num_slices!r}")
+
+
+def sizes_of(
+    boundary_bytes: int | str | None,
+    activation_bytes: int | str | None,
+    graph_bytes: int | str | None,
+    recompute: bool,
+) -> tuple[int | None, int | None, int]:
+    """Bytes that the arguments of the same names ask for; those of graphs are 0 where none are asked for.
+
+    Raises:
+        TypeError, ValueError: if one is no number of bytes; or if graphs have a budget though all are kept.
+    """
+    if graph_bytes and not recompute:
+        raise ValueError(
+            f"graph_bytes needs checkpoint_activation=True, got graph_bytes={graph_bytes!r}: without it all graphs are "
+            f"kept anyway"
+        )
+    # A budget of nothing is a choice: no boundary stays on the device, no graph is kept.
+    boundaries = boundary_bytes
+    if boundaries is not None and (boundaries != 0 or isinstance(boundaries, bool)):
+        boundaries = parse_bytes(boundaries, "boundary_bytes")
+    activations = None if activation_bytes is None else parse_bytes(activation_bytes, "activation_bytes")
+    return boundaries, activations, parse_bytes(graph_bytes, "graph_bytes") if graph_bytes else 0
 
 
 def layout_of(

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from offload.arguments import (
     as_call,
     check_choices,
+    check_dense,
     check_separate,
     compute_device,
     layers_of,
     layout_of,
     names_given,
     names_taken,
+    sizes_of,
 )
-from offload.budget import parse_bytes
 from offload.construction import make_walk
 from offload.estimate import Estimate, estimate_step
 from offload.files.pretrained import Pretrained, tensors_of
@@ -79,8 +80,8 @@ class OffloadModel(ModuleAtHome):
             the compute device (the activations inside one cell come on top). Chooses what is left None of ``num_slots``
             and ``num_slices``. Needs ``checkpoint_activation=True``.
         num_slots: shards that the compute device holds at once, at least 2. Slots beyond that are a cache.
-        boundary_bytes: bytes of activations between shards that may stay on the compute device; what is beyond rests
-            at home and returns ahead of use. Only with ``checkpoint_activation=True``.
+        boundary_bytes: bytes, or a string such as ``"64MiB"``, that activations between shards may take on the compute
+            device; what is beyond rests at home and returns ahead of use. Only with ``checkpoint_activation=True``.
         activation_bytes: bytes, or a string such as ``"1GiB"``, that the activations of one cell may take. With it, the
             chunks of :meth:`forward_chunks` run together as far as they fit, from the second step on (the first one
             measures). For layers that treat each row on its own; where batch normalisation trains, chunks stay apart.
@@ -124,7 +125,7 @@ class OffloadModel(ModuleAtHome):
         *,
         memory_budget: int | str | None = None,
         num_slots: int | None = None,
-        boundary_bytes: int | None = None,
+        boundary_bytes: int | str | None = None,
         activation_bytes: int | str | None = None,
         graph_bytes: int | str | None = None,
         param_dtype: torch.dtype | None = None,
@@ -134,17 +135,20 @@ class OffloadModel(ModuleAtHome):
     ) -> None:
         super().__init__()
         named = layers_of(model)
-        check_separate((f"{k}.{path}", p) for k, layer in named.items() for path, p in layer.named_parameters())
+        parameters = [(f"{k}.{path}", p) for k, layer in named.items() for path, p in layer.named_parameters()]
+        check_dense(parameters)
+        check_separate(parameters)
         self.device = compute_device(device)
         if not isinstance(model, nn.Sequential):
             num_slices = len(named)
-        check_choices(num_slices, num_microbatches, num_slots, boundary_bytes, param_dtype)
+        check_choices(num_slices, num_microbatches, num_slots, param_dtype)
+        boundaries, activations, graphs = sizes_of(boundary_bytes, activation_bytes, graph_bytes, checkpoint_activation)
         layout = layout_of(
             list(named.values()),
             num_slices,
             memory_budget,
             num_slots,
-            boundary_bytes,
+            boundaries,
             checkpoint_activation,
             param_dtype,
         )
@@ -164,10 +168,7 @@ class OffloadModel(ModuleAtHome):
             "param_dtype": param_dtype,
             "detect_weight_writes": detect_weight_writes,
         }
-        self._activation_bytes = None
-        if activation_bytes is not None:
-            self._activation_bytes = parse_bytes(activation_bytes, "activation_bytes")
-        graph_nbytes = 0 if graph_bytes is None else parse_bytes(graph_bytes, "graph_bytes")
+        self._activation_bytes = activations
         self._num_microbatches = num_microbatches
         #: Names of arguments that layers after the first would take.
         self._taken_later = {name for layer in list(named.values())[1:] for name in names_taken(layer)}
@@ -193,7 +194,7 @@ class OffloadModel(ModuleAtHome):
                 lanes=lanes,
                 meter=self._meter,
                 recompute=checkpoint_activation,
-                graph_bytes=graph_nbytes,
+                graph_bytes=graphs,
                 param_dtype=param_dtype,
                 strict=memory_budget is not None,
             )

@@ -10,8 +10,9 @@ Guarantees
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,40 @@ class ModuleAtHome(nn.Module):
             self._walk.streamer.catch_up()
         for layer in self.children():
             layer.zero_grad(set_to_none)
+
+    # --- its layers, found as in an nn.Sequential ------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Number of layers."""
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """The layers."""
+        self._walk.streamer.catch_up()
+        return iter(self._layers())
+
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> nn.Sequential: ...
+
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        """A layer; or, of a slice, the layers in an ``nn.Sequential`` that runs them on the host, as they are at home.
+
+        Layers cannot be assigned, removed or added: their homes are made once.
+        """
+        self._walk.streamer.catch_up()
+        if not isinstance(index, slice):
+            return self._layers()[operator.index(index)]
+        some = nn.Sequential()
+        some._modules.update(
+            (str(name), layer) for name, layer in list(self._modules.items())[index] if layer is not None
+        )
+        return some
+
+    def _layers(self) -> list[nn.Module]:
+        return [layer for layer in self._modules.values() if layer is not None]
 
     # --- staying home -------------------------------------------------------------------------------------------
 

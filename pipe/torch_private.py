@@ -11,7 +11,7 @@ import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -126,8 +126,8 @@ def run_hooks_with_gradient_only(leaf: Tensor) -> None:
 
 def outside_of_compiled_graphs(function: F) -> F:
     """``torch.compiler.disable``, which imports the compiler when the function is first called, not before."""
-    disabled: F = torch._disable_dynamo(function)  # type: ignore[attr-defined, unused-ignore]
-    return disabled
+    disabled: Any = torch._disable_dynamo(function)  # type: ignore[attr-defined, unused-ignore]
+    return cast(F, disabled)
 
 
 def uncompiled_hooks(*hooks: Callable[[Any], Any]) -> tuple[Callable[[Any], Any], ...]:

@@ -149,9 +149,15 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise FileNotFoundError(f"expected a checkpoint, got a directory without {INDEX} (path={folder})") from error
-    files = {name: TensorFile(folder / name) for name in set(index["weight_map"].values())}
-    saved = {name: files[file] for name, file in index["weight_map"].items()}
-    state_name = index.get("metadata", {}).get("gradstream_state")
+    except ValueError as error:
+        raise ValueError(f"{folder / INDEX}: expected an index in JSON, got a damaged file: {error}") from error
+    try:
+        weight_map = dict(index["weight_map"])
+        state_name = index.get("metadata", {}).get("gradstream_state")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / INDEX}: expected an index with a weight_map: {error!r}") from error
+    files = {name: TensorFile(folder / name) for name in set(weight_map.values())}
+    saved = {name: files[file] for name, file in weight_map.items()}
     if state_name is None:
         if optimizer is not None:
             raise ValueError(f"{folder} holds a model but no optimizer; load it without one")
@@ -179,6 +185,7 @@ def _summary(path: Path, expected: str | None) -> dict[str, Any]:
 
     Raises:
         ChecksumError: if it is not.
+        ValueError: if it is damaged, and older than checksums.
     """
     packed = path.read_bytes()
     if expected is not None and (found := f"{zlib.crc32(packed):08x}") != expected:
@@ -186,7 +193,11 @@ def _summary(path: Path, expected: str | None) -> dict[str, Any]:
             f"{path}: the bytes are not those that were written (checksum {found}, expected {expected}), and nothing "
             f"was loaded. Restore the file from a copy, or load another checkpoint"
         )
-    summary: dict[str, Any] = torch.load(io.BytesIO(packed), weights_only=True)
+    try:
+        summary: dict[str, Any] = torch.load(io.BytesIO(packed), weights_only=True)
+    except (EOFError, RuntimeError, pickle.UnpicklingError, KeyError, ValueError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{path}: expected the state of a checkpoint, got a damaged file: {reason}") from error
     return summary
 
 

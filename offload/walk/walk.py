@@ -177,8 +177,7 @@ class Walk:
 
     def tape(self, chunks: Sequence[Any], output_fns: Sequence[OutputFn | None] = ()) -> Tape:
         """An empty tape for a forward over ``chunks``, each an (args, kwargs) pair with a function of its output."""
-        if self.closed:
-            raise RuntimeError("this OffloadModel was closed: its lanes have ended; make a new one to go on")
+        self._check_open()
         inputs = [flatten(chunk)[0] for chunk in chunks]
         transform = transform_under_way(x for leaves in inputs for x in leaves if isinstance(x, Tensor))
         if transform is not None:
@@ -301,6 +300,7 @@ class Walk:
         Returns:
             For each chunk, a gradient or None for each leaf of its input; and what is handed over, where it rests.
         """
+        self._check_open()
         n, m = len(self.shards), tape.microbatches
         last = n * m
         gradients = self._store()
@@ -384,6 +384,10 @@ class Walk:
             microbatches = [action.microbatch for action in actions if action.microbatch is not None]
             with streamer.visit(j):
                 visit(j, microbatches)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise RuntimeError("this OffloadModel was closed: its lanes have ended; make a new one to go on")
 
     @contextlib.contextmanager
     def _exclusively(self, on_failure: Callable[[], None] | None = None, *, recomputes: bool = False) -> Iterator[None]:

@@ -135,9 +135,7 @@ def still_works(model: OffloadModel) -> bool:
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_export_is_refused(strict: bool) -> None:
     model = OffloadModel(layers(), "cpu", num_slices=2)
-    with pytest.raises(
-        RuntimeError, match=r"an OffloadModel cannot run inside torch\.export|outside_of_compiled_graphs"
-    ):
+    with pytest.raises(RuntimeError, match=r"inside torch\.export|outside_of_compiled_graphs"):
         torch.export.export(model, (torch.zeros(2, WIDTH),), strict=strict)
     assert still_works(model)
 

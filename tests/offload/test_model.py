@@ -56,7 +56,12 @@ def at_home(model: OffloadModel) -> bool:
         ({"num_microbatches": 0}, ValueError, "num_microbatches=0"),
         ({"num_microbatches": 1.5}, ValueError, "num_microbatches=1.5"),
         ({"num_slots": 1}, ValueError, "num_slots=1"),
+        ({"num_slots": 0}, ValueError, "num_slots=0"),
         ({"boundary_bytes": -1}, ValueError, "boundary_bytes=-1"),
+        ({"boundary_bytes": "much"}, ValueError, "boundary_bytes='much'"),
+        ({"boundary_bytes": 1.5}, TypeError, "boundary_bytes=1.5"),
+        ({"graph_bytes": "1MiB"}, ValueError, "graph_bytes needs checkpoint_activation=True"),
+        ({"graph_bytes": "lots", "checkpoint_activation": True}, ValueError, "graph_bytes='lots'"),
         ({"offload_device": "disk"}, ValueError, "offload_device"),
     ],
 )
