@@ -26,7 +26,7 @@ from offload.casts import Cast, CastsSeen
 from offload.course import CourseNotes
 from offload.shard import Shard
 from pipe.ambient import lasting_hooks
-from pipe.lean import Lean, Made
+from pipe.lean import Kept, Lean, Made
 from pipe.torch_private import uncompiled_hooks
 
 __all__ = ["weights_by_reference"]
@@ -115,10 +115,12 @@ def weights_by_reference(shard: Shard, notes: CourseNotes, lean: bool = False) -
             return handed_on(tensor)
         # Without detaching, an operation that saves its own output holds itself, through no object of Python's: its
         # activations stay for ever.
-        return handed_on(tensor.detach())
+        detached = tensor.detach()
+        # Without the count, a change in place after it was saved would go unnoticed, as it does in no plain graph.
+        return Kept(detached, detached._version) if users is None else handed_on(detached)
 
     def unpack(saved: Any) -> Tensor:
-        return saved.resolve() if isinstance(saved, (_Reference, _Packed, Made)) else saved
+        return saved.resolve() if isinstance(saved, (_Reference, _Packed, Made, Kept)) else saved
 
     hooks = torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(pack, unpack))
     with hooks, seen, recipes or contextlib.nullcontext():

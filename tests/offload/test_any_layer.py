@@ -512,3 +512,21 @@ def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 def add_one(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return (args[0] + 1,), kwargs
+
+
+class Overwrites(nn.Module):
+    """Changes in place what its own graph has saved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.exp()
+        y.add_(1)
+        return y
+
+
+def test_a_saved_activation_that_is_changed_in_place_raises_as_in_the_bare_model(
+    wrap: Callable[..., OffloadModel],
+) -> None:
+    bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), Overwrites(), nn.Linear(WIDTH, WIDTH))
+    for run in (bare, wrap(bare)):
+        with pytest.raises(RuntimeError, match="in.?place"):
+            run(batch()).sum().backward()
