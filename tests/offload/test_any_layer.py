@@ -528,5 +528,5 @@ def test_a_saved_activation_that_is_changed_in_place_raises_as_in_the_bare_model
 ) -> None:
     bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), Overwrites(), nn.Linear(WIDTH, WIDTH))
     for run in (bare, wrap(bare)):
-        with pytest.raises(RuntimeError, match="in.?place"):
+        with pytest.raises(RuntimeError, match=r"in.?place"):
             run(batch()).sum().backward()
