@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradcache import GradCache
 from pipe.nested import tensors_in
-from tests.offload.fuzz.models import RANDOM, WIDTH
+from tests.offload.fuzz.models import RANDOM, STATEFUL, WIDTH
 from tests.offload.fuzz.passes import loss_of
 from tests.offload.fuzz.program import Statement
 from tests.offload.fuzz.world import World
@@ -63,7 +63,7 @@ class ChunkedStep(Statement):
 
     def run(self, world: World) -> Any:
         # All chunks pass a shard at once: they draw in another order than one by one, and hooks see their sum.
-        if world.setup.model in RANDOM or world.handles:
+        if world.setup.model in RANDOM or world.setup.model in STATEFUL or world.handles:
             return None
         tower: Any = world.model if self.bare else Tower(world.model)
         cache = GradCache([tower, tower], 2, contrastive, get_rep_fn=first_float)
@@ -142,6 +142,8 @@ class Checkpointed(Statement):
 
     def run(self, world: World) -> Any:
         x = world.input(self.seed, 4)
+        if world.setup.model in STATEFUL:
+            return None
         if x.is_floating_point():
             x.requires_grad_()
         output = checkpoint(world.model, x, use_reentrant=self.reentrant)

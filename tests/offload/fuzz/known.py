@@ -13,7 +13,7 @@ from tests.offload.fuzz.around import AuxiliaryLoss
 from tests.offload.fuzz.hooks import Hook
 from tests.offload.fuzz.passes import Backward, Forward, Grad
 from tests.offload.fuzz.program import Setup, Statement
-from tests.offload.fuzz.weights import Average, Copy, Reopen, Swap, Write
+from tests.offload.fuzz.weights import Average, Copy, Swap, Write
 
 __all__ = ["KNOWN", "Known", "excluded"]
 
@@ -65,33 +65,10 @@ KNOWN: list[Known] = [
         lambda setup, s: setup.optimizer in ("averaging", "changing") and setup.updates != "plain",
     ),
     Known(
-        "other data is not noticed once another forward has run",
-        ("other_data_is_noticed_although_another_forward_has_run",),
-        lambda setup, s: isinstance(s, Write) and s.how in ("data", "vector", "swap"),
-        waiting=True,
-    ),
-    Known(
-        "a kept home is closed although the structure has changed",
-        ("a_kept_home_is_not_closed_without_a_replaced_layer",),
-        lambda setup, s: isinstance(s, Reopen),
-        behind=lambda s: isinstance(s, Swap),
-    ),
-    Known(
-        "a post-accumulate hook runs without a gradient",
-        ("a_hook_of_a_parameter_without_gradient_does_not_run",),
-        lambda setup, s: isinstance(s, Hook) and s.on == "accumulated" and setup.model == "unused",
-    ),
-    Known(
         "hooks of layers run that backward(inputs=...) leaves out",
         ("hooks_of_layers_that_given_inputs_leave_out_do_not_run",),
         lambda setup, s: isinstance(s, Grad) or (isinstance(s, Backward) and s.inputs is not None),
         behind=lambda s: isinstance(s, Hook) and s.on in ("backward", "backward_pre"),
-    ),
-    Known(
-        "a copy loses hooks of the model itself",
-        ("a_copy_keeps_the_hooks_of_the_model",),
-        lambda setup, s: isinstance(s, Copy),
-        behind=lambda s: isinstance(s, Hook) and s.at is None,
     ),
     Known(
         "a model whose layer holds a graph is not pickled",

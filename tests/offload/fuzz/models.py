@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["IDS", "MODELS", "RANDOM", "ROWS", "ROWWISE", "WIDTH", "WRITERS", "Trip", "build", "trip"]
+__all__ = ["IDS", "MODELS", "RANDOM", "ROWS", "ROWWISE", "STATEFUL", "WIDTH", "WRITERS", "Trip", "build", "trip"]
 
 WIDTH = 4
 ROWS = 12  # of tables
@@ -377,6 +377,8 @@ IDS = frozenset({"table", "max_norm"})
 ROWWISE = frozenset({"mlp", "inplace", "tied", "frozen", "queries", "residual_inside", "custom", "double", "unused"})
 #: Models whose forward writes parameters.
 WRITERS = frozenset({"actnorm", "renormed", "clamped", "max_norm"})
+#: Models that leave something behind in each forward: what runs them twice for one result, differs in torch as well.
+STATEFUL = frozenset({"batchnorm", "actnorm", "counting", "recurrent", "generator", "auxiliary", "spectral"})
 #: Models that draw random numbers.
 RANDOM = frozenset({"dropout", "generator"})
 
