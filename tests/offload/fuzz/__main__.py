@@ -21,6 +21,7 @@ from tests.offload.fuzz.draw import programs
 from tests.offload.fuzz.lockstep import Failure, run
 from tests.offload.fuzz.program import Program
 from tests.offload.fuzz.shrink import shrunk
+from tests.offload.fuzz.without import MECHANISMS, without
 
 #: The program that runs: a hang or a crash of the interpreter leaves it here.
 CURRENT = Path(tempfile.gettempdir()) / "training-loop-that-runs.txt"
@@ -42,6 +43,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--refusals", action="store_true", help="list the words of refusals, and how often")
     parser.add_argument("--minutes", type=float, default=None, help="stop drawing after this time")
+    parser.add_argument("--without", choices=MECHANISMS, default=None, help="take this mechanism out of the engine")
     parser.add_argument("--but", default=None, help="name of a known fault that programs may run into")
     options = parser.parse_args()
     faulthandler.enable()
@@ -50,6 +52,10 @@ def main() -> int:
     refusals: collections.Counter[str] = collections.Counter()
     models: collections.Counter[str] = collections.Counter()
     begin, count = time.monotonic(), 0
+
+    def failure_of(program: Program) -> Failure | None:
+        with without(options.without):
+            return run(program).failure
 
     @seeded(options.seed)
     @settings(
@@ -67,7 +73,8 @@ def main() -> int:
         count += 1
         faulthandler.dump_traceback_later(120, exit=True)
         CURRENT.write_text(repr(program))
-        outcome = run(program)
+        with without(options.without):
+            outcome = run(program)
         outcomes[outcome.kind] += 1
         if outcome.kind in ("refused", "raised"):
             refusals[f"{outcome.kind}: {outcome.words[:130]}"] += 1
@@ -91,12 +98,12 @@ def main() -> int:
         print(f"\n=== {signature}: {len(entries)} times, first after {entries[0][0]}")
         entries.sort(key=lambda entry: len(entry[1].statements))
         for number, program, failure in entries[:TRIES]:
-            small = shrunk(program, lambda p, s=signature: alike(run(p).failure, s))
+            small = shrunk(program, lambda p, s=signature: alike(failure_of(p), s))
             text = repr(small)
             if text in seen:
                 continue
             seen[text] = number
-            print(f"# example {number}: {run(small).failure or failure}\ncheck({text})", flush=True)
+            print(f"# example {number}: {failure_of(small) or failure}\ncheck({text})", flush=True)
     if options.refusals:
         print("\n=== refusals")
         for words, times in refusals.most_common():

@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from tests.offload.fuzz.corpus import CORPUS
 from tests.offload.fuzz.draw import programs
 from tests.offload.fuzz.known import KNOWN
-from tests.offload.fuzz.lockstep import check
+from tests.offload.fuzz.lockstep import check, run
 from tests.offload.fuzz.program import Program
+from tests.offload.fuzz.without import MECHANISMS, without
 
 EXPECTED_TO_FAIL = {claim: known for known in KNOWN for claim in known.claims}
 
@@ -39,3 +40,11 @@ def test_any_loop_trains_like_the_plain_model_or_is_refused(program: Program) ->
 
 def test_every_known_fault_has_a_program_in_the_corpus() -> None:
     assert set(EXPECTED_TO_FAIL) <= set(CORPUS)
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "claim"), [(name, claim) for name, (_, claims) in MECHANISMS.items() for claim in claims]
+)
+def test_without_its_mechanism_a_claim_fails(mechanism: str, claim: str) -> None:
+    with without(mechanism):
+        assert run(CORPUS[claim]).kind == "failed"
