@@ -127,8 +127,8 @@ class Shard:
     #: All parameters that the layers use, and where they lie in a slot: own first, then borrowed.
     slices: list[Slice] = field(default_factory=list)
     home: Block | None = None
-    #: Where gradients rest, and which of them it has room for: those that parameters took when it was made.
     gradients: Block | None = None
+    #: Where in it the gradients rest that it has room for.
     gradient_offsets: dict[Slice, int] = field(default_factory=dict)
     pending: Pending | None = None
     state: State = State.HOME
@@ -242,7 +242,7 @@ class Shard:
         self._wide = [None] * len(self.slices)
         self.state = State.BOUND  # before the first parameter moves: see reset()
         for parameter, view in zip(self.parameters, views, strict=True):
-            # Without this, autograd would add a visit's gradients to ``.grad`` at home while a lane writes there too.
+            # Without this, autograd would add to ``.grad`` at home while a lane writes there too.
             parameter.grad = None
             parameter.data = view
         return made
@@ -322,9 +322,9 @@ class Shard:
             return s.view(self.home.tensor)
 
     def leave_gradients(self) -> None:
-        """Leaves the gradients' home to gradients of earlier backwards that are still held; the next rest elsewhere.
+        """Leaves the gradients' home, for another, to gradients of earlier backwards that are still held.
 
-        So is a home with room for parameters that are frozen by now, if no gradient rests there.
+        Or if it has room for parameters that are frozen by now, and no gradient rests there.
         """
         block = self.gradients
         if block is None:
@@ -342,10 +342,7 @@ class Shard:
         self.gradients, self.gradient_offsets = None, {}
 
     def gradient_home(self, s: Slice, tier: Tier) -> tuple[Block, int, Tensor]:
-        """Block, offset in it and view where the gradient of an own parameter rests.
-
-        It has room for what takes gradients when it is made. For others another is made; the old one keeps its own.
-        """
+        """Block, offset and view where an own gradient rests. Made at need, with room for what takes gradients."""
         if s not in self.gradient_offsets:
             self._retire_gradients()
             end = 0

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-__all__ = ["copied_options", "options_of", "resolve_groups", "same_option", "stand_in"]
+__all__ = ["check_choices", "copied_options", "options_of", "resolve_groups", "same_option", "stand_in"]
 
 
 def resolve_groups(named: Mapping[str, nn.Parameter], params: Any) -> list[dict[str, Any]]:
@@ -102,3 +104,25 @@ def same_option(first: Any, second: Any) -> bool:
         return bool(first == second) or bool(first != first and second != second)
     except (RuntimeError, TypeError, ValueError):
         return False
+
+
+def check_choices(kind: Any, max_norm: Any, update_in_backward: bool) -> None:
+    """Types and ranges of the arguments of an optimizer over a model.
+
+    Raises:
+        TypeError, ValueError: if one cannot be used, or two exclude each other.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise TypeError(f"expected a class such as torch.optim.AdamW, got optimizer_class={kind!r}")
+    if kind is torch.optim.LBFGS or issubclass(kind, torch.optim.LBFGS):
+        raise TypeError("LBFGS needs a closure and one vector of all parameters; take a class that updates each alone")
+    if max_norm is not None:
+        if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
+            raise TypeError(f"expected a number, got max_norm={max_norm!r}")
+        if not max_norm > 0 or math.isnan(max_norm):
+            raise ValueError(f"expected a positive norm, got max_norm={max_norm!r}")
+        if update_in_backward:
+            raise ValueError(
+                f"max_norm={max_norm} and update_in_backward=True exclude each other: the global norm is known only "
+                f"after the last gradient. Without update_in_backward updates hide as well, behind the next forward"
+            )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from offload.model import OffloadModel
 from offload.norm import clip_coefficient, forget, norm_of, noted, total_norm
 from offload.optim.desk import Desk
 from offload.optim.group_changes import GroupChanges
-from offload.optim.groups import options_of, resolve_groups, stand_in
+from offload.optim.groups import check_choices, options_of, resolve_groups, stand_in
 from offload.optim.in_backward import InBackward
 from offload.optim.piece import HostPiece, Piece, Recipe, Task
 from offload.optim.staged import StagedPiece, bite_bytes, cut
@@ -91,7 +90,8 @@ class OffloadOptimizer(Optimizer):
         gradient_bytes: int | str | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
-        _check(model, optimizer_class, max_norm, update_in_backward)
+        _check_model(model, optimizer_class)
+        check_choices(optimizer_class, max_norm, update_in_backward)
         self.max_norm = max_norm
         self.update_in_backward = update_in_backward
         #: Number of steps that were decided.
@@ -389,7 +389,7 @@ class OffloadOptimizer(Optimizer):
     def _run_sparse(self, updates: list[tuple[Shard, Update]]) -> None:
         """Runs updates with sparse gradients at once: few classes take them, and a refusal belongs to ``step()``."""
         for shard, update in updates:
-            if not any(g is not None and g.is_sparse for t in update.tasks for g in t.gradients):
+            if not any(task.sparse for task in update.tasks):
                 continue
             self.mark(shard, update)
             try:
@@ -411,20 +411,8 @@ def _shadow(param: Any) -> Any:
     return stand_in(param) if isinstance(param, Tensor) else param
 
 
-def _check(model: Any, kind: Any, max_norm: Any, update_in_backward: bool) -> None:
+def _check_model(model: Any, kind: Any) -> None:
     if not isinstance(model, OffloadModel):
         raise TypeError(f"expected an OffloadModel, got {type(model).__name__} (model); others take {kind!r} itself")
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or issubclass(kind, OffloadOptimizer):
+    if isinstance(kind, type) and issubclass(kind, OffloadOptimizer):
         raise TypeError(f"expected a class such as torch.optim.AdamW, got optimizer_class={kind!r}")
-    if kind is torch.optim.LBFGS or issubclass(kind, torch.optim.LBFGS):
-        raise TypeError("LBFGS needs a closure and one vector of all parameters; take a class that updates each alone")
-    if max_norm is not None:
-        if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
-            raise TypeError(f"expected a number, got max_norm={max_norm!r}")
-        if not max_norm > 0 or math.isnan(max_norm):
-            raise ValueError(f"expected a positive norm, got max_norm={max_norm!r}")
-        if update_in_backward:
-            raise ValueError(
-                f"max_norm={max_norm} and update_in_backward=True exclude each other: the global norm is known only "
-                f"after the last gradient. Without update_in_backward updates hide as well, behind the next forward"
-            )

@@ -80,6 +80,11 @@ class Task:
     #: Bytes of the parameters that are updated.
     nbytes: int = field(init=False)
 
+    @property
+    def sparse(self) -> bool:
+        """Whether a gradient is sparse."""
+        return any(gradient is not None and gradient.is_sparse for gradient in self.gradients)
+
     def arrived(self, moves: Sequence[Write | Copy]) -> None:
         """Takes note of what has come to rest."""
         self.bytes_written += sum(move.source.numel() for move in moves)
@@ -108,9 +113,12 @@ class Piece(ABC):
         """The parameters themselves."""
         return [s.parameter for s in self.slices]
 
-    def prepare(self, options: Sequence[Mapping[str, Any]]) -> Optimizer:
-        """The optimizer, with the hyperparameters of its group among ``options``."""
-        chosen = self.recipe.options(options[self.group], self.proxies)
+    def prepare(self, options: Sequence[Mapping[str, Any]], *, sparse: bool = False) -> Optimizer:
+        """The optimizer, with the hyperparameters of its group among ``options``.
+
+        ``sparse`` says that a gradient is, which no fused kernel takes.
+        """
+        chosen = dict(options[self.group]) if sparse else self.recipe.options(options[self.group], self.proxies)
         if self.optimizer is None:
             self.optimizer = self.recipe.make({**chosen, "params": self.proxies})
         # Copies, since several pieces have one group, and a class may write into what it finds there.
@@ -186,7 +194,7 @@ class HostPiece(Piece):
 
     def run(self, task: Task, slot: Tensor | None, coming: Callable[[], Iterable[Task]] = tuple) -> None:
         """Updates the parameters where they are."""
-        optimizer = self.prepare(task.options)
+        optimizer = self.prepare(task.options, sparse=task.sparse)
         gradients = [g if g is None else g.to(p.device) for g, p in zip(task.gradients, self.proxies, strict=True)]
         if task.coefficient is not None and not task.scaled:
             # In place, since a gradient that is not zeroed after a clipped step goes on clipped.

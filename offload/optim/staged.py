@@ -112,19 +112,19 @@ class StagedPiece(Piece):
 
     @staticmethod
     def _taken(value: Any) -> Any:
-        return value if isinstance(value, Tensor) and value.dim() else Piece._taken(value)
+        return value if _rests(value) else Piece._taken(value)
 
-    def prepare(self, options: Sequence[Mapping[str, Any]]) -> Optimizer:
+    def prepare(self, options: Sequence[Mapping[str, Any]], *, sparse: bool = False) -> Optimizer:
         """The optimizer, with these hyperparameters. States that it makes at once go to rest at once."""
         new = self.optimizer is None
-        optimizer = super().prepare(options)
+        optimizer = super().prepare(options, sparse=sparse)
         if new:
             self._put_to_rest()
         return optimizer
 
     def run(self, task: Task, slot: Tensor | None, coming: Callable[[], Iterable[Task]] = tuple) -> None:
         """Updates bite by bite, from where an earlier attempt failed; at the end what is ``coming`` is being read."""
-        self.prepare(task.options)
+        self.prepare(task.options, sparse=task.sparse)
         self._note(task)
         bites = self._bites(task)
         while task.bites_done < len(bites):
@@ -157,8 +157,7 @@ class StagedPiece(Piece):
 
     def _bites(self, task: Task) -> list[Bite]:
         s = self.slices[0]
-        sparse = any(g is not None and g.is_sparse for g in task.gradients)
-        if len(self.slices) > 1 or s.nbytes <= self._most or sparse or self.recipe.kind not in ELEMENTWISE:
+        if len(self.slices) > 1 or s.nbytes <= self._most or task.sparse or self.recipe.kind not in ELEMENTWISE:
             return [Bite()]
         step, count = self._most // s.dtype.itemsize, s.parameter.numel()
         return [Bite(begin, min(begin + step, count)) for begin in range(0, count, step)]
@@ -308,11 +307,11 @@ class StagedPiece(Piece):
         states = self.states()
         for k in chosen:
             for key, value in states[k].items():
-                if _rests(value) and (type(value) is not Tensor or value.layout is not torch.strided):
+                if _rests(value) and type(value) not in (Tensor, torch.nn.Parameter):
                     raise TypeError(
                         f"{self.recipe.kind.__name__} keeps state {key!r} of parameter {self.slices[k].name} as "
-                        f"{type(value).__name__} of layout {value.layout}, which cannot rest in a file; use homes in "
-                        f"host memory (offload_device='cpu'), or a class whose states are dense tensors"
+                        f"{type(value).__name__}, which cannot rest in a file; use homes in host memory "
+                        f"(offload_device='cpu'), or a class whose states are plain tensors"
                     )
         for k, key in [place for place in self._rest if place[0] in chosen]:
             rest, value = self._rest[k, key], states[k].get(key)
@@ -380,4 +379,5 @@ class StagedPiece(Piece):
 
 
 def _rests(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
+    """Whether a state rests in a file. Numbers do not, nor do sparse tensors, such as momentum of sparse gradients."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.layout is torch.strided

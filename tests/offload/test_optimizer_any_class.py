@@ -87,11 +87,15 @@ class Coupling(Simple):
         return 1 / max(group["d"], 1e-3)
 
 
-class Sparse(Simple):
+class Packed(Tensor):
+    """Stands for a tensor whose memory is not what its type says."""
+
+
+class Packing(Simple):
     """A state that no file can hold."""
 
     def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], lr: float) -> None:
-        state["memory"] = gradient.to_sparse()
+        state["memory"] = gradient.clone().as_subclass(Packed)
         p.add_(gradient, alpha=-lr)
 
 
@@ -168,7 +172,7 @@ def test_a_class_that_couples_parameters_is_refused(home: str) -> None:
 
 
 def test_a_state_that_no_file_can_hold_is_refused_before_anything_is_written(home: str) -> None:
-    bare, plain, model, ours = pair(home, Sparse)
+    bare, plain, model, ours = pair(home, Packing)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     backward(0, bare, model)
     if home == "cpu":
@@ -176,7 +180,7 @@ def test_a_state_that_no_file_can_hold_is_refused_before_anything_is_written(hom
         plain.step()
         assert_same(bare, plain, model, ours)
         return
-    with pytest.raises(TypeError, match="Sparse keeps state 'memory' of parameter"):
+    with pytest.raises(TypeError, match="Packing keeps state 'memory' of parameter"):
         ours.step()
     for name, parameter in zip(before, [p for s in model._walk.shards for p in s.parameters], strict=True):
         assert torch.equal(parameter, before[name])
