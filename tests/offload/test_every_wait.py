@@ -130,6 +130,15 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "Future.result": [("self.settle()", lanes.a_result_comes_after_its_work)],
         "IOThreads.settle": [("barrier.settle()", lanes.a_thread_is_at_rest_after_all_its_work)],
     },
+    "offload.files.running_sum": {
+        "RunningSum.add": [("self.wait()", files.a_sum_is_that_of_all_that_was_added)],
+        "RunningSum.digits": [("self.wait()", files.a_sum_is_that_of_all_that_was_added)],
+        "RunningSum.wait": [("self._job.finish()", files.a_sum_is_that_of_all_that_was_added)],
+        "RunningSum.__exit__": [("self._job.abandon()", files.a_sum_reads_nothing_after_its_end)],
+    },
+    "offload.files.tensor_file": {
+        "TensorFile.read_into": [("total.wait()", files.a_window_is_summed_before_it_is_filled_again)],
+    },
     "offload.model": {
         "OffloadModel.close": [("self._walk.streamer.catch_up()", reading.a_closed_model_is_updated)],
     },
@@ -146,7 +155,10 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "ModuleAtHome.__reduce__": [("self._walk.streamer.catch_up()", reading.a_pickled_copy_is_updated)],
     },
     "offload.optim.optimizer": {
-        "OffloadOptimizer.step": [("self.synchronize()", reading.a_second_step_is_a_second_update)],
+        "OffloadOptimizer.step": [
+            ("self.synchronize()", reading.a_second_step_is_a_second_update),
+            ("self.synchronize() #2", reading.a_step_that_others_can_see_is_finished),
+        ],
         "OffloadOptimizer.zero_grad": [
             ("self.synchronize()", reading.gradients_are_zeroed_after_their_use_by_the_optimizer),
         ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from offload.files.running_sum import RunningSum
+from offload.files.tensor_file import TensorFile, write_tensors
 from offload.optim.desk import Desk
 from offload.optim.moves import Copy, Read, Write
 from offload.optim.staged import StagedPiece
@@ -94,6 +97,29 @@ def late_threads(monkeypatch: pytest.MonkeyPatch) -> list[LateThreads]:
 
     monkeypatch.setattr("offload.tier.crew.IOThreads", executor)
     return made
+
+
+def a_sum_is_that_of_all_that_was_added(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    late_threads(monkeypatch)
+    parts = [bytes([k]) * (1 << 17) for k in range(3)]
+    with RunningSum(b"first") as total:
+        for part in parts:
+            total.add(memoryview(part))
+        assert total.digits() == f"{zlib.crc32(b'first' + b''.join(parts)):08x}"
+
+
+def a_sum_reads_nothing_after_its_end(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    threads = late_threads(monkeypatch)
+    with contextlib.suppress(OSError), RunningSum(b"") as total:
+        total.add(memoryview(bytes(1 << 17)))
+        raise OSError("the write beside it failed")
+    assert threads[0].under_way() == 0
+
+
+def a_window_is_summed_before_it_is_filled_again(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    write_tensors(path / "x", {"a": torch.randn(1 << 17)})
+    late_threads(monkeypatch)
+    TensorFile(path / "x").read_into("a", torch.empty(1 << 17, dtype=torch.float64), window_bytes=1 << 17)
 
 
 def _disk(

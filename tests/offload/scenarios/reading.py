@@ -25,7 +25,6 @@ def after_a_step(look: Callable[[Pair], None]) -> Scenario:
     def scenario(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
         update_on(monkeypatch, LateLane(0))
         pair = Pair("momentum", f"{path}/")
-        pair.kept = list(pair.model.parameters())  # type: ignore[attr-defined]
         pair.first = copy.deepcopy([pair.bare.state_dict(), pair.plain.state_dict()])  # type: ignore[attr-defined]
         pair.backward()
         pair.step()
@@ -38,6 +37,20 @@ def after_a_step(look: Callable[[Pair], None]) -> Scenario:
 def _same(pair: Pair, parameters: list[torch.Tensor]) -> None:
     for expected, got in zip(pair.bare.parameters(), parameters, strict=True):
         pair.close(got, expected)
+
+
+def _past_the_model(pair: Pair) -> list[torch.Tensor]:
+    """The parameters, from what has to hold them itself."""
+    return list(pair.ours.param_groups[0]["params"])
+
+
+def a_step_that_others_can_see_is_finished(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    update_on(monkeypatch, LateLane(0))
+    pair = Pair("momentum", f"{path}/")
+    kept = list(pair.model.parameters())
+    pair.backward()
+    pair.step()
+    _same(pair, kept)
 
 
 @after_a_step
@@ -74,12 +87,12 @@ def gradients_are_zeroed_after_their_use_by_the_optimizer(pair: Pair) -> None:
 @after_a_step
 def a_closed_model_is_updated(pair: Pair) -> None:
     pair.model.close()
-    _same(pair, pair.kept)  # type: ignore[attr-defined]
+    _same(pair, _past_the_model(pair))
 
 
 @after_a_step
 def data_that_is_assigned_is_not_updated_by_an_earlier_step(pair: Pair) -> None:
-    for parameters in (pair.bare.parameters(), pair.kept):  # type: ignore[attr-defined]
+    for parameters in (pair.bare.parameters(), _past_the_model(pair)):
         for p in parameters:
             p.data = torch.full_like(p, 0.5)
     pair.eval()
@@ -105,7 +118,7 @@ def a_second_step_is_a_second_update(pair: Pair) -> None:
 @after_a_step
 def synchronize_finishes_the_update(pair: Pair) -> None:
     pair.ours.synchronize()
-    _same(pair, pair.kept)  # type: ignore[attr-defined]
+    _same(pair, _past_the_model(pair))
 
 
 @after_a_step
