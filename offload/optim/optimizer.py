@@ -43,7 +43,8 @@ class OffloadOptimizer(Optimizer):
     loop: what is pending is finished before anybody reads it through the model (a forward, ``state_dict()``,
     ``parameters()``, a checkpoint). As long as other code holds a parameter, its gradient or a view of it (a list for
     an exponential average, a loop variable that is still there), ``step()`` finishes at once, and nothing hides. So it
-    does for a class that changes its groups, such as one that counts steps there.
+    does for a class that changes its groups, such as one that counts steps there. Call :meth:`synchronize` before you
+    take parameters or states out of ``param_groups`` or ``state`` of the optimizer itself.
 
     Args:
         model: whose parameters are trained.
