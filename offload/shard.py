@@ -310,6 +310,11 @@ class Shard:
         return self._slot
 
     @property
+    def bound(self) -> bool:
+        """Whether a slot holds the shard for layers to use."""
+        return self._slot is not None
+
+    @property
     def in_slot(self) -> list[Tensor]:
         """The memory of each parameter of :attr:`slices` in the slot that the shard is bound to."""
         views: list[Tensor] = self._views[self.slot]

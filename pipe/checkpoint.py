@@ -167,7 +167,11 @@ def _dropped(tensor: Tensor) -> None:
 
 
 def _never(_: None) -> Tensor:
-    raise AssertionError("the graph of a checkpointed forward was used")
+    raise RuntimeError(
+        "a loss depends on an activation inside a checkpointed function (an attribute that a layer keeps, a tensor "
+        "that a hook took), which did not leave it as an output and has no graph; return it as an output, detach it "
+        "where it is only looked at, or do not checkpoint (checkpoint='never')"
+    )
 
 
 class _Cell:

@@ -30,13 +30,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload.casts import Casts, CastsSeen
 from offload.course import CourseNotes, Turn
 from offload.shard import Shard
-from offload.walk.layouts import refuse_strided_nested
+from offload.walk.layouts import refuse_hidden, refuse_strided_nested
+from offload.walk.source import used_outside
 from pipe.checkpoint import enable_checkpointing, enable_recomputing
 from pipe.dead_code import DeadCode, Listener, listened_to
 from pipe.elimination import leaving_out, stop_leaving_out
 from pipe.guard import Guard, Watched
 from pipe.lean import Lean
-from pipe.nested import map_distinct, parts_of, tensors_in
+from pipe.nested import flatten, map_distinct, parts_of, tensors_in
 from pipe.replay import Replay, autocast_without_cache
 from pipe.torch_private import uncompiled_hooks
 
@@ -149,11 +150,14 @@ class CellRunner:
                 if (lean and lean.knows(tensor)) or (casts and casts.find(tensor)):
                     made_again.add(reference)
 
+        def never(_: None) -> Tensor:
+            raise used_outside(self.shard.index)
+
         with (
             guard.running(),
             enable_checkpointing(),
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(drop, _never)),
+            torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(drop, never)),
         ):
             others = [mode for mode in (casts, lean) if mode is not None]
             output, copied, given = self._first_run(boundary, output_fn, *others, listener=listener)
@@ -236,6 +240,8 @@ class CellRunner:
             output = self._call(value, output_fn)
         # Without this, an output that is a parameter or a view of one would show what the slot holds next.
         output = map_distinct(self._own_memory, output)
+        if not isinstance(output, Tensor):
+            refuse_hidden(flatten(output)[0], f"the output of shard {self.shard.index}")
         writes = any(t._version != version for t, version in before)
         if writes and not copies_input:
             self._writes_input[modes] = True
@@ -281,7 +287,3 @@ class CellRunner:
         refuse_strided_nested(tensor, f"an output of shard {self.shard.index}")
         slot = self.shard.slot.untyped_storage().data_ptr()
         return tensor.clone() if any(part.untyped_storage().data_ptr() == slot for part in parts_of(tensor)) else tensor
-
-
-def _never(_: None) -> Tensor:
-    raise AssertionError("the graph of a forward that keeps no activations was used")

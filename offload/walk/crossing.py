@@ -191,7 +191,7 @@ class Crossing:
             back: list[Tensor | None] = [None] * len(source.leaves)
             if roots and accumulate:
                 # Hooks of parameters run once, on the whole gradient; this is the part of one micro-batch.
-                with hidden_hooks(runner.shard.parameters):
+                with hidden_hooks(runner.shard.parameters), source.expecting():
                     torch.autograd.backward(roots, gradients, retain_graph=retain)
                 back = source.take()
                 runner.shard.widen_gradients()
@@ -265,7 +265,7 @@ def _check_same(tape: Tape, cell: Cell, outputs: Sequence[Any]) -> None:
 def _source(tape: Tape, cell: Cell, boundary: Any) -> tuple[Source, Any]:
     """The beginning of a cell's graph, and the boundary as that graph sees it."""
     leaves, spec = flatten(boundary)
-    source = Source(leaves, tape.requires.get(cell, [False] * len(leaves)))
+    source = Source(leaves, tape.requires.get(cell, [False] * len(leaves)), cell.j)
     return source, unflatten(list(source.leaves), spec)
 
 

@@ -8,15 +8,18 @@ consists of.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipe.nested import COMPRESSED
+from offload.walk.raw import RawChunk
+from pipe.nested import COMPRESSED, tensors_in
 
-__all__ = ["Parts", "bytes_of_boundary", "fitting", "refuse_strided_nested", "take_apart"]
+__all__ = ["Parts", "bytes_of_boundary", "fitting", "refuse_hidden", "refuse_strided_nested", "take_apart"]
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,24 @@ def fitting(gradient: Tensor, output: Tensor) -> Tensor:
         return gradient.to(output.device)
     joined = _jagged(output.detach()).join([gradient.values().to(output.device)])
     return joined
+
+
+def refuse_hidden(leaves: Sequence[Any], where: str) -> None:
+    """Raises TypeError for an object that holds tensors with a graph, and is no container that pytrees know.
+
+    Such a graph cannot be cut between shards, since nothing tells which tensors the object holds.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, (Tensor, torch.nn.Module, RawChunk, type)):
+            continue
+        members = [getattr(leaf, f.name, None) for f in dataclasses.fields(leaf)] if is_dataclass(leaf) else []
+        members += getattr(leaf, "__dict__", {}).values()
+        if members and any(tensor.requires_grad for tensor in tensors_in(members)):
+            raise TypeError(
+                f"expected tensors in tuples, lists, dicts or registered containers ({where}), got a "
+                f"{type(leaf).__name__} that holds tensors with gradients; return a tuple or a dict, or register the "
+                f"type: torch.utils._pytree.register_pytree_node({type(leaf).__name__}, ...)"
+            )
 
 
 def refuse_strided_nested(tensor: Tensor, where: str) -> None:

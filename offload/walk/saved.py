@@ -25,6 +25,7 @@ from torch import Tensor
 from offload.casts import Cast, CastsSeen
 from offload.course import CourseNotes
 from offload.shard import Shard
+from offload.walk.source import used_outside
 from pipe.ambient import lasting_hooks
 from pipe.lean import Kept, Lean, Made
 from pipe.torch_private import uncompiled_hooks
@@ -46,6 +47,8 @@ class _Reference:
     negative: bool
 
     def resolve(self) -> Tensor:
+        if not self.shard.bound:
+            raise used_outside(self.shard.index)
         memory = self.shard.slot if self.cast is None else self.cast.made_of(self.shard.slot)
         view = memory.view(self.dtype).as_strided(self.size, self.stride, self.storage_offset)
         if self.conjugate:

@@ -6,8 +6,9 @@ and the layer before would sum a gradient of another layout than it gets in the 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,17 @@ from torch import Tensor
 
 from pipe.phony import get_phony
 
-__all__ = ["Source"]
+__all__ = ["Source", "used_outside"]
+
+
+def used_outside(shard: int) -> RuntimeError:
+    """The error of a backward that enters the graph of a cell from outside."""
+    return RuntimeError(
+        f"a loss depends on an activation inside shard {shard} of an OffloadModel (an attribute that a layer keeps, a "
+        f"tensor that a hook took), which did not leave the model as an output: its graph ends within the shard, and "
+        f"the gradients of the layers before it would be missing. Return it as an output, passed on by the layers "
+        f"behind it; or detach it where it is only looked at"
+    )
 
 
 class Source:
@@ -24,9 +35,13 @@ class Source:
     Args:
         leaves: the flat boundary.
         requires: which of the leaves need a gradient.
+        shard: whose cell it is.
     """
 
-    def __init__(self, leaves: Sequence[Any], requires: Sequence[bool]) -> None:
+    def __init__(self, leaves: Sequence[Any], requires: Sequence[bool], shard: int) -> None:
+        self._shard = shard
+        #: Whether the backward under way is that of the cell.
+        self._open = False
         # A tensor that stands at several places is one tensor in the cell as well, with one gradient.
         first: dict[int, int] = {}
         same_as = [first.setdefault(id(x), k) if isinstance(x, Tensor) else k for k, x in enumerate(leaves)]
@@ -48,6 +63,15 @@ class Source:
         """The tensors that need a gradient."""
         return [self.leaves[k] for k in self._positions]
 
+    @contextlib.contextmanager
+    def expecting(self) -> Iterator[None]:
+        """Inside, the backward of the cell runs, and gradients arrive; at any other time they are an error."""
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open = False
+
     def take(self, gradients: Sequence[Tensor | None] | None = None) -> list[Tensor | None]:
         """One gradient or None for each leaf: those that arrived here, or ``gradients`` of the wanted ones."""
         arrived = self._gradients if gradients is None else gradients
@@ -58,7 +82,13 @@ class Source:
         return back
 
     def arrive(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Called by autograd, once the gradients of all tensors are complete."""
+        """Called by autograd, once the gradients of all tensors are complete.
+
+        Raises:
+            RuntimeError: if they come from outside of the cell.
+        """
+        if not self._open:
+            raise used_outside(self._shard)
         self._gradients = gradients
 
 
@@ -67,12 +97,13 @@ class _Begin(torch.autograd.Function):
     def forward(ctx: Any, source: Source, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         # Without a weak reference, the source holds its graph and the graph its source, until garbage is collected.
-        ctx.source = weakref.ref(source)
+        ctx.source, ctx.shard = weakref.ref(source), source._shard
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         source = ctx.source()
-        if source is not None:  # else nobody asks for them
-            source.arrive(gradients)
+        if source is None:  # of a forward that kept no graph
+            raise used_outside(ctx.shard)
+        source.arrive(gradients)
         return (None,) * (2 + len(gradients))

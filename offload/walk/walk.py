@@ -44,7 +44,7 @@ from offload.walk.boundary import BoundaryStore
 from offload.walk.cell import Cell, CellRunner, OutputFn
 from offload.walk.crossing import Crossing, requires, rows_of, versions_of
 from offload.walk.graphs import graphs_that_fit
-from offload.walk.layouts import bytes_of_boundary, refuse_strided_nested
+from offload.walk.layouts import bytes_of_boundary, refuse_hidden, refuse_strided_nested
 from offload.walk.tape import Tape
 from pipe.nested import flatten, tensors_in
 from pipe.phase import is_recomputing
@@ -187,6 +187,8 @@ class Walk:
             )
         for x in (x for leaves in inputs for x in leaves if isinstance(x, Tensor)):
             refuse_strided_nested(x, "an input of the model")
+        for leaves in inputs:
+            refuse_hidden(leaves, "an input of the model")
         if self.structure is not None and self.structure.check():
             for runner in self.runners:
                 runner.watch()
