@@ -64,6 +64,12 @@ class DiskHome(os.PathLike[str]):
             ``model.close()`` at the end; a home that was not closed may be torn, and is refused. States of an optimizer
             are not kept: a home is no checkpoint (see :func:`~offload.save_checkpoint`).
         overwrite: with ``keep``, make the home anew, and remove the one that the directory holds.
+        recover: with ``keep``, adopt also a home whose model ended without ``close()``. Files, sizes, tensors, places
+            and generations are verified as ever. Contents are not, since their checksums were to be computed at the
+            end: weights are those that the last update wrote, and shards may be of different steps where the process
+            ended within one; buffers are those of the last ``close()`` (or zeros, if there was none). A warning says
+            so. Not known is also whether the home was ever made to its end, where it was never closed, and whether all
+            writes reached the disk, where the system ended with the process.
         verify: compare the contents with their checksums when a home is adopted, which reads all of it once. The seals
             themselves, sizes, tensors and generations are always verified.
         direct: whether files are read and written past the page cache. None: if that is faster, which depends on their
@@ -73,6 +79,7 @@ class DiskHome(os.PathLike[str]):
     directory: str | os.PathLike[str]
     keep: bool = False
     overwrite: bool = False
+    recover: bool = False
     verify: bool = True
     direct: bool | None = None
 
@@ -81,6 +88,10 @@ class DiskHome(os.PathLike[str]):
             raise TypeError(f"expected a directory, got {type(self.directory).__name__} (directory={self.directory!r})")
         if self.overwrite and not self.keep:
             raise ValueError("overwrite=True is for a home that is kept; pass keep=True with it, or leave both")
+        if self.recover and not self.keep:
+            raise ValueError("recover=True is for a home that is kept; pass keep=True with it, or leave both")
+        if self.recover and self.overwrite:
+            raise ValueError("recover=True adopts the home that overwrite=True would remove; pass one of them")
 
     def __fspath__(self) -> str:
         return os.fspath(self.directory)
@@ -207,19 +218,39 @@ class KeptTier(DiskTier):
             self._seals[place] = self._checked(place, part, len(contents))
         first = next(iter(self._seals.values()))
         for place, seal in self._seals.items():
-            if (seal.home, seal.generation) != (first.home, first.generation):
+            if not self._belong_together(first, seal):
                 part = contents[place]
                 raise HomeError(
                     f"{self._path(part)} ({part.what}): expected generation {first.generation} of home "
                     f"{first.home.hex()[:8]}, got generation {seal.generation} of home {seal.home.hex()[:8]}: the "
                     f"files are not of one moment. {RESTORE}"
                 )
+        torn = [contents[place].what for place, seal in self._seals.items() if not seal.clean]
+        if torn:
+            warnings.warn(
+                f"recovering the home in {str(self._root)!r}, whose model ended without close(): the contents of "
+                f"{', '.join(torn)} cannot be verified. Shards may be of different steps, and buffers are those of the "
+                f"last close(); compare with a checkpoint or an evaluation before you go on",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         if self._home.verify:
             for place, seal in self._seals.items():
+                if not seal.clean:
+                    continue  # its checksum is that of the last close()
                 path, part = self._path(contents[place]), contents[place]
                 if checksum(path, part.nbytes, self.transfers) != seal.contents_digest:
                     raise HomeError(f"{path} ({part.what}): the contents do not match their checksum. {RESTORE}")
         return True
+
+    def _belong_together(self, first: Seal, other: Seal) -> bool:
+        if first.home != other.home:
+            return False
+        if first.generation == other.generation:
+            return True
+        # A process that ended while it opened the home had written nothing but some of the seals: its next generation.
+        opened, shut = sorted((first, other), key=lambda seal: -seal.generation)
+        return self._home.recover and shut.clean and not opened.clean and opened.generation == shut.generation + 1
 
     def _checked(self, place: int, part: Contents, places: int) -> Seal:
         path = self._path(part)
@@ -232,10 +263,11 @@ class KeptTier(DiskTier):
             )
         if seal.place != place:
             raise HomeError(f"{where}: this is the file of place {seal.place}, expected {place}; it was renamed")
-        if not seal.clean:
+        if not (seal.clean or self._home.recover):
             raise HomeError(
                 f"{where}: expected a home that was closed, but the model that used it ended without close(), and may "
-                f"have left it torn. Load the last checkpoint into a new home: DiskHome(..., overwrite=True)"
+                f"have left it torn. Load the last checkpoint into a new home: DiskHome(..., overwrite=True); or take "
+                f"what cannot be verified: DiskHome(..., recover=True)"
             )
         expected, got = describe(part.lines), read_description(path, seal)
         if digest(got) != seal.description_digest:
@@ -281,8 +313,9 @@ class KeptTier(DiskTier):
     def begin(self) -> None:
         """The model is made: from now on the contents may change, and so no seal is clean."""
         if not self._usage.made:
+            generation = 1 + max((seal.generation for seal in self._seals.values()), default=0)
             for place, seal in self._seals.items():
-                self._seals[place] = reopened(seal)
+                self._seals[place] = reopened(seal, generation)
                 write_seal(self._path(self._contents[place]), self._seals[place])
         self._usage.phase = _Phase.OPEN
 

@@ -158,9 +158,9 @@ def checksum(path: Path, contents_bytes: int, transfers: Transfers) -> bytes:
     return digest(b"".join(value.to_bytes(4, "little") for value in sums))
 
 
-def reopened(seal: Seal) -> Seal:
+def reopened(seal: Seal, generation: int) -> Seal:
     """The seal while the home is open again."""
-    return replace(seal, clean=False, generation=seal.generation + 1)
+    return replace(seal, clean=False, generation=generation)
 
 
 def closed(seal: Seal, contents_digest: bytes) -> Seal:
