@@ -12,6 +12,7 @@ Guarantees
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
@@ -42,12 +43,13 @@ class RandContext:
 
     Args:
         *tensors: inputs of the forward that is about to run; their devices are noted besides those in use.
+        generators: generators of random numbers that the model holds itself.
 
     Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (2021), section 3.
     """
 
-    def __init__(self, *tensors: Any) -> None:
-        self._replay = Replay.capture(devices_in_use(*tensors))
+    def __init__(self, *tensors: Any, generators: Iterable[Any] = ()) -> None:
+        self._replay = Replay.capture(devices_in_use(*tensors), generators)
         self._entered: list[Any] = []
 
     def seal(self) -> RandContext:

@@ -124,7 +124,8 @@ class LayeredTape:
         with contextlib.ExitStack() as stack:
             for watched in self._model.watched:
                 stack.enter_context(Guard(watched).trial())
-            stack.enter_context(Replay.capture(devices_of(chunk, self._model.parameters)).again())
+            held = [generator for watched in self._model.watched for generator in watched.generators]
+            stack.enter_context(Replay.capture(devices_of(chunk, self._model.parameters), held).again())
             for j in range(layers):
                 survey.entering.append(nbytes_of(value) if j >= max(self._work.first, 1) else 0)
                 guard = Guard(self._model.watched[j])
@@ -155,7 +156,9 @@ class LayeredTape:
                 value = map_tensors(Tensor.detach, output)
                 continue
             kept = self._keep(value) if keeps else None
-            replay, guard = Replay.capture(devices_of(value, self._model.parameters)), Guard(self._model.watched[j])
+            watched = self._model.watched[j]
+            replay = Replay.capture(devices_of(value, self._model.parameters), watched.generators)
+            guard = Guard(watched)
             with torch.no_grad(), guard.running():
                 value, copies_input, _ = self._first_run(j, value, group)
             if self._records:

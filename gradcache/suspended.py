@@ -310,7 +310,8 @@ class SuspendedForward:
             self._again.enter_context(guard.again(strict=False))
             self._again.enter_context(replay.rewound())
         else:
-            self._segment = Replay.capture(self._devices), Guard(self.notes.watched)
+            watched = self.notes.watched
+            self._segment = Replay.capture(self._devices, watched.generators), Guard(watched)
 
     def _end(self, complete: bool) -> None:
         """The segment ends, if one is under way. A first run that is not complete leaves nothing to be repeated."""

@@ -12,7 +12,7 @@ Invariant: pass 2 computes what pass 1 computed. It sees the same random numbers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -63,8 +63,8 @@ class InputGradients:
 class ChunkState(RandContext):
     """What one chunk's first pass leaves behind for its second. Entered as a context it replays the random states."""
 
-    def __init__(self, *tensors: Any) -> None:
-        super().__init__(*tensors)
+    def __init__(self, *tensors: Any, generators: Iterable[Any] = ()) -> None:
+        super().__init__(*tensors, generators=generators)
         self.rows = 0
         self.requires_grad = True
         self.guard: Guard | None = None
@@ -108,7 +108,8 @@ class FirstPass:
         self, chunk: Any, encoder: Encoder, tensors: Any = None, with_graph: bool = False
     ) -> tuple[Any, ChunkState]:
         """One chunk's representation, detached, and its state. ``with_graph``: tell whether it wants a gradient."""
-        state = ChunkState(tensors_in(chunk) if tensors is None else tensors, self._parameters)
+        given_tensors = tensors_in(chunk) if tensors is None else tensors
+        state = ChunkState(given_tensors, self._parameters, generators=self._watched.generators)
         guard = Guard(self._watched)
         # Tensors of inference mode do not count their changes, so that nothing could be learnt from them.
         copies = self._copy_input or self._chunks_run == 0 or torch.is_inference_mode_enabled()

@@ -30,6 +30,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from pipe.attributes import Attributes, Stateful
 from pipe.first_write import FirstWrites
+from pipe.generators import held_generators
 
 __all__ = ["Guard", "Watched"]
 
@@ -99,6 +100,8 @@ class Watched:
         # Buffers whose values were compared, with the mode: it waits for the device, so it is done once.
         self.compared: set[tuple[_Known, bool]] = set()
         self.stateful = Stateful(self.modules)
+        #: Generators of random numbers that the modules hold themselves.
+        self.generators = held_generators(inner for _, inner in self.modules)
         self.devices = {p.device for _, p in self.parameters} | {b.device for b in module.buffers()}
         # What compiled code writes is not seen before it is written.
         self.compiled = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for _, m in self.modules)

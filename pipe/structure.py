@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import nn
 
-from pipe.generators import held_generators
 from pipe.guard import Watched
 
 __all__ = ["Members", "WatchedLayers"]
@@ -31,8 +30,6 @@ class WatchedLayers(Watched):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        #: Generators that the layers hold themselves.
-        self.generators = held_generators(inner for _, inner in self.modules)
         self._registers = [d for _, inner in self.modules for d in (inner._parameters, inner._modules) if d]
 
     def members(self) -> Members:

@@ -127,7 +127,8 @@ class CellRunner:
 
         ``boundary`` holds fresh leaves. The output must be detached, which frees its graph.
         """
-        replay, guard = Replay.capture([self.device]), Guard(self.watched, attributes=True)
+        replay = Replay.capture([self.device], self.watched.generators)
+        guard = Guard(self.watched, attributes=True)
         sizes: dict[StorageWeakRef, int] = {}
         made_again: set[StorageWeakRef] = set()
         notes = CourseNotes(self.shard)

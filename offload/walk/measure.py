@@ -21,7 +21,8 @@ def measured_activations(walk: Walk, call: Any, output_fn: OutputFn | None) -> i
         stack.enter_context(torch.enable_grad())
         for runner in walk.runners:
             stack.enter_context(Guard(runner.watched, attributes=True).trial())
-        stack.enter_context(Replay.capture([walk.device]).again())
+        generators = [generator for runner in walk.runners for generator in runner.watched.generators]
+        stack.enter_context(Replay.capture([walk.device], generators).again())
         tape = walk.tape([call], [output_fn])
         tape.graphs = frozenset()  # a cell that keeps its graph is not measured
         walk.forward(tape, [call])

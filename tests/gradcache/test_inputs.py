@@ -309,3 +309,31 @@ def test_inference_mode_returns_the_loss_as_no_grad_does(walk: str, given: str, 
 class InPlace(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(0.5)
+
+
+class OwnNoise(nn.Module):
+    """Draws from a generator that it holds itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * torch.rand(x.shape, generator=self.generator)
+
+
+@pytest.mark.parametrize("how", ["two-pass", "layered", "streamed"])
+def test_a_generator_that_a_layer_holds_draws_the_same_in_the_second_pass(how: str) -> None:
+    torch.manual_seed(0)
+    bare = nn.Sequential(OwnNoise(), nn.Tanh(), OwnNoise())
+    ours: nn.Module = copy.deepcopy(bare)
+    if how == "streamed":
+        ours = OffloadModel(ours, "cpu", num_slices=3, checkpoint_activation=True)
+    options = {"boundary_bytes": 0} if how == "layered" else {}
+    for _ in range(2):
+        x = torch.randn(6, 8)
+        bare(x).pow(2).sum().backward()
+        GradCache([ours], 6, lambda r: r.pow(2).sum(), **options)(x)
+    for p, q in zip(bare.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad)

@@ -143,6 +143,12 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "OffloadModel.close": [("self._walk.streamer.catch_up()", reading.a_closed_model_is_updated)],
     },
     "offload.resting": {
+        "ModuleAtHome.__getitem__": [
+            ("self._walk.streamer.catch_up()", reading.layers_that_are_found_by_their_place_are_updated),
+        ],
+        "ModuleAtHome.__iter__": [
+            ("self._walk.streamer.catch_up()", reading.layers_that_are_gone_through_are_updated),
+        ],
         "ModuleAtHome.named_modules": [("self._walk.streamer.catch_up()", reading.parameters_are_updated)],
         "ModuleAtHome._save_to_state_dict": [("self._walk.streamer.catch_up()", reading.a_state_dict_is_updated)],
         "ModuleAtHome._load_from_state_dict": [
@@ -290,6 +296,12 @@ EXCEPTIONS = {
     "offload.statistics Meter.__init__: self.wait": "a clock",
     "offload.statistics Meter.waiting: self.wait": "the same clock",
     "offload.statistics Meter.read: self.wait": "the same clock",
+    "offload.walk.boundary BoundaryStore._fetch: away.join([scratch.fetch(ticket) for ticket in away.tickets])": (
+        "puts a tensor together of its parts"
+    ),
+    "offload.walk.layouts fitting: _jagged(output.detach()).join([gradient.values().to(output.device)])": (
+        "puts a tensor together of its parts"
+    ),
     "offload.streamer Streamer.share_room: streamer.room.leave()": "gives memory back that nobody uses",
 }
 

@@ -110,7 +110,7 @@ def test_a_damaged_state_is_named(keep: int, tmp_path: Path) -> None:
     folder = json.loads((tmp_path / INDEX).read_text())["metadata"]["gradstream_state"]
     state = tmp_path / folder / "state.pt"
     state.write_bytes(state.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"state\.pt: expected the state of a checkpoint, got a damaged file"):
+    with pytest.raises(ValueError, match=r"state\.pt: (the bytes are not those|expected the state of a checkpoint)"):
         load_checkpoint(tmp_path, model, optimizer)
 
 

@@ -44,6 +44,16 @@ def _past_the_model(pair: Pair) -> list[torch.Tensor]:
     return list(pair.ours.param_groups[0]["params"])
 
 
+@after_a_step
+def layers_that_are_found_by_their_place_are_updated(pair: Pair) -> None:
+    _same(pair, [p for k in range(len(pair.bare)) for p in pair.model[k].parameters()])
+
+
+@after_a_step
+def layers_that_are_gone_through_are_updated(pair: Pair) -> None:
+    _same(pair, [p for layer in pair.model for p in layer.parameters()])
+
+
 def a_step_that_others_can_see_is_finished(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     update_on(monkeypatch, LateLane(0))
     pair = Pair("momentum", f"{path}/")
