@@ -67,6 +67,17 @@ def test_an_auxiliary_loss_beside_the_output_is_refused(kind: str, recompute: bo
 
 
 @pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_an_auxiliary_loss_is_refused_while_the_graph_of_the_output_lives(kind: str, recompute: bool) -> None:
+    model = model_with(KINDS[kind], recompute)
+    output = model(torch.randn(4, WIDTH)).sum()
+    loss: Any = model[1].loss
+    with pytest.raises(RuntimeError, match="an activation inside shard 1"):
+        loss.backward()
+    output.backward()
+
+
+@pytest.mark.parametrize("recompute", [True, False])
 def test_features_that_a_hook_took_are_refused_unless_detached(recompute: bool) -> None:
     model = model_with(KINDS["saves nothing"], recompute)
     features: list[Tensor] = []
