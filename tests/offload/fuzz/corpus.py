@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.offload.fuzz.around import AuxiliaryLoss, ChunkedStep, SetAside
+from tests.offload.fuzz.around import AuxiliaryLoss, ChunkedStep, Regularised, SetAside
 from tests.offload.fuzz.gradients import KeepGradients, NewOptimizer, Step, TrainStep, UseKept, ZeroGrad
 from tests.offload.fuzz.hooks import Hook
 from tests.offload.fuzz.passes import (
@@ -68,6 +68,9 @@ CORPUS: dict[str, Program] = {
     "a_step_in_a_hook_moves_the_weights_on_disk": program(
         Hook("accumulated", "step", None), *TRAIN, Forward(), home="disk", checkpoint=True
     ),
+    "a_hook_that_comes_later_writes_weights": program(
+        Forward(), Forward(), Forward(), Hook("forward_pre", "step"), Forward(), Forward()
+    ),
     # Structure that changes after wrapping.
     "a_state_loaded_by_assignment_trains": program(
         LoadState(assign=True), NewOptimizer(), TrainStep(), updates="offload"
@@ -87,6 +90,7 @@ CORPUS: dict[str, Program] = {
         Forward(), Write("data"), Forward(mode="no_grad"), Backward()
     ),
     "a_kept_home_is_not_closed_without_a_replaced_layer": program(Swap("module"), Reopen(), home="kept"),
+    "other_data_is_used_outside_of_the_model_before_it_is_home": program(Write("data"), Regularised(first=True)),
     "two_parameters_exchange_their_data": program(Write("swap"), Forward()),
     # A subclass of Sequential.
     "an_own_forward_of_a_sequential_is_run_or_refused": program(*TRAIN, model="residual"),

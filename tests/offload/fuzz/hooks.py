@@ -22,7 +22,8 @@ class Hook(Statement):
     """A hook on parameter or layer number ``at``; None: on all parameters, or on the model.
 
     ``on``: "parameter", "accumulated" (``register_post_accumulate_grad_hook``), "forward", "forward_pre", "backward",
-    "backward_pre", or "output" (of the latest forward). ``does``: "log", "scale", or "step" for "accumulated".
+    "backward_pre", or "output" (of the latest forward). ``does``: "log", "scale", or "step", which writes parameters
+    through ``.data``: for "accumulated" and "forward_pre".
     """
 
     on: str = "parameter"
@@ -74,6 +75,8 @@ class Hook(Statement):
         def forward_pre(module: nn.Module, args: Any) -> Any:
             if not is_recomputing():
                 log(world, "forward_pre", args)
+                for p in module.parameters(recurse=False) if self.does == "step" else ():
+                    p.data.mul_(0.9)
             return map_tensors(halved, args) if scale else None
 
         def backward(module: nn.Module, inner: Any, outer: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tests.offload.fuzz.around import AuxiliaryLoss
+from tests.offload.fuzz.around import AuxiliaryLoss, Regularised, TiedAround
 from tests.offload.fuzz.hooks import Hook
 from tests.offload.fuzz.passes import Backward, Forward, Grad
 from tests.offload.fuzz.program import Setup, Statement
@@ -85,6 +85,17 @@ KNOWN: list[Known] = [
         "a buffer that was replaced in inference mode has no version",
         ("a_buffer_replaced_in_inference_mode_is_used_in_training",),
         lambda setup, s: isinstance(s, Forward) and s.mode == "inference" and setup.model == "counting",
+    ),
+    Known(
+        "writes through .data of a hook that comes later are lost",
+        ("a_hook_that_comes_later_writes_weights",),
+        lambda setup, s: isinstance(s, Hook) and s.on == "forward_pre" and s.does == "step" and s.at is not None,
+    ),
+    Known(
+        "bringing other data home counts as a write after it was used outside",
+        ("other_data_is_used_outside_of_the_model_before_it_is_home",),
+        lambda setup, s: isinstance(s, TiedAround) or (isinstance(s, Regularised) and s.first),
+        behind=lambda s: isinstance(s, Write) and s.how in ("data", "vector", "swap"),
     ),
 ]
 

@@ -175,6 +175,7 @@ class Copy(Statement):
     def run(self, world: World) -> None:
         if self.how == "pickle" and world.handles:
             return  # hooks are closures here, which torch cannot pickle
+        world.dropped += world.sides[:-1]
         other = deep_copied(world) if self.how == "deepcopy" else pickle.loads(pickle.dumps(world.model))
         if self.aside:
             world.sides = [*world.sides[-1:], other]

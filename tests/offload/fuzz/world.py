@@ -88,6 +88,8 @@ class World:
     average: list[Tensor] = field(default_factory=list)
     references: list[nn.Parameter] = field(default_factory=list)
     sides: list[nn.Module] = field(default_factory=list)
+    #: Models that no statement uses any more.
+    dropped: list[nn.Module] = field(default_factory=list)
     checkpoints: int = 0
     #: Whether hooks write parameters in backward, so that an interrupted backward leaves some written.
     steps_in_hooks: bool = False
@@ -101,10 +103,14 @@ class World:
         self.new_optimizer()
 
     def end(self) -> None:
-        """Frees lanes and files."""
-        for model in (self.model, *self.sides):
+        """Frees lanes and files, also of a model that refuses to be closed."""
+        for model in (self.model, *self.sides, *self.dropped):
             if isinstance(model, OffloadModel):
-                model.close()
+                try:
+                    model.close()
+                except Exception:
+                    model._end()
+        self.model, self.optimizer, self.sides, self.dropped = None, None, [], []
 
     # --- making -------------------------------------------------------------------------------------------------
 
