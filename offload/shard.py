@@ -191,8 +191,6 @@ class Shard:
         home = self.home_view(s)
         home.copy_(value)
         s.parameter.data = home
-        # Without this, the backward of a forward from before would not notice.
-        torch.autograd.graph.increment_version(s.parameter)
 
     # --- transitions --------------------------------------------------------------------------------------------
 

@@ -92,7 +92,7 @@ class CellRunner:
     repeats_writes: bool | None = None
     #: Compare parameters with their homes after each forward, not only after the first ones.
     compares_always: bool = False
-    _forwards: Counter[tuple[bool, ...]] = field(default_factory=Counter)
+    _forwards: Counter[tuple[int, ...]] = field(default_factory=Counter)
     #: Whether its recomputations turned out to need what no gradient does, or to differ from their first runs.
     _reads_values: bool = False
     #: Whether the shard writes into its input, as seen under each combination of ``training`` flags.
@@ -111,9 +111,11 @@ class CellRunner:
         """Whether the forward of this visit is one after which parameters are compared with their homes.
 
         A write through ``.data`` counts no version. What layers do so, they do in their first forward (an
-        initialisation from data) or in each, so the first ones of each combination of ``training`` flags tell.
+        initialisation from data) or in each, so the first ones of each combination of ``training`` flags tell; and
+        the first ones with other hooks, which may write as well.
         """
-        modes = tuple(module.training for _, module in self.watched.modules)
+        modules = [module for _, module in self.watched.modules]
+        modes = *(m.training for m in modules), *(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
         self._forwards[modes] += 1
         return self.compares_always or self.writes_weights or self._forwards[modes] <= FORWARDS_COMPARED
 

@@ -14,7 +14,7 @@ Either mode sees the same values: what was changed in between (an input, a param
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -237,12 +237,20 @@ class Crossing:
         return tape.output_fns[cell.i] if cell.j == len(self._runners) - 1 else None
 
     @staticmethod
-    def check_unchanged(tape: Tape, shards: Sequence[Shard]) -> None:
-        """Raises if a parameter that the backward of a tape uses was changed in place since its forward."""
+    def check_unchanged(tape: Tape, shards: Sequence[Shard], assigned_at: Mapping[int, int]) -> None:
+        """Raises if a parameter that the backward of a tape uses was changed since its forward.
+
+        Args:
+            tape: of the forward.
+            shards: of the model.
+            assigned_at: when other data of parameters, by identity, was brought home.
+        """
         for j, versions in tape.versions.items():
             if j < tape.first:
                 continue
             assigned = {id(s.parameter) for s in shards[j].assigned()}
+            if assigned_at:
+                assigned |= {id(p) for p in shards[j].parameters if assigned_at.get(id(p), 0) > tape.assignments}
             for s, then, now in zip(shards[j].slices, versions, shards[j].versions(), strict=True):
                 if then != now or id(s.parameter) in assigned:
                     how = "changed in place" if then != now else "given other data"

@@ -68,6 +68,8 @@ class Tape:
     requires: dict[Cell, list[bool]] = field(default_factory=dict)
     #: Counts of in-place changes of each shard's parameters, as the forward met them.
     versions: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    #: Times that assigned data had been brought home by then.
+    assignments: int = 0
     inputs: list[list[Any]] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     input_specs: list[TreeSpec] = field(default_factory=list)

@@ -110,6 +110,9 @@ class Walk:
 
         self.streamer.computes, self.streamer.recover = computes, recover
         self._held_still = 0
+        #: Times that assigned data was brought home, and the last of them for each parameter, by identity.
+        self._assignments = 0
+        self._assigned_at: dict[int, int] = {}
         self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
         #: What holds parameters for graphs whose outputs are alive: each has ``parameters``.
         self.nodes: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -154,7 +157,10 @@ class Walk:
                 (shard, s, value.clone() if value.untyped_storage().data_ptr() in homes else value)
                 for shard, s, value in assigned
             ]
+        self._assignments += 1
         for shard, s, value in assigned:
+            # Not as a change in place, which whoever used the parameter outside of the model would be told of.
+            self._assigned_at[id(s.parameter)] = self._assignments
             shard.bring_home(s, value)
 
     @contextlib.contextmanager
@@ -258,7 +264,7 @@ class Walk:
                         nbytes = sum(bytes_of_boundary(x) for x in tensors_in(output))
                     self._meter.boundary_bytes_per_row[j + 1] = nbytes / max(tape.rows[i], 1)
                 self.streamer.keep_changes(j, self._crossing.end_visit(tape, j, microbatches, now=j * m))
-                tape.versions[j] = self.shards[j].versions()
+                tape.versions[j], tape.assignments = self.shards[j].versions(), self._assignments
 
             self._follow(plan, visit)
             for output in outputs:
@@ -310,7 +316,7 @@ class Walk:
         with contextlib.closing(gradients), self._exclusively(recomputes=self._recompute):
             self._untouched.forget()
             resident = self.streamer.resident()
-            self._crossing.check_unchanged(tape, self.shards)
+            self._crossing.check_unchanged(tape, self.shards, self._assigned_at)
             waiting = sum(other is not tape and not other.used for other in self._tapes)
             homeward = self.streamer.homeward
             updates = homeward.begin(waiting, handed_over, only_those=not accumulate)

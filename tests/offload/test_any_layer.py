@@ -483,8 +483,33 @@ def test_a_forward_from_before_data_was_assigned_cannot_go_back_after_another_on
     model.get_parameter("2.0.weight").data = torch.zeros(WIDTH, WIDTH)
     with torch.no_grad():
         model(batch())
-    with pytest.raises(RuntimeError, match=r"2\.0\.weight .* was changed"):
+    with pytest.raises(RuntimeError, match=r"2\.0\.weight .* was given other data"):
         loss.backward()
+
+
+def test_data_that_was_assigned_may_be_used_outside_of_the_model_before_the_next_forward(
+    wrap: Callable[..., OffloadModel],
+) -> None:
+    bare, model = mlp(), wrap(mlp())
+    for run in (bare, model):
+        weight = run.get_parameter("2.0.weight")
+        weight.data = torch.full((WIDTH, WIDTH), 0.1)
+        (weight.pow(2).sum() + run(batch()).sum()).backward()
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in bare.parameters()])  # type: ignore[misc]
+
+
+def test_weights_that_a_hook_begins_to_write_later_are_home_afterwards(wrap: Callable[..., OffloadModel]) -> None:
+    def halve(module: nn.Module, args: Any) -> None:
+        if not is_recomputing():
+            module[0].weight.data.mul_(0.5)  # type: ignore[index]
+
+    bare, model = mlp(), wrap(mlp())
+    for run in (bare, model):
+        for step in range(6):
+            if step == 3:
+                next(iter(run.children())).register_forward_pre_hook(halve)
+            run(batch())
+    assert_same(list(model.parameters()), list(bare.parameters()))
 
 
 def test_a_kept_home_is_not_sealed_over_layers_that_were_replaced(tmp_path: Any) -> None:
