@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tests.offload.fuzz.around import AuxiliaryLoss, Regularised, TiedAround
 from tests.offload.fuzz.hooks import Hook
-from tests.offload.fuzz.passes import Backward, Forward, Grad
+from tests.offload.fuzz.passes import Backward, Grad
 from tests.offload.fuzz.program import Setup, Statement
 from tests.offload.fuzz.weights import Average, Copy, Swap, Write
 
@@ -50,21 +49,6 @@ KNOWN: list[Known] = [
         waiting=True,
     ),
     Known(
-        "generators of layers are not replayed",
-        ("a_generator_of_a_layer_is_replayed_or_refused",),
-        lambda setup, s: setup.model == "generator" and setup.checkpoint,
-    ),
-    Known(
-        "a loss left in a layer has a graph of its own",
-        ("a_loss_left_in_a_layer_is_refused_or_right",),
-        lambda setup, s: setup.model == "auxiliary" and isinstance(s, AuxiliaryLoss),
-    ),
-    Known(
-        "groups and states of optimizers that change",
-        ("an_optimizer_may_count_in_its_groups", "a_state_may_grow_on_disk"),
-        lambda setup, s: setup.optimizer in ("averaging", "changing") and setup.updates != "plain",
-    ),
-    Known(
         "hooks of layers run that backward(inputs=...) leaves out",
         ("hooks_of_layers_that_given_inputs_leave_out_do_not_run",),
         lambda setup, s: isinstance(s, Grad) or (isinstance(s, Backward) and s.inputs is not None),
@@ -80,22 +64,6 @@ KNOWN: list[Known] = [
         (),
         lambda setup, s: isinstance(s, Copy),
         behind=lambda s: isinstance(s, Swap) and s.how == "old_weight_norm",
-    ),
-    Known(
-        "a buffer that was replaced in inference mode has no version",
-        ("a_buffer_replaced_in_inference_mode_is_used_in_training",),
-        lambda setup, s: isinstance(s, Forward) and s.mode == "inference" and setup.model == "counting",
-    ),
-    Known(
-        "writes through .data of a hook that comes later are lost",
-        ("a_hook_that_comes_later_writes_weights",),
-        lambda setup, s: isinstance(s, Hook) and s.on == "forward_pre" and s.does == "step" and s.at is not None,
-    ),
-    Known(
-        "bringing other data home counts as a write after it was used outside",
-        ("other_data_is_used_outside_of_the_model_before_it_is_home",),
-        lambda setup, s: isinstance(s, TiedAround) or (isinstance(s, Regularised) and s.first),
-        behind=lambda s: isinstance(s, Write) and s.how in ("data", "vector", "swap"),
     ),
 ]
 
