@@ -220,7 +220,8 @@ class Functional(Statement):
             output = torch.func.functional_call(model, new, (x,))
             loss_of(output, "square").backward()
             return detached(output), [None if p.grad is None else p.grad.clone() for p in new.values()]
-        if not x.is_floating_point():
+        # Under torch.func, other ``.data`` for a parameter ends the interpreter in torch itself.
+        if not x.is_floating_point() or world.setup.model == "renormed":
             return None
 
         def f(value: Tensor) -> Tensor:
