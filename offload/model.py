@@ -206,8 +206,8 @@ class OffloadModel(ModuleAtHome):
             # Tied to the walk, which tapes refer to: a backward still runs after the last name of the model is gone.
             self._end = finalize_here(self._walk, _close, lanes, self._tier)
             self._keeper.begin()
+            return_freed_memory()
             undo.pop_all()
-        return_freed_memory()
 
     # --- running ------------------------------------------------------------------------------------------------
 

@@ -116,6 +116,8 @@ class OffloadOptimizer(Optimizer):
         self._states_at_once = bool(template.state)
         for group, shadow in zip(groups, template.param_groups, strict=True):
             group.update(options_of(shadow))
+        #: Of the class alone: torch adds others of its own to ``defaults`` when a state is loaded.
+        self._class_defaults = dict(template.defaults)
         super().__init__(groups, dict(template.defaults))
         homeward = self._streamer.homeward
         if update_in_backward:
@@ -263,7 +265,7 @@ class OffloadOptimizer(Optimizer):
         self.synchronize()
         super().load_state_dict(state_dict)
         for group in self.param_groups:
-            for key, value in self.defaults.items():
+            for key, value in self._class_defaults.items():  # what a checkpoint of an older release of torch lacks
                 group.setdefault(key, value)
         loaded = self.state
         options = self.options()

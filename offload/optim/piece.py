@@ -127,7 +127,17 @@ class Piece(ABC):
         return self.optimizer
 
     def group_changes(self) -> dict[str, Any]:
-        """What the class changed in its group since :meth:`prepare`."""
+        """What the class changed in its group since :meth:`prepare`.
+
+        Raises:
+            Torn: if it keeps a state that belongs to no parameter, which no ``state_dict()`` would hold.
+        """
+        state = {} if self.optimizer is None else self.optimizer.state
+        if len(state) != sum(proxy in state for proxy in self.proxies):
+            raise Torn(
+                f"{self.recipe.kind.__name__} keeps states that belong to no parameter, but shards are updated one "
+                f"after the other: take a class that treats each parameter by itself. Load the last checkpoint"
+            )
         group = {} if self.optimizer is None else self.optimizer.param_groups[0]
         return {
             key: value

@@ -16,6 +16,7 @@ from offload.files.tensor_file import TensorFile
 from offload.tier.disk import DiskTier
 from offload.tier.host import HostTier
 from offload.walk.walk import Walk
+from tests.offload.interrupts import interrupted, lines_of
 
 WIDTH, LAYERS = 8, 5
 
@@ -195,3 +196,20 @@ def test_a_layer_that_cannot_initialise_itself_leaves_those_before_it_on_the_met
     with pytest.raises(ValueError, match="no reset_parameters"):
         OffloadModel(model, "cpu", home, num_slices=3)
     before.check()
+
+
+def test_an_interrupt_at_any_line_of_a_construction_leaves_the_layers_as_they_were() -> None:
+    def members(model: nn.Module) -> list[object]:
+        return [module._parameters for module in model.modules()]
+
+    first = {line[:2]: line for line in reversed(lines_of(lambda: OffloadModel(layers(), "cpu", num_slices=3)))}
+    made = 0
+    for line in first.values():
+        model = layers()
+        before, mappings = Before(model), members(model)
+        if interrupted(lambda model=model: OffloadModel(model, "cpu", num_slices=3), line) == "raised":  # type: ignore[misc]
+            before.check()
+            assert all(now is then for now, then in zip(members(model), mappings, strict=True)), line
+        else:
+            made += 1
+    assert made < 0.2 * len(first)

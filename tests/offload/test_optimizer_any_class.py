@@ -171,6 +171,31 @@ def test_a_class_that_couples_parameters_is_refused(home: str) -> None:
         ours.step()
 
 
+class Shared(Simple):
+    """Keeps a state that belongs to no parameter."""
+
+    def begin(self, group: dict[str, Any]) -> float:
+        self.state["all"] = {"steps": 1}
+        return 1.0
+
+
+def test_a_state_that_belongs_to_no_parameter_is_refused(home: str) -> None:
+    """No ``state_dict()`` would hold it."""
+    _, _, model, ours = pair(home, Shared)
+    backward(0, model)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Shared keeps states that belong to no parameter"):
+            ours.step()
+
+
+def test_a_load_adds_nothing_to_groups(home: str) -> None:
+    """torch adds to the defaults of an optimizer when a state is loaded, and not to its groups."""
+    _, plain, _, ours = pair(home, Counting)
+    for optimizer in (plain, ours):
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert ours.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
+
+
 def test_a_state_that_no_file_can_hold_is_refused_before_anything_is_written(home: str) -> None:
     bare, plain, model, ours = pair(home, Packing)
     before = {name: value.clone() for name, value in model.state_dict().items()}
