@@ -14,7 +14,7 @@ from tests.offload.fuzz.passes import (
     Penalty,
 )
 from tests.offload.fuzz.program import Program, Setup, Statement
-from tests.offload.fuzz.weights import Copy, LoadState, Reopen, Swap, Write
+from tests.offload.fuzz.weights import Copy, LoadState, Reopen, SaveState, Swap, Write
 
 __all__ = ["CORPUS"]
 
@@ -123,6 +123,10 @@ CORPUS: dict[str, Program] = {
     "an_optimizer_may_count_in_its_groups": program(TrainStep(), TrainStep(), optimizer="averaging", updates="offload"),
     "a_state_may_grow": program(TrainStep(), TrainStep(), optimizer="changing", updates="offload"),
     "a_state_may_grow_on_disk": program(TrainStep(), TrainStep(), optimizer="changing", updates="offload", home="disk"),
+    "states_on_disk_of_several_types_are_saved_by_torch": program(
+        TrainStep(), TrainStep(), SaveState("file"), optimizer="changing", updates="offload", home="disk"
+    ),
+    "a_state_dict_of_several_types_is_saved_by_torch": program(SaveState("file"), model="mixed", slices=2),
     # Interrupts.
     "an_interrupt_in_a_forward_leaves_the_model_usable": program(Interrupt(), *TRAIN, trips=True),
     "an_interrupt_in_a_backward_leaves_the_model_usable": program(

@@ -124,9 +124,7 @@ def step(world: World) -> None:
     """One step of the optimizer, clipped as the setup says. A step that clips takes the gradients away."""
     setup = world.setup
     if setup.max_norm is not None and not (world.ours and setup.updates == "offload"):
-        members = [p for group in world.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        for p in members:
-            p.grad = p.grad.clone()  # ours leaves gradients that were kept as they are
+        members = [p for group in world.optimizer.param_groups for p in group["params"]]
         torch.nn.utils.clip_grad_norm_(members, setup.max_norm)
     world.optimizer.step()
     if setup.max_norm is not None:

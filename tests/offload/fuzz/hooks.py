@@ -87,6 +87,7 @@ class Hook(Statement):
             log(world, "backward_pre", outer)
             return map_tensors(halved, outer) if scale else None
 
+        world.steps_in_hooks |= self.on == "forward_pre" and self.does == "step"
         register: dict[str, Callable[[], Any]] = {
             "forward": lambda: module.register_forward_hook(forward),
             "forward_pre": lambda: module.register_forward_pre_hook(forward_pre),

@@ -23,10 +23,11 @@ import torch
 import offload
 from offload import OffloadModel
 from tests.offload.fuzz.around import Regularised, TiedAround
-from tests.offload.fuzz.equal import Diverged, difference, first_difference
-from tests.offload.fuzz.models import WRITERS, trip
+from tests.offload.fuzz.equal import SINGLE_TOLERANCE, TOLERANCE, Diverged, difference, first_difference
+from tests.offload.fuzz.models import WRITERS
 from tests.offload.fuzz.passes import Backward, Grad
 from tests.offload.fuzz.program import Program, Statement
+from tests.offload.fuzz.trips import trip
 from tests.offload.fuzz.weights import Write
 from tests.offload.fuzz.world import World
 from tests.offload.late import LateLane, run_late
@@ -109,11 +110,13 @@ class _Run:
         self.program, self.plain, self.ours = program, plain, ours
         setup = program.setup
         # Elsewhere sums are in another order; kernels choose theirs by where a weight lies, as a slice of a vector.
-        self.exact = setup.microbatches == 1 and setup.updates == "plain" and setup.model not in ("tied", "table")
-        self.exact &= not any(isinstance(s, Write) and s.how == "vector" for s in program.statements)
-        self.exact &= not any(isinstance(s, (Regularised, TiedAround)) for s in program.statements)
+        exact = setup.microbatches == 1 and setup.updates == "plain" and setup.model not in ("tied", "table")
+        exact &= not any(isinstance(s, Write) and s.how == "vector" for s in program.statements)
+        exact &= not any(isinstance(s, (Regularised, TiedAround)) for s in program.statements)
         # The graph of two forwards adds up their gradients before it adds them to what is there.
-        self.exact &= not any(isinstance(s, (Backward, Grad)) and len(s.which) > 1 for s in program.statements)
+        exact &= not any(isinstance(s, (Backward, Grad)) and len(s.which) > 1 for s in program.statements)
+        tolerance = SINGLE_TOLERANCE if setup.model == "mixed" else TOLERANCE
+        self.tolerance = 0.0 if exact else tolerance
 
     def outcome(self) -> Outcome:
         for world in (self.plain, self.ours):
@@ -143,7 +146,7 @@ class _Run:
             return Outcome("raised", k, words) if errors[1] else _failed(k, name, f"does not raise: plain {words}")
         if errors[1] is not None:
             return self._ended(k, name, errors[1], before)
-        wrong = difference(results[0], results[1], exact=self.exact)
+        wrong = difference(results[0], results[1], tolerance=self.tolerance)
         if wrong is not None:
             return _failed(k, name, f"result: {wrong}")
         return self._looked(k, name, closely=looks or name == "Look")
@@ -152,7 +155,7 @@ class _Run:
         """A failure if what can be seen differs, or cannot be seen."""
         try:
             expected = self.plain.seen(closely=closely)
-            wrong = first_difference(expected, self.ours.seen(closely=closely), exact=self.exact)
+            wrong = first_difference(expected, self.ours.seen(closely=closely), tolerance=self.tolerance)
         except Diverged:
             raise
         except Exception as error:
@@ -171,7 +174,7 @@ class _Run:
             writes = self.program.setup.model in WRITERS and not alone
             keys = [key for key in before if alone or (key.startswith("parameter") and not writes)]
             then, now = ({key: state.get(key) for key in keys} for state in (before, after))
-            wrong = first_difference(then, now, exact=True)
+            wrong = first_difference(then, now, tolerance=0.0)
             if wrong:
                 return _failed(k, name, f"damage by a refusal: {wrong} ({words})")
         if isinstance(self.ours.model, OffloadModel) and k >= 0:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["IDS", "MODELS", "RANDOM", "ROWS", "ROWWISE", "STATEFUL", "WIDTH", "WRITERS", "Trip", "build", "trip"]
+from tests.offload.fuzz.trips import Trip
+
+__all__ = ["IDS", "MODELS", "RANDOM", "ROWS", "ROWWISE", "STATEFUL", "WIDTH", "WRITERS", "build"]
 
 WIDTH = 4
 ROWS = 12  # of tables
@@ -279,6 +281,17 @@ class Unused(nn.Module):
         return self.linear(x)
 
 
+class Single(nn.Module):
+    """Computes in float32 between layers in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.float()).double()
+
+
 class Nested(nn.Module):
     """Returns what is nested, with an integer and a constant before what needs a gradient."""
 
@@ -289,42 +302,6 @@ class Nested(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Any]:
         y = self.linear(x)
         return {"best": y.argmax(1), "one": torch.ones(x.size(0)), "pair": (y, [y.sin(), None])}
-
-
-class _Trip(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        trip.count("backward")
-        return gradient
-
-
-class Trip(nn.Module):
-    """An identity in which an interrupt can strike."""
-
-    def forward(self, x: Any) -> Any:
-        trip.count("forward")
-        return _Trip.apply(x) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-
-class _Switch:
-    """Raises KeyboardInterrupt the given time that an event happens."""
-
-    def __init__(self) -> None:
-        self.left: dict[str, int] = {}
-
-    def count(self, event: str) -> None:
-        if event in self.left:
-            self.left[event] -= 1
-            if self.left[event] < 0:
-                self.left.clear()
-                raise KeyboardInterrupt(f"in a {event}")
-
-
-trip = _Switch()
 
 
 def frozen() -> list[nn.Module]:
@@ -366,6 +343,7 @@ MODELS: dict[str, Callable[[], Sequence[nn.Module]]] = {
     "double_output": lambda: [linear(), linear(), Double()],
     "auxiliary": lambda: [linear(), Auxiliary(), linear(), linear()],
     "unused": lambda: [linear(), Unused(), linear(), Unused()],
+    "mixed": lambda: [linear(), Single(), linear(), Single()],
     "nested": lambda: [linear(), nn.Tanh(), linear(), Nested()],
     "spectral": lambda: [linear(), nn.utils.parametrizations.spectral_norm(linear()), linear()],
     "max_norm": lambda: [nn.Embedding(ROWS, WIDTH, max_norm=0.8), linear(), nn.Tanh(), linear()],
@@ -390,4 +368,8 @@ def build(name: str, *, trips: bool = False) -> nn.Sequential:
     for layer in MODELS[name]():
         layers += [layer, Trip()] if trips else [layer]
     model = (Residual if name == "residual" else nn.Sequential)(*layers)
-    return model.double()
+    model.double()
+    for module in model.modules():
+        if isinstance(module, Single):
+            module.float()
+    return model

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pipe.nested import map_tensors, tensors_in
-from tests.offload.fuzz.models import trip
 from tests.offload.fuzz.program import Statement
+from tests.offload.fuzz.trips import trip
 from tests.offload.fuzz.world import Live, World
 
 __all__ = [
@@ -95,7 +95,9 @@ class Forward(Statement):
             world.live.append(Live(output, x))
         world.keep("output", output)
         world.inputs = [*world.inputs[-3:], x]
-        return detached(output), [t.requires_grad for t in tensors_in(output)]
+        # Without gradients a layer that returns its parameter still returns what requires one; ours returns a copy.
+        needed = [t.requires_grad for t in tensors_in(output)]
+        return detached(output), needed if self.mode in ("train", "eval_grad", "save_on_cpu") else None
 
 
 @dataclass(frozen=True, repr=False)
