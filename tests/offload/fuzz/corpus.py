@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.offload.fuzz.around import AuxiliaryLoss, ChunkedStep, Regularised, SetAside
 from tests.offload.fuzz.gradients import KeepGradients, NewOptimizer, Step, TrainStep, UseKept, ZeroGrad
-from tests.offload.fuzz.hooks import Hook
+from tests.offload.fuzz.hooks import Hook, RemoveHooks
 from tests.offload.fuzz.passes import (
     Backward,
     Forward,
@@ -113,6 +113,15 @@ CORPUS: dict[str, Program] = {
     # Inference.
     "a_buffer_replaced_in_inference_mode_is_used_in_training": program(
         Forward(mode="inference"), *TRAIN, model="counting", checkpoint=True
+    ),
+    "a_hook_that_comes_after_the_forward_is_not_in_its_recomputation": program(
+        Forward(), Hook("forward", "scale"), Backward(), checkpoint=True
+    ),
+    "a_hook_that_is_removed_after_the_forward_is_in_its_recomputation": program(
+        Hook("forward", "scale"), Forward(), RemoveHooks(), Backward(), checkpoint=True
+    ),
+    "another_forward_of_a_layer_is_not_in_a_recomputation": program(
+        Forward(), Swap("forward"), Backward(), checkpoint=True
     ),
     # Copies.
     "a_copy_keeps_the_hooks_of_the_model": program(Hook("forward", "scale", None), Copy(), Forward()),
