@@ -154,7 +154,7 @@ class _Run:
         return self._looked(k, name, closely=looks or name == "Look")
 
     def _more_than_torch(self, words: str) -> bool:
-        """Whether ours may do what torch cannot: an output that was written in place is no part of a recomputed graph."""
+        """Whether ours does what torch cannot: an output written in place is no part of a recomputed graph."""
         written = any(isinstance(s, MutateOutput) for s in self.program.statements)
         return written and "modified by an inplace operation" in words
 
