@@ -3,6 +3,6 @@
 from gradcache.accumulation import Accumulation
 from gradcache.context_managers import RandContext
 from gradcache.grad_cache import GradCache, StepResult
-from gradcache.tiles import tiled
+from gradcache.tiled_loss import tiled
 
 __all__ = ["Accumulation", "GradCache", "RandContext", "StepResult", "tiled"]

@@ -20,9 +20,9 @@ from gradcache.context_managers import devices_in_use
 from gradcache.grouping import SavedBytes
 from gradcache.nested import map_tensors, tensors_in
 from gradcache.streamed import StreamedModel
-from pipe.guard import Guard, Watched
 from pipe.microbatch import rows_of
-from pipe.replay import Replay
+from pipe.recompute.module_state import Guard, Watched
+from pipe.recompute.replay import Replay
 
 __all__ = ["ChunkBudget", "kept_by_a_shard", "kept_bytes"]
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from gradcache import grouping, representations
 from gradcache.entering import Entering
 from gradcache.layers import Layers, Profile
-from pipe.dead_code import DeadCode
-from pipe.guard import Guard
 from pipe.nested import flatten, map_tensors, tensors_in, unflatten
-from pipe.replay import Replay
+from pipe.recompute.dead_code import DeadCode
+from pipe.recompute.module_state import Guard
+from pipe.recompute.replay import Replay
 
 __all__ = ["Again", "Graph", "Group", "Kept", "Work", "nbytes_of"]
 

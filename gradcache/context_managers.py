@@ -2,7 +2,7 @@
 
 A second forward is only the same function if every generator that the first one drew from is rewound: the CPU's, each
 device's (a wrapper may move CPU inputs to an accelerator, so the inputs do not tell which), Python's and NumPy's.
-``pipe.replay`` does the work; this module gives it the face that users of GradCache know.
+``pipe.recompute.replay`` does the work; this module gives it the face that users of GradCache know.
 
 Guarantees
     * Inside ``with context:`` the draws equal those made since the context was made; afterwards every generator goes on
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from pipe.replay import Replay, devices_of
+from pipe.recompute.replay import Replay, devices_of
 
 __all__ = ["RandContext", "devices_in_use"]
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from gradcache.chunks import call_arguments
 from gradcache.nested import map_tensors, tensors_in
-from pipe.replay import Replay, devices_of
+from pipe.recompute.replay import Replay, devices_of
 
 __all__ = ["Entering", "InputFn", "has_graph", "processing"]
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from gradcache import representations
-from gradcache.gather import gather_own
+from gradcache.distributed.gather import gather_own
 from gradcache.reach import Reach
 from gradcache.two_pass import ChunkState, FirstPass
 from pipe.nested import flatten

@@ -29,11 +29,11 @@ from gradcache import representations, two_pass
 from gradcache.budget import ChunkBudget, kept_by_a_shard, kept_bytes
 from gradcache.callables import CallableModel, Towers
 from gradcache.deferred import attach
-from gradcache.distributed import unwrapped, watch
+from gradcache.distributed.reduction import unwrapped, watch
+from gradcache.distributed.sharded import check_equal_chunks
 from gradcache.layered import LayeredModel
 from gradcache.nested import map_tensors, tensors_in
 from gradcache.reach import Reach
-from gradcache.sharded import check_equal_chunks
 from gradcache.step import Step, Tower
 from gradcache.streamed import StreamedModel
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipe.microbatch import rows_of
 from pipe.nested import flatten, map_tensors, tensors_in, unflatten
-from pipe.replay import Replay, devices_of
+from pipe.recompute.replay import Replay, devices_of
 
 __all__ = ["SavedBytes", "can_group", "cut", "joined", "kind_of", "rows_in", "runs_of_like_chunks"]
 

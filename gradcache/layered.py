@@ -13,7 +13,7 @@ Guarantees
     * These bytes first hold what enters layers. A chunk that finds no room keeps no more, and in pass 2 runs forward
       once more from the last thing that it kept; what enters its layers then exists beyond the budget, for one chunk
       at a time. Where room is left, chunks run together (see ``grouping``), and the cells that pass 2 begins with keep
-      their graphs (see ``pipe.lean``). The two never need the room at the same time: kept graphs are gone when pass 2
+      their graphs (see ``pipe.recompute.cheap_ops``). The two never need the room at the same time: kept graphs are gone when pass 2
       recomputes.
     * What was kept for a layer goes as the gradients of its parameters come: the two share their memory.
     * On the CPU the gradient of an ``nn.Embedding`` exists once, whatever the number of chunks; ``tables`` says where
@@ -30,12 +30,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradcache.distributed.sharded import is_sharded
 from gradcache.entering import Entering, InputFn
 from gradcache.layered_tape import LayeredTape
 from gradcache.layers import Layers
-from gradcache.sharded import is_sharded
 from pipe.nested import tensors_in
-from pipe.replay import autocast_without_cache, devices_of
+from pipe.recompute.replay import autocast_without_cache, devices_of
 
 __all__ = ["LayeredModel", "is_plain_sequential"]
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from gradcache import grouping, representations
 from gradcache.cells import Again, Graph, Group, Kept, Work
 from gradcache.tables import rows_in_place
-from pipe.elimination import leaving_out
 from pipe.nested import flatten, map_tensors
+from pipe.recompute.elimination import leaving_out
 
 __all__ = ["push_back"]
 

@@ -16,11 +16,11 @@ from gradcache.entering import Entering
 from gradcache.layered_back import push_back
 from gradcache.layers import Layers, Profile
 from gradcache.tables import rows_in_place
-from pipe.dead_code import DeadCode, Listener, listened_to
-from pipe.guard import Guard
-from pipe.lean import Lean
 from pipe.nested import map_tensors, tensors_in
-from pipe.replay import Replay, devices_of
+from pipe.recompute.cheap_ops import Lean
+from pipe.recompute.dead_code import DeadCode, Listener, listened_to
+from pipe.recompute.module_state import Guard
+from pipe.recompute.replay import Replay, devices_of
 
 __all__ = ["LayeredTape"]
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from gradcache import grouping
 from gradcache.tables import tables_of
-from pipe.dead_code import DeadCode
-from pipe.guard import Watched
+from pipe.recompute.dead_code import DeadCode
+from pipe.recompute.module_state import Watched
 
 __all__ = ["Layers", "Profile"]
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradcache.gather import gather_rows, rows_per_rank
-from gradcache.tiles import tiled, wide
+from gradcache.distributed.gather import gather_rows, rows_per_rank
+from gradcache.tiled_loss import tiled, wide
 
 __all__ = [
     "ContrastiveLossWithQueryClosure",

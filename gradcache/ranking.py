@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradcache.gather import gather_rows, rows_per_rank
+from gradcache.distributed.gather import gather_rows, rows_per_rank
 from gradcache.loss import over_processes
-from gradcache.tiles import tiled, wide
+from gradcache.tiled_loss import tiled, wide
 
 __all__ = ["DIRECTIONS", "HARDNESS_MODES", "PARTITION_MODES", "Ranking"]
 

@@ -23,7 +23,7 @@ from gradcache.features import FeatureSplitter
 from gradcache.grad_cache import GradCache
 from gradcache.ranking import Ranking
 from gradcache.reach import leaves_of
-from gradcache.tiles import with_known_gradients
+from gradcache.tiled_loss import with_known_gradients
 
 __all__ = ["CachedMultipleNegativesRankingLoss", "cos_sim"]
 

@@ -27,14 +27,14 @@ from torch import Tensor, nn
 from gradcache import representations
 from gradcache.accumulation import Accumulation
 from gradcache.callables import CallableModel
-from gradcache.distributed import Reduction, after_backward
+from gradcache.distributed.reduction import Reduction, after_backward
 from gradcache.entering import has_graph
 from gradcache.layered import LayeredModel, is_plain_sequential
 from gradcache.nested import tensors_in
 from gradcache.reach import Reach
 from gradcache.streamed import StreamedModel, StreamedWalk
 from gradcache.two_pass import InputGradients, is_trainable
-from gradcache.wrapped import WrappedWalk, say_once, streamed_inside
+from gradcache.wrapped.walk import WrappedWalk, say_once, streamed_inside
 from pipe.microbatch import rows_of
 
 __all__ = ["Owner", "Step", "Tower"]

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from gradcache import representations
 from gradcache.context_managers import RandContext
 from gradcache.nested import map_tensors, tensors_in
-from pipe.guard import Guard, Watched
-from pipe.replay import autocast_without_cache, devices_of
+from pipe.recompute.module_state import Guard, Watched
+from pipe.recompute.replay import autocast_without_cache, devices_of
 
 __all__ = ["ChunkState", "FirstPass", "InputGradients", "backward", "encode", "is_trainable"]
 

@@ -2,14 +2,14 @@
 
 from offload.embedding.bag import OffloadEmbeddingBag
 from offload.embedding.rowwise import RowWiseAdagrad
+from offload.engine.tape import Tape
 from offload.files.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from offload.files.pretrained import Pretrained, load_pretrained
 from offload.model import OffloadModel
 from offload.optim import OffloadOptimizer
-from offload.plan import Plan
-from offload.statistics import Statistics
-from offload.tier import DiskHome, HomeError
-from offload.walk.tape import Tape
+from offload.planning.plan import Plan
+from offload.storage import DiskHome, HomeError
+from offload.telemetry.statistics import Statistics
 
 __all__ = [
     "Checkpoint",

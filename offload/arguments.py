@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from offload.budget import Layout, fit, parse_bytes
-from offload.partition import cut_layers, layer_bytes
+from offload.planning.budget import Layout, fit, parse_bytes
+from offload.planning.partition import cut_layers, layer_bytes
 from pipe.refusals import beyond_layers
 
 __all__ = [

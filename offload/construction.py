@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from offload.budget import Layout
-from offload.lane import Lanes
-from offload.materialize import Values
-from offload.shard import make_shards
-from offload.statistics import Meter
-from offload.tier import Tier
-from offload.walk.walk import Walk
+from offload.engine.executor import Walk
+from offload.planning.budget import Layout
+from offload.storage import Tier
+from offload.streaming.lane import Lanes
+from offload.streaming.materialize import Values
+from offload.streaming.shard import make_shards
+from offload.telemetry.statistics import Meter
 
 __all__ = ["make_walk"]
 

@@ -24,26 +24,26 @@ from offload.arguments import (
     sizes_of,
 )
 from offload.construction import make_walk
-from offload.estimate import Estimate, estimate_step
+from offload.engine.autograd import attach
+from offload.engine.measure import measured_activations
+from offload.engine.raw_chunk import RawChunk
+from offload.engine.regroup import RegroupedTape, by_chunk, join_chunks, looks_across_rows, split_output
+from offload.engine.structure import Structure
+from offload.engine.tape import Tape
 from offload.files.pretrained import Pretrained, tensors_of
-from offload.heap import return_freed_memory
-from offload.keep import Keeper
-from offload.lane import open_lanes
-from offload.plan import Plan, plan_step
+from offload.module import ModuleAtHome
+from offload.persistence import Keeper
+from offload.planning.estimate import Estimate, estimate_step
+from offload.planning.plan import Plan, plan_step
+from offload.planning.updates import Updating, updates_of
 from offload.process import finalize_here
-from offload.resting import ModuleAtHome
 from offload.rollback import Rollback
-from offload.statistics import Meter, Statistics
-from offload.streamer import Streamer
-from offload.structure import Structure
-from offload.tier import DiskHome, open_tier
-from offload.trace import Event
-from offload.updates import Updating, updates_of
-from offload.walk.autograd import attach
-from offload.walk.measure import measured_activations
-from offload.walk.raw import RawChunk
-from offload.walk.regroup import RegroupedTape, by_chunk, join_chunks, looks_across_rows, split_output
-from offload.walk.tape import Tape
+from offload.storage import DiskHome, open_tier
+from offload.streaming.heap import return_freed_memory
+from offload.streaming.lane import open_lanes
+from offload.streaming.streamer import Streamer
+from offload.telemetry.statistics import Meter, Statistics
+from offload.telemetry.trace import Event
 from pipe.interception import offered
 from pipe.microbatch import gather_nested, split_nested
 from pipe.nested import map_tensors
@@ -375,7 +375,7 @@ class OffloadModel(ModuleAtHome):
         """Records what compute and each lane do inside, and writes it to ``path`` for https://ui.perfetto.dev.
 
         ``with model.trace("step.json") as events: ...``; the events carry the plan's tokens. A picture of the file:
-        ``python -m offload.timeline step.json step.png``.
+        ``python -m offload.telemetry.timeline step.json step.png``.
         """
         tracer = self._meter.tracer
         with tracer.recording(self._walk.bytes_at_home) as events:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812, RUF100
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pipe.phase import is_recomputing
+from pipe.recompute.phase import is_recomputing
 
 __all__ = ["DeferredBatchNorm", "mini_batch"]
 

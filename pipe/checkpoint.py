@@ -21,7 +21,7 @@ Invariants
       autograd, so no gradient can be paired with the wrong output.
     * Any output that the loss reaches starts the recomputation; if none does, nothing is recomputed.
     * Each input tensor is saved once, through the saved-tensor hooks in force.
-    * The second run sees what the first saw: see :mod:`pipe.replay`, :mod:`pipe.guard` and :mod:`pipe.structure`.
+    * The second run sees what the first saw: see :mod:`pipe.recompute.replay`, :mod:`pipe.recompute.module_state` and :mod:`pipe.recompute.structure`.
 
 After an exception in the recomputation the generators, buffers and settings are restored and the graph is dead.
 
@@ -37,13 +37,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipe.guard import Guard
 from pipe.microbatch import Batch
 from pipe.nested import TreeSpec, flatten, unflatten
-from pipe.phase import enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing
 from pipe.phony import get_phony
-from pipe.replay import Replay
-from pipe.structure import Members, WatchedLayers
+from pipe.recompute.module_state import Guard
+from pipe.recompute.phase import enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing
+from pipe.recompute.replay import Replay
+from pipe.recompute.structure import Members, WatchedLayers
 from pipe.torch_private import accumulates_everywhere
 
 __all__ = [

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from pipe.generators import held_generators
-from pipe.replay import Replay
+from pipe.recompute.generators import held_generators
+from pipe.recompute.replay import Replay
 from pipe.stage import Stage
 
 __all__ = ["SharedDraws"]

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from pipe.generators import held_generators
-from pipe.replay import Replay
+from pipe.recompute.generators import held_generators
+from pipe.recompute.replay import Replay
 from pipe.replicas import wrappers_of
 from pipe.turn import TakesTurns
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from pipe.nested import map_tensors
+from pipe.recompute.structure import WatchedLayers
 from pipe.skip.layout import SkipLayout
 from pipe.skip.namespace import Key
 from pipe.skip.tracker import SkipTracker, use_skip_tracker
-from pipe.structure import WatchedLayers
 from pipe.turn import takers_in
 
 __all__ = ["Stage", "writes_input"]

@@ -30,11 +30,11 @@ from pipe.gradients import StepGradients
 from pipe.loss import MicroLoss, UndeclaredReductionError, sum_and_count
 from pipe.microbatch import Batch, rows_of, split_nested
 from pipe.nested import flatten, map_tensors, tensors_in, unflatten
+from pipe.recompute.structure import WatchedLayers
 from pipe.schedule import Action, Schedule, coming_turns
 from pipe.skip.namespace import Key
 from pipe.stage import Stage
 from pipe.stream import current_stream
-from pipe.structure import WatchedLayers
 from pipe.worker import Task, task_runner
 
 __all__ = ["Step", "split_target"]

@@ -5,7 +5,7 @@ the devices one after another.
 
 Guarantees
     * Tasks of one device run one at a time, in the order in which they were put.
-    * A task sees the settings of the thread that called :func:`spawn_workers` (:mod:`pipe.ambient`), its context
+    * A task sees the settings of the thread that called :func:`spawn_workers` (:mod:`pipe.recompute.thread_state`), its context
       variables and its phase.
     * Whatever a task raises, ``SystemExit`` and ``KeyboardInterrupt`` included, arrives in the out queue.
     * When the context ends, by an exception or not, all threads have ended.
@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from pipe.ambient import Ambient
 from pipe.microbatch import Batch
-from pipe.phase import enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing
+from pipe.recompute.phase import enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing
+from pipe.recompute.thread_state import Ambient
 from pipe.stream import AbstractStream, normalize_device, use_device, use_stream
 
 __all__ = ["InQueue", "OutQueue", "Task", "needs_threads", "spawn_workers", "task_runner", "worker"]

@@ -27,7 +27,7 @@ from benchmarks.frame.rungs import Outcome, Rung
 from benchmarks.frame.table import markdown_table, mebibytes, reasons
 from benchmarks.frame.traffic import medium_bytes
 from benchmarks.frame.work import adamw_bytes, gradient_bytes
-from offload.budget import parse_bytes
+from offload.planning.budget import parse_bytes
 
 __all__ = ["add_arguments", "broken_bounds", "run"]
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from offload import OffloadModel
-from offload.budget import fit
 from offload.files.tensor_file import TensorFile, write_tensors
-from offload.plan import plan_step, validate
-from offload.simulate import Costs, simulate
+from offload.planning.budget import fit
+from offload.planning.plan import plan_step, validate
+from offload.planning.simulate import Costs, simulate
 
 MEBIBYTE = 2**20
 

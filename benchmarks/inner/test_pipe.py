@@ -10,7 +10,7 @@ import torch
 from pipe.balance.blockpartition import solve
 from pipe.dependency import fork, join
 from pipe.microbatch import gather_nested, split_nested
-from pipe.replay import Replay
+from pipe.recompute.replay import Replay
 
 
 def test_split_and_gather_a_nested_batch(benchmark: Any) -> None:

@@ -95,7 +95,7 @@ def forget(files: list[Path], model: nn.Module) -> None:
 
 def read(files: list[Path], *, direct: bool) -> float:
     """Seconds in which a plain loop reads files one after the other, block by block."""
-    from offload.tier.buffer import host_buffer, view_memory
+    from offload.storage.buffer import host_buffer, view_memory
 
     buffer = host_buffer(BLOCK_BYTES)
     buffer.fill_(1)

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offload.process import check_process
-from offload.tier import open_tier
+from offload.storage import open_tier
 from pipe.train.batch import record_stream
 from pipe.train.lane import ThreadLane, Ticket, fence
 

@@ -40,7 +40,7 @@ from torch.optim import Optimizer
 from offload.files.generators import generator_states, set_generator_states
 from offload.files.tensor_file import ChecksumError, TensorFile, write_all, write_tensors
 from offload.optim import OffloadOptimizer
-from offload.tier.cache import available_bytes
+from offload.storage.page_cache import available_bytes
 
 __all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
 

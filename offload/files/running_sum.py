@@ -10,7 +10,7 @@ import zlib
 from functools import partial
 from types import TracebackType
 
-from offload.tier.crew import Crew, Job
+from offload.storage.io_thread_pool import Crew, Job
 
 __all__ = ["RunningSum"]
 

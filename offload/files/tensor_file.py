@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from offload.files.running_sum import RunningSum
-from offload.tier.contract import bytes_of
+from offload.storage.contract import bytes_of
 
 __all__ = ["ChecksumError", "TensorFile", "write_all", "write_tensors"]
 

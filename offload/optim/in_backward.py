@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from offload.lane import Arrival
-from offload.optim.piece import Piece
+from offload.optim.param_block import Piece
 from offload.optim.update import Update
-from offload.shard import Shard, Slice
+from offload.streaming.lane import Arrival
+from offload.streaming.shard import Shard, Slice
 
 __all__ = ["InBackward"]
 

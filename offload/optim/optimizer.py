@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.budget import parse_bytes
-from offload.lane import Lane, ThreadLane
 from offload.model import OffloadModel
-from offload.norm import clip_coefficient, forget, norm_of, noted, total_norm
-from offload.optim.desk import Desk
+from offload.optim.disk_update import StagedPiece, bite_bytes, cut
 from offload.optim.group_changes import GroupChanges
 from offload.optim.groups import check_choices, options_of, resolve_groups, stand_in
 from offload.optim.in_backward import InBackward
-from offload.optim.piece import HostPiece, Piece, Recipe, Task
-from offload.optim.staged import StagedPiece, bite_bytes, cut
+from offload.optim.io_buffers import Desk
+from offload.optim.param_block import HostPiece, Piece, Recipe, Task
 from offload.optim.update import Update
-from offload.shard import Shard, Slice
-from offload.tier.crew import Crew
+from offload.planning.budget import parse_bytes
+from offload.storage.io_thread_pool import Crew
+from offload.streaming.grad_norm import clip_coefficient, forget, norm_of, noted, total_norm
+from offload.streaming.lane import Lane, ThreadLane
+from offload.streaming.shard import Shard, Slice
 
 __all__ = ["OffloadOptimizer", "open_update_lane"]
 

@@ -20,11 +20,11 @@ from functools import partial
 
 from torch import Tensor
 
-from offload.lane import Arrival, Lane
-from offload.optim.piece import Task, Torn
-from offload.shard import Shard
-from offload.statistics import Meter
-from offload.tier.crew import Crew, Job
+from offload.optim.param_block import Task, Torn
+from offload.storage.io_thread_pool import Crew, Job
+from offload.streaming.lane import Arrival, Lane
+from offload.streaming.shard import Shard
+from offload.telemetry.statistics import Meter
 
 __all__ = ["Update"]
 

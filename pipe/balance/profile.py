@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pipe.microbatch import split_nested
 from pipe.nested import map_tensors, tensors_in
-from pipe.replay import Replay
+from pipe.recompute.replay import Replay
 from pipe.skip.namespace import Key
 from pipe.skip.tracker import SkipTracker, use_skip_tracker
 

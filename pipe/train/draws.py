@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from pipe.replay import Replay
+from pipe.recompute.replay import Replay
 
 __all__ = ["Draws"]
 

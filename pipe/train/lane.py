@@ -11,7 +11,7 @@ Guarantees
       job's work on its own stream. The host never waits for a device.
     * An exception of a job, ``BaseException`` included, is raised by :meth:`Ticket.wait`, every time it is called.
     * A :class:`ThreadLane` owns a thread only while it has work: nothing to close, nothing alive when it rests.
-    * A job in another thread sees the settings of the thread that submitted it (:mod:`pipe.ambient`: grad mode,
+    * A job in another thread sees the settings of the thread that submitted it (:mod:`pipe.recompute.thread_state`: grad mode,
       autocast, inference mode, default device), its context variables and its current CUDA device.
 
 Assumes
@@ -34,7 +34,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from pipe.ambient import Ambient
+from pipe.recompute.thread_state import Ambient
 
 __all__ = ["InlineLane", "Lane", "Lanes", "ThreadLane", "Ticket", "fence"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipe.nested import flatten, map_tensors, tensors_in
-from pipe.replay import Replay, devices_of
+from pipe.recompute.replay import Replay, devices_of
 
 
 class FakeStreamed(nn.Module):

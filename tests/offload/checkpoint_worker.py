@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
-from offload.statistics import Meter
-from offload.tier.disk import DiskBlock
+from offload.storage.disk import DiskBlock
+from offload.telemetry.statistics import Meter
 from tests.offload.zoo import WIDTH, build
 
 #: Kinds of events: begins and ends of cells, of jobs of each lane, and of the arithmetic of an update; reads and writes

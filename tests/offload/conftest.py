@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.tier.cache import _direct_works
+from offload.storage.page_cache import _direct_works
 from tests.offload.late import LateLane, run_late
 
 

@@ -1,7 +1,7 @@
 """A lane that runs late: every copy is held back until somebody waits for it, and copies overtake each other.
 
 With it a forgotten wait reads garbage every time, on any machine. ``LateLane`` keeps exactly the promises that
-:class:`offload.lane.Lane` makes and none more.
+:class:`offload.streaming.lane.Lane` makes and none more.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from offload.lane import Arrival, Lane, Lanes
-from offload.room import Room
+from offload.streaming.lane import Arrival, Lane, Lanes
+from offload.streaming.slot_pool import Room
 
 
 class LateArrival(Arrival):

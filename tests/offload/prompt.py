@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from offload.lane import Arrival
+from offload.streaming.lane import Arrival
 from tests.offload.late import LateLane
 
 

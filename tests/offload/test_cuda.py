@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer
-from offload.lane import Arrival, StreamLane
-from offload.walk.crossing import Crossing
+from offload.engine.cell_executor import Crossing
+from offload.streaming.lane import Arrival, StreamLane
 from tests.offload.zoo import WIDTH, build
 
 pytestmark = [

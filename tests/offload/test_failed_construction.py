@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadModel, save_checkpoint
+from offload.engine.executor import Walk
 from offload.files.tensor_file import TensorFile
-from offload.tier.disk import DiskTier
-from offload.tier.host import HostTier
-from offload.walk.walk import Walk
+from offload.storage.disk import DiskTier
+from offload.storage.host import HostTier
 from tests.offload.interrupts import interrupted, lines_of
 
 WIDTH, LAYERS = 8, 5

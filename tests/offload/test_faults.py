@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from offload import OffloadModel
-from offload.tier.disk import DiskBlock
-from offload.tier.scratch import DiskScratch
+from offload.storage.disk import DiskBlock
+from offload.storage.scratch import DiskScratch
 from tests.offload.test_model import at_home, batch
 from tests.offload.zoo import build
 

@@ -17,9 +17,9 @@ from torch import nn
 
 import offload
 from offload import OffloadModel
-from offload.shard import State
-from offload.statistics import Meter
-from offload.walk.crossing import Crossing
+from offload.engine.cell_executor import Crossing
+from offload.streaming.shard import State
+from offload.telemetry.statistics import Meter
 from tests.offload.zoo import WIDTH, build
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offload import OffloadModel
-from offload.partition import cut_layers, layer_bytes
+from offload.planning.partition import cut_layers, layer_bytes
 from tests.offload.zoo import LAYERS, WIDTH, build, reference
 
 

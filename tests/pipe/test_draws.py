@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from pipe import Pipe, is_recomputing
 from pipe.checkpoint import checkpoint
-from pipe.generators import held_generators
-from pipe.replay import Replay
+from pipe.recompute.generators import held_generators
+from pipe.recompute.replay import Replay
 from pipe.worker import Task, task_runner
 from tests.pipe.test_worker import CPU, META
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from offload.room import Room
-from offload.shard import Shard
-from offload.structure import Structure
-from offload.walk.cell import CellRunner
-from offload.walk.walk import Walk
+from offload.engine.cell import CellRunner
+from offload.engine.executor import Walk
+from offload.engine.structure import Structure
+from offload.streaming.shard import Shard
+from offload.streaming.slot_pool import Room
 
 __all__ = ["MECHANISMS", "without"]
 
@@ -31,7 +31,7 @@ def _own_memory(patch: pytest.MonkeyPatch) -> None:
 
 
 def _double_backward(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("offload.walk.autograd.refuse_double_backward", lambda what: None)
+    patch.setattr("offload.engine.autograd.refuse_double_backward", lambda what: None)
 
 
 def _kept_gradients(patch: pytest.MonkeyPatch) -> None:
@@ -44,8 +44,8 @@ def _weight_writes(patch: pytest.MonkeyPatch) -> None:
 
 def _accumulated_hooks(patch: pytest.MonkeyPatch) -> None:
     for module in ("autograd", "tape"):
-        patch.setattr(f"offload.walk.{module}.has_hooks", lambda parameter: False)
-    patch.setattr("offload.walk.crossing.hidden_hooks", lambda parameters: contextlib.nullcontext())
+        patch.setattr(f"offload.engine.{module}.has_hooks", lambda parameter: False)
+    patch.setattr("offload.engine.cell_executor.hidden_hooks", lambda parameters: contextlib.nullcontext())
 
 
 def _structure(patch: pytest.MonkeyPatch) -> None:

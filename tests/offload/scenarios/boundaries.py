@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.statistics import Meter
-from offload.walk.boundary import WRITES_IN_FLIGHT, BoundaryStore
+from offload.engine.boundary_store import WRITES_IN_FLIGHT, BoundaryStore
+from offload.telemetry.statistics import Meter
 from tests.late_cuda import LateCuda
+from tests.offload.engine.test_boundary_store import BYTES, MOVING, Shelf, value
 from tests.offload.late import LateLane
-from tests.offload.test_boundary import BYTES, MOVING, Shelf, value
 
 SEEDS = range(6)
 

@@ -16,21 +16,21 @@ from torch import Tensor
 
 from offload.files.running_sum import RunningSum
 from offload.files.tensor_file import TensorFile, write_tensors
-from offload.optim.desk import Desk
-from offload.optim.moves import Copy, Read, Write
-from offload.optim.staged import StagedPiece
-from offload.tier import DiskTier
-from offload.tier.buffer import host_buffer, view_memory
-from offload.tier.cache import PageCache
-from offload.tier.disk import DiskBlock
-from offload.tier.staging import Link, Staging
-from offload.tier.transfer import Cut, move_all
-from offload.trace import Tracer
+from offload.optim.disk_update import StagedPiece
+from offload.optim.io_buffers import Desk
+from offload.optim.io_requests import Copy, Read, Write
+from offload.storage import DiskTier
+from offload.storage.buffer import host_buffer, view_memory
+from offload.storage.disk import DiskBlock
+from offload.storage.page_cache import PageCache
+from offload.storage.staging import Link, Staging
+from offload.storage.transfer import Cut, move_all
+from offload.telemetry.trace import Tracer
 from tests.guarded import Condition, Guarded
 from tests.offload.late import LateLane, run_late
+from tests.offload.optim.test_io_buffers import Late
 from tests.offload.pair import Pair
-from tests.offload.test_desk import Late
-from tests.offload.test_staging import LateLink
+from tests.offload.storage.test_staging import LateLink
 
 CPU = torch.device("cpu")
 PIECE = 1 << 14
@@ -95,7 +95,7 @@ def late_threads(monkeypatch: pytest.MonkeyPatch) -> list[LateThreads]:
         made.append(LateThreads())
         return made[-1]
 
-    monkeypatch.setattr("offload.tier.crew.IOThreads", executor)
+    monkeypatch.setattr("offload.storage.io_thread_pool.IOThreads", executor)
     return made
 
 
@@ -127,7 +127,7 @@ def _disk(
 ) -> tuple[list[LateThreads], DiskTier, Any, Tensor]:
     """A file of some pieces, full of sevens, and what is to be read into."""
     for way in ("STRAIGHT", "STAGED"):
-        monkeypatch.setattr(f"offload.tier.transfer.{way}", Cut(PIECE, IN_FLIGHT))
+        monkeypatch.setattr(f"offload.storage.transfer.{way}", Cut(PIECE, IN_FLIGHT))
     threads = late_threads(monkeypatch)
     tier = DiskTier(path, CPU, direct=False, link=link)
     block: Any = tier.allocate(pieces * PIECE, "weights")
@@ -178,7 +178,7 @@ def where_buffers_are_few_pieces_wait_for_them(monkeypatch: pytest.MonkeyPatch, 
         assert not inside, "a call of the system cannot reach a device"
         return view_memory(tensor)
 
-    monkeypatch.setattr("offload.tier.transfer.view_memory", near)
+    monkeypatch.setattr("offload.storage.transfer.view_memory", near)
     block.read_into(slot)
     link.finish()
     assert (slot == 7).all()
@@ -201,7 +201,7 @@ def a_transfer_that_failed_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, path
             raise OSError("once")
         move_all(*arguments)
 
-    monkeypatch.setattr("offload.tier.transfer.move_all", fails_once)
+    monkeypatch.setattr("offload.storage.transfer.move_all", fails_once)
     source = torch.full((block.nbytes,), 9, dtype=torch.uint8)
     with pytest.raises(OSError, match="once"):
         block.write(source, 0)
@@ -282,7 +282,7 @@ def one_thread_finds_out_what_the_file_system_can(monkeypatch: pytest.MonkeyPatc
         assert lock.held, "two threads would write the same probe"
         return True
 
-    monkeypatch.setattr("offload.tier.cache._direct_works", probe)
+    monkeypatch.setattr("offload.storage.page_cache._direct_works", probe)
     assert cache.direct()
 
 
@@ -361,7 +361,7 @@ def _take_out(moves: list[Write | Copy], done: Sequence[Write | Copy]) -> None:
 def _pending(monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[tuple[list[LateThreads], Pair]]:
     """A step of AdamW to be done, in several bites, by threads that come to their end when somebody waits for them."""
     with monkeypatch.context() as patch:
-        patch.setattr("offload.optim.staged.BITE_BYTES", 16)
+        patch.setattr("offload.optim.disk_update.BITE_BYTES", 16)
         threads = late_threads(patch)
         # One shard: the update of another would wait for what this one left.
         pair = Pair("adamw", f"{path}/", max_norm=0.1, slices=1)

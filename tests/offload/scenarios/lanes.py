@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.lane import Clock, Lane, StreamLane, ThreadLane
-from offload.threads import Future, IOThreads
-from offload.tier.crew import Crew
-from offload.tier.staging import CudaLink
+from offload.storage.io_thread_pool import Crew
+from offload.storage.io_threads import Future, IOThreads
+from offload.storage.staging import CudaLink
+from offload.streaming.lane import Clock, Lane, StreamLane, ThreadLane
 from tests.late_cuda import DEVICE, LateCuda
 
 CPU = torch.device("cpu")

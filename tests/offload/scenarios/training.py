@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from offload import OffloadModel
-from offload.homeward import Homeward
-from offload.lane import Arrival, Lane, Lanes
-from offload.streamer import Streamer
-from offload.tier.disk import DiskBlock
-from offload.walk.crossing import Crossing
+from offload.engine.cell_executor import Crossing
+from offload.storage.disk import DiskBlock
+from offload.streaming.gradient_offload import Homeward
+from offload.streaming.lane import Arrival, Lane, Lanes
+from offload.streaming.streamer import Streamer
 from tests.offload.late import LateLane, run_late
 from tests.offload.pair import Pair
 from tests.offload.prompt import PromptLane
 from tests.offload.scenarios.lanes import LateThread
-from tests.offload.test_late_lane import both, equal
+from tests.offload.streaming.test_late_lane import both, equal
 from tests.offload.zoo import WIDTH, build
 
 SEEDS = range(4)

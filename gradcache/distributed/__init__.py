@@ -1,0 +1,1 @@
+"""GradCache on many processes: gathered representations, reduced gradients, sharded towers."""

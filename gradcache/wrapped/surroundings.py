@@ -1,0 +1,122 @@
+"""What a call of a streamed model depends on besides its arguments: noted at the call, compared when it is run.
+
+The calls of many chunks are run together, later than each chunk made its own. In between other chunks' forwards ran, so
+whatever a chunk set around its call (another attribute of a layer, an adapter switched off, a swapped parameter, a
+context variable) may be gone. Thread settings and ``training`` flags can be set again; for all else it can only be seen
+that it is no longer as it was.
+
+Not seen: objects that layers refer to are looked into one level deep, so a value that changes further down, or in a
+global or a closure, is taken to be the same for all chunks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _python_dispatch as dispatch
+
+from pipe.recompute.thread_state import Ambient
+
+__all__ = ["Observer", "Surroundings", "must_run_in_place", "set_modes"]
+
+
+class Observer:
+    """Notes the surroundings of the calls of one model.
+
+    Args:
+        model: whose calls.
+        devices: device types whose autocast matters.
+    """
+
+    def __init__(self, model: nn.Module, devices: Sequence[str]) -> None:
+        # The model itself changes whenever it runs; its layers are what a caller can have changed.
+        self.modules = [module for child in model.children() for module in child.modules()]
+        self._devices = devices
+        self._last: list[Any] = []
+
+    def note(self) -> Surroundings:
+        """The surroundings as they are now."""
+        return Surroundings(self, Ambient.capture(self._devices), self.state())
+
+    def state(self) -> list[Any]:
+        """What the modules' attributes refer to. Equal states in a row are one list."""
+        # The objects themselves, not their ids: what was freed leaves its id to something else.
+        state: list[Any] = [torch.get_default_dtype()]
+        state.extend(item for pair in contextvars.copy_context().items() for item in pair)
+        for module in self.modules:
+            for name, value in module.__dict__.items():
+                if name == "training":
+                    continue
+                state.append(value)
+                if isinstance(value, dict):
+                    state.extend(dict.values(value))  # past what a subclass would note as a read
+                elif isinstance(value, (list, tuple, set)):
+                    state.extend(value)
+                elif not isinstance(value, (Tensor, nn.Module, type)) and hasattr(value, "__dict__"):
+                    state.extend(vars(value).values())
+        if not _same(state, self._last):
+            self._last = state
+        return self._last
+
+
+class Surroundings:
+    """Settings of the thread, ``training`` flags and state of a model's layers, as one call finds them."""
+
+    def __init__(self, observer: Observer, ambient: Ambient, state: list[Any]) -> None:
+        self.ambient = ambient
+        self._observer = observer
+        self._modes = tuple(module.training for module in observer.modules)
+        self._state = state
+
+    @property
+    def key(self) -> Any:
+        """Equal for calls that can be run together."""
+        ambient = self.ambient
+        modes = tuple(type(mode) for mode in ambient.function_modes)
+        return self._modes, ambient.grad, ambient.inference, ambient.autocasts, modes, ambient.hooks is None
+
+    @property
+    def changed(self) -> bool:
+        """Whether something that :meth:`again` cannot set is no longer as it was."""
+        return not _same(self._observer.state(), self._state)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, thread settings and ``training`` flags are those of the call."""
+        modules = self._observer.modules
+        before = [module.training for module in modules]
+        try:
+            set_modes(modules, self._modes)
+            with self.ambient.again():
+                yield
+        finally:
+            set_modes(modules, before)
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    return a is b or (len(a) == len(b) and all(map(operator.is_, a, b)))
+
+
+def must_run_in_place() -> str:
+    """Why a call that is made here cannot be run later; empty if it can."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint":
+        return "it is called inside torch.utils.checkpoint, which counts the tensors that its forward saves"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "it is called inside a transform of torch.func"
+    if dispatch._get_current_dispatch_mode_stack():
+        return "it is called under a TorchDispatchMode, which sees the operations of the call"
+    return ""
+
+
+def set_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
+    """Sets each module's ``training`` flag, and no child's."""
+    for module, training in zip(modules, modes, strict=True):
+        if module.training != training:
+            module.training = training

@@ -1,0 +1,334 @@
+"""One chunk's forward, suspended at the calls of the streamed models inside it.
+
+A tower with a streamed model inside computes something before the model's call and something after it. All chunks have
+to get as far as that call before any goes on, so that the model runs all their calls in one visit of each shard::
+
+    segment 0   prefix           model's call 0 is answered from outside
+    segment 1   ...              model's call 1
+    segment 2   suffix           ends in the representation
+
+A forward is suspended by an exception that leaves it, and resumed by running it again from its beginning, where calls
+that were answered return their answers. So it needs no thread: it runs where the caller is, with its settings, and
+what a tower keeps in attributes between prefix and suffix is its own chunk's. What is repeated is cheap, since streamed
+models do not run again.
+
+Guarantees
+    * Together the runs leave the traces of one forward: each segment draws random numbers and writes buffers the first
+      time; when it is repeated it sees the same numbers and the same buffers, and leaves neither changed.
+    * A forward keeps no graph between two runs.
+    * What an answer hands out is a copy, so a tower may write into it in place.
+
+Assumes that a tower does not catch ``BaseException`` around the call of a streamed model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradcache import representations
+from gradcache.two_pass import InputGradients
+from gradcache.wrapped.calls import Answer, Call, versions_of
+from gradcache.wrapped.receiver import Receiver
+from gradcache.wrapped.surroundings import Observer, must_run_in_place, set_modes
+from pipe.interception import intercepting
+from pipe.nested import TreeSpec, flatten, map_tensors, tensors_in
+from pipe.recompute.module_state import Guard, Watched
+from pipe.recompute.phase import enable_recomputing
+from pipe.recompute.replay import Replay, autocast_without_cache
+from pipe.recompute.thread_state import Ambient
+
+__all__ = ["SuspendedForward", "TowerNotes"]
+
+
+class _Suspend(BaseException):
+    """Leaves a forward at a call."""
+
+    def __init__(self, forward: SuspendedForward) -> None:
+        super().__init__("a forward is suspended here; it will be run again from its beginning")
+        self.forward = forward
+
+
+class TowerNotes:
+    """What the forwards of one tower have in common.
+
+    Args:
+        model: the tower.
+        observers: of the streamed models whose calls are intercepted, by the model's ``id``.
+    """
+
+    def __init__(self, model: nn.Module, observers: Mapping[int, Observer]) -> None:
+        self.name = type(model).__name__
+        self.modules = list(model.modules())
+        self.watched = Watched(model)
+        self.observers = observers
+        #: Whether the tower writes over its input. The first forward always runs on a copy, and tells.
+        self.writes_input = False
+        #: Why some calls are left to the models themselves, by the model's ``id``.
+        self.in_place: dict[int, str] = {}
+
+
+class SuspendedForward:
+    """The way of one chunk through a tower, from the raw chunk to its representation.
+
+    Args:
+        chunk: of the tower's input.
+        encoder: the way; calls the tower.
+        notes: of the tower.
+        devices: whose generators the way may draw from.
+        first: whether it is the tower's first chunk.
+    """
+
+    def __init__(
+        self,
+        chunk: Any,
+        encoder: Callable[[Any], Any],
+        notes: TowerNotes,
+        devices: set[torch.device],
+        *,
+        first: bool,
+    ) -> None:
+        self._chunk = chunk
+        self._encoder = encoder
+        self.notes = notes
+        self._devices = devices
+        self._first = first
+        self._ambient = Ambient.capture(device.type for device in devices)
+        self._segments: list[tuple[Replay, Guard]] = []
+        #: By number of the call; None where the model is left to run by itself.
+        self.answers: list[Answer | None] = []
+        #: Where the forward is suspended, if it is.
+        self.call: Call | None = None
+        self.representation: Any = None
+        self.finished = False
+        self.requires_grad = False
+        # Of the run under way:
+        self._running = False
+        self._modes: list[bool] | None = None
+        self._position = 0
+        self._stop_at: int | None = None
+        self._in_backward = False
+        self._suspended = False
+        self._entering: list[Any] = []
+        self._given: list[tuple[Answer, Receiver]] = []
+        self._segment: tuple[Replay, Guard] | None = None
+        self._again = contextlib.ExitStack()
+
+    @property
+    def models(self) -> Mapping[int, Observer]:
+        """The streamed models that it may call, by ``id``."""
+        return self.notes.observers
+
+    # --- the first pass -----------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Runs on to the next call, which is in :attr:`call` then, or to the end.
+
+        Raises:
+            RuntimeError: if the tower caught the exception that suspends it, or does another thing when repeated.
+            ValueError: if it writes over its input, which its first chunk's forward did not.
+        """
+        self.call = None
+        modes = [module.training for module in self.notes.modules]
+        with autocast_without_cache(self._devices):
+            output = self._run(map_tensors(_as_leaf, self._chunk))
+        if self._suspended:
+            # What a tower sets before a call and undoes after it must not be found by the next chunk.
+            set_modes(self.notes.modules, modes)
+            return
+        self.requires_grad = any(tensor.requires_grad for tensor in tensors_in(output))
+        self.representation = representations.detached(output)
+        self.finished = True
+
+    def leave_to_model(self) -> None:
+        """Lets the model run the call of :attr:`call` by itself, when the forward is run again."""
+        self.answers.append(None)
+
+    # --- the second pass ----------------------------------------------------------------------------------------
+
+    def begin_backward(self, inputs: InputGradients) -> None:
+        """To be called before the two below; ``inputs`` collects the gradients of the chunk itself."""
+        self._chunk = inputs.cut(self._chunk)
+
+    def backward(self, gradient: Any, first: Any) -> float:
+        """Pushes the gradient of the representation back to the answers, with a graph made for it.
+
+        Returns:
+            The greatest difference from the representations ``first`` of the first pass; 0 if that is None.
+        """
+        with self._repeated(None) as output:
+            difference = 0.0 if first is None else representations.greatest_difference(first, output)
+            representations.backward(output, gradient)
+        return difference
+
+    def backward_from(self, k: int) -> None:
+        """Pushes the gradients that arrived at the inputs of call ``k`` back to the answers before it.
+
+        Afterwards that answer is not needed any more.
+        """
+        answer = self.answers[k]
+        assert answer is not None
+        positions = [position for position, wants in enumerate(answer.requires) if wants]
+        arrived = dict(zip(positions, answer.entered.gradients, strict=False))
+        answer.entered.gradients = []
+        if any(gradient is not None for gradient in arrived.values()):
+            with self._repeated(k):
+                entering, self._entering = self._entering, []
+                pairs = [(entering[position], g) for position, g in arrived.items() if g is not None]
+                torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+        answer.outputs = []
+
+    @contextlib.contextmanager
+    def _repeated(self, stop_at: int | None) -> Iterator[Any]:
+        """The result of a run with a graph. What autograd collects inside is added to the answers' gradients."""
+        self._stop_at, self._in_backward = stop_at, True
+        self._modes = [module.training for module in self.notes.modules]
+        try:
+            with (
+                self._ambient.again(recomputation=True, cache_casts=False),
+                enable_recomputing(),
+                torch.enable_grad(),
+            ):
+                output = self._run(self._chunk)
+                given, self._given = self._given, []
+                # Backward may read buffers, or repeat a part that writes them: earlier segments' values go on top.
+                for _, guard in reversed(self._segments):
+                    self._again.enter_context(guard.again(strict=False))
+                yield output
+                for answer, receiver in given:
+                    answer.collect(receiver)
+        finally:
+            self._stop_at, self._in_backward, self._given, self._entering = None, False, [], []
+            self.abandon()
+
+    def abandon(self) -> None:
+        """After an interrupt anywhere in a run: buffers, generators and flags are those of the module again."""
+        self._running = False
+        self._again.close()
+        modes, self._modes = self._modes, None
+        if modes is not None:
+            set_modes(self.notes.modules, modes)
+
+    # --- one run ------------------------------------------------------------------------------------------------
+
+    def _run(self, chunk: Any) -> Any:
+        """Runs from the beginning; None if it was suspended."""
+        copies = (self._first and not self._in_backward) or self.notes.writes_input
+        given = map_tensors(torch.clone if copies else _same, chunk)
+        versions = versions_of(tensors_in(given))
+        self._position, self._suspended, self._given, self._running = 0, False, [], True
+        complete = False
+        try:
+            with intercepting(self._intercepted):
+                self._begin()
+                output = self._encoder(given)
+            if self._suspended and self._stop_at is None:
+                raise RuntimeError(
+                    f"the forward of {self.notes.name} was suspended at the call of the streamed model inside it by "
+                    f"an exception, which the forward caught; catch Exception there, not BaseException"
+                )
+            complete = True
+        except _Suspend as suspend:
+            if suspend.forward is not self:
+                raise
+            output, complete = None, True
+        finally:
+            self._running = False
+            self._end(complete and not self._suspended)
+        self._check_input(versions_of(tensors_in(given)) != versions, copies)
+        return output
+
+    def _check_input(self, written: bool, copied: bool) -> None:
+        if written and not copied:
+            raise ValueError(
+                f"expected a model that treats all chunks alike, but {self.notes.name} changed one of its chunks in "
+                f"place and not the first; pass a process_fn that clones what the model writes over"
+            )
+        self.notes.writes_input |= written
+
+    def _intercepted(self, model: Any, micro_batches: Sequence[Any]) -> list[Any] | None:
+        """Answers the call of a streamed model, leaves the forward, or leaves the call to the model (None)."""
+        observer = self.notes.observers.get(id(model))
+        if observer is None or not self._running:
+            return None
+        if self._suspended:  # the tower caught what was to leave it
+            raise _Suspend(self)
+        reason = must_run_in_place()
+        if reason:
+            self.notes.in_place[id(model)] = reason
+            return None
+        k = self._position
+        self._position += 1
+        inputs, spec = flatten(list(micro_batches))
+        requires = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
+        self._end(True)
+        if k == self._stop_at:
+            self._entering = inputs
+        elif k < len(self.answers):
+            answer = self.answers[k]
+            self._begin(k + 1)
+            if answer is None:
+                return None
+            self._check_repeated(answer, model, spec, requires)
+            outputs, receiver = answer.give()
+            self._given.append((answer, receiver))
+            return outputs
+        elif self._in_backward:
+            raise self._differs(f"calls {type(model).__name__} once more than")
+        else:
+            detached = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
+            surroundings = observer.note()
+            self.call = Call(model, detached, spec, requires, surroundings, versions_of(detached))
+        self._suspended = True
+        raise _Suspend(self)
+
+    def _check_repeated(self, answer: Answer, model: Any, spec: TreeSpec, requires: list[bool]) -> None:
+        if model is not answer.model or spec != answer.input_spec:
+            raise self._differs(f"calls {type(model).__name__} in another order, or with other arguments, than")
+        # What was called without gradients in the first pass has none to give.
+        if torch.is_grad_enabled() != answer.records or requires != answer.requires:
+            raise self._differs(f"calls {type(model).__name__} with inputs that need other gradients than")
+
+    def _differs(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"the forward of {self.notes.name}, which is repeated around the call of a streamed model, {what} when it "
+            f"ran first; make it do the same for the same chunk, or call GradCache with a model_call of your own, "
+            f"which is run chunk by chunk"
+        )
+
+    # --- one segment --------------------------------------------------------------------------------------------
+
+    def _begin(self, k: int = 0) -> None:
+        """Segment ``k`` begins: for the first time, or in the state in which it began then."""
+        if k < len(self._segments):
+            replay, guard = self._segments[k]
+            self._again.enter_context(enable_recomputing())
+            self._again.enter_context(guard.again(strict=False))
+            self._again.enter_context(replay.rewound())
+        else:
+            watched = self.notes.watched
+            self._segment = Replay.capture(self._devices, watched.generators), Guard(watched)
+
+    def _end(self, complete: bool) -> None:
+        """The segment ends, if one is under way. A first run that is not complete leaves nothing to be repeated."""
+        modules = self.notes.modules
+        modes = [module.training for module in modules]
+        self._again.close()
+        # The guard sets the flags back to those before the segment; those that the tower set are to stay.
+        set_modes(modules, modes)
+        segment, self._segment = self._segment, None
+        if segment is not None and complete:
+            self._segments.append((segment[0].seal(), segment[1].seal()))
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _as_leaf(tensor: Tensor) -> Tensor:
+    # The graph before the chunk is the caller's; one backward goes through it, when all chunks are done.
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor

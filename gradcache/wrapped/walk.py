@@ -1,0 +1,296 @@
+"""The walk over towers that contain streamed models: chunk by chunk around them, shard by shard inside them.
+
+::
+
+    pass 1    for chunk i:   up to the tower's first call of a streamed model, where it is suspended
+              all chunks:    that call, in one visit of each shard; and so on with further calls
+              for chunk i:   on to its representation
+    pass 2    for chunk i:   repeated with a graph, calls answered; gradient from the representation to the answers
+              all chunks:    backward through the last call, in one visit of each shard
+              for chunk i:   repeated up to that call; gradient from its inputs to what computed them
+
+A call is one visit of each shard forward and one backward, whatever the number of chunks, as long as all chunks make
+the same calls in the same order. Chunks that do not are right as well, but shards are loaded more often; so they are
+where a call cannot be taken out of its place (see ``surroundings``). Either is said once, in a RuntimeWarning.
+
+Between the passes it keeps what enters and what leaves each streamed model, for every chunk. What stands around the
+models, ``process_fn`` included, runs once more in each pass for every call that is answered: what precedes a call is
+taken to be cheap beside the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from gradcache import representations
+from gradcache.context_managers import devices_in_use
+from gradcache.streamed import Tape
+from gradcache.two_pass import InputGradients
+from gradcache.wrapped.calls import Answer
+from gradcache.wrapped.receiver import Receiver
+from gradcache.wrapped.surroundings import Observer
+from gradcache.wrapped.suspended import SuspendedForward, TowerNotes
+from pipe.nested import flatten, unflatten
+
+__all__ = ["WrappedWalk", "say_once", "streamed_inside"]
+
+
+def streamed_inside(model: nn.Module) -> list[nn.Module]:
+    """The streamed models in a module, itself included, each once; not those inside another streamed model."""
+    found: dict[int, nn.Module] = {}
+    seen: set[int] = set()
+    # By hand, since modules() of a streamed model would finish the updates that it is behind with.
+    stack: list[nn.Module] = [model]
+    while stack:
+        module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        if hasattr(type(module), "forward_chunks"):
+            found[id(module)] = module
+        else:
+            stack.extend(child for child in reversed(module._modules.values()) if child is not None)
+    return list(found.values())
+
+
+@dataclass(eq=False)
+class _Wave:
+    """One forward of a streamed model over calls of many chunks."""
+
+    tape: Tape
+    #: Each with the number of the call that is answered here.
+    members: list[tuple[SuspendedForward, int]]
+
+    def backward(self) -> None:
+        """Pushes the gradients of the answers through the model, and on to what computed its inputs."""
+        gradients: list[Any] = []
+        for forward, k in self.members:
+            answer = forward.answers[k]
+            assert answer is not None
+            assert answer.spec is not None
+            nested = unflatten(list(answer.gradients), answer.spec)
+            gradients.extend(part if representations.has_gradient(part) else None for part in nested)
+            answer.gradients = []
+        if any(gradient is not None for gradient in gradients):
+            self.tape.backward(gradients)
+            gradients.clear()
+        for forward, k in self.members:
+            forward.backward_from(k)
+
+
+class WrappedWalk:
+    """Towers that contain streamed models, walked together.
+
+    Args:
+        towers: each tower's model and chunks.
+        encoder_of: makes the way from a raw chunk to its representation, given the model.
+        tensors_of: tensors of a chunk whose devices' random states are noted.
+        inputs: collects the gradients of chunks that take one.
+        audit: compare the representations of the two passes.
+    """
+
+    def __init__(
+        self,
+        towers: Sequence[tuple[nn.Module, Sequence[Any]]],
+        encoder_of: Callable[[nn.Module], Callable[[Any], Any]],
+        tensors_of: Callable[[Any], Sequence[torch.Tensor]],
+        inputs: InputGradients,
+        audit: bool = False,
+    ) -> None:
+        inside = {id(model): streamed_inside(model) for model, _ in towers}
+        streamed = {id(part): part for parts in inside.values() for part in parts}
+        observers = {key: Observer(part, [_device_type(part)]) for key, part in streamed.items()}
+        self._models = streamed
+        self._inputs = inputs
+        self._audit = audit
+        self._waves: list[_Wave] = []
+        self._visits: dict[int, int] = dict.fromkeys(streamed, 0)
+        self._towers: list[list[SuspendedForward]] = []
+        self._rows: list[list[int]] = []
+        self._notes: dict[int, TowerNotes] = {}
+        for model, chunks in towers:
+            notes = self._notes.get(id(model))
+            if notes is None:
+                notes = TowerNotes(model, {id(part): observers[id(part)] for part in inside[id(model)]})
+                self._notes[id(model)] = notes
+            devices = devices_in_use(list(model.parameters()))
+            self._towers.append(
+                [
+                    SuspendedForward(
+                        chunk,
+                        encoder_of(model),
+                        notes,
+                        devices | devices_in_use(list(tensors_of(chunk))),
+                        first=i == 0,
+                    )
+                    for i, chunk in enumerate(chunks)
+                ]
+            )
+        #: Greatest difference between the two passes' representations, where they are compared.
+        self.greatest_difference = 0.0
+
+    # --- forward ------------------------------------------------------------------------------------------------
+
+    def encode(self) -> list[Any]:
+        """The first pass: the representations of each tower."""
+        with self._abandoned_on_failure() as forwards:
+            for forward in forwards:
+                forward.advance()
+            while waiting := [forward for forward in forwards if forward.call is not None]:
+                for forward in self._answered(self._next(waiting, forwards)):
+                    forward.advance()
+        self._explain()
+        encoded: list[Any] = []
+        for tower in self._towers:
+            self._rows.append([representations.rows_in(forward.representation) for forward in tower])
+            encoded.append(representations.concatenated([forward.representation for forward in tower]))
+            if not self._audit:
+                for forward in tower:
+                    forward.representation = None
+        return encoded
+
+    @property
+    def requires_grad(self) -> list[bool]:
+        """After :meth:`encode`: which towers' representations need a gradient."""
+        return [any(forward.requires_grad for forward in tower) for tower in self._towers]
+
+    @staticmethod
+    def _next(waiting: Sequence[SuspendedForward], forwards: Iterable[SuspendedForward]) -> list[SuspendedForward]:
+        """Forwards whose calls are run together next: first those that no other forward can join any more."""
+        groups: dict[Any, list[SuspendedForward]] = {}
+        for forward in waiting:
+            assert forward.call is not None
+            groups.setdefault((id(forward.call.model), forward.call.surroundings.key), []).append(forward)
+        unfinished = [forward for forward in forwards if not forward.finished]
+        for (model, _), group in groups.items():
+            if sum(model in forward.models for forward in unfinished) == len(group):
+                return group
+        return max(groups.values(), key=len)
+
+    def _answered(self, group: Sequence[SuspendedForward]) -> Sequence[SuspendedForward]:
+        """Answers the calls of a group, which are of one model. Returns the group."""
+        together: list[SuspendedForward] = []
+        for forward in group:
+            assert forward.call is not None
+            reason = ""
+            if forward.call.surroundings.changed:
+                reason = "the tower changes it for the time of its call"
+            elif forward.call.overwritten:
+                reason = "its arguments are overwritten by the next chunk's"
+            if reason:
+                forward.notes.in_place[id(forward.call.model)] = reason
+                forward.leave_to_model()
+            else:
+                together.append(forward)
+        if together:
+            self._run_together(together)
+        return group
+
+    def _run_together(self, group: Sequence[SuspendedForward]) -> None:
+        calls = [forward.call for forward in group if forward.call is not None]
+        model, surroundings = calls[0].model, calls[0].surroundings
+        flags: list[list[bool]] = []
+
+        def note(output: Any) -> Any:
+            # As a part of the last shard it sees which outputs have a graph. It is repeated in backward.
+            flags.append([isinstance(x, torch.Tensor) and x.requires_grad for x in flatten(output)[0]])
+            return output
+
+        chunks: list[Any] = []
+        counts: list[int] = []
+        answers: list[Answer] = []
+        with surroundings.again():
+            for call in calls:
+                entered = Receiver()
+                wanted = [x for x, wants in zip(call.inputs, call.requires, strict=True) if wants]
+                attached = iter(entered.attach(wanted, copy=False))
+                pairs = zip(call.inputs, call.requires, strict=True)
+                micro_batches = unflatten([next(attached) if wants else x for x, wants in pairs], call.spec)
+                chunks.extend(micro_batches)
+                counts.append(len(micro_batches))
+                answers.append(Answer(model, call.spec, call.requires, torch.is_grad_enabled(), entered))
+                call.inputs.clear()
+            outputs, tape = model.forward_chunks(chunks, output_fn=note)
+        self._visits[id(model)] += 1
+        remaining = iter(zip(outputs, flags[: len(outputs)], strict=True))
+        members: list[tuple[SuspendedForward, int]] = []
+        for forward, answer, count in zip(group, answers, counts, strict=True):
+            mine = [next(remaining) for _ in range(count)]
+            answer.fill([output for output, _ in mine], [flag for _, row in mine for flag in row])
+            members.append((forward, len(forward.answers)))
+            forward.answers.append(answer)
+        if any(any(row) for row in flags):
+            self._waves.append(_Wave(tape, members))
+
+    # --- backward -----------------------------------------------------------------------------------------------
+
+    def backward(self, gradients: Sequence[Any]) -> None:
+        """The second pass; ``gradients``: of each tower's representations, None where there is none."""
+        if not any(representations.has_gradient(gradient) for gradient in gradients):
+            return
+        with self._abandoned_on_failure():
+            for tower, rows, gradient in zip(self._towers, self._rows, gradients, strict=True):
+                for forward, part in zip(tower, representations.split_gradients(gradient, rows), strict=True):
+                    forward.begin_backward(self._inputs)
+                    first, forward.representation = forward.representation, None
+                    if representations.has_gradient(part):
+                        self.greatest_difference = max(self.greatest_difference, forward.backward(part, first))
+            while self._waves:
+                self._waves.pop().backward()
+
+    @contextlib.contextmanager
+    def _abandoned_on_failure(self) -> Iterator[list[SuspendedForward]]:
+        """The forwards. An interrupt may have come while one of them was cleaning up, so that is done once more."""
+        forwards = [forward for tower in self._towers for forward in tower]
+        try:
+            yield forwards
+        except BaseException:
+            for forward in forwards:
+                forward.abandon()
+            raise
+
+    # --- what is said -------------------------------------------------------------------------------------------
+
+    def _explain(self) -> None:
+        """Says which shards were loaded more often than once per call, and why."""
+        for notes in self._notes.values():
+            for key, reason in notes.in_place.items():
+                say_once(self._models[key], notes.name, reason)
+        for key, visits in self._visits.items():
+            calls = [sum(a is not None and id(a.model) == key for a in f.answers) for t in self._towers for f in t]
+            if visits > max(calls, default=0):
+                names = " and ".join(dict.fromkeys(n.name for n in self._notes.values() if key in n.observers))
+                say_once(
+                    self._models[key],
+                    names,
+                    f"chunks call it in another order, another mode or another number of times, so that their calls "
+                    f"took {visits} visits",
+                )
+
+
+#: What was said of each model.
+_said: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+
+
+def say_once(model: nn.Module, tower: str, reason: str) -> None:
+    """Warns that a tower's streamed model is not walked with all chunks in one visit of each shard."""
+    said = _said.setdefault(model, set())
+    if reason not in said:
+        said.add(reason)
+        warnings.warn(
+            f"the {type(model).__name__} in {tower} loads its shards more than twice per GradCache step: {reason}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _device_type(model: nn.Module) -> str:
+    return torch.device(getattr(model, "device", "cpu")).type

@@ -1,0 +1,192 @@
+"""The whole walk as one node of the user's graph."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.engine.cell import Cell
+from offload.engine.executor import Walk
+from offload.engine.surroundings import Before
+from offload.engine.tape import Tape
+from pipe.checkpoint import refuse_double_backward
+from pipe.microbatch import gather_nested
+from pipe.nested import flatten, tensors_in, unflatten
+from pipe.phony import get_phony
+from pipe.torch_private import (
+    accumulates_everywhere,
+    has_hooks,
+    is_requested,
+    keeps_graph,
+    run_hooks_with_gradient_only,
+    with_subclasses,
+)
+
+__all__ = ["attach"]
+
+
+class _Node:
+    """One forward, between the nested values of the user and the flat tensors of autograd."""
+
+    def __init__(self, walk: Walk, tape: Tape, outputs: Sequence[Any]) -> None:
+        self.walk = walk
+        self.saved: Tape | None = tape
+        self.held: list[Tape] = []
+        #: For each micro-batch, the rows of each leaf of its output; None for what is no tensor.
+        self.rows = [[_rows(leaf) for leaf in flatten(output)[0]] for output in outputs]
+        leaves, self.spec = flatten(gather_nested(list(outputs)))
+        # A leaf that needs a gradient in one micro-batch needs it in the gathered output.
+        n = len(walk.shards)
+        columns = zip(*(tape.requires[Cell(n, i)] for i in range(tape.microbatches)), strict=True)
+        wanted = [k for k, column in enumerate(columns) if any(column)]
+        # A tensor that stands at several places of the output is one result.
+        first: dict[int, int] = {}
+        self.same_as = {k: first.setdefault(id(leaves[k]), k) for k in wanted}
+        self.differentiable = list(dict.fromkeys(self.same_as.values()))
+        self.results: list[Tensor] = [leaves[k] for k in self.differentiable]
+        self.leaves = leaves
+        #: What autograd knows of the walk besides the user's inputs.
+        self.parameters = walk.trainable(tape.first)
+        walk.nodes.add(self)
+
+    # Autograd frees what it saved as soon as backward is done, unless the graph is retained. The tape takes the place
+    # of a saved tensor, so it lives exactly as long. Without this it would live until the user drops the loss, and
+    # stand beside the tape of the next step.
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Saves the tape in place of the one tensor that the node saves."""
+        tape, self.saved = self.saved, None
+        return tensor if tape is None else tape
+
+    def unpack(self, saved: Any) -> Tensor:
+        """Hands the tape to the backward that asked."""
+        if isinstance(saved, Tape):
+            self.held.append(saved)
+            return torch.empty(0)
+        assert isinstance(saved, Tensor)
+        return saved
+
+
+def _split(gradient: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    if gradient.layout is torch.strided:
+        pieces: Sequence[Tensor] = gradient.split(sizes)
+        return pieces
+    ends = itertools.accumulate(sizes)
+    return [gradient.narrow_copy(0, end - size, size) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _rows(leaf: Any) -> int | None:
+    return leaf.size(0) if isinstance(leaf, Tensor) and leaf.dim() else None
+
+
+class _Offload(torch.autograd.Function):
+    """Passes results through; its backward is the backward of the walk.
+
+    Its inputs are the user's and then the parameters, so that autograd reaches it when it is asked for the gradients of
+    parameters alone. Those that it was asked for, and those that have hooks, get their gradient from autograd, which
+    runs the hooks once on the whole gradient. All others get theirs at home, shard by shard, and None from here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, node: _Node, phony: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.node = node
+        ctx.save_for_backward(phony.detach())
+        results, node.results = node.results, []
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        refuse_double_backward("an OffloadModel")
+        node: _Node = ctx.node
+        _ = ctx.saved_tensors  # raises torch's own error if the graph was freed
+        tape = node.held.pop()
+        if tape.used:
+            raise RuntimeError(
+                "a backward through this forward failed before, and had given up a part of what the forward kept; run "
+                "the forward again"
+            )
+        pieces: list[list[Any]] = [[None] * len(row) for row in node.rows]
+        for k, gradient in zip(node.differentiable, gradients, strict=True):
+            if gradient is None:
+                continue
+            sizes = [row[k] for row in node.rows]
+            parts = [gradient] if len(sizes) == 1 else _split(gradient, [size or 0 for size in sizes])
+            for piece, part in zip(pieces, parts, strict=True):
+                piece[k] = part
+        everywhere = accumulates_everywhere()
+        if everywhere:
+            handed_over = [p for p in node.parameters if has_hooks(p)]
+        else:
+            edges = ctx.next_functions[-len(node.parameters) :] if node.parameters else ()
+            requested = [edge is not None and is_requested(edge) for edge, _ in edges]
+            handed_over = [p for p, asked in zip(node.parameters, requested, strict=True) if asked]
+        # Without consuming, all that the forward kept would stay until its last gradient is home: plain autograd gives
+        # it up piece by piece, unless the graph is retained.
+        try:
+            with with_subclasses():
+                back, taken = node.walk.backward(
+                    tape, pieces, consume=not keeps_graph(), accumulate=everywhere, handed_over=handed_over
+                )
+        except BaseException as error:
+            # After an interrupt, what the tape holds may be half-way between two places.
+            if tape.used or not isinstance(error, Exception):
+                tape.give_up()
+            raise
+        for parameter in handed_over if everywhere else ():
+            if parameter not in taken:
+                run_hooks_with_gradient_only(parameter)
+        inputs = _joined(back, tape, ctx.needs_input_grad[2 : len(ctx.needs_input_grad) - len(node.parameters)])
+        return (None, None, *inputs, *(taken.get(p) for p in node.parameters))
+
+
+def _joined(back: list[list[Any]], tape: Tape, needed: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients of the inputs, from those of the micro-batches that they were cut into."""
+    joined: list[Tensor | None] = []
+    positions = [k for k, leaf in enumerate(tape.inputs[0]) if isinstance(leaf, Tensor)]
+    for k, wanted in zip(positions, needed, strict=True):
+        gradients = [row[k] for row in back]
+        if not wanted or all(gradient is None for gradient in gradients):
+            joined.append(None)
+            continue
+        pieces = [row[k] for row in tape.inputs]
+        parts = [torch.zeros_like(x) if g is None else g.to(x) for g, x in zip(gradients, pieces, strict=True)]
+        if len(parts) == 1:
+            joined.append(parts[0])
+        elif pieces[0].dim() == 0:  # it went to every micro-batch as it is
+            joined.append(torch.stack(parts).sum(0))
+        else:
+            joined.append(torch.cat(parts))
+    return joined
+
+
+def attach(walk: Walk, tape: Tape, outputs: Sequence[Any], inputs: Any) -> Any:
+    """The gathered output of a forward, joined to the graph of its inputs.
+
+    Args:
+        walk: that ran it.
+        tape: that it left.
+        outputs: one for each micro-batch, detached.
+        inputs: the user's arguments, nested, as they were before they were cut into micro-batches.
+    """
+    before = Before(walk.device)
+    try:
+        node = _Node(walk, tape, outputs)
+        leaves = list(node.leaves)
+        if node.differentiable:
+            phony = get_phony(walk.device, requires_grad=True)
+            with torch.autograd.graph.saved_tensors_hooks(node.pack, node.unpack):
+                results = _Offload.apply(node, phony, *tensors_in(inputs), *node.parameters)  # type: ignore[no-untyped-call]
+            made = dict(zip(node.differentiable, results, strict=True))
+            for k, first in node.same_as.items():
+                leaves[k] = made[first]
+        node.leaves = []
+        return unflatten(leaves, node.spec)
+    except BaseException:
+        before.restore()
+        tape.give_up()
+        raise

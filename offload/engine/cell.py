@@ -1,0 +1,292 @@
+"""A cell: one shard applied to one micro-batch, in a way that can be repeated exactly.
+
+The forward of a cell keeps nothing but what entered it; its backward computes it again. Both must be the same function,
+and together they must leave the same traces as a single forward:
+
+===================  =============================================================================================
+what                 how it is kept the same
+===================  =============================================================================================
+generators, casts    :class:`pipe.recompute.replay.Replay`
+modes, buffers,      :class:`pipe.recompute.module_state.Guard`: a running mean counts each micro-batch once, and a power iteration
+attributes           starts again from the same vector
+kernels              the first run has grad mode on too, with every tensor that its graph would save dropped: layers
+                     take the same path twice, and it is known exactly which outputs need a gradient
+input, in place      a cell that was seen to write into its input, or was never seen, runs on a copy of it
+===================  =============================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offload.engine.layouts import refuse_hidden, refuse_strided_nested
+from offload.engine.source import used_outside
+from offload.planning.memory_profile import CourseNotes, Turn
+from offload.streaming.casts import Casts, CastsSeen
+from offload.streaming.shard import Shard
+from pipe.checkpoint import enable_checkpointing, enable_recomputing
+from pipe.nested import flatten, map_distinct, parts_of, tensors_in
+from pipe.recompute.cheap_ops import Lean
+from pipe.recompute.dead_code import DeadCode, Listener, listened_to
+from pipe.recompute.elimination import leaving_out, stop_leaving_out
+from pipe.recompute.module_state import Guard, Watched
+from pipe.recompute.replay import Replay, autocast_without_cache
+from pipe.torch_private import uncompiled_hooks
+
+__all__ = ["Cell", "CellRunner", "OutputFn", "Record"]
+
+OutputFn = Callable[[Any], Any]
+
+FORWARDS_COMPARED = 2
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Which cell: shard ``j``, micro-batch ``i``."""
+
+    j: int
+    i: int
+
+    def __str__(self) -> str:
+        return f"{self.j}.{self.i}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the recomputation of one cell needs besides its boundary."""
+
+    replay: Replay
+    guard: Guard
+    copies_input: bool
+    #: What the recomputation leaves out, since nobody reads it.
+    dead_code: DeadCode | None
+
+
+@dataclass(eq=False)
+class CellRunner:
+    """Runs the cells of one shard. Their input is (args, kwargs) in the first shard, one value in every other."""
+
+    shard: Shard
+    names: list[str]
+    device: torch.device
+    watched: Watched = field(init=False)
+    #: Bytes that autograd would have kept of the last recorded forward.
+    activation_bytes: int = 0
+    #: The course that its backward takes.
+    turns: Sequence[Turn] = ()
+    #: The same of a lean graph, with what entered the cell if it is not the first; where ``measures_graphs``.
+    graph_bytes: int = 0
+    measures_graphs: bool = False
+    #: As the last recorded forward had it; None before.
+    graph_bytes_per_row: float | None = None
+    #: Whether the layers were seen to write their own parameters; if so, whether they write the same once more.
+    writes_weights: bool = False
+    repeats_writes: bool | None = None
+    #: Compare parameters with their homes after each forward, not only after the first ones.
+    compares_always: bool = False
+    _forwards: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    #: Whether its recomputations turned out to need what no gradient does, or to differ from their first runs.
+    _reads_values: bool = False
+    #: Whether the shard writes into its input, as seen under each combination of ``training`` flags.
+    _writes_input: dict[tuple[bool, ...], bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.watch()
+
+    def watch(self) -> None:
+        """Finds the modules and buffers of the layers, as they are now."""
+        group = nn.Module()
+        group._modules.update(zip(self.names, self.shard.layers, strict=True))
+        self.watched = Watched(group)
+
+    def compares_weights(self) -> bool:
+        """Whether the forward of this visit is one after which parameters are compared with their homes.
+
+        A write through ``.data`` counts no version. What layers do so, they do in their first forward (an
+        initialisation from data) or in each, so the first ones of each combination of ``training`` flags tell; and
+        the first ones with other hooks, which may write as well.
+        """
+        modules = [module for _, module in self.watched.modules]
+        modes = *(m.training for m in modules), *(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
+        self._forwards[modes] += 1
+        return self.compares_always or self.writes_weights or self._forwards[modes] <= FORWARDS_COMPARED
+
+    def forward(self, boundary: Any, output_fn: OutputFn | None = None) -> Any:
+        """Runs the cell for its output only."""
+        with torch.no_grad():
+            return self._first_run(boundary, output_fn)[0]
+
+    def forward_recorded(self, boundary: Any, output_fn: OutputFn | None = None) -> tuple[Any, Record]:
+        """Runs the cell without keeping activations; its output tells what needs a gradient.
+
+        ``boundary`` holds fresh leaves. The output must be detached, which frees its graph.
+        """
+        replay = Replay.capture([self.device], self.watched.generators)
+        guard = Guard(self.watched, attributes=True)
+        sizes: dict[StorageWeakRef, int] = {}
+        made_again: set[StorageWeakRef] = set()
+        notes = CourseNotes(self.shard)
+        listener, lean = Listener(), Lean(hold=lambda tensor: None) if self.measures_graphs else None
+        casts = CastsSeen(Casts(), self.shard.slot) if self.measures_graphs else None
+
+        def count(tensor: Tensor) -> StorageWeakRef:
+            # What is dropped is freed at once. Without the weak references, its address would soon be another one's.
+            storage = tensor.untyped_storage()
+            reference = StorageWeakRef(storage)
+            sizes[reference] = storage.nbytes()
+            return reference
+
+        def drop(tensor: Tensor) -> None:
+            listener.saved(tensor)
+            notes.saw(tensor)
+            # The graph of a first run only tells which outputs need a gradient, and how much it would have kept.
+            if tensor.layout is torch.strided:
+                reference = count(tensor)
+                if (lean and lean.knows(tensor)) or (casts and casts.find(tensor)):
+                    made_again.add(reference)
+
+        def never(_: None) -> Tensor:
+            raise used_outside(self.shard.index)
+
+        with (
+            guard.running(),
+            enable_checkpointing(),
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(drop, never)),
+        ):
+            others = [mode for mode in (casts, lean) if mode is not None]
+            output, copied, given = self._first_run(boundary, output_fn, *others, listener=listener)
+        sizes.pop(StorageWeakRef(self.shard.slot.untyped_storage()), None)
+        self.activation_bytes = sum(sizes.values())
+        # A copy that only showed that none is needed stands for the boundary itself.
+        own = tensors_in(boundary if copied else given)
+        self.turns = notes.turns(elsewhere=own)
+        entered = {count(part) for t in own for part in parts_of(t)} if self.shard.index else set()
+        self.graph_bytes = sum(nbytes for reference, nbytes in sizes.items() if reference not in made_again - entered)
+        seen = self._reads_values or listened_to(module for _, module in self.watched.modules)
+        dead_code = None if seen else listener.dead_code()
+        return output, Record(replay.seal(), guard.seal(), copied, dead_code)
+
+    def recompute(self, boundary: Any, record: Record, output_fn: OutputFn | None = None) -> Any:
+        """Runs the cell once more, with a graph from ``boundary`` and the parameters to its output.
+
+        The output is of the right shape, but its values may be left out.
+        """
+        output, as_before = leaving_out(
+            record.dead_code, lambda mode: self._recompute(boundary, record, output_fn, mode)
+        )
+        self._reads_values |= not as_before
+        return output
+
+    def repeat(self, boundary: Any, record: Record, output_fn: OutputFn | None = None) -> Any:
+        """Runs the cell once more with a graph, as if for the first time."""
+        output = self._recompute(boundary, record, output_fn, enable_recomputing(False))
+        with torch.enable_grad():
+            return map_distinct(self._own_memory, output)
+
+    def _recompute(
+        self,
+        boundary: Any,
+        record: Record,
+        output_fn: OutputFn | None,
+        mode: contextlib.AbstractContextManager[Any],
+    ) -> Any:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(record.guard.again(strict=False))
+            stack.enter_context(record.replay.again())
+            stack.enter_context(enable_checkpointing(False))
+            stack.enter_context(torch.enable_grad())
+            value = map_distinct(Tensor.clone, boundary) if record.copies_input else boundary
+            try:
+                with mode:
+                    return self._call(value, output_fn)
+            except BaseException:
+                stop_leaving_out(mode)
+                raise
+
+    def forward_with_graph(self, boundary: Any, output_fn: OutputFn | None = None) -> Any:
+        """Runs the cell once and for all, with its graph: what a step without recomputation does."""
+        with torch.enable_grad():
+            return self._first_run(boundary, output_fn)[0]
+
+    def _first_run(
+        self,
+        boundary: Any,
+        output_fn: OutputFn | None,
+        *around: contextlib.AbstractContextManager[Any],
+        listener: Listener | None = None,
+    ) -> tuple[Any, bool, Any]:
+        """Output, whether the input must be copied to survive it, and what was run on.
+
+        ``around`` are around the layers only, and ``listener`` within them.
+        """
+        modes = tuple(module.training for _, module in self.watched.modules)
+        copies_input = self._writes_input.get(modes, True)
+        value = map_distinct(Tensor.clone, boundary) if copies_input else boundary
+        counted = not any(t.is_inference() for t in tensors_in(value))  # inference tensors do not count their changes
+        before = [(t, t._version) for t in tensors_in(value)] if counted else []
+        # The cache of casted weights would hold all shards' weights at once, and casts whose graph is gone.
+        with autocast_without_cache([self.device]), contextlib.ExitStack() as stack:
+            for mode in around:
+                stack.enter_context(mode)
+            if listener is not None:
+                listener.meets([*tensors_in(value), *self.watched.tensors()])
+                stack.enter_context(listener)
+            output = self._call(value, output_fn)
+        # Without this, an output that is a parameter or a view of one would show what the slot holds next.
+        output = map_distinct(self._own_memory, output)
+        if not isinstance(output, Tensor):
+            refuse_hidden(flatten(output)[0], f"the output of shard {self.shard.index}")
+        writes = any(t._version != version for t, version in before)
+        if writes and not copies_input:
+            self._writes_input[modes] = True
+            raise RuntimeError(
+                f"shard {self.shard.index} wrote into its input in place, which it did not do when it ran first; this "
+                f"forward is spoilt, but the model is as before and will copy that input from now on: run it again"
+            )
+        if writes:
+            self._check_apart(boundary, [t._version != version for t, version in before])
+        if before:
+            self._writes_input.setdefault(modes, writes)
+        return output, self._writes_input.get(modes, True), value
+
+    def _check_apart(self, boundary: Any, written: Sequence[bool]) -> None:
+        """Raises if a tensor of the boundary that was written in place shares memory with another one of it.
+
+        Each is copied, and gets its gradient, by itself; in the bare model a write to one shows in the other.
+        """
+        tensors = tensors_in(boundary)
+        memory = [t.untyped_storage().data_ptr() if t.layout is torch.strided and t.numel() else None for t in tensors]
+        for k, (t, wrote) in enumerate(zip(tensors, written, strict=True)):
+            others = (memory[n] for n, other in enumerate(tensors) if other is not t)
+            if wrote and memory[k] is not None and memory[k] in others:
+                raise RuntimeError(
+                    f"a layer of shard {self.shard.index} writes in place into tensor {k} of its input, which shares "
+                    f"memory with another tensor of the same input; pass clones on, or use an operation that does not "
+                    f"write in place"
+                )
+
+    def _call(self, boundary: Any, output_fn: OutputFn | None) -> Any:
+        first, *rest = self.shard.layers
+        if self.shard.index == 0:
+            args, kwargs = boundary() if callable(boundary) else boundary
+            value = first(*args, **kwargs)
+        else:
+            value = first(boundary)
+        for layer in rest:
+            value = layer(value)
+        return value if output_fn is None else output_fn(value)
+
+    def _own_memory(self, tensor: Tensor) -> Tensor:
+        """``tensor``, or a copy of it if it lies in the slot."""
+        refuse_strided_nested(tensor, f"an output of shard {self.shard.index}")
+        slot = self.shard.slot.untyped_storage().data_ptr()
+        return tensor.clone() if any(part.untyped_storage().data_ptr() == slot for part in parts_of(tensor)) else tensor

@@ -1,0 +1,293 @@
+"""Crossing a cell: what a forward leaves in its tape at each cell, and what its backward finds there.
+
+===============  ====================================  ==========================================================
+memory mode      forward leaves                        backward
+===============  ====================================  ==========================================================
+recompute        its replay; the boundary is stored    runs the cell again from its boundary, with a graph
+keep the graph   the graph, weights by reference       uses the graph
+nothing to do    nothing (before the first shard that  is never here
+                 takes part, or without gradients)
+===============  ====================================  ==========================================================
+
+Either mode sees the same values: what was changed in between (an input, a parameter) is an error, never another result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.engine.cell import Cell, CellRunner, OutputFn
+from offload.engine.layouts import fitting
+from offload.engine.raw_chunk import RawChunk
+from offload.engine.saved_tensors import weights_by_reference
+from offload.engine.source import Source
+from offload.engine.tape import KeptCell, Tape
+from offload.engine.weight_writes import differs_from_home, find_writes, holds, put_back, values_at_home, values_in_slot
+from offload.planning.memory_profile import Course, CourseNotes
+from offload.streaming.shard import Shard
+from offload.telemetry.statistics import Meter
+from pipe.nested import flatten, map_distinct, unflatten
+from pipe.torch_private import hidden_hooks
+
+__all__ = ["Crossing", "requires", "rows_of", "versions_of"]
+
+
+class Crossing:
+    """Runs the cells of a model's tapes.
+
+    Args:
+        runners: one for each shard.
+        device: where they compute.
+        meter: of the model.
+        recompute: whether cells are recomputed, but for those that a tape lists in ``graphs``.
+        param_dtype: what floating-point inputs become, if they change.
+    """
+
+    def __init__(
+        self,
+        runners: Sequence[CellRunner],
+        *,
+        device: torch.device,
+        meter: Meter,
+        recompute: bool,
+        param_dtype: torch.dtype | None,
+    ) -> None:
+        self._runners = runners
+        self._device = device
+        self._meter = meter
+        self._recompute = recompute
+        self._param_dtype = param_dtype
+
+    def keeps_graph(self, tape: Tape, cell: Cell) -> bool:
+        """Whether a cell runs forward once and for all."""
+        return not self._recompute or cell in tape.graphs
+
+    # --- forward ------------------------------------------------------------------------------------------------
+
+    def forward(self, tape: Tape, cell: Cell, boundary: Any) -> Any:
+        """The detached output of a cell; the tape notes what backward needs of it."""
+        runner = self._runners[cell.j]
+        output_fn = self._output_fn(tape, cell)
+        with self._meter.cell("F", cell.j, cell.i, tape.rows[cell.i]):
+            if not tape.records or cell.j < tape.first:
+                return map_distinct(Tensor.detach, runner.forward(boundary, output_fn))
+            source, value = _source(tape, cell, boundary)
+            if not self.keeps_graph(tape, cell):
+                output, tape.cells[cell] = runner.forward_recorded(value, output_fn)
+                self._meter.saw_activations(runner.activation_bytes, tape.rows[cell.i])
+                self._meter.saw_course(cell.j, Course(tape.rows[cell.i], runner.turns), keeps=False)
+                runner.graph_bytes_per_row = runner.graph_bytes / max(tape.rows[cell.i], 1)
+            else:
+                notes = CourseNotes(runner.shard)
+                with weights_by_reference(runner.shard, notes, lean=self._recompute):
+                    output = runner.forward_with_graph(value, output_fn)
+                self._meter.saw_course(cell.j, Course(tape.rows[cell.i], notes.turns()), keeps=True)
+                tape.kept[cell] = KeptCell(source, flatten(output)[0])
+            tape.requires[Cell(cell.j + 1, cell.i)] = requires(flatten(output)[0])
+            return map_distinct(Tensor.detach, output)
+
+    def end_visit(self, tape: Tape, j: int, microbatches: Sequence[int], now: int) -> list[int]:
+        """To be called when all cells of a shard's visit have run forward.
+
+        Where a recomputation would write other values into parameters than the cells did, their graphs are kept.
+
+        Args:
+            tape: of the forward.
+            j: which shard.
+            microbatches: whose cells have run.
+            now: position of the first of them.
+
+        Returns:
+            Positions of the parameters that the layers wrote.
+        """
+        runner = self._runners[j]
+        shard = runner.shard
+        written = find_writes(shard, compare=runner.compares_weights())
+        if written:
+            runner.writes_weights = True
+            recorded = [Cell(j, i) for i in microbatches if Cell(j, i) in tape.cells]
+            entered = {cell: self.enter(tape, cell, now + cell.i, last=False) for cell in recorded}
+            if recorded and runner.repeats_writes is None:
+                runner.repeats_writes = self._repeats_writes(tape, recorded[0], entered[recorded[0]])
+            if recorded and not runner.repeats_writes:
+                put_back(shard, values_at_home(shard))  # which is still what there was before this visit
+                for cell, boundary in entered.items():
+                    self._run_again_with_graph(tape, cell, boundary)
+        return written
+
+    def _repeats_writes(self, tape: Tape, cell: Cell, boundary: Any) -> bool:
+        """After a forward that wrote parameters: whether a recomputation of the cell leaves them as they are."""
+        runner = self._runners[cell.j]
+        after = values_in_slot(runner.shard)
+        with torch.no_grad():
+            runner.recompute(_source(tape, cell, boundary)[1], tape.cells[cell], self._output_fn(tape, cell))
+        same = holds(runner.shard, after)
+        put_back(runner.shard, after)
+        return same
+
+    def _run_again_with_graph(self, tape: Tape, cell: Cell, boundary: Any) -> None:
+        """Repeats a forward that was recorded, and keeps its graph, so that it need not be recomputed.
+
+        It sees what the first run saw, :func:`~pipe.is_recomputing` included.
+        """
+        runner = self._runners[cell.j]
+        source, value = _source(tape, cell, boundary)
+        notes = CourseNotes(runner.shard)
+        with weights_by_reference(runner.shard, notes):
+            output = runner.repeat(value, tape.cells.pop(cell), self._output_fn(tape, cell))
+        tape.kept[cell] = KeptCell(source, flatten(output)[0])
+        tape.graphs |= {cell}
+
+    # --- backward -----------------------------------------------------------------------------------------------
+
+    def backward(
+        self, tape: Tape, cell: Cell, boundary: Any, given: Sequence[Any], *, consume: bool, accumulate: bool
+    ) -> list[Any]:
+        """Pushes the gradients of a cell's output, ``given`` flat, through it.
+
+        Args:
+            tape: of the forward.
+            cell: which.
+            boundary: what entered it; not used where it kept its graph.
+            given: a tensor or None for each leaf of its output.
+            consume: give up a kept graph.
+            accumulate: whether parameters take gradients, or only the boundary does.
+
+        Returns:
+            A gradient or None for each leaf of the boundary.
+        """
+        runner = self._runners[cell.j]
+        keeps_graph = self.keeps_graph(tape, cell)
+        with self._meter.cell("B", cell.j, cell.i, tape.rows[cell.i]):
+            if not keeps_graph:
+                source, value = _source(tape, cell, boundary)
+                outputs = flatten(runner.recompute(value, tape.cells[cell], self._output_fn(tape, cell)))[0]
+                _check_same(tape, cell, outputs)
+                if runner.writes_weights and differs_from_home(runner.shard):
+                    raise RuntimeError(
+                        f"the layers of shard {cell.j} write their own parameters while they run, and the "
+                        f"recomputation wrote other values than the forward, which it did not do at first; use "
+                        f"checkpoint_activation=False"
+                    )
+            else:
+                kept = tape.kept[cell]
+                source, outputs = kept.source, kept.outputs
+                if consume:
+                    del tape.kept[cell]
+            # A gradient that no output can take (an integer, a constant) is dropped together with its output.
+            pairs = [
+                (y, fitting(g, y))
+                for y, g in zip(outputs, given, strict=True)
+                if isinstance(y, Tensor) and y.requires_grad and g is not None
+            ]
+            roots, gradients = [y for y, _ in pairs], [g for _, g in pairs]
+            # A kept graph is the tape's, which autograd frees together with the forward it belongs to.
+            retain = keeps_graph and not consume
+            back: list[Tensor | None] = [None] * len(source.leaves)
+            if roots and accumulate:
+                # Hooks of parameters run once, on the whole gradient; this is the part of one micro-batch.
+                with hidden_hooks(runner.shard.parameters), source.expecting():
+                    torch.autograd.backward(roots, gradients, retain_graph=retain)
+                back = source.take()
+                runner.shard.widen_gradients()
+            elif roots and source.wanted:
+                found = torch.autograd.grad(roots, source.wanted, gradients, retain_graph=retain, allow_unused=True)
+                back = source.take(found)
+            # A layer that writes its own weights (an embedding with max_norm) did so in forward; that counts once.
+            runner.shard.set_versions(tape.versions[cell.j])
+            return back
+
+    # --- what enters, and what must not have changed --------------------------------------------------------------
+
+    def enter(self, tape: Tape, cell: Cell, now: int, *, last: bool) -> Any:
+        """What enters a cell; it is dropped afterwards if ``last``.
+
+        The user's own inputs are not stored once more: they are the first shard's boundaries.
+
+        Raises:
+            RuntimeError: if it was changed in place since the forward began.
+        """
+        if cell.j > 0:
+            return tape.boundaries.get((cell.j, cell.i), now, last=last)
+        leaves = tape.inputs[cell.i]
+        if versions_of(leaves) != tape.input_versions[cell.i]:
+            raise RuntimeError(
+                f"an input of the model (micro-batch {cell.i}) was changed in place between the forward and its "
+                f"backward; clone it before changing it"
+            )
+        if len(leaves) == 1 and isinstance(leaves[0], RawChunk):
+            return partial(leaves[0].call, self._brought)  # made inside the cell, so that it is replayed with it
+        moved = [self._brought(x) if isinstance(x, Tensor) else x for x in leaves]
+        return unflatten(moved, tape.input_specs[cell.i])
+
+    def _brought(self, x: Tensor) -> Tensor:
+        """An input on the compute device, in the type that layers compute in."""
+        dtype = self._param_dtype if x.is_floating_point() and self._param_dtype is not None else x.dtype
+        # The caller did not ask for a copy that goes on after the call. Without this, one from page-locked memory does,
+        # and reads what a loader has put there since. From other memory it is done with its source when it returns.
+        goes_on = x.layout is torch.strided and x.is_pinned()
+        return x.detach().to(self._device, dtype, non_blocking=not goes_on)
+
+    def _output_fn(self, tape: Tape, cell: Cell) -> OutputFn | None:
+        return tape.output_fns[cell.i] if cell.j == len(self._runners) - 1 else None
+
+    @staticmethod
+    def check_unchanged(tape: Tape, shards: Sequence[Shard], assigned_at: Mapping[int, int]) -> None:
+        """Raises if a parameter that the backward of a tape uses was changed since its forward.
+
+        Args:
+            tape: of the forward.
+            shards: of the model.
+            assigned_at: when other data of parameters, by identity, was brought home.
+        """
+        for j, versions in tape.versions.items():
+            if j < tape.first:
+                continue
+            assigned = {id(s.parameter) for s in shards[j].assigned()}
+            if assigned_at:
+                assigned |= {id(p) for p in shards[j].parameters if assigned_at.get(id(p), 0) > tape.assignments}
+            for s, then, now in zip(shards[j].slices, versions, shards[j].versions(), strict=True):
+                if then != now or id(s.parameter) in assigned:
+                    how = "changed in place" if then != now else "given other data"
+                    raise RuntimeError(
+                        f"parameter {s.name} of shard {j} was {how} between the forward and its backward, so the "
+                        f"gradient would belong to neither value; step the optimizer after the backward"
+                    )
+
+
+def _check_same(tape: Tape, cell: Cell, outputs: Sequence[Any]) -> None:
+    expected = tape.requires[Cell(cell.j + 1, cell.i)]
+    if requires(outputs) != expected:
+        raise RuntimeError(
+            f"recomputing cell {cell} (shard.micro-batch) returned {requires(outputs)} for which outputs need a "
+            f"gradient, but its forward returned {expected}; make its layers deterministic, or use "
+            f"checkpoint_activation=False"
+        )
+
+
+def _source(tape: Tape, cell: Cell, boundary: Any) -> tuple[Source, Any]:
+    """The beginning of a cell's graph, and the boundary as that graph sees it."""
+    leaves, spec = flatten(boundary)
+    source = Source(leaves, tape.requires.get(cell, [False] * len(leaves)), cell.j)
+    return source, unflatten(list(source.leaves), spec)
+
+
+def requires(leaves: Sequence[Any]) -> list[bool]:
+    """For each leaf, whether it needs a gradient."""
+    return [isinstance(x, Tensor) and x.requires_grad for x in leaves]
+
+
+def versions_of(leaves: Sequence[Any]) -> list[int]:
+    """Counts of in-place changes of the tensors that count them."""
+    return [x._version for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
+
+
+def rows_of(leaves: Sequence[Any]) -> int:
+    """Rows of a micro-batch: the largest dimension 0, since not every input has one."""
+    raw = (x.rows for x in leaves if isinstance(x, RawChunk))
+    return max((*(x.size(0) for x in leaves if isinstance(x, Tensor) and x.dim()), *raw), default=1)

@@ -1,0 +1,453 @@
+"""The walk: runs the cells (shard j, micro-batch i) of a step in the order of its plan.
+
+::
+
+    forward    for shard j:            load shard j once; shard j+1 is already on its way
+                 for micro-batch i:    boundary[j+1][i] = shard_j(boundary[j][i])      no graph; replay noted
+    backward   for shard j, reversed:  load shard j once; shard j-1 is already on its way
+                 for micro-batch i:    recompute cell (j, i) from its boundary, push the gradient through it
+               gradients of shard j go home while shard j-1 computes
+
+Each shard is loaded once per pass whatever the number of micro-batches, and a shard that is still resident when the
+other pass begins is not loaded again.
+
+After an exception in either pass no copy is in flight, every parameter is home, and the model can be used again;
+gradients that were already home stay there, as they do in a backward of plain torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.engine.boundary_store import BoundaryStore
+from offload.engine.cell import Cell, CellRunner, OutputFn
+from offload.engine.cell_executor import Crossing, requires, rows_of, versions_of
+from offload.engine.layouts import bytes_of_boundary, refuse_hidden, refuse_strided_nested
+from offload.engine.staleness import Untouched
+from offload.engine.structure import Structure
+from offload.engine.surroundings import Before
+from offload.engine.tape import Tape
+from offload.planning.kept_graphs import graphs_that_fit
+from offload.planning.plan import Action, Kind, Plan, plan_pass
+from offload.process import check_process
+from offload.storage import Tier
+from offload.streaming.lane import Lanes
+from offload.streaming.shard import Shard
+from offload.streaming.streamer import Streamer
+from offload.telemetry.statistics import Meter
+from pipe.nested import flatten, tensors_in
+from pipe.recompute.phase import is_recomputing
+from pipe.torch_private import transform_under_way
+
+__all__ = ["Walk"]
+
+
+class Walk:
+    """Forward and backward over the shards of one model."""
+
+    #: Whether the model has ended.
+    closed = False
+    #: Of the layers, once the model is complete.
+    structure: Structure | None = None
+
+    def __init__(
+        self,
+        shards: list[Shard],
+        layer_names: list[list[str]],
+        *,
+        device: torch.device,
+        tier: Tier,
+        lanes: Lanes,
+        meter: Meter,
+        slots: int,
+        boundary_bytes: int,
+        recompute: bool,
+        graph_bytes: int = 0,
+        param_dtype: torch.dtype | None = None,
+        strict: bool = False,
+    ) -> None:
+        self.shards = shards
+        self._strict = strict
+        self.streamer = Streamer(shards, slots=slots, device=device, tier=tier, lanes=lanes, meter=meter)
+        self.runners = [CellRunner(shard, names, device) for shard, names in zip(shards, layer_names, strict=True)]
+        self._crossing = Crossing(
+            self.runners, device=device, meter=meter, recompute=recompute, param_dtype=param_dtype
+        )
+        self.device = device
+        self._tier = tier
+        self._lanes = lanes
+        self._meter = meter
+        self.boundary_bytes = boundary_bytes
+        self._recompute = recompute
+        self._graph_bytes = graph_bytes
+        for runner in self.runners:
+            runner.measures_graphs = recompute and graph_bytes > 0
+        self._untouched = Untouched(shards, (p for runner in self.runners for _, p in runner.watched.parameters))
+        #: Whether a pass is under way, or was interrupted before it could clean up.
+        self._busy = False
+        self._made_in = os.getpid()
+        this = weakref.ref(self)  # the streamer is a part of this object, and must not keep it
+
+        def computes() -> bool:
+            walk = this()
+            return walk is not None and walk.busy
+
+        def recover() -> None:
+            walk = this()
+            if walk is not None:
+                walk.recover()
+
+        self.streamer.computes, self.streamer.recover = computes, recover
+        self._held_still = 0
+        #: Times that assigned data was brought home, and the last of them for each parameter, by identity.
+        self._assignments = 0
+        self._assigned_at: dict[int, int] = {}
+        self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
+        #: What holds parameters for graphs whose outputs are alive: each has ``parameters``.
+        self.nodes: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a forward or backward is under way."""
+        return self._busy and self._passes() > 0
+
+    def _passes(self) -> int:
+        """Forwards and backwards of this model that some thread is in the middle of."""
+        count = 0
+        for top in sys._current_frames().values():
+            frame: FrameType | None = top
+            while frame is not None:
+                if frame.f_code in _PASSES and frame.f_locals.get("self") is self:
+                    count += 1
+                frame = frame.f_back
+        return count
+
+    def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool:
+        """See :meth:`offload.engine.staleness.Untouched.held_elsewhere`; ``known`` is without the engine's own graphs."""
+        for node in self.nodes:
+            known.update(p for p in node.parameters if p in known)
+        return self._untouched.held_elsewhere(known, views)
+
+    def bytes_at_home(self) -> int:
+        """Bytes of parameters and of gradients that rest at home."""
+        return sum(b.nbytes for shard in self.shards for b in (shard.home, shard.gradients) if b is not None)
+
+    def bring_home(self) -> None:
+        """Copies what was assigned to the ``.data`` of parameters since the last pass into their homes.
+
+        Raises:
+            ValueError: if something has another size than its parameter had.
+        """
+        assigned = [(shard, s, s.parameter.detach()) for shard in self.shards for s in shard.assigned()]
+        if len(assigned) > 1:
+            # Parameters may have exchanged their data. Without the copies, one would be overwritten before it is read.
+            homes = {shard.home.tensor.untyped_storage().data_ptr() for shard in self.shards if shard.home is not None}
+            assigned = [
+                (shard, s, value.clone() if value.untyped_storage().data_ptr() in homes else value)
+                for shard, s, value in assigned
+            ]
+        self._assignments += 1
+        for shard, s, value in assigned:
+            # Not as a change in place, which whoever used the parameter outside of the model would be told of.
+            self._assigned_at[id(s.parameter)] = self._assignments
+            shard.bring_home(s, value)
+
+    @contextlib.contextmanager
+    def held_still(self) -> Iterator[None]:
+        """Inside, nobody changes parameters: a forward finds there what the one before left in slots."""
+        if not self._held_still:
+            self.streamer.release()
+        self._held_still += 1
+        try:
+            yield
+        finally:
+            self._held_still -= 1
+
+    def expect(self, *, backward: bool) -> None:
+        """The next turn on the device is this model's."""
+        if not self._busy:
+            self.streamer.look_ahead(self.streamer.backward_order if backward else range(len(self.shards)))
+
+    # --- forward ------------------------------------------------------------------------------------------------
+
+    def tape(self, chunks: Sequence[Any], output_fns: Sequence[OutputFn | None] = ()) -> Tape:
+        """An empty tape for a forward over ``chunks``, each an (args, kwargs) pair with a function of its output."""
+        self._check_open()
+        inputs = [flatten(chunk)[0] for chunk in chunks]
+        transform = transform_under_way(x for leaves in inputs for x in leaves if isinstance(x, Tensor))
+        if transform is not None:
+            raise RuntimeError(
+                f"an OffloadModel cannot run inside {transform}: its weights come and go while it runs, which only "
+                f"backward() knows how to follow; transform, export or trace the bare module"
+            )
+        for x in (x for leaves in inputs for x in leaves if isinstance(x, Tensor)):
+            refuse_strided_nested(x, "an input of the model")
+        for leaves in inputs:
+            refuse_hidden(leaves, "an input of the model")
+        if self.structure is not None and self.structure.check():
+            for runner in self.runners:
+                runner.watch()
+        input_requires_grad = any(isinstance(x, Tensor) and x.requires_grad for leaves in inputs for x in leaves)
+        first = 0 if input_requires_grad else next((s.index for s in self.shards if s.trainable), len(self.shards))
+        rows = [rows_of(leaves) for leaves in inputs]
+        graphs: frozenset[Cell] = frozenset()
+        if self._recompute and self._graph_bytes:
+            known = [runner.graph_bytes_per_row for runner in self.runners]
+            graphs = graphs_that_fit(known, rows, first=first, budget_bytes=self._graph_bytes)
+        # A recomputation would write once more.
+        writing = [j for j, runner in enumerate(self.runners) if runner.repeats_writes is False and j >= first]
+        graphs |= {Cell(j, i) for j in writing for i in range(len(chunks))}
+        return Tape(
+            walk=self,
+            # Without recomputation boundaries live in the graphs, on the device.
+            boundaries=self._store(spills=self._recompute),
+            microbatches=len(chunks),
+            records=torch.is_grad_enabled() and first < len(self.shards),
+            first=first,
+            output_fns=output_fns or [None] * len(chunks),
+            inputs=inputs,
+            rows=rows,
+            graphs=graphs,
+            input_versions=[versions_of(leaves) for leaves in inputs],
+            input_specs=[flatten(chunk)[1] for chunk in chunks],
+            requires={Cell(0, i): requires(leaves) for i, leaves in enumerate(inputs)},
+        )
+
+    def forward(self, tape: Tape, chunks: Sequence[Any]) -> list[Any]:
+        """Runs all chunks through all shards. Returns one detached output for each chunk."""
+        n, m = len(self.shards), tape.microbatches
+        with self._exclusively(on_failure=tape.give_up):
+            if tape.records:
+                self._meter.begin_step()
+            # Inside a turn the next micro-batch comes at once, and a backward recomputes with what its forward saw.
+            # Otherwise anything may have happened to homes that somebody could reach, also what no version counts.
+            in_turn = self._held_still > 0 or (self.streamer.room.shared and is_recomputing())
+            if not (in_turn or self._untouched.since_mark()):
+                self.streamer.release()
+                self.bring_home()
+            self._untouched.forget()
+            plan = plan_pass(
+                range(n),
+                Kind.FORWARD,
+                slots=self.streamer.slots,
+                microbatches=m,
+                resident=self.streamer.resident(),
+                later=range(n) if in_turn else range(n - 1, tape.first - 1, -1) if tape.records else (),
+                pending=self.streamer.pending(),
+            )
+            outputs: list[Any] = [None] * m
+
+            def visit(j: int, microbatches: Sequence[int]) -> None:
+                records = tape.records and j >= tape.first
+                for i in microbatches:
+                    last = not records or self._crossing.keeps_graph(tape, Cell(j, i))
+                    boundary = self._crossing.enter(tape, Cell(j, i), now=j * m + i, last=last)
+                    tape.boundaries.prefetch((j, i + 1) if i + 1 < m else (j + 1, 0))
+                    output = self._crossing.forward(tape, Cell(j, i), boundary)
+                    if last:
+                        tape.boundaries.drop((j, i))
+                    if j + 1 < n:
+                        nbytes = tape.boundaries.put((j + 1, i), output, self._uses(tape, j + 1, i))
+                    else:
+                        outputs[i] = output
+                        nbytes = sum(bytes_of_boundary(x) for x in tensors_in(output))
+                    self._meter.boundary_bytes_per_row[j + 1] = nbytes / max(tape.rows[i], 1)
+                self.streamer.keep_changes(j, self._crossing.end_visit(tape, j, microbatches, now=j * m))
+                tape.versions[j], tape.assignments = self.shards[j].versions(), self._assignments
+
+            self._follow(plan, visit)
+            for output in outputs:
+                leaves, spec = flatten(output)
+                tape.output_specs.append(spec)
+                tape.output_shapes.append([x.shape if isinstance(x, Tensor) else None for x in leaves])
+            if tape.records:
+                self._tapes.add(tape)
+                self.streamer.leave_homes(tape.first)  # the others must not change before the backward
+            else:
+                self.streamer.leave_homes()
+                # What is in slots stays there. The next forward asks whether it still holds what the homes do.
+                self._untouched.mark()
+        return outputs
+
+    # --- backward -----------------------------------------------------------------------------------------------
+
+    def trainable(self, first: int) -> list[nn.Parameter]:
+        """The parameters that take a gradient in a backward as far as shard ``first``, each once."""
+        used = (parameter for shard in self.shards[first:] for parameter in shard.parameters)
+        return [parameter for parameter in dict.fromkeys(used) if parameter.requires_grad]
+
+    def backward(
+        self,
+        tape: Tape,
+        output_gradients: Sequence[Sequence[Any]],
+        *,
+        consume: bool,
+        accumulate: bool = True,
+        handed_over: Collection[nn.Parameter] = (),
+    ) -> tuple[list[list[Any]], dict[nn.Parameter, Tensor]]:
+        """Pushes gradients of the outputs (flat, for each chunk) back through all shards.
+
+        Args:
+            tape: of the forward.
+            output_gradients: for each chunk, a tensor or None for each leaf of its output.
+            consume: free each boundary after its use; False where the tape may be used again.
+            accumulate: whether the gradients of parameters go home; else only those that are handed over are computed.
+            handed_over: parameters whose gradients are returned instead.
+
+        Returns:
+            For each chunk, a gradient or None for each leaf of its input; and what is handed over, where it rests.
+        """
+        self._check_open()
+        n, m = len(self.shards), tape.microbatches
+        last = n * m
+        gradients = self._store()
+        input_gradients: list[list[Any]] = [[None] * len(leaves) for leaves in tape.inputs]
+        with contextlib.closing(gradients), self._exclusively(recomputes=self._recompute):
+            self._untouched.forget()
+            resident = self.streamer.resident()
+            self._crossing.check_unchanged(tape, self.shards, self._assigned_at)
+            waiting = sum(other is not tape and not other.used for other in self._tapes)
+            homeward = self.streamer.homeward
+            updates = homeward.begin(waiting, handed_over, only_those=not accumulate)
+            to_parameters = accumulate or bool(handed_over)
+            order = range(n - 1, tape.first - 1, -1)
+            in_turn = self._held_still > 0 or self.streamer.room.shared
+            plan = plan_pass(
+                order,
+                Kind.BACKWARD,
+                slots=self.streamer.slots,
+                microbatches=m,
+                resident=resident,
+                later=order if in_turn else (),
+                pending=self.streamer.pending(),
+                updates=updates,
+            )
+            for i, given in enumerate(output_gradients):
+                gradients.put((n, i), list(given), [last + i])
+            if consume:
+                tape.used = True  # from here on it lacks what was used
+
+            def visit(j: int, microbatches: Sequence[int]) -> None:
+                for i in microbatches:
+                    now = last + (n - 1 - j) * m + i
+                    given = gradients.get((j + 1, i), now, last=True)
+                    kept = self._crossing.keeps_graph(tape, Cell(j, i))
+                    boundary = None if kept else self._crossing.enter(tape, Cell(j, i), now, last=consume)
+                    following = (j, i + 1) if i + 1 < m else (j - 1, 0)
+                    tape.boundaries.prefetch(following)
+                    gradients.prefetch((following[0] + 1, following[1]))
+                    back = self._crossing.backward(
+                        tape, Cell(j, i), boundary, given, consume=consume, accumulate=to_parameters
+                    )
+                    gradients.drop((j + 1, i))
+                    if consume:
+                        tape.boundaries.drop((j, i))
+                    if j > tape.first:
+                        gradients.put((j, i), back, [now + m])
+                    elif j == 0:
+                        input_gradients[i] = back
+
+            self._follow(plan, visit)
+            self.streamer.homeward.settle()
+            taken = homeward.take()
+            # In a turn the next micro-batch comes at once; a new forward begins with empty slots anyway.
+            if not in_turn:
+                self.streamer.leave_homes()
+                self.streamer.release()
+        if in_turn and not self._held_still:
+            self.streamer.room.look_back(self.streamer)
+        return input_gradients, taken
+
+    # --- what both need -----------------------------------------------------------------------------------------
+
+    def _follow(self, plan: Plan, visit: Callable[[int, Sequence[int]], None]) -> None:
+        """Does what a plan says. ``visit`` runs the cells of a shard while it is on the compute device."""
+
+        def cell_of(action: Action) -> int | None:
+            return None if action.microbatch is None else action.shard
+
+        streamer = self.streamer
+        move = {
+            Kind.LOAD: streamer.load,
+            Kind.EVICT: streamer.evict,
+            Kind.DRAIN: streamer.drain,
+            Kind.UPDATE: streamer.update,
+        }
+        for j, actions in itertools.groupby(plan.actions, key=cell_of):
+            if j is None:
+                for action in actions:
+                    move[action.kind](action.shard)
+                continue
+            microbatches = [action.microbatch for action in actions if action.microbatch is not None]
+            with streamer.visit(j):
+                visit(j, microbatches)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise RuntimeError("this OffloadModel was closed: its lanes have ended; make a new one to go on")
+
+    @contextlib.contextmanager
+    def _exclusively(self, on_failure: Callable[[], None] | None = None, *, recomputes: bool = False) -> Iterator[None]:
+        """One pass at a time; after a failure no copy is in flight and every parameter is home.
+
+        An exception at any line, as Ctrl-C raises it, is such a failure. If it was raised where nothing could be done
+        about it any more, the next pass finds that, and begins with what this one would have ended with.
+        """
+        check_process(self._made_in, "this OffloadModel")
+        if self._busy and self._passes() > 1:  # the caller is one
+            raise RuntimeError(
+                "this OffloadModel is in the middle of a forward or backward; a layer or a hook of it called it again, "
+                "or another thread did"
+            )
+        before = Before(self.device, (runner.watched for runner in self.runners) if recomputes else ())
+        with self.streamer.room.turn(self.streamer):
+            try:
+                if self._busy or self.streamer.unsettled:
+                    self._abandon()
+                if self.streamer.decide is not None:
+                    self.streamer.decide()
+                self._busy = True
+                yield
+                self._busy = False
+            except BaseException:
+                before.restore()
+                self._abandon()
+                if on_failure is not None:
+                    on_failure()
+                raise
+
+    def recover(self) -> None:
+        """Cleans up after a pass that was interrupted before it could, if there is one."""
+        if self._busy and not self._passes():
+            self._abandon()
+
+    def _abandon(self) -> None:
+        self._untouched.forget()
+        self.streamer.abandon()
+        self._busy = False
+
+    def _store(self, *, spills: bool = True) -> BoundaryStore:
+        """Room for boundaries, or for their gradients; in backward there is one of each."""
+        scratch = self._tier.scratch() if spills else None
+        return BoundaryStore(scratch, self._lanes.boundary, self.boundary_bytes // 2, self._meter, strict=self._strict)
+
+    def _uses(self, tape: Tape, j: int, i: int) -> list[int]:
+        n, m = len(self.shards), tape.microbatches
+        forward = j * m + i
+        again = tape.records and j >= tape.first and not (self._recompute and Cell(j, i) in tape.graphs)
+        return [forward, n * m + (n - 1 - j) * m + i] if again else [forward]
+
+
+#: The functions whose frames are the passes that are under way.
+_PASSES: frozenset[CodeType] = frozenset({Walk.forward.__code__, Walk.backward.__code__})

@@ -1,0 +1,132 @@
+"""Boundaries of any layout: the strided tensors that one consists of, and how it is put together again.
+
+A strided tensor is stored as it is. A sparse one (COO, CSR, CSC, BSR, BSC) is its indices and its values, a nested one
+of layout ``torch.jagged`` its values, beside offsets that identify its ragged dimension and therefore stay the same
+objects. Any other tensor (a subclass, an opaque layout) is kept in memory as it is: only its own code knows what it
+consists of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.engine.raw_chunk import RawChunk
+from pipe.nested import COMPRESSED, tensors_in
+
+__all__ = ["Parts", "bytes_of_boundary", "fitting", "refuse_hidden", "refuse_strided_nested", "take_apart"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A tensor taken apart."""
+
+    #: Strided tensors without a graph, of no subclass; empty if the tensor cannot be stored elsewhere.
+    tensors: Sequence[Tensor]
+    #: Makes the tensor of equal parts. It must not refer to them.
+    join: Callable[[Sequence[Tensor]], Tensor]
+
+
+def _first(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0]
+
+
+def take_apart(tensor: Tensor) -> Parts:
+    """The parts of a detached tensor. Memory is shared, not copied."""
+    if type(tensor) in (Tensor, torch.nn.Parameter):
+        if tensor.layout is torch.strided:
+            return Parts([tensor], _first)
+        if tensor.layout is torch.sparse_coo:
+            return _coo(tensor)
+        if tensor.layout in COMPRESSED:
+            return _compressed(tensor)
+    if tensor.is_nested and tensor.layout is torch.jagged:
+        return _jagged(tensor)
+    return Parts([], lambda parts: tensor)
+
+
+def _coo(tensor: Tensor) -> Parts:
+    size, coalesced = tensor.size(), tensor.is_coalesced()
+
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        indices, values = parts
+        return torch.sparse_coo_tensor(indices, values, size, is_coalesced=coalesced, check_invariants=False)
+
+    return Parts([tensor._indices(), tensor._values()], join)
+
+
+def _compressed(tensor: Tensor) -> Parts:
+    size, layout = tensor.size(), tensor.layout
+    by_row = layout in (torch.sparse_csr, torch.sparse_bsr)
+    outer, inner = (
+        (tensor.crow_indices(), tensor.col_indices()) if by_row else (tensor.ccol_indices(), tensor.row_indices())
+    )
+
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        outer, inner, values = parts
+        return torch.sparse_compressed_tensor(outer, inner, values, size, layout=layout, check_invariants=False)
+
+    return Parts([outer, inner, tensor.values()], join)
+
+
+def _jagged(tensor: Tensor) -> Parts:
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    stay = {name: getattr(tensor, name) for name in names if name != "_values"}
+    kind, size, stride = type(tensor), tensor.size(), tensor.stride()
+
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        joined: Tensor = kind.__tensor_unflatten__({**stay, "_values": parts[0]}, context, size, stride)  # type: ignore[attr-defined]
+        return joined
+
+    return Parts([tensor.values()], join)
+
+
+def bytes_of_boundary(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements: of those that a sparse or nested one stores, with their indices."""
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        return tensor.numel() * tensor.element_size()
+    parts = take_apart(tensor).tensors
+    return sum(part.numel() * part.element_size() for part in parts) if parts else int(tensor.numel()) * tensor.itemsize
+
+
+def fitting(gradient: Tensor, output: Tensor) -> Tensor:
+    """The gradient of an output, which an equal one of a recomputation takes.
+
+    A jagged tensor is told from others by its offsets; an output that is recomputed has new ones.
+    """
+    if not (gradient.is_nested and output.is_nested and gradient.layout is torch.jagged):
+        return gradient.to(output.device)
+    joined = _jagged(output.detach()).join([gradient.values().to(output.device)])
+    return joined
+
+
+def refuse_hidden(leaves: Sequence[Any], where: str) -> None:
+    """Raises TypeError for an object that holds tensors with a graph, and is no container that pytrees know.
+
+    Such a graph cannot be cut between shards, since nothing tells which tensors the object holds.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, (Tensor, torch.nn.Module, RawChunk, type)):
+            continue
+        members = [getattr(leaf, f.name, None) for f in dataclasses.fields(leaf)] if is_dataclass(leaf) else []
+        members += getattr(leaf, "__dict__", {}).values()
+        if members and any(tensor.requires_grad for tensor in tensors_in(members)):
+            raise TypeError(
+                f"expected tensors in tuples, lists, dicts or registered containers ({where}), got a "
+                f"{type(leaf).__name__} that holds tensors with gradients; return a tuple or a dict, or register the "
+                f"type: torch.utils._pytree.register_pytree_node({type(leaf).__name__}, ...)"
+            )
+
+
+def refuse_strided_nested(tensor: Tensor, where: str) -> None:
+    """Raises TypeError for a nested tensor of the strided layout, which autograd cannot pass through a function."""
+    if tensor.is_nested and tensor.layout is torch.strided:
+        raise TypeError(
+            f"expected dense, sparse or jagged tensors, got a nested tensor of the strided layout ({where}), whose "
+            f"graph cannot be cut between shards; make it with layout=torch.jagged"
+        )

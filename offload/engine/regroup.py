@@ -1,0 +1,164 @@
+"""Regrouping: chunks that came apart run together, as many as the memory for activations holds.
+
+A caller cuts a batch into chunks so small that a whole model's activations fit. Here only one shard's activations are
+alive at a time, so several chunks fit at once; their matrix products are larger, and larger ones are faster. Outputs
+and gradients are cut again, so the caller sees chunks only.
+
+Chunks are joined only if their tensors have equal types and trailing shapes and all else is equal, and never where a
+layer is known to look across rows: batch normalisation, while it trains, keeps the caller's chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from offload.engine.tape import Tape
+from pipe.microbatch import gather_nested
+from pipe.nested import flatten, unflatten
+
+__all__ = ["RegroupedTape", "by_chunk", "join_chunks", "looks_across_rows", "split_output"]
+
+
+def looks_across_rows(layers: Sequence[nn.Module]) -> bool:
+    """Whether a layer is known to compute a row from other rows too."""
+    return any(
+        isinstance(module, _BatchNorm) and (module.training or not module.track_running_stats)
+        for layer in layers
+        for module in layer.modules()
+    )
+
+
+def _rows(leaves: Sequence[Any]) -> int | None:
+    """Rows of a chunk all of whose tensors have the same; else None."""
+    sizes = {leaf.size(0) if leaf.dim() else -1 for leaf in leaves if isinstance(leaf, Tensor)}
+    return sizes.pop() if len(sizes) == 1 and -1 not in sizes else None
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and a.device == b.device and a.shape[1:] == b.shape[1:] and not a.is_sparse
+    return type(a) is type(b) and not isinstance(a, Tensor) and (a is b or bool(a == b))
+
+
+def join_chunks(chunks: Sequence[Any], most_rows: int) -> tuple[list[Any], list[list[int]]]:
+    """Joins neighbours into groups of at most ``most_rows`` rows (a single chunk may have more).
+
+    Returns:
+        The groups, and for each the rows of the chunks in it.
+    """
+    groups: list[list[list[Any]]] = []
+    specs: list[Any] = []
+    rows: list[list[int]] = []
+    for chunk in chunks:
+        leaves, spec = flatten(chunk)
+        count = _rows(leaves)
+        last = groups[-1][-1] if groups else []
+        if (
+            groups
+            and count is not None
+            and sum(rows[-1]) + count <= most_rows
+            and spec == specs[-1]
+            and all(map(_alike, leaves, last))
+        ):
+            groups[-1].append(leaves)
+            rows[-1].append(count)
+        else:
+            groups.append([leaves])
+            specs.append(spec)
+            # A chunk without a common number of rows stays alone.
+            rows.append([most_rows if count is None else count])
+    joined = [
+        unflatten([_cat(column) for column in zip(*group, strict=True)], spec)
+        for group, spec in zip(groups, specs, strict=True)
+    ]
+    return joined, rows
+
+
+def _cat(column: Sequence[Any]) -> Any:
+    return torch.cat(list(column)) if len(column) > 1 and isinstance(column[0], Tensor) else column[0]
+
+
+def split_output(output: Any, rows: Sequence[int]) -> list[Any]:
+    """The outputs of the chunks in a group.
+
+    Raises:
+        ValueError: if a tensor of the output has not one row for each row of the group.
+    """
+    if len(rows) == 1:
+        return [output]
+    leaves, spec = flatten(output)
+    columns: list[Sequence[Any]] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.size(0) != sum(rows)):
+            raise ValueError(
+                f"expected outputs with one row for each of the {sum(rows)} rows of {len(rows)} chunks that ran "
+                f"together, got shape {tuple(leaf.shape)}; leave activation_bytes out to keep chunks apart"
+            )
+        columns.append(leaf.split(list(rows)) if isinstance(leaf, Tensor) else [leaf] * len(rows))
+    return [unflatten(list(row), spec) for row in zip(*columns, strict=True)]
+
+
+def by_chunk(output_fn: Callable[[Any], Any], rows: Sequence[int]) -> Callable[[Any], Any]:
+    """Applies a function of one chunk's output to each of the chunks that ran together."""
+    if len(rows) == 1:
+        return output_fn
+    return lambda output: gather_nested([output_fn(piece) for piece in split_output(output, rows)])
+
+
+class RegroupedTape:
+    """The tape of a forward whose chunks ran together; takes gradients by chunk, as :class:`~offload.Tape` does."""
+
+    def __init__(self, tape: Tape, rows: Sequence[Sequence[int]], outputs: Sequence[Any]) -> None:
+        self._tape = tape
+        self._rows = rows
+        self._like = [[_meta(leaf) for leaf in flatten(output)[0]] for output in outputs]
+
+    def backward(self, output_gradients: Sequence[Any]) -> None:
+        """See :meth:`offload.Tape.backward`."""
+        expected = sum(map(len, self._rows))
+        if len(output_gradients) != expected:
+            raise ValueError(f"expected one gradient for each of the {expected} chunks, got {len(output_gradients)}")
+        joined: list[Any] = []
+        begin = 0
+        for rows in self._rows:
+            joined.append(self._join(begin, output_gradients[begin : begin + len(rows)]))
+            begin += len(rows)
+        self._tape.backward(joined)
+
+    def _join(self, begin: int, gradients: Sequence[Any]) -> Any:
+        if len(gradients) == 1 or all(gradient is None for gradient in gradients):
+            return gradients[0]
+        given = [None if gradient is None else flatten(gradient) for gradient in gradients]
+        spec = next(entry[1] for entry in given if entry is not None)
+        columns: list[Any] = []
+        for k in range(spec.num_leaves):
+            parts = []
+            for i, entry in enumerate(given, start=begin):
+                part, like = None if entry is None else entry[0][k], self._like[i][k]
+                if part is not None and (like is None or part.shape != like.shape):
+                    raise ValueError(
+                        f"chunk {i}: expected a gradient of the shape {None if like is None else tuple(like.shape)}, "
+                        f"got {tuple(part.shape)}"
+                    )
+                parts.append(part)
+            first = next((part for part in parts if part is not None), None)
+            columns.append(
+                None
+                if first is None
+                else torch.cat(
+                    [
+                        first.new_zeros(self._like[i][k].shape) if part is None else part
+                        for i, part in enumerate(parts, start=begin)
+                    ]
+                )
+            )
+        return unflatten(columns, spec)
+
+
+def _meta(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, Tensor) else None

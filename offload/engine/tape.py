@@ -1,0 +1,145 @@
+"""The tape: what one forward leaves behind for its backward. It belongs to that forward, never to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from offload.engine.boundary_store import BoundaryStore
+from offload.engine.cell import Cell, Record
+from offload.engine.source import Source
+from pipe.nested import TreeSpec, flatten
+from pipe.torch_private import has_hooks
+
+__all__ = ["KeptCell", "Tape"]
+
+
+@dataclass
+class KeptCell:
+    """A cell that kept its graph instead of being recomputed: where the graph begins, and its flat output."""
+
+    source: Source
+    outputs: list[Any]
+
+
+class GoesBack(Protocol):
+    """What ran the forward of a tape, and can run its backward."""
+
+    def backward(
+        self,
+        tape: Tape,
+        output_gradients: Sequence[Sequence[Any]],
+        *,
+        consume: bool,
+        accumulate: bool = True,
+        handed_over: Collection[nn.Parameter] = (),
+    ) -> tuple[list[list[Any]], dict[nn.Parameter, Tensor]]:
+        """See :meth:`offload.engine.executor.Walk.backward`."""
+
+    def trainable(self, first: int) -> list[nn.Parameter]:
+        """See :meth:`offload.engine.executor.Walk.trainable`."""
+
+
+@dataclass(eq=False)
+class Tape:
+    """Boundaries and replays of one forward.
+
+    Made by :meth:`OffloadModel.forward_chunks <offload.OffloadModel.forward_chunks>`; :meth:`backward` may be called
+    once. A tape that is dropped instead frees all it holds.
+    """
+
+    walk: GoesBack
+    boundaries: BoundaryStore
+    microbatches: int
+    #: Whether the forward noted what a backward needs.
+    records: bool
+    #: The first shard that backward has to reach: shards before it have nothing to train, nor has the input.
+    first: int
+    output_fns: Sequence[Callable[[Any], Any] | None] = ()
+    #: Where the other cells are recomputed: those that keep their graphs.
+    graphs: frozenset[Cell] = frozenset()
+    cells: dict[Cell, Record] = field(default_factory=dict)
+    kept: dict[Cell, KeptCell] = field(default_factory=dict)
+    #: For the boundary that enters each cell, and for the outputs: which of its leaves need a gradient.
+    requires: dict[Cell, list[bool]] = field(default_factory=dict)
+    #: Counts of in-place changes of each shard's parameters, as the forward met them.
+    versions: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    #: Times that assigned data had been brought home by then.
+    assignments: int = 0
+    inputs: list[list[Any]] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    input_specs: list[TreeSpec] = field(default_factory=list)
+    input_versions: list[list[int]] = field(default_factory=list)
+    output_specs: list[TreeSpec] = field(default_factory=list)
+    output_shapes: list[list[torch.Size | None]] = field(default_factory=list)
+    used: bool = False
+
+    def backward(self, output_gradients: Sequence[Any]) -> None:
+        """Pushes gradients of the outputs back: parameters' ``.grad`` accumulates at home, each shard is loaded once.
+
+        Args:
+            output_gradients: one entry for each chunk, in order, of the structure of that chunk's output: tensors of
+                the output's shapes, or None where there is no gradient. A whole entry may be None.
+
+        Raises:
+            RuntimeError: if the tape was used before, its forward ran without gradients, or a parameter changed since.
+            ValueError: if the number, the structure or a shape differs from the outputs.
+
+        Chunks that require a gradient get one: it goes on through whatever computed them.
+        """
+        if self.used:
+            raise RuntimeError("this tape was used before; run forward_chunks again to get another")
+        if not self.records:
+            raise RuntimeError(
+                "this tape has nothing to go back through: forward_chunks ran under no_grad or inference_mode, or no "
+                "parameter and no input requires a gradient"
+            )
+        if len(output_gradients) != self.microbatches:
+            raise ValueError(
+                f"expected one gradient for each of the {self.microbatches} chunks, got {len(output_gradients)}"
+            )
+        flat = [self._flat(i, gradient) for i, gradient in enumerate(output_gradients)]
+        self.used = True
+        try:
+            # Autograd runs the hooks of a parameter, once, when its whole gradient is there.
+            hooked = [p for p in self.walk.trainable(self.first) if has_hooks(p)]
+            input_gradients, taken = self.walk.backward(self, flat, consume=True, handed_over=hooked)
+        finally:
+            self.close()
+        roots: list[tuple[Tensor, Tensor]] = [
+            (leaf, gradient)
+            for leaves, gradients in zip(self.inputs, input_gradients, strict=True)
+            for leaf, gradient in zip(leaves, gradients, strict=True)
+            if isinstance(leaf, Tensor) and leaf.requires_grad and gradient is not None
+        ]
+        roots += taken.items()
+        if roots:
+            torch.autograd.backward([leaf for leaf, _ in roots], [gradient.to(leaf) for leaf, gradient in roots])
+
+    def _flat(self, i: int, gradient: Any) -> list[Any]:
+        spec = self.output_specs[i]
+        if gradient is None:
+            return [None] * spec.num_leaves
+        leaves, given = flatten(gradient)
+        if len(leaves) != spec.num_leaves:
+            raise ValueError(f"chunk {i}: expected gradients of the output's structure {spec}, got {given}")
+        for shape, leaf in zip(self.output_shapes[i], leaves, strict=True):
+            if isinstance(leaf, Tensor) and leaf.shape != shape:
+                expected = tuple(shape or ())
+                raise ValueError(f"chunk {i}: expected a gradient of the shape {expected}, got {tuple(leaf.shape)}")
+        return leaves
+
+    def give_up(self) -> None:
+        """Frees what the tape holds, after a failure: it has no backward."""
+        self.used = True
+        self.close()
+
+    def close(self) -> None:
+        """Frees what the tape holds."""
+        self.boundaries.close()
+        self.cells.clear()
+        self.kept.clear()

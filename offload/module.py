@@ -1,0 +1,146 @@
+"""A module whose parameters rest at home: what ``nn.Module`` does by itself, and must not do behind the engine's back.
+
+Guarantees
+    * Whoever finds parameters or buffers through the module, also from a module around it, finds current values: an
+      update that is pending at home is finished first.
+    * Parameters never leave their homes: what would move or cast them is refused, what changes nothing is let through.
+    * A copy, and what comes out of a pickle, has homes of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+
+from offload.engine.executor import Walk
+from offload.storage import Tier
+
+__all__ = ["ModuleAtHome"]
+
+M = TypeVar("M", bound="ModuleAtHome")
+
+#: How the attributes end in which ``nn.Module`` keeps hooks, and what it knows of them.
+_OF_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called", "_is_full_backward_hook")
+
+
+class ModuleAtHome(nn.Module):
+    """The part of :class:`~offload.OffloadModel` that other code of torch calls. Its children are the layers."""
+
+    _walk: Walk
+    _tier: Tier
+    #: What the constructor was given besides the layers.
+    _arguments: dict[str, Any]
+
+    # --- what is pending at home is finished before anybody reads it ----------------------------------------------
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As in torch. Parameters and buffers are found through this, from a module around this one as well."""
+        self._walk.streamer.catch_up()
+        found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
+        return found
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._walk.streamer.catch_up()
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            raise ValueError(
+                f"expected load_state_dict with assign=False for the OffloadModel {prefix.rstrip('.') or 'itself'!r}, "
+                f"got assign=True: its parameters have homes, which values are copied into"
+            )
+        self._walk.streamer.catch_up()
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch. A pending update keeps its gradients, so only ``set_to_none=False`` has to finish it."""
+        if not set_to_none:
+            self._walk.streamer.catch_up()
+        for layer in self.children():
+            layer.zero_grad(set_to_none)
+
+    # --- its layers, found as in an nn.Sequential ------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Number of layers."""
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """The layers."""
+        self._walk.streamer.catch_up()
+        return iter(self._layers())
+
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> nn.Sequential: ...
+
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        """A layer; or, of a slice, the layers in an ``nn.Sequential`` that runs them on the host, as they are at home.
+
+        Layers cannot be assigned, removed or added: their homes are made once.
+        """
+        self._walk.streamer.catch_up()
+        if not isinstance(index, slice):
+            return self._layers()[operator.index(index)]
+        some = nn.Sequential()
+        some._modules.update(
+            (str(name), layer) for name, layer in list(self._modules.items())[index] if layer is not None
+        )
+        return some
+
+    def _layers(self) -> list[nn.Module]:
+        return [layer for layer in self._modules.values() if layer is not None]
+
+    # --- staying home -------------------------------------------------------------------------------------------
+
+    def _apply(self: M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> M:
+        """Refuses to move or cast parameters away from their homes; lets through what changes nothing."""
+        for dtype in {parameter.dtype for parameter in self.parameters()}:
+            probe = torch.empty(0, dtype=dtype)
+            result = fn(probe)
+            if result.dtype != dtype or result.device != probe.device:
+                raise RuntimeError(
+                    f"an OffloadModel's parameters rest in {self._tier.name} and cannot become {result.dtype} on "
+                    f"{result.device}; convert the layers before you wrap them"
+                )
+        return self
+
+    def __deepcopy__(self: M, memo: dict[int, Any]) -> M:
+        """Another model with homes of its own."""
+        self._walk.streamer.catch_up()
+        layers = {name: copy.deepcopy(layer, memo) for name, layer in self._modules.items()}
+        cuts = [len(shard.layers) for shard in self._walk.shards]
+        model: M = _rebuild(type(self), layers, cuts, self._arguments, copy.deepcopy(self._state(), memo))
+        return model
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as bare layers, with storage of their own, and the arguments that offload them again."""
+        self._walk.streamer.catch_up()
+        memo: dict[int, Any] = {}
+        layers = {name: copy.deepcopy(layer, memo) for name, layer in self._modules.items()}
+        cuts = [len(shard.layers) for shard in self._walk.shards]
+        return _rebuild, (type(self), layers, cuts, self._arguments, self._state())
+
+    def _state(self) -> dict[str, Any]:
+        """What a module keeps of its own besides its members: its mode and its hooks."""
+        return {key: value for key, value in vars(self).items() if key == "training" or key.endswith(_OF_HOOKS)}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, (nn.Module, nn.Parameter)) and "_walk" in self.__dict__:
+            raise TypeError(f"cannot add {name} to an OffloadModel: its layers are fixed when it is made")
+        super().__setattr__(name, value)
+
+
+def _rebuild(kind: Any, layers: Any, cuts: list[int], arguments: dict[str, Any], state: dict[str, Any]) -> Any:
+    bare = nn.Sequential()
+    bare._modules.update(layers)
+    model = kind(bare, **{**arguments, "num_slices": len(cuts)}, _cuts=cuts)
+    vars(model).update(state)  # of the container; each layer brings its own
+    return model

@@ -1,0 +1,137 @@
+"""What a kept home holds, said in names, types and shapes; and the buffers, which rest there between two models.
+
+Parameters rest in the files of a home all the time. Buffers are on the compute device as long as the model lives, so
+they are written when it is closed, and read when its home is adopted. All of them are kept, also those that are not
+in a ``state_dict``: an adopted model is equal to the one that was left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from offload.planning.partition import aligned
+from offload.storage import Block, Tier
+from offload.storage.contract import bytes_of
+from offload.storage.persistent import Contents, KeptTier
+from offload.streaming.materialize import Values
+from offload.streaming.shard import layout, named_parameters
+
+__all__ = ["Keeper"]
+
+
+@dataclass(frozen=True)
+class _Resting:
+    """Values that are at rest in a home. A parameter's are where they belong; those of a buffer are read."""
+
+    block: Block | None = None
+    offset: int = 0
+
+    def read_into(self, destination: Tensor) -> None:
+        """Reads a buffer."""
+        if self.block is not None and destination.numel():
+            dense = torch.empty_like(destination, device="cpu", memory_format=torch.contiguous_format)
+            self.block.read_into(bytes_of(dense), self.offset)
+            with torch.no_grad():
+                destination.copy_(dense)
+
+
+class Keeper:
+    """Stands between the layers of a model and the tier; does nothing where nothing is kept.
+
+    Args:
+        tier: where the homes are.
+        layers: name and module of each.
+        cuts: number of layers of each shard.
+        values: what parameters and buffers are to be read from, if not from the home.
+
+    Raises:
+        HomeError: if there is a home that cannot be used. The layers are as they were.
+    """
+
+    def __init__(
+        self, tier: Tier, layers: Mapping[str, nn.Module], cuts: Sequence[int], values: Mapping[Tensor, Values]
+    ) -> None:
+        self._tier = tier if isinstance(tier, KeptTier) else None
+        self._layers = dict(layers)
+        #: What the parameters and buffers get their values from.
+        self.values: dict[Tensor, Values] = dict(values)
+        self._block: Block | None = None
+        self._places: list[tuple[str, int, int]] = []
+        if self._tier is None:
+            return
+        parameters = [p for layer in layers.values() for p in layer.parameters()]
+        lines, end = [], 0
+        for name, buffer in self._buffers():
+            lines.append(f"{name} {_kind(buffer)} {list(buffer.shape)} at {end}")
+            self._places.append((name, end, buffer.numel() * buffer.element_size()))
+            end += aligned(self._places[-1][2])
+        contents = [*_shards(list(layers.items()), cuts), Contents("buffers", "buffers", end, lines)]
+        adopted = self._tier.expect(contents, blank=not values and all(p.is_meta for p in parameters))
+        if end:
+            self._block = self._tier.home(len(contents) - 1, end)
+        if adopted:
+            self.values.update(dict.fromkeys(parameters, _Resting()))
+            for (_, buffer), (_, offset, _) in zip(self._buffers(), self._places, strict=True):
+                self.values[buffer] = _Resting(self._block, offset)
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for name, layer in self._layers.items():
+            for path, buffer in layer.named_buffers(remove_duplicate=False):
+                yield f"{name}.{path}", buffer
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the home outlives the model."""
+        return self._tier is not None
+
+    def begin(self) -> None:
+        """The model is made."""
+        if self._tier is not None:
+            self._tier.begin()
+
+    def close(self) -> None:
+        """Writes the buffers and seals the home.
+
+        Raises:
+            ValueError: if a buffer has another size than when the model was made.
+            OSError: if the home cannot be written.
+        """
+        if self._tier is None:
+            return
+        now = [(name, 0, buffer.numel() * buffer.element_size()) for name, buffer in self._buffers()]
+        if [(name, n) for name, _, n in now] != [(name, n) for name, _, n in self._places]:
+            changed = sorted({(a, n) for a, _, n in now} ^ {(b, n) for b, _, n in self._places})
+            raise ValueError(
+                f"expected the buffers that the model was made with, got others: {changed}. A kept home holds buffers "
+                f"of a fixed size; save a checkpoint instead"
+            )
+        for (_, buffer), (_, offset, nbytes) in zip(self._buffers(), self._places, strict=True):
+            if nbytes:
+                assert self._block is not None
+                dense = buffer.detach().cpu().resolve_conj().resolve_neg().contiguous()
+                self._block.write(bytes_of(dense), offset)
+        self._tier.seal()
+
+
+def _shards(layers: Sequence[tuple[str, nn.Module]], cuts: Sequence[int]) -> Iterator[Contents]:
+    """What each shard keeps at home, as :func:`offload.streaming.shard.make_shards` lays it out."""
+    seen: set[nn.Parameter] = set()
+    first = 0
+    for j, count in enumerate(cuts):
+        new = [(n, p) for n, p in named_parameters(layers[first : first + count]) if p not in seen]
+        seen.update(p for _, p in new)
+        slices, nbytes = layout(new)
+        lines = [
+            f"{s.name} {_kind(s.parameter)} {list(s.parameter.shape)} strides {list(s.stride)} at {s.offset}"
+            for s in slices
+        ]
+        yield Contents(f"shard-{j:05d}", f"shard {j}", nbytes, lines)
+        first += count
+
+
+def _kind(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

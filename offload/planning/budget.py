@@ -1,0 +1,124 @@
+"""From a number of bytes to a layout: how many shards, how many slots, and what is left for boundaries.
+
+Device bytes of a step, apart from what the layers of one cell allocate while they run::
+
+    slots x largest shard  +  2 x gradients of the largest shard  +  boundaries
+    (one in use, one on its way,       (one set being summed,       (what is beyond rests at home)
+     the others are a cache)            one on its way home)
+
+This module knows nothing of tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload.planning.partition import cut_layers
+
+__all__ = ["Layout", "fit", "parse_bytes"]
+
+_UNITS = {"": 1, "b": 1} | {
+    prefix + suffix: base**power
+    for base, suffix in ((1000, "b"), (1024, "ib"))
+    for power, prefix in enumerate("kmgt", start=1)
+}
+#: Part of a budget that goes to boundaries before slots beyond the second are added.
+BOUNDARY_SHARE = 0.5
+
+
+def parse_bytes(value: int | str, name: str = "memory_budget") -> int:
+    """Bytes from an integer, or from a string such as ``"2GiB"``, ``"1.5 GB"`` or ``"300MiB"``.
+
+    Raises:
+        TypeError, ValueError: if it is neither, or not positive.
+    """
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ValueError(f"expected bytes such as 2147483648 or '2GiB', got {name}={value!r}")
+        return int(float(match[1]) * _UNITS[match[2].lower()])
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"expected bytes such as 2147483648 or '2GiB', got {name}={value!r}")
+    if value <= 0:
+        raise ValueError(f"expected a positive number of bytes, got {name}={value}")
+    return value
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Layers in each shard, number of slots, and bytes for boundaries."""
+
+    cuts: tuple[int, ...]
+    slots: int
+    boundary_bytes: int
+
+
+def fit(
+    slot_bytes: Sequence[int],
+    gradient_bytes: Sequence[int],
+    budget_bytes: int,
+    *,
+    shards: int | None,
+    slots: int | None = None,
+) -> Layout:
+    """The layout with the fewest shards whose slots and gradients leave half of the budget to boundaries.
+
+    Where even single layers do not, that share is given up before anything else is. Slots beyond the second are added
+    from what is left above it.
+
+    Args:
+        slot_bytes: of each layer, in a slot.
+        gradient_bytes: of each layer, on the device.
+        budget_bytes: what all may take together.
+        shards: number of shards, or None to choose.
+        slots: number of slots, or None to choose.
+
+    Raises:
+        ValueError: if it does not fit, with the number of bytes that are missing and what would fit.
+    """
+    layers = len(slot_bytes)
+
+    def needs(count: int) -> tuple[int, int, list[int]]:
+        """(largest shard, largest set of gradients, cuts)"""
+        cuts = cut_layers(slot_bytes, count)
+        largest = gradients = first = 0
+        for cut in cuts:
+            largest = max(largest, sum(slot_bytes[first : first + cut]))
+            gradients = max(gradients, sum(gradient_bytes[first : first + cut]))
+            first += cut
+        return largest, gradients, cuts
+
+    def fixed(count: int) -> int:
+        largest, gradients, _ = needs(count)
+        return min(slots or 2, count) * largest + 2 * gradients
+
+    if shards is None:
+        roomy = budget_bytes * (1 - BOUNDARY_SHARE)
+        # The largest shard shrinks with their number, so the first that fits is found by bisection.
+        low, high = 1, layers
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fixed(middle) <= roomy else (middle + 1, high)
+        shards = low
+    required = fixed(shards)
+    if required > budget_bytes:
+        widest = max(range(layers), key=lambda k: slot_bytes[k] + gradient_bytes[k])
+        finest = fixed(layers)
+        advice = (
+            f"num_slices={layers} needs {finest:,} bytes"
+            if finest <= budget_bytes
+            else f"the least that fits is memory_budget={finest} with num_slices={layers}; or split layer {widest}, "
+            f"whose parameters take {slot_bytes[widest]:,} bytes"
+        )
+        raise ValueError(
+            f"memory_budget={budget_bytes:,} bytes is {required - budget_bytes:,} bytes short of slots and gradients "
+            f"for num_slices={shards}: {advice}"
+        )
+    largest, gradients, cuts = needs(shards)
+    if slots is None:
+        spare = budget_bytes * (1 - BOUNDARY_SHARE) - 2 * gradients
+        slots = min(shards, max(2, int(spare // largest) if largest else shards))
+    slots = min(slots, shards)
+    return Layout(tuple(cuts), slots, budget_bytes - slots * largest - 2 * gradients)

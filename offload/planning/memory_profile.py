@@ -1,0 +1,118 @@
+"""The course of a cell's memory in backward, read off what autograd saved of it in forward, in order.
+
+Backward goes through the same tensors the other way round. At each activation its gradient comes into being while the
+gradient that came from behind is still there, and the activation is free afterwards; at each weight a gradient comes
+that stays. So activations are at their most when there is no gradient of a weight yet, and all of those are there when
+the last activation has gone: to add up both would be to count what is never there at once.
+
+What cannot be seen from outside is left out: what operations allocate inside, and gradients that wait for another
+branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offload.streaming.shard import Shard
+from pipe.nested import parts_of
+
+__all__ = ["Course", "CourseNotes", "Turn"]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One tensor that autograd saved, as backward comes to it."""
+
+    #: Bytes of its gradient: one that stays, and one that goes on to what was before.
+    stays: int
+    flows: int
+    #: Bytes that are free afterwards.
+    freed: int
+
+
+@dataclass(frozen=True)
+class Course:
+    """What one cell of ``rows`` rows saved, in the order of backward. Weights do not grow with rows, the rest does."""
+
+    rows: int
+    turns: Sequence[Turn]
+
+    def kept_bytes(self, rows: int) -> int:
+        """Bytes that are kept of a cell when its backward begins."""
+        return sum(turn.freed for turn in self.turns) * rows // max(self.rows, 1)
+
+    def peak_bytes(self, rows: int, gradient_bytes: int, *, adds: bool = False) -> int:
+        """The most that its activations, their gradients and those of its weights take at once.
+
+        Args:
+            rows: of the cell.
+            gradient_bytes: of all weights. Those that autograd did not save (a bias, an embedding) come last.
+            adds: whether the gradients of another micro-batch are there already, to which these are added.
+        """
+        scale = rows / max(self.rows, 1)
+        kept = float(self.kept_bytes(rows))
+        come, coming, behind = 0.0, 0.0, 0.0
+        peak = kept
+        for turn in self.turns:
+            # What is to be added lives until the gradient that goes on, which the same operation makes, is there too.
+            coming = turn.stays or (coming if adds else 0.0)
+            peak = max(peak, kept + come + coming + behind + turn.flows * scale)
+            if not adds:
+                come += turn.stays
+            elif turn.flows:
+                coming = 0.0
+            behind = turn.flows * scale or behind
+            kept -= turn.freed * scale
+        if adds:
+            return int(peak) + gradient_bytes
+        return int(max(peak, gradient_bytes + behind))
+
+
+class CourseNotes:
+    """Takes note of what autograd saves while the layers of a bound shard run.
+
+    Args:
+        shard: whose weights, in its slot, are told from activations.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        slot = shard.slot.data_ptr()
+        self._slot = StorageWeakRef(shard.slot.untyped_storage())
+        self._weights = {slot + s.offset: s.nbytes for s in shard.slices if s.parameter.requires_grad}
+        #: Address of a weight, or storage of an activation; bytes of its gradient.
+        self._saved: list[tuple[int | StorageWeakRef, int]] = []
+        self._nbytes: dict[StorageWeakRef, int] = {}
+
+    def saw(self, tensor: Tensor) -> None:
+        """Autograd saves a tensor."""
+        if tensor.layout is not torch.strided or not tensor.numel():
+            return
+        storage = StorageWeakRef(tensor.untyped_storage())
+        if storage == self._slot:
+            self._saved.append((tensor.data_ptr(), 0))
+            return
+        self._nbytes[storage] = tensor.untyped_storage().nbytes()
+        differentiable = tensor.is_floating_point() or tensor.is_complex()
+        self._saved.append((storage, tensor.numel() * tensor.element_size() if differentiable else 0))
+
+    def turns(self, elsewhere: Iterable[Tensor] = ()) -> list[Turn]:
+        """What was seen, in the order of backward. Tensors ``elsewhere`` stay when autograd is done with them."""
+        staying = {StorageWeakRef(part.untyped_storage()) for tensor in elsewhere for part in parts_of(tensor)}
+        first = {key: k for k, (key, _) in reversed([*enumerate(self._saved)])}
+        come: set[int | StorageWeakRef] = set()
+        turns = []
+        for k in range(len(self._saved) - 1, -1, -1):
+            key, flows = self._saved[k]
+            if isinstance(key, int):
+                stays = 0 if key in come else self._weights.get(key, 0)
+                come.add(key)
+                turns.append(Turn(stays, 0, 0))
+            else:
+                freed = self._nbytes[key] if first[key] == k and key not in staying else 0
+                turns.append(Turn(0, flows, freed))
+        return turns

@@ -1,0 +1,54 @@
+"""Where bytes rest: one small contract, and a module for each kind of place."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from offload.storage.contract import Block, Scratch, Tier
+from offload.storage.disk import DiskTier
+from offload.storage.host import HostTier
+from offload.storage.manifest import HomeError
+from offload.storage.persistent import DiskHome, KeptTier
+
+__all__ = ["Block", "DiskHome", "DiskTier", "HomeError", "HostTier", "KeptTier", "Scratch", "Tier", "open_tier"]
+
+
+def open_tier(
+    offload_device: str | torch.device | os.PathLike[str], device: torch.device, *, keeps: bool = False
+) -> Tier:
+    """The home that ``offload_device`` names: host memory (``"cpu"``), or a directory.
+
+    A directory is an ``os.PathLike``, such as a :class:`DiskHome`, or a string with a path separator in it. ``keeps``
+    says that the caller can do what a home that outlives it asks for.
+
+    Raises:
+        TypeError: if it is neither a device, nor a string, nor a path.
+        ValueError: if it names a device that is not the CPU, or a word that is no device; or a kept home that is in
+            use, or where there can be none.
+        OSError: if the directory cannot be written to.
+    """
+    if isinstance(offload_device, DiskHome):
+        if not offload_device.keep:
+            return DiskTier(offload_device, device, direct=offload_device.direct)
+        if not keeps:
+            raise ValueError("expected a home that goes with its user, got DiskHome(keep=True): only models keep homes")
+        return KeptTier(offload_device, device)
+    if isinstance(offload_device, os.PathLike) or (isinstance(offload_device, str) and os.sep in offload_device):
+        return DiskTier(offload_device, device)
+    if not isinstance(offload_device, (str, torch.device)):
+        raise TypeError(
+            f"expected 'cpu' or a directory as offload_device, got {type(offload_device).__name__} "
+            f"(offload_device={offload_device!r})"
+        )
+    try:
+        kind = torch.device(offload_device).type
+    except RuntimeError:
+        kind = None
+    if kind != "cpu":
+        raise ValueError(
+            f"expected 'cpu' or a directory as offload_device, got {str(offload_device)!r}; write a directory "
+            f"as a path with a separator, such as './{offload_device}'"
+        )
+    return HostTier(device)

@@ -1,0 +1,198 @@
+"""A directory as a home: shards rest in files, and their parameters are views of the mapped files.
+
+The same bytes are seen in two ways. ``Block.tensor`` is a shared mapping of the file, so that an optimizer, a
+``state_dict`` or any other code finds current values in ``Parameter.data`` and may write there; its pages are the
+kernel's to drop. The streaming engine reads and writes with explicit calls instead, in large pieces and on a lane,
+because a page fault in the middle of a matrix product is a wait that nobody can hide. Those calls go past the page
+cache where that is faster (:mod:`offload.storage.page_cache`).
+
+Guarantees
+    * Files are made new, under a name that did not exist; nothing that lay in the directory before is ever read.
+    * All bytes of a file are reserved when it is made, so a full disk is an error at construction, not a lost page.
+    * The files go with the model, at interpreter exit at the latest. What a killed process left behind is removed by
+      the next model that is made in the same directory.
+    * A block outlives its file: what is still used then is the mapping.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import shutil
+import tempfile
+import warnings
+import weakref
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from offload.process import finalize_here
+from offload.storage.buffer import host_buffer, whole_pages
+from offload.storage.contract import Block, Scratch, Tier
+from offload.storage.page_cache import PageCache
+from offload.storage.scratch import DiskScratch
+from offload.storage.staging import Link, open_link
+from offload.storage.transfer import Transfers
+
+__all__ = ["DiskBlock", "DiskTier"]
+
+_PREFIX = "gradstream-"
+
+
+class DiskBlock(Block):
+    """The first ``nbytes`` of a file, mapped."""
+
+    def __init__(self, path: Path, nbytes: int, transfers: Transfers, *, cyclic: bool = False) -> None:
+        self._path = path
+        self._transfers = transfers
+        self.tensor = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
+        self._claim = transfers.cache.claim(nbytes, cyclic=cyclic)
+        weakref.finalize(self, transfers.cache.leave, self._claim)
+
+    def read_into(self, destination: Tensor, offset: int = 0) -> None:
+        """Reads the file, straight into ``destination`` where that is host memory."""
+        destination = destination[: self.nbytes - offset]
+        try:
+            self._transfers.read(self._path, destination, offset, self._claim)
+        except FileNotFoundError:
+            destination.copy_(self.tensor[offset : offset + destination.numel()])
+
+    def staged(self) -> Tensor:
+        """A copy, read in one go: page faults piece by piece would be slower."""
+        copy = host_buffer(self.nbytes)
+        self.read_into(copy)
+        return copy
+
+    def retire(self) -> None:
+        """Takes the file's name away; its room is free once no tensor maps it."""
+        self._path.unlink(missing_ok=True)
+
+    def write(self, source: Tensor, offset: int) -> None:
+        """Writes to the file."""
+        assert offset + source.numel() <= self.nbytes
+        try:
+            self._transfers.write(self._path, source, offset, self._claim)
+        except FileNotFoundError:
+            self.tensor[offset : offset + source.numel()].copy_(source)
+
+
+def reserve(path: Path, file_bytes: int, wanted_bytes: int) -> None:
+    """Makes a new file of zeros, all of whose room is taken."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, file_bytes)
+    except OSError as error:
+        os.unlink(path)
+        raise OSError(error.errno, f"cannot reserve {wanted_bytes:,} bytes: {error.strerror}", str(path)) from error
+    finally:
+        os.close(fd)
+
+
+class DiskTier(Tier):
+    """Blocks as files in a folder of their own below ``directory``.
+
+    Args:
+        directory: is made if it does not exist.
+        device: where the layers compute.
+        direct: whether to go past the page cache; None lets the sizes decide.
+        link: how bytes reach the compute device; tests pass one that runs late.
+    """
+
+    blocking_io = True
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        device: torch.device,
+        *,
+        direct: bool | None = None,
+        link: Link | None = None,
+    ) -> None:
+        root = Path(directory)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            _sweep(root)
+            self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+        except OSError as error:
+            raise OSError(
+                error.errno, f"offload_device must be a directory that can be written to: {error.strerror}", str(root)
+            ) from error
+        self.name = f"disk ({root})"
+        kind = _file_system(root)
+        if kind in ("tmpfs", "ramfs"):
+            warnings.warn(
+                f"offload_device {str(root)!r} is memory ({kind}): shards that rest there take as much of it as "
+                f"before; pass a directory on a disk",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        self._device = device
+        self._lock = _locked(self.folder)
+        self._numbers = itertools.count()
+        self.transfers = Transfers(PageCache(self.folder, direct), link or open_link(device))
+        self._finalizer = finalize_here(self, _remove, self.folder, self._lock)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Buffers of transfers that the page cache has no part in."""
+        return self.transfers.staging.nbytes
+
+    def allocate(self, nbytes: int, label: str, *, cyclic: bool = False) -> Block:
+        """A new file of ``nbytes``."""
+        path = self.folder / f"{next(self._numbers):04d}-{label}"
+        reserve(path, whole_pages(nbytes), nbytes)
+        return DiskBlock(path, nbytes, self.transfers, cyclic=cyclic)
+
+    def scratch(self) -> Scratch | None:
+        """A file without a name."""
+        return DiskScratch(self.name, self.folder, self, self._device)
+
+    def close(self) -> None:
+        """Removes the files' names; their room is free once nobody maps them."""
+        self._finalizer()
+
+
+def _file_system(path: Path) -> str:
+    """Type of the file system that holds ``path``, or "" where the system does not tell."""
+    try:
+        mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return ""
+    resolved = path.resolve()
+    holding = [(len(mount[1]), mount[2]) for mount in mounts if resolved.is_relative_to(mount[1])]
+    return max(holding, default=(0, ""))[1]
+
+
+def _locked(folder: Path) -> int:
+    """The lock of a new folder, held from before a sweep can find it."""
+    unnamed = folder / "lock.new"
+    lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    # Without this name change, a sweep of another process could take the lock between the two lines above, and remove
+    # the folder as that of a process that is gone.
+    os.rename(unnamed, folder / "lock")
+    return lock
+
+
+def _remove(folder: Path, lock: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.close(lock)
+
+
+def _sweep(root: Path) -> None:
+    """Removes the folders of processes that are gone: those whose lock nobody holds."""
+    for folder in root.glob(f"{_PREFIX}*"):
+        try:
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue  # being made at this moment, or not ours
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            continue
+        _remove(folder, lock)

@@ -1,0 +1,81 @@
+"""Host memory as a home: exact-size blocks, page-locked where the compute device is an accelerator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from offload.storage.buffer import host_buffer, page_lock
+from offload.storage.contract import Block, Scratch, Tier
+
+__all__ = ["HostTier"]
+
+
+class HostBlock(Block):
+    """A flat host tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def read_into(self, destination: Tensor, offset: int = 0) -> None:
+        """Copies to ``destination``; asynchronous on the current stream where both ends allow it."""
+        source = self.tensor[offset : offset + destination.numel()]
+        destination[: source.numel()].copy_(source, non_blocking=True)
+
+    def staged(self) -> Tensor:
+        """The block itself."""
+        return self.tensor
+
+    def write(self, source: Tensor, offset: int) -> None:
+        """Copies from ``source``; asynchronous on the current stream where both ends allow it."""
+        self.tensor[offset : offset + source.numel()].copy_(source, non_blocking=True)
+
+
+class HostTier(Tier):
+    """Blocks in host memory for a compute device: exact to the page, and page-locked beside an accelerator."""
+
+    name = "host"
+    blocking_io = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocate(self, nbytes: int, label: str, *, cyclic: bool = False) -> Block:
+        """A zeroed block."""
+        tensor = host_buffer(nbytes)
+        if self._device.type == "cuda" and nbytes:
+            page_lock(tensor, label)
+        return HostBlock(tensor)
+
+    def scratch(self) -> Scratch | None:
+        """None on the CPU: boundaries are in host memory already."""
+        return HostScratch(self._device) if self._device.type == "cuda" else None
+
+    def close(self) -> None:
+        """Nothing to do: memory goes with the blocks."""
+
+
+class HostScratch(Scratch):
+    """Boundaries of a CUDA device, resting in page-locked host memory."""
+
+    name = "host"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def store(self, tensor: Tensor) -> object:
+        """Copies to the host on the current stream."""
+        rest = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        rest.copy_(tensor, non_blocking=True)
+        return rest
+
+    def fetch(self, ticket: object) -> Tensor:
+        """Copies to the device on the current stream."""
+        assert isinstance(ticket, Tensor)
+        return ticket.to(self._device, non_blocking=True)
+
+    def release(self, ticket: object) -> None:
+        """The ticket is the memory; it goes with its last reference."""
+
+    def close(self) -> None:
+        """Nothing to do."""

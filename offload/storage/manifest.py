@@ -1,0 +1,168 @@
+"""The seal: the last page of a kept file, which says what the file is and whether its contents are whole.
+
+::
+
+    contents, whole pages | description, whole pages | seal, one page
+
+The contents come first, so that a mapping and a direct transfer begin at the beginning. The description is text, one
+line for each tensor, so that a file that does not fit can say why. The seal is a page, which a disk writes whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import sys
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from offload.storage.buffer import PAGE_BYTES, host_buffer, view_memory, whole_pages
+from offload.storage.transfer import Transfers, move_all
+
+__all__ = ["HomeError", "Seal", "checksum", "file_bytes", "read_description", "read_seal", "write_seal"]
+
+MAGIC = b"gradhome"
+VERSION = 1
+#: Magic, version, place, places, clean, contents bytes, description bytes, generation, home; then four digests of 32
+#: bytes: description, contents, and that of all this.
+_FIELDS = struct.Struct("<8s4I3Q16s32s32s")
+_DIGEST_BYTES = 32
+#: The contents' checksum is made of those of pieces of this size. It is a part of the format.
+_CHECKED_BYTES = 8 << 20
+
+
+class HomeError(ValueError):
+    """A kept home that cannot be used: foreign, stale, damaged, or in use. Nothing in it was changed."""
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What the last page says."""
+
+    #: Which of the ``places`` files of its home this is.
+    place: int
+    places: int
+    #: Whether the home was closed after its contents were last written.
+    clean: bool
+    contents_bytes: int
+    description_bytes: int
+    #: How often the home has been opened: the same in all files of a home.
+    generation: int
+    #: A number drawn when the home was made.
+    home: bytes
+    description_digest: bytes
+    contents_digest: bytes
+
+    def pack(self) -> bytes:
+        """The page."""
+        fields = _FIELDS.pack(
+            MAGIC,
+            VERSION,
+            self.place,
+            self.places,
+            self.clean,
+            self.contents_bytes,
+            self.description_bytes,
+            self.generation,
+            self.home,
+            self.description_digest,
+            self.contents_digest,
+        )
+        return (fields + digest(fields)).ljust(PAGE_BYTES, b"\0")
+
+
+def digest(data: bytes) -> bytes:
+    """Of something small."""
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+
+
+def describe(lines: Sequence[str]) -> bytes:
+    """The description of a file with these tensors."""
+    return "\n".join([f"bytes are {sys.byteorder}-endian", *lines]).encode()
+
+
+def file_bytes(contents_bytes: int, description_bytes: int) -> int:
+    """Size of a file."""
+    return whole_pages(contents_bytes) + whole_pages(description_bytes) + PAGE_BYTES
+
+
+def read_seal(path: Path, what: str) -> Seal:
+    """The seal of a file, if it is one of ours and has the size that the seal says.
+
+    Raises:
+        HomeError: if not.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(max(0, size - PAGE_BYTES))
+        page = file.read(PAGE_BYTES)
+    if len(page) != PAGE_BYTES or not page.startswith(MAGIC):
+        raise HomeError(
+            f"{path} ({what}): expected a file that ends with a seal of this format, got {size:,} bytes that do not; "
+            f"it is another program's, or was cut. Use another directory, or restore the file"
+        )
+    version = int.from_bytes(page[len(MAGIC) : len(MAGIC) + 4], "little")
+    if version != VERSION:
+        raise HomeError(
+            f"{path} ({what}): expected format version {VERSION}, got {version}; open it with the release that wrote it"
+        )
+    fields = page[: _FIELDS.size]
+    if page != (fields + digest(fields)).ljust(PAGE_BYTES, b"\0"):
+        raise HomeError(f"{path} ({what}): the seal does not match its checksum, it is damaged. {RESTORE}")
+    _, _, place, places, clean, *rest = _FIELDS.unpack(fields)
+    seal = Seal(place, places, bool(clean), *rest)
+    expected = file_bytes(seal.contents_bytes, seal.description_bytes)
+    if size != expected:
+        raise HomeError(f"{path} ({what}): expected {expected:,} bytes, got {size:,}; it is not whole. {RESTORE}")
+    return seal
+
+
+#: What to do with a damaged file.
+RESTORE = "Restore all files of the directory, or make the home anew with DiskHome(..., overwrite=True)"
+
+
+def read_description(path: Path, seal: Seal) -> bytes:
+    """The description of a file."""
+    with path.open("rb") as file:
+        file.seek(whole_pages(seal.contents_bytes))
+        return file.read(seal.description_bytes)
+
+
+def write_seal(path: Path, seal: Seal, description: bytes | None = None) -> None:
+    """Writes the seal (and the description of a new file), and waits until all of the file is on the disk."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if description is not None:
+            move_all(os.pwritev, fd, memoryview(description), whole_pages(seal.contents_bytes), path)
+        at = file_bytes(seal.contents_bytes, seal.description_bytes) - PAGE_BYTES
+        # Contents -> seal. Without this, a power cut leaves a clean seal behind contents that are not there.
+        os.fsync(fd)
+        move_all(os.pwritev, fd, memoryview(seal.pack()), at, path)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def checksum(path: Path, contents_bytes: int, transfers: Transfers) -> bytes:
+    """Of a file's contents, in memory for one piece for each processor that helps."""
+    count = 4
+    buffer = host_buffer(min(count * _CHECKED_BYTES, contents_bytes))
+    sums: list[int] = []
+    for begin in range(0, contents_bytes, count * _CHECKED_BYTES):
+        part = buffer[: min(buffer.numel(), contents_bytes - begin)]
+        transfers.read(path, part, begin)
+        sums.extend(transfers.together(zlib.crc32, [view_memory(piece) for piece in part.split(_CHECKED_BYTES)]))
+    return digest(b"".join(value.to_bytes(4, "little") for value in sums))
+
+
+def reopened(seal: Seal, generation: int) -> Seal:
+    """The seal while the home is open again."""
+    return replace(seal, clean=False, generation=generation)
+
+
+def closed(seal: Seal, contents_digest: bytes) -> Seal:
+    """The seal of contents that nobody writes to any more."""
+    return replace(seal, clean=True, contents_digest=contents_digest)

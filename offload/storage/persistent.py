@@ -1,0 +1,353 @@
+"""A home that outlives its model: named files, sealed when the model is closed, adopted by the next one as they are.
+
+::
+
+    directory/shard-00000.home    weights of shard 0, and a seal (offload.storage.manifest)
+    directory/buffers.home        the buffers of all layers, and a seal
+    directory/home.lock           locked by whoever uses the home
+    directory/gradstream-*        what goes with the model: gradients, states of optimizers, boundaries
+
+Guarantees
+    * Files are adopted only if all of them are whole, sealed, of one home and one generation, and made for the very
+      same tensors at the same places. They are neither copied nor initialised. Whatever is refused is left as it is.
+    * From :meth:`KeptTier.begin` on, before anybody writes, until :meth:`KeptTier.seal` no seal is clean. So what a
+      crash may have torn is never taken for whole.
+    * Nothing is overwritten unless asked for, and one model at a time uses a home.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import fcntl
+import os
+import secrets
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from offload.process import finalize_here
+from offload.storage.contract import Block
+from offload.storage.disk import DiskBlock, DiskTier, reserve
+from offload.storage.manifest import (
+    RESTORE,
+    HomeError,
+    Seal,
+    checksum,
+    closed,
+    describe,
+    digest,
+    file_bytes,
+    read_description,
+    read_seal,
+    reopened,
+    write_seal,
+)
+
+__all__ = ["Contents", "DiskHome", "KeptTier"]
+
+_SUFFIX = ".home"
+
+
+@dataclass(frozen=True)
+class DiskHome(os.PathLike[str]):
+    """A directory as ``offload_device``, with choices that a plain path leaves at their defaults.
+
+    Args:
+        directory: is made if it does not exist.
+        keep: whether the weights and buffers outlive the model. If the directory holds no home yet, one is made from
+            the layers' values. If it does, it is adopted as it was left, without reading, copying or initialising
+            anything but buffers: then the layers must be on the meta device, cut into the same shards. Call
+            ``model.close()`` at the end; a home that was not closed may be torn, and is refused. States of an optimizer
+            are not kept: a home is no checkpoint (see :func:`~offload.save_checkpoint`).
+        overwrite: with ``keep``, make the home anew, and remove the one that the directory holds.
+        recover: with ``keep``, adopt also a home whose model ended without ``close()``. Files, sizes, tensors, places
+            and generations are verified as ever. Contents are not, since their checksums were to be computed at the
+            end: weights are those that the last update wrote, and shards may be of different steps where the process
+            ended within one; buffers are those of the last ``close()`` (or zeros, if there was none). A warning says
+            so. Not known is also whether the home was ever made to its end, where it was never closed, and whether all
+            writes reached the disk, where the system ended with the process.
+        verify: compare the contents with their checksums when a home is adopted, which reads all of it once. The seals
+            themselves, sizes, tensors and generations are always verified.
+        direct: whether files are read and written past the page cache. None: if that is faster, which depends on their
+            size and the available memory (see :mod:`offload.storage.page_cache`).
+    """
+
+    directory: str | os.PathLike[str]
+    keep: bool = False
+    overwrite: bool = False
+    recover: bool = False
+    verify: bool = True
+    direct: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.directory, (str, os.PathLike)):
+            raise TypeError(f"expected a directory, got {type(self.directory).__name__} (directory={self.directory!r})")
+        if self.overwrite and not self.keep:
+            raise ValueError("overwrite=True is for a home that is kept; pass keep=True with it, or leave both")
+        if self.recover and not self.keep:
+            raise ValueError("recover=True is for a home that is kept; pass keep=True with it, or leave both")
+        if self.recover and self.overwrite:
+            raise ValueError("recover=True adopts the home that overwrite=True would remove; pass one of them")
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.directory)
+
+    def for_a_copy(self) -> DiskHome:
+        """The home of a copy of the model: temporary files in the same directory."""
+        return DiskHome(self.directory, direct=self.direct)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What one file of a home has to hold."""
+
+    #: Of the file, and what errors call it.
+    stem: str
+    what: str
+    nbytes: int
+    #: One for each tensor: name, type, shape, strides, offset.
+    lines: Sequence[str]
+
+
+class _Phase(enum.Enum):
+    MAKING = "files that are new go again if nothing comes of it"
+    OPEN = "no seal is clean"
+    SEALED = "all seals are clean"
+
+
+@dataclass
+class _Usage:
+    """What is to be done when the tier goes."""
+
+    directory: Path
+    lock: int
+    phase: _Phase = _Phase.MAKING
+    made: list[Path] = field(default_factory=list)
+
+    def end(self) -> None:
+        if self.phase is _Phase.MAKING:
+            for path in self.made:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        with contextlib.suppress(OSError):
+            os.close(self.lock)
+        if self.phase is _Phase.OPEN:
+            warnings.warn(
+                f"the model whose home is kept in {str(self.directory)!r} went without close(): the home is not "
+                f"sealed, and will be refused at the next start",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+class KeptTier(DiskTier):
+    """Weights and buffers in files that stay; all else in a folder that goes.
+
+    To be called in this order: :meth:`expect`, :meth:`home` for each place, :meth:`begin`, :meth:`seal`.
+
+    Raises:
+        HomeError: if another model uses the home.
+    """
+
+    def __init__(self, home: DiskHome, device: torch.device) -> None:
+        super().__init__(home, device, direct=home.direct)
+        self._home = home
+        self._root = Path(home)
+        self._contents: list[Contents] = []
+        self._seals: dict[int, Seal] = {}
+        self._number = b""
+        lock = os.open(self._root / "home.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lock)
+            raise HomeError(
+                f"the home in {str(self._root)!r} is in use by another model, of this process or of another; close() "
+                f"that one first, or use another directory"
+            ) from error
+        self._usage = _Usage(self._root, lock)
+        self._end = finalize_here(self, _Usage.end, self._usage)
+
+    def expect(self, contents: Sequence[Contents], *, blank: bool) -> bool:
+        """Whether the directory holds a home with these contents; nothing in it is changed by asking.
+
+        Args:
+            contents: of each file; those without bytes have none.
+            blank: whether the layers have no values of their own.
+
+        Raises:
+            HomeError: if it holds a home that cannot be used, with the file, what was expected, and what to do.
+        """
+        try:
+            return self._expect(list(contents), blank)
+        except BaseException:
+            self.close()
+            raise
+
+    def _expect(self, contents: list[Contents], blank: bool) -> bool:
+        self._contents = contents
+        found = {path.stem: path for path in sorted(self._root.glob(f"*{_SUFFIX}"))}
+        if self._home.overwrite:
+            for path in found.values():
+                path.unlink()
+            found = {}
+        if not found:
+            self._number = secrets.token_bytes(16)
+            return False
+        if not blank:
+            raise HomeError(
+                f"{str(self._root)!r} holds a home already, and the layers have values, too. Build the layers on the "
+                f"meta device (and without pretrained=) to adopt the home; or replace it with "
+                f"DiskHome(..., overwrite=True); or use another directory"
+            )
+        wanted = {part.stem: (place, part) for place, part in enumerate(contents) if part.nbytes}
+        for stem, (_, part) in wanted.items():
+            if stem not in found:
+                raise HomeError(f"{self._path(part)} ({part.what}): expected a file, there is none. {RESTORE}")
+        for stem, path in found.items():
+            if stem not in wanted:
+                raise HomeError(
+                    f"{path}: expected no such file in a home of {len(contents) - 1} shards. Pass the layers and the "
+                    f"number of slices that the home was made with, or use another directory"
+                )
+        for place, part in wanted.values():
+            self._seals[place] = self._checked(place, part, len(contents))
+        first = next(iter(self._seals.values()))
+        for place, seal in self._seals.items():
+            if not self._belong_together(first, seal):
+                part = contents[place]
+                raise HomeError(
+                    f"{self._path(part)} ({part.what}): expected generation {first.generation} of home "
+                    f"{first.home.hex()[:8]}, got generation {seal.generation} of home {seal.home.hex()[:8]}: the "
+                    f"files are not of one moment. {RESTORE}"
+                )
+        torn = [contents[place].what for place, seal in self._seals.items() if not seal.clean]
+        if torn:
+            warnings.warn(
+                f"recovering the home in {str(self._root)!r}, whose model ended without close(): the contents of "
+                f"{', '.join(torn)} cannot be verified. Shards may be of different steps, and buffers are those of the "
+                f"last close(); compare with a checkpoint or an evaluation before you go on",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        if self._home.verify:
+            for place, seal in self._seals.items():
+                if not seal.clean:
+                    continue  # its checksum is that of the last close()
+                path, part = self._path(contents[place]), contents[place]
+                if checksum(path, part.nbytes, self.transfers) != seal.contents_digest:
+                    raise HomeError(f"{path} ({part.what}): the contents do not match their checksum. {RESTORE}")
+        return True
+
+    def _belong_together(self, first: Seal, other: Seal) -> bool:
+        if first.home != other.home:
+            return False
+        if first.generation == other.generation:
+            return True
+        # A process that ended while it opened the home had written nothing but some of the seals: its next generation.
+        opened, shut = sorted((first, other), key=lambda seal: -seal.generation)
+        return self._home.recover and shut.clean and not opened.clean and opened.generation == shut.generation + 1
+
+    def _checked(self, place: int, part: Contents, places: int) -> Seal:
+        path = self._path(part)
+        where = f"{path} ({part.what})"
+        seal = read_seal(path, part.what)
+        if seal.places != places:
+            raise HomeError(
+                f"{where}: expected one of {places - 1} shards, got one of {seal.places - 1}. Pass "
+                f"num_slices={seal.places - 1}, or use another directory"
+            )
+        if seal.place != place:
+            raise HomeError(f"{where}: this is the file of place {seal.place}, expected {place}; it was renamed")
+        if not (seal.clean or self._home.recover):
+            raise HomeError(
+                f"{where}: expected a home that was closed, but the model that used it ended without close(), and may "
+                f"have left it torn. Load the last checkpoint into a new home: DiskHome(..., overwrite=True); or take "
+                f"what cannot be verified: DiskHome(..., recover=True)"
+            )
+        expected, got = describe(part.lines), read_description(path, seal)
+        if digest(got) != seal.description_digest:
+            raise HomeError(f"{where}: the description of the tensors does not match its checksum. {RESTORE}")
+        if got != expected or seal.contents_bytes != part.nbytes:
+            raise HomeError(
+                f"{where}: expected {_difference(expected, got)}. Pass the layers, and num_slices or memory_budget, "
+                f"that the home was made with; or use another directory"
+            )
+        return seal
+
+    def _path(self, part: Contents) -> Path:
+        return self._root / f"{part.stem}{_SUFFIX}"
+
+    def home(self, j: int, nbytes: int) -> Block:
+        """The file of a place: of shard ``j``, or of the buffers, which come behind all shards."""
+        part = self._contents[j]
+        assert part.nbytes == nbytes, f"{part.what}: {nbytes:,} bytes, described as {part.nbytes:,}"
+        path = self._path(part)
+        if j not in self._seals:
+            description = describe(part.lines)
+            self._usage.made.append(path)
+            try:
+                reserve(path, file_bytes(nbytes, len(description)), nbytes)
+                blank = Seal(
+                    place=j,
+                    places=len(self._contents),
+                    clean=False,
+                    contents_bytes=nbytes,
+                    description_bytes=len(description),
+                    generation=1,
+                    home=self._number,
+                    description_digest=digest(description),
+                    contents_digest=bytes(32),
+                )
+                write_seal(path, blank, description)
+            except BaseException:
+                self.close()
+                raise
+            self._seals[j] = blank
+        return DiskBlock(path, nbytes, self.transfers)
+
+    def begin(self) -> None:
+        """The model is made: from now on the contents may change, and so no seal is clean."""
+        if not self._usage.made:
+            generation = 1 + max((seal.generation for seal in self._seals.values()), default=0)
+            for place, seal in self._seals.items():
+                self._seals[place] = reopened(seal, generation)
+                write_seal(self._path(self._contents[place]), self._seals[place])
+        self._usage.phase = _Phase.OPEN
+
+    def seal(self) -> None:
+        """Nobody will write any more: computes the checksums, seals the files, and lets go of them.
+
+        Raises:
+            OSError: if a file cannot be read or written; the home is not sealed then, and this may be called again.
+        """
+        if self._usage.phase is _Phase.SEALED:
+            return
+        sums = {
+            place: checksum(self._path(part), part.nbytes, self.transfers)
+            for place, part in enumerate(self._contents)
+            if part.nbytes
+        }
+        for place, contents_digest in sums.items():
+            self._seals[place] = closed(self._seals[place], contents_digest)
+            write_seal(self._path(self._contents[place]), self._seals[place])
+        self._usage.phase = _Phase.SEALED
+        self._end()
+
+    def close(self) -> None:
+        """Lets go of the home, sealed or not."""
+        super().close()
+        self._end()
+
+
+def _difference(expected: bytes, got: bytes) -> str:
+    """The first tensor in which two descriptions differ."""
+    theirs, ours = got.decode(errors="replace").splitlines(), expected.decode().splitlines()
+    for line, other in zip(ours, theirs, strict=False):
+        if line != other:
+            return f"'{line}', got '{other}'"
+    return f"{len(ours) - 1} tensors, got {len(theirs) - 1}"

@@ -1,0 +1,1 @@
+"""Telemetry: counters, traces and timelines of what a model did."""

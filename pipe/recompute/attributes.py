@@ -1,0 +1,138 @@
+"""Plain attributes that modules change while they run: a hidden state, a counter, a list of features.
+
+A recomputation must start from what a forward started from, and must not leave its traces twice. For buffers
+:mod:`pipe.recompute.module_state` sees to that; this module does the same for what modules keep as ordinary attributes of Python.
+
+Guarantees
+    * Inside :meth:`Attributes.again` an attribute that the forward rebound, and a list, dict or set that it changed,
+      is what it was before the forward; afterwards it is what it was before the recomputation.
+    * Noting costs nothing for modules that were not seen to change any attribute in their first forwards.
+
+Not seen: objects that other objects hold, and attributes that a module begins to change later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Attributes", "Stateful"]
+
+#: Forwards after which a module that changed no attribute is taken to change none.
+FORWARDS_NOTED = 2
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+_MISSING = object()
+
+
+class Stateful:
+    """The modules of a model that may change their attributes. Belongs to the model, and learns from its forwards.
+
+    Args:
+        modules: names and modules.
+    """
+
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
+        self._modules = list(modules)
+        self._forwards = 0
+        self._seen: set[nn.Module] = set()
+
+    def candidates(self) -> list[tuple[str, nn.Module]]:
+        """The modules to note before a forward."""
+        return self._modules
+
+    def learn(self, changed: set[nn.Module]) -> None:
+        """To be called after a forward with the modules that changed attributes."""
+        if self._forwards < FORWARDS_NOTED:
+            self._forwards += 1
+            self._seen |= changed
+            if self._forwards == FORWARDS_NOTED:
+                self._modules = [(name, module) for name, module in self._modules if module in self._seen]
+
+
+class Attributes:
+    """The attributes of modules before one forward."""
+
+    __slots__ = ("_before", "_changed", "_stateful")
+
+    def __init__(self, stateful: Stateful) -> None:
+        self._stateful = stateful
+        self._before = [
+            (name, module, {k: (v, _copy(v)) for k, v in vars(module).items() if k not in _OF_TORCH})
+            for name, module in stateful.candidates()
+        ]
+        #: For each changed attribute: the module's attributes, its name, its value and the content of that.
+        self._changed: list[tuple[dict[str, Any], str, Any, Any]] = []
+
+    def seal(self) -> None:
+        """To be called after the forward: keeps what it changed.
+
+        Raises:
+            RuntimeError: if it changed a tensor in place, whose value before is gone.
+        """
+        changed: set[nn.Module] = set()
+        for name, module, key, value, content in self._differences():
+            if isinstance(value, Tensor) and _moved(value, content):
+                raise RuntimeError(
+                    f"module {name or 'itself'!r} changed its attribute {key!r}, a tensor, in place while it ran; a "
+                    f"recomputation would start from the changed value: register it as a buffer, or assign a new tensor"
+                )
+            self._changed.append((vars(module), key, value, content))
+            changed.add(module)
+        self._before = []
+        self._stateful.learn(changed)
+
+    def _differences(self) -> Iterator[tuple[str, nn.Module, str, Any, Any]]:
+        for name, module, before in self._before:
+            now = vars(module)
+            for key in before.keys() | (now.keys() - _OF_TORCH):
+                value, content = before.get(key, (_MISSING, None))
+                if now.get(key, _MISSING) is not value or _moved(value, content):
+                    yield name, module, key, value, content
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, the attributes are as before the forward. Without :meth:`seal`, what changes inside is undone."""
+        there = [(owner, key, owner.get(key, _MISSING)) for owner, key, _, _ in self._changed]
+        contents = [_copy(value) for _, _, value in there]
+        try:
+            for owner, key, value, content in self._changed:
+                _put(owner, key, value, content)
+            yield
+        finally:
+            for (owner, key, value), content in zip(there, contents, strict=True):
+                _put(owner, key, value, content)
+            for _, module, key, value, content in list(self._differences()):
+                _put(vars(module), key, value, content)
+
+
+def _copy(value: Any) -> Any:
+    """What tells whether a value changed, and brings it back: a copy of a container, the count of a tensor's writes."""
+    if type(value) in (list, dict, set):
+        return value.copy()
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
+
+
+def _moved(value: Any, content: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not value.is_inference() and value._version != content
+    if type(value) in (list, set):
+        return len(value) != len(content) or any(a is not b for a, b in zip(value, content, strict=True))
+    if type(value) is dict:
+        return value.keys() != content.keys() or any(value[key] is not content[key] for key in value)
+    return False
+
+
+def _put(owner: dict[str, Any], key: str, value: Any, content: Any) -> None:
+    if value is _MISSING:
+        owner.pop(key, None)
+        return
+    owner[key] = value
+    if type(value) is list:
+        value[:] = content
+    elif type(value) in (dict, set):
+        value.clear()
+        value.update(content)

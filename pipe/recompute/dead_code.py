@@ -1,0 +1,223 @@
+"""Dead code of a recomputation: operations whose results no gradient needs. See :mod:`pipe.recompute.elimination`.
+
+A cell is computed again only for what its graph saves. A block that ends in a linear layer, a dropout and a sum saves
+the layer's input and the dropout's mask, not the layer's output, so the layer's product, a third of a transformer
+block's forward, would be computed in vain. The graph still needs a node for it, which is why the operation is
+called, but its result is a tensor of the right shape and type that has no values.
+
+::
+
+    first run     op 1   op 2   op 3   op 4 ... op n        what autograd saved was made by op 2 and op 4, of op 1
+    recompute     op 1   op 2    ---   op 4 ...  ---
+
+A first run is listened to: which storages each operation read and wrote, and which of them autograd saved. Backwards
+from what was saved, whatever an operation read that had to be done is alive; what no such operation read is dead.
+
+What was learnt from one run is a guess about another one, whose data flow may differ: a layer may read values on the
+host (``tolist()``, NumPy) and choose by them, or exchange two branches at random. So :mod:`pipe.recompute.elimination` trusts it
+only as far as it can be seen to be right.
+
+Guarantees
+    * Only operations whose result depends on nothing but their arguments' values, and whose own behaviour depends on
+      no value, are left out: products, sums, activation functions. Any other is done, and its arguments are alive.
+    * Where values may be read or saved unseen, all that came before is alive: without grad mode, as inside of a custom
+      function; under other hooks for saved tensors, as inside of a layer that checkpoints or offloads on its own;
+      behind subclasses of tensors, which do as they like; and where a tensor turns up that no operation made, as from
+      a compiled layer or from NumPy. Where hooks of a module would see the values, nothing is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "DETACH",
+    "DROPOUT",
+    "EMPTY",
+    "IN_PLACE",
+    "VIEWS",
+    "DeadCode",
+    "Listener",
+    "listened_to",
+    "needs_gradient",
+    "tensors_of",
+]
+
+_aten = torch.ops.aten
+
+
+def _operations(*names: str) -> frozenset[Any]:
+    """Operations by their names, ``name`` or ``name.overload``."""
+    pairs = (name.partition(".") for name in names)
+    return frozenset(getattr(getattr(_aten, name), overload or "default") for name, _, overload in pairs)
+
+
+_PRODUCTS = _operations("mm", "addmm", "bmm", "baddbmm", "convolution")
+_COMPUTED = _PRODUCTS | _operations(
+    "add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "neg", "gelu", "silu", "clone", "_to_copy"
+)
+#: Their results are their arguments' storages.
+VIEWS = _operations("view", "_unsafe_view", "t", "transpose.int", "permute", "unsqueeze", "expand", "slice.Tensor")
+#: Done whether or not anybody reads the result, but without a result that is read they ask for no values.
+IN_PLACE = _operations("add_.Tensor", "sub_.Tensor", "mul_.Tensor", "div_.Tensor")
+DROPOUT = _aten.native_dropout.default
+EMPTY, _DRAW = _aten.empty_like.default, _aten.bernoulli_.float
+#: Not counted: where no hooks are, autograd detaches what it saves of an operation's own results.
+DETACH = _aten.detach.default
+
+
+@dataclass(frozen=True)
+class DeadCode:
+    """The operations of a cell, and which of them a recomputation may leave out."""
+
+    operations: tuple[Any, ...]
+    dead: frozenset[int]
+    """Numbers of the operations that are left out."""
+    given: dict[int, tuple[bool, ...]]
+    """For each operation that is given a value that was left out: which of its tensors need gradients. This, besides
+    the operation itself, is what autograd decides by which of them it saves; in the first run none that is left out."""
+
+
+class Listener(TorchDispatchMode):
+    """Listens to a first run: ``with hooks, listener: ...``, where the hooks call :meth:`saved`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operations: list[Any] = []
+        self._read: list[list[int]] = []
+        self._written: list[list[int]] = []
+        self._needs_gradient: list[tuple[bool, ...]] = []
+        self._live: set[int] = set()
+        # Storages by address. References, though weak, keep an address from being another storage's.
+        self._seen: dict[int, StorageWeakRef] = {}
+        self._hooks: Any = None
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compiled layers stay compiled."""
+        return True
+
+    def __enter__(self) -> Listener:
+        self._hooks = _hooks()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # The hooks tell this object, and would keep it, and it them, until the garbage is collected.
+        self._hooks = None
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def meets(self, tensors: Iterable[Tensor]) -> None:
+        """Tells of tensors that the run finds: its input, parameters and buffers."""
+        for tensor in tensors:
+            if tensor.layout is torch.strided:
+                reference = StorageWeakRef(tensor.untyped_storage())
+                self._seen.setdefault(reference.cdata, reference)
+
+    def saved(self, tensor: Tensor) -> None:
+        """Autograd saves a tensor."""
+        self._live.update(self._storages((tensor,)))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Notes the operation, and does it."""
+        kwargs = kwargs or {}
+        tensors = list(tensors_of((args, tuple(kwargs.values()))))
+        read = self._storages(tensors)
+        if func is DETACH:
+            self._live.update(read)  # no hooks, so it is the layer that detaches: to look at the value
+            return func(*args, **kwargs)
+        unseen = bool(types) or not torch.is_grad_enabled() or _hooks() != self._hooks
+        if unseen:
+            self._live.update(self._seen)
+        result = func(*args, **kwargs)
+        self.meets(tensors_of((result,)))
+        written = self._storages(tensors_of((result,)))
+        if unseen:
+            self._live.update(written)
+        self._operations.append(func)
+        self._read.append(read)
+        self._written.append(written)
+        self._needs_gradient.append(needs_gradient(tensors))
+        return result
+
+    def dead_code(self) -> DeadCode | None:
+        """What a recomputation may leave out, if that is worth it."""
+        done: set[int] = set()
+        while True:
+            live, dead, in_place = set(self._live), set(), []
+            for k in reversed(range(len(self._operations))):
+                func, unread = self._operations[k], live.isdisjoint(self._written[k])
+                if func in _COMPUTED and unread:
+                    dead.add(k)
+                elif func in IN_PLACE and unread and k not in done:
+                    in_place.append(k)
+                elif not (func in VIEWS or self._only_draws(k, live)):
+                    live.update(self._read[k])
+            left_out = {storage for k in dead for storage in self._written[k]}
+            for k, func in enumerate(self._operations):
+                if func is DROPOUT and not left_out.isdisjoint(self._read[k]):
+                    left_out.add(self._written[k][0])
+            dead.update(k for k in in_place if self._written[k][0] in left_out)
+            # What is written to what is there must be there.
+            missing = {k for k in in_place if k not in dead and not left_out.isdisjoint(self._read[k])}
+            if not missing:
+                break
+            done |= missing
+        if not any(self._operations[k] in _PRODUCTS for k in dead):
+            return None
+        given = {k: self._needs_gradient[k] for k, read in enumerate(self._read) if not left_out.isdisjoint(read)}
+        return DeadCode(tuple(self._operations), frozenset(dead), given)
+
+    def _only_draws(self, k: int, live: set[int]) -> bool:
+        """Whether all that is read of an operation's result is random numbers, whatever its arguments hold."""
+        func = self._operations[k]
+        if func is EMPTY:
+            return self._operations[k + 1 : k + 2] == [_DRAW] and self._written[k] == self._written[k + 1]
+        return func is _DRAW or (func is DROPOUT and self._written[k][0] not in live)
+
+    def _storages(self, tensors: Iterable[Tensor]) -> list[int]:
+        """The addresses of tensors' storages. One that turns up from nowhere was made of anything that was before."""
+        addresses = []
+        for tensor in tensors:
+            if tensor.layout is not torch.strided:
+                self._live.update(self._seen)
+                continue
+            reference = StorageWeakRef(tensor.untyped_storage())
+            if reference.cdata not in self._seen:
+                self._live.update(self._seen)
+                self._seen[reference.cdata] = reference
+            addresses.append(reference.cdata)
+        return addresses
+
+
+def listened_to(modules: Iterable[nn.Module]) -> bool:
+    """Whether hooks see what one of these modules takes or returns."""
+    return bool(_has_any_global_hook()) or any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+
+
+def _hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors among an operation's arguments or results, in lists too."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from tensors_of(value)
+
+
+def needs_gradient(tensors: Iterable[Tensor]) -> tuple[bool, ...]:
+    """For each tensor, whether it needs a gradient."""
+    return tuple([tensor.requires_grad for tensor in tensors])

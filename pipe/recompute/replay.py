@@ -1,0 +1,182 @@
+"""What a recomputation must see again: generator states, thread settings, and nothing that other code drew meanwhile.
+
+A recomputed forward is only the same function if it draws the same random numbers and runs under the same settings
+(autocast, default device, modes, saved-tensor hooks: see :mod:`pipe.recompute.thread_state`). :class:`Replay` notes both before a
+forward runs, and re-creates them around the recomputation.
+
+Guarantees
+    * Inside :meth:`Replay.again` the first draw of every noted generator equals the first draw of the noted forward.
+    * After it, every generator continues exactly where it was before, so recomputation costs the user no draw.
+    * A generator that the forward did not draw from is forgotten by :meth:`Replay.seal` and is never touched again:
+      a deterministic forward replays without reading or writing any generator.
+    * Recomputations in several threads do not interleave on the generators that a process shares (torch's CPU
+      generator, Python's and NumPy's, generators that layers hold): they take turns.
+
+Assumes
+    * Nothing else draws from a shared generator *while* a recomputation that draws from it runs.
+
+``checkpoint``, ``offload`` and ``gradcache`` all use this module; with :mod:`pipe.recompute.numpy_state` and
+:mod:`pipe.recompute.generators` it is the only one that touches generator states.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipe.nested import tensors_in
+from pipe.recompute import numpy_state
+from pipe.recompute.generators import state_of
+from pipe.recompute.phase import enable_recomputing
+from pipe.recompute.thread_state import Ambient
+
+__all__ = ["Replay", "autocast_without_cache", "devices_of"]
+
+# One process has one of each of these generators, whatever the thread; a recomputation that rewinds one of them must
+# not overlap with another that does.
+_shared_generators = threading.RLock()
+
+
+@dataclass(frozen=True)
+class _Generator:
+    """One source of randomness, as functions on its whole state."""
+
+    name: str
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+    shared: bool
+    moved: Callable[[Any], bool]
+    """Whether it is no longer in a state that was read."""
+
+
+def _moved_torch(get: Callable[[], Tensor], state: Tensor) -> bool:
+    return not torch.equal(state, get())
+
+
+def _moved_python(state: Any) -> bool:
+    return bool(state != random.getstate())
+
+
+_CPU = _Generator("cpu", torch.get_rng_state, torch.set_rng_state, True, partial(_moved_torch, torch.get_rng_state))
+_PYTHON = _Generator("python", random.getstate, random.setstate, True, _moved_python)
+
+
+def _generators(devices: Iterable[torch.device]) -> list[_Generator]:
+    sources = [_CPU, _PYTHON]
+    if "numpy" in sys.modules:  # a forward can only have drawn from NumPy if somebody imported it
+        sources.append(_Generator("numpy", numpy_state.read, numpy_state.write, True, numpy_state.moved))
+    for device in sorted({d for d in devices if d.type not in ("cpu", "meta")}, key=str):
+        module = torch.get_device_module(device)
+        get, set_ = partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
+        sources.append(_Generator(str(device), get, set_, False, partial(_moved_torch, get)))
+    return sources
+
+
+def _held(generator: Any) -> _Generator:
+    state = state_of(generator)
+    return _Generator(state.name, state.get, state.set, True, state.moved)
+
+
+def devices_of(*values: Any) -> set[torch.device]:
+    """The devices of all tensors in nested ``values``."""
+    return {tensor.device for tensor in tensors_in(values)}
+
+
+@contextlib.contextmanager
+def autocast_without_cache(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Autocast as it is, but it keeps no casted weights.
+
+    For a first forward under ``no_grad``: a cast that it left in the cache has no gradient, and a later forward inside
+    the same autocast would take it.
+    """
+    with Ambient.capture(device.type for device in devices).again(cache_casts=False):
+        yield
+
+
+class Replay:
+    """The surroundings of one forward, to be seen again by its recomputation.
+
+    Usage::
+
+        replay = Replay.capture([device])
+        output = function(input)            # draws random numbers, casts
+        replay.seal()                       # forgets the generators that were not drawn from
+        ...
+        with replay.again():
+            output = function(input)        # the same numbers, the same casts
+
+    Source: GPipe (Huang et al., 2019), section 2.3; torchgpipe saves the CPU's and one device's state only.
+    """
+
+    __slots__ = ("_ambient", "_states")
+
+    def __init__(self, states: list[tuple[_Generator, Any]], ambient: Ambient) -> None:
+        self._states = states
+        self._ambient = ambient
+
+    @classmethod
+    def capture(cls, devices: Iterable[torch.device], generators: Iterable[Any] = ()) -> Replay:
+        """Notes the surroundings of a forward that is about to run.
+
+        Args:
+            devices: where it runs; the CPU is always included.
+            generators: what it may draw from besides the generators of the process and of ``devices``, such as what
+                :func:`pipe.recompute.generators.held_generators` finds.
+        """
+        devices = set(devices)
+        sources = [*_generators(devices), *map(_held, generators)]
+        states = [(generator, generator.get()) for generator in sources]
+        return cls(states, Ambient.capture(device.type for device in devices))
+
+    def seal(self) -> Replay:
+        """Forgets every generator that has not moved since :meth:`capture`. Returns itself."""
+        self._states = [(generator, state) for generator, state in self._states if generator.moved(state)]
+        return self
+
+    def restore(self) -> None:
+        """Sets generators and thread settings to what was noted, where an exception kept a context from doing so."""
+        self._ambient.restore()
+        for generator, state in self._states:
+            generator.set(state)
+
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """Names of the generators that a replay rewinds."""
+        return tuple(generator.name for generator, _ in self._states)
+
+    def rewind(self) -> None:
+        """Puts the noted generators back to where they were, as if the forward had not run."""
+        for generator, state in self._states:
+            generator.set(state)
+
+    @contextlib.contextmanager
+    def rewound(self) -> Iterator[None]:
+        """Inside, generators are as they were at :meth:`capture`; afterwards as they were before. Settings stay."""
+        with contextlib.ExitStack() as stack:
+            if any(generator.shared for generator, _ in self._states):
+                stack.enter_context(_shared_generators)
+            for generator, state in self._states:
+                # Registered before it is rewound, so that an exception half-way restores every generator.
+                stack.callback(generator.set, generator.get())
+                generator.set(state)
+            yield
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, generators and thread settings are as they were at :meth:`capture`; afterwards as they were before.
+
+        Grad mode is the caller's: a recomputation usually needs a graph where the forward had none.
+        """
+        # Casted weights are not kept: the cache is keyed by parameter and outlives one recomputation inside an
+        # enclosing autocast; it may then hold a cast made under no_grad, whose gradient would be lost.
+        with self.rewound(), enable_recomputing(), self._ambient.again(recomputation=True, cache_casts=False):
+            yield

@@ -1,0 +1,277 @@
+"""What autograd promises of any module holds for an OffloadModel, or is refused before anything happened."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
+
+from offload import OffloadModel, OffloadOptimizer
+from pipe.checkpoint import checkpoint
+
+WIDTH = 8
+
+
+def mlp(depth: int = 4, *, tied: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth)))
+    if tied:
+        model[-1][0].weight = model[0][0].weight  # type: ignore[index, union-attr]
+    return model
+
+
+def batch(rows: int = 6) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(params=[False, True], ids=["kept", "recomputed"])
+def wrap(request: pytest.FixtureRequest, home: str) -> Callable[..., OffloadModel]:
+    def wrap(bare: nn.Sequential, **more: Any) -> OffloadModel:
+        return OffloadModel(copy.deepcopy(bare), "cpu", home, len(bare), request.param, **more)
+
+    return wrap
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def assert_equal(actual: list[Tensor | None], expected: list[Tensor | None], atol: float = 0.0) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        assert (a is None) == (e is None)
+        if a is not None:
+            torch.testing.assert_close(a, e, rtol=0, atol=atol)
+
+
+# --- double backward ------------------------------------------------------------------------------------------------
+
+
+def test_a_gradient_penalty_is_refused_before_its_gradient_is_handed_out(wrap: Callable[..., OffloadModel]) -> None:
+    model, x = wrap(mlp()), batch().requires_grad_()
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        model(x).sum().backward(create_graph=True)
+    assert gradients(model) == [None] * 8
+    model(x).sum().backward()  # and the model is usable
+    bare = mlp()
+    bare(batch().requires_grad_()).sum().backward()
+    assert_equal(gradients(model), gradients(bare))
+
+
+@pytest.mark.parametrize("product", [torch.autograd.functional.hessian, torch.autograd.functional.jacobian])
+def test_second_derivatives_are_refused_and_first_ones_are_right(
+    wrap: Callable[..., OffloadModel], product: Callable[..., Any]
+) -> None:
+    model, bare, x = wrap(mlp()), mlp(), batch(2)
+    if product is torch.autograd.functional.hessian:
+        with pytest.raises(RuntimeError, match="create_graph"):
+            product(lambda value: model(value).sum(), x)
+    else:
+        assert torch.equal(product(lambda value: model(value).sum(), x), product(lambda value: bare(value).sum(), x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, at the first dual level
+def test_forward_mode_is_refused(wrap: Callable[..., OffloadModel]) -> None:
+    model = wrap(mlp())
+    with forward_ad.dual_level():
+        model(batch())  # nothing dual here
+        with pytest.raises(RuntimeError, match="forward-mode"):
+            model(forward_ad.make_dual(batch(), torch.ones(6, WIDTH)))
+    with pytest.raises(RuntimeError, match=r"torch\.func"):
+        torch.func.jvp(model, (batch(),), (batch(),))
+
+
+def test_double_backward_through_a_checkpoint_is_refused_whatever_the_gradient_requires() -> None:
+    layer, x = nn.Linear(WIDTH, WIDTH), batch().requires_grad_()
+    with pytest.raises(RuntimeError, match="create_graph"):
+        checkpoint(layer, x).sum().backward(create_graph=True)
+
+
+# --- gradients that were asked for ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_backward_with_inputs_accumulates_into_those_alone(
+    wrap: Callable[..., OffloadModel], tied: bool, microbatches: int
+) -> None:
+    bare, model = mlp(tied=tied), wrap(mlp(tied=tied), num_microbatches=microbatches)
+    for run in (bare, model):
+        chosen = [p for name, p in run.named_parameters() if name.startswith(("0.", "2."))]
+        for scale in (1.0, 3.0):
+            (run(batch()) * scale).sum().backward(inputs=chosen)
+    assert_equal(gradients(model), gradients(bare), atol=1e-5)
+
+
+def test_backward_with_inputs_reaches_the_input_and_parameters_alike(wrap: Callable[..., OffloadModel]) -> None:
+    results = []
+    for run in (mlp(), wrap(mlp())):
+        x, first = batch().requires_grad_(), next(iter(run.parameters()))
+        run(x).sum().backward(inputs=[x, first])
+        results.append([x.grad, *gradients(run)])
+    assert_equal(*results)
+
+
+def test_autograd_grad_returns_gradients_of_parameters_and_leaves_grad_alone(
+    wrap: Callable[..., OffloadModel],
+) -> None:
+    results = []
+    for run in (mlp(), wrap(mlp())):
+        names = dict(run.named_parameters())
+        run(batch()).sum().backward()
+        unused = torch.ones(1, requires_grad=True)
+        wanted = [names["3.0.bias"], names["0.0.weight"], unused]
+        found = torch.autograd.grad(run(batch() * 2).sum(), wanted, allow_unused=True)
+        results.append([*found, *gradients(run)])
+    assert_equal(*results)
+
+
+# --- hooks of parameters --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_hook_on_a_parameter_runs_once_on_the_sum(wrap: Callable[..., OffloadModel], microbatches: int) -> None:
+    bare, model = mlp(tied=True), wrap(mlp(tied=True), num_microbatches=microbatches)
+    calls: list[int] = []
+    for run in (bare, model):
+        for p in run.parameters():
+            p.register_hook(lambda gradient: (calls.append(1), gradient.clamp(-0.5, 0.5))[1])
+        for _ in range(2):
+            run(batch()).sum().backward()
+        assert len(calls) == 2 * len(list(run.parameters()))
+        calls.clear()
+    assert_equal(gradients(model), gradients(bare), atol=1e-5)
+
+
+def test_an_optimizer_step_in_a_post_accumulate_hook_moves_the_weights(wrap: Callable[..., OffloadModel]) -> None:
+    bare, model = mlp(tied=True), wrap(mlp(tied=True))
+    for run in (bare, model):
+        optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in run.parameters()}
+
+        def step(p: Tensor, optimizers: dict[Any, Any] = optimizers) -> None:
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for p in run.parameters():
+            p.register_post_accumulate_grad_hook(step)
+        for _ in range(3):
+            run(batch()).sum().backward()
+    expected = [p.detach() for p in bare.parameters()]
+    assert_equal([p.detach() for p in model.parameters()], expected, atol=1e-5)  # type: ignore[arg-type]
+    assert gradients(model) == [None] * 7
+
+
+def test_hooks_of_parameters_run_for_a_tape_too(home: str) -> None:
+    model = OffloadModel(mlp(), "cpu", home, 4, True)
+    seen: list[Tensor] = []
+    handle = next(iter(model.parameters())).register_hook(seen.append)
+    outputs, tape = model.forward_chunks(batch().split(2))
+    tape.backward([torch.ones_like(output) for output in outputs])
+    assert len(seen) == 1
+    handle.remove()
+    bare = mlp()
+    bare(batch()).sum().backward()
+    assert_equal(gradients(model), gradients(bare), atol=1e-5)
+
+
+def test_hooks_beside_updates_in_backward_are_refused_before_a_shard_is_updated(home: str) -> None:
+    model = OffloadModel(mlp(), "cpu", home, 4, True)
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
+    handle = next(iter(model.parameters())).register_hook(lambda gradient: gradient * 2)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="hooks"):
+        model(batch()).sum().backward()
+    assert all(map(torch.equal, before, model.parameters()))
+    handle.remove()
+    model(batch()).sum().backward()
+    optimizer.step()
+    assert not all(map(torch.equal, before, model.parameters()))
+
+
+# --- other parameters than its own ----------------------------------------------------------------------------------
+
+
+def test_functional_call_with_other_parameters_is_refused(wrap: Callable[..., OffloadModel]) -> None:
+    model = wrap(mlp())
+    other = {name: (p.detach() + 0.1).requires_grad_() for name, p in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="functional_call"):
+        functional_call(model, other, (batch(),))
+    model(batch()).sum().backward()
+
+
+# --- gradients that were handed out ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runs(wrap: Callable[..., OffloadModel]) -> tuple[nn.Module, OffloadModel]:
+    return mlp(tied=True), wrap(mlp(tied=True))
+
+
+def test_gradients_kept_across_zero_grad_are_not_overwritten(runs: tuple[nn.Module, OffloadModel]) -> None:
+    kept = []
+    for run in runs:
+        tasks = []
+        for scale in (1.0, 7.0, -2.0):
+            run.zero_grad()
+            (run(batch()) * scale).sum().backward()
+            tasks.append([p.grad for p in run.parameters()])
+        kept.append([gradient for task in tasks for gradient in task])
+    assert_equal(kept[1], kept[0], atol=1e-5)
+
+
+def test_accumulation_goes_on_in_a_gradient_whose_neighbours_are_kept(runs: tuple[nn.Module, OffloadModel]) -> None:
+    results = []
+    for run in runs:
+        first, second = list(run.parameters())[:2]
+        run(batch()).sum().backward()
+        held, first.grad = first.grad, None
+        (run(batch()) * 2).sum().backward()
+        results.append([held, first.grad, second.grad])
+    assert_equal(results[1], results[0], atol=1e-5)
+
+
+def test_files_of_gradients_do_not_pile_up(tmp_path: Any) -> None:
+    model = OffloadModel(mlp(), "cpu", tmp_path, 4, True)
+    counts = []
+    for _ in range(4):
+        model.zero_grad()
+        model(batch()).sum().backward()
+        held = [p.grad for p in model.parameters()]
+        counts.append(len(list(tmp_path.rglob("*gradients*"))))
+    assert counts == [4] * 4
+    assert all(gradient is not None for gradient in held)
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.used(x))
+
+
+def test_hooks_of_a_parameter_without_a_gradient_do_not_run(wrap: Callable[..., OffloadModel]) -> None:
+    torch.manual_seed(0)
+    bare = nn.Sequential(HalfUsed(), HalfUsed())
+    model, calls = wrap(bare), []
+    for run in (bare, model):
+        seen: list[str] = []
+        for name, p in run.named_parameters():
+            p.register_hook(lambda _, name=name: seen.append(name))
+            p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(f"{name} {p.grad is None}"))
+        run(batch()).sum().backward()
+        # and where the gradient comes from elsewhere they do
+        unused = run.get_parameter("1.unused.weight")
+        (run(batch()).sum() + unused.sum()).backward()
+        run(batch()).sum().backward()
+        calls.append(sorted(seen))
+    assert calls[0] == calls[1]
+    assert_equal(gradients(model), gradients(bare))

@@ -1,0 +1,486 @@
+"""A recomputation leaves out what nobody reads, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from offload import OffloadModel
+from pipe.recompute.dead_code import Listener
+from pipe.recompute.elimination import LeftOut, is_dead_code_elimination_enabled, set_dead_code_elimination
+
+WIDTH = 8
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products whose factors are no stand-ins on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and args[-1].device.type != "meta":
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Block(nn.Module):
+    """As a transformer's: it ends in a linear layer and a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Stash(torch.autograd.Function):
+    """Keeps a tensor for its backward as an attribute, where no hook sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.product = torch.mm(x, weight)
+        return ctx.product
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.product, None
+
+
+class Stashing(Block):
+    """No tensor is saved in its custom function: a product in there looks dead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Stash.apply(super().forward(x), self.square)
+
+
+class Elsewhere(Block):
+    """Saves what its products need under hooks of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x)  # saves its result, here where it is seen
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            return self.down(self.up(x))
+
+
+class Inner(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(checkpoint(self.up, x, use_reentrant=False))
+
+
+class Looking(Block):
+    """Decides by a value of its last result what it does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * 2 if y.sum() > -1e9 else y
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(F.gelu(self.up(x)))
+        y += x
+        return y
+
+
+class Dropping(Block):
+    """As a transformer's in training: the mask, which is saved, is drawn after the product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(x))), 0.5)
+
+
+class OwnMask(Block):
+    """Draws its mask itself, from numbers and not from its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(F.gelu(self.up(x)))
+        return x + y * ((torch.rand(len(x)) > 0.5).to(x.dtype) / 0.5)[:, None]
+
+
+class FromNumPy(Block):
+    """What is saved, and all that the result depends on, goes through memory that no operation is seen to read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(F.gelu(self.up(x)))
+        return x * torch.from_numpy(np.tanh(y.detach().numpy()))
+
+
+class FromNumbers(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(F.gelu(self.up(x)))
+        return x * torch.tensor(y.tolist())
+
+
+class Deciding(Block):
+    """Decides by a value that no operation is seen to read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(F.gelu(self.up(x)))
+        return x + y if np.tanh(y.detach().numpy()).sum() > -1e9 else torch.sigmoid(y)
+
+
+class NativeDropout(Block):
+    """As on an accelerator: one operation for mask and result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.native_dropout(self.down(F.gelu(self.up(x))), 0.5, True)[0]
+
+
+class Peeking(torch.autograd.Function):
+    """Reads two tensors, one of them unseen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.result = torch.stack([row * max(numbers) for row, numbers in zip(x, y.tolist(), strict=True)])
+        return ctx.result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.result, None
+
+
+class Unseen(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(F.gelu(self.up(x)))
+        return Peeking.apply(x + 1, y)
+
+
+class AddedInPlace(Block):
+    """Saves a result of a tensor to which the product was added in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + 1
+        y.add_(self.down(F.gelu(self.up(x))))
+        return torch.sigmoid(y)
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv1d(1, 2, 3), nn.Conv1d(2, 1, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.tanh(self.one(x[:, None])))[:, 0]
+
+
+KINDS = [
+    *(Block, Stashing, Elsewhere, Inner, Looking, InPlace, Dropping, OwnMask),
+    *(NativeDropout, FromNumPy, FromNumbers, Deciding, Unseen, AddedInPlace, Convolution),
+]
+
+
+def run(model: nn.Module, x: Tensor) -> tuple[list[Tensor], int]:
+    """Gradients of the input and of all parameters; and the number of products in backward."""
+    x = x.clone().requires_grad_()
+    loss = model(x).pow(2).sum()
+    with Products() as products:
+        loss.backward()
+    assert x.grad is not None
+    return [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)], products.count
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_gradients_are_those_of_the_bare_model(kind: Callable[[], nn.Module], microbatches: int) -> None:
+    torch.manual_seed(0)
+    bare = nn.Sequential(kind(), nn.Tanh(), kind())
+    x = torch.randn(4, WIDTH if kind is not Convolution else 12)
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True)
+    model._num_microbatches = microbatches
+    for seed in range(2):
+        results = []
+        for each in (
+            (bare, model) if microbatches == 1 or kind not in (Dropping, NativeDropout, OwnMask) else (model, model)
+        ):
+            torch.manual_seed(seed)
+            each.zero_grad()
+            results.append(run(each, x)[0])
+        for expected, actual in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected)
+
+
+def test_a_hook_sees_the_same_values_whenever_the_layer_runs() -> None:
+    model = OffloadModel(nn.Sequential(Block(), Block()), "cpu", num_slices=2, checkpoint_activation=True)
+    seen: list[Tensor] = []
+    list(model.children())[1].down.register_forward_hook(
+        lambda module, given, result: seen.append(result.detach().clone())
+    )
+    run(model, torch.randn(4, WIDTH))
+    forward, again = seen
+    assert torch.equal(forward, again)
+
+
+@pytest.mark.parametrize("kind", [Block, InPlace, Dropping, NativeDropout, OwnMask])
+def test_the_last_product_of_a_block_is_not_recomputed(kind: Callable[[], nn.Module]) -> None:
+    bare = nn.Sequential(kind(), kind())
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True)
+    x = torch.randn(4, WIDTH)
+    # Each block multiplies twice forward, of which one is recomputed.
+    # A layer that may write over its input works on a copy of it; whether it does shows when it runs first.
+    for _ in range(2):
+        assert run(model, x)[1] == run(bare, x)[1] + 2
+
+
+def test_a_product_whose_dropout_is_followed_by_another_layer_is_recomputed() -> None:
+    """What is alive in the middle of a shard is not what is alive at its end."""
+    bare = nn.Sequential(Dropping(), Dropping())
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=1, checkpoint_activation=True)
+    x = torch.randn(4, WIDTH)
+    assert run(model, x)[1] == run(bare, x)[1] + 3
+
+
+@pytest.mark.parametrize("kind", [Looking, FromNumPy, FromNumbers, Deciding, Unseen, Stashing, AddedInPlace])
+def test_a_layer_that_looks_at_its_last_product_is_recomputed_in_full(kind: Callable[[], nn.Module]) -> None:
+    bare = nn.Sequential(kind(), kind())
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True)
+    x = torch.randn(4, WIDTH)
+    products = 3 if kind is Stashing else 2
+    assert run(model, x)[1] == run(bare, x)[1] + 2 * products
+
+
+class Fickle(Block):
+    """Does one more product in its recomputation than it did before."""
+
+    calls: Iterator[bool]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if next(self.calls) else self.down(self.up(y))
+
+
+class Swapping(Fickle):
+    """Does as many operations in its recomputation, but others, and saves what was dead."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(F.gelu(self.up(x)))
+        return y * 2 if next(self.calls) else y.exp()
+
+
+class Stopping(Fickle):
+    """Does fewer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super(Fickle, self).forward(x)
+        return y * 2 if next(self.calls) else y
+
+
+@pytest.mark.parametrize("kind", [Fickle, Swapping, Stopping])
+def test_a_recomputation_that_does_other_things_is_not_trusted(kind: Callable[[], Fickle]) -> None:
+    """Nothing is left out of it: it meets the same checks as before, and runs again in full."""
+    layer = kind()
+    layer.calls = iter([True, False, False])
+    model = OffloadModel(nn.Sequential(layer), "cpu", num_slices=1, checkpoint_activation=True)
+    gradients, _ = run(model, torch.randn(4, WIDTH))
+    assert not any(gradient.isnan().any() for gradient in gradients)
+    assert next(layer.calls, None) is None
+
+
+class Telling(Block):
+    def __init__(self, seen: list[Tensor]) -> None:
+        super().__init__()
+        self.tell = seen.append  # not an attribute that a recomputation puts back
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = super().forward(x)
+        self.tell(result)
+        return result
+
+
+def test_a_result_that_was_left_out_cannot_be_read() -> None:
+    """A layer that keeps its own result finds no number that looks like one."""
+    seen: list[Tensor] = []
+    model = OffloadModel(nn.Sequential(Telling(seen)), "cpu", num_slices=1, checkpoint_activation=True)
+    run(model, torch.randn(4, WIDTH))
+    output, again = seen
+    assert not output.isnan().any()
+    assert isinstance(again, LeftOut)
+    assert again.shape == output.shape
+    readers: list[Callable[[Tensor], Any]] = [
+        lambda t: t + 1,
+        Tensor.tolist,
+        lambda t: t.detach().numpy(),
+        lambda t: t.data_ptr(),
+        lambda t: t.sum(),
+        lambda t: t.untyped_storage()[0],
+        copy.deepcopy,
+    ]
+    for read in readers:
+        with pytest.raises(RuntimeError):
+            read(again)
+
+
+def test_dead_code_elimination_can_be_turned_off() -> None:
+    seen: list[Tensor] = []
+    model = OffloadModel(nn.Sequential(Telling(seen)), "cpu", num_slices=1, checkpoint_activation=True)
+    assert is_dead_code_elimination_enabled()
+    with set_dead_code_elimination(False):
+        assert not is_dead_code_elimination_enabled()
+        run(model, torch.randn(4, WIDTH))
+    assert is_dead_code_elimination_enabled()
+    output, again = seen
+    assert torch.equal(output, again)
+
+
+class Chooser(nn.Module):
+    """A gate that no gradient reaches, read on the host, by which one of several parts is chosen."""
+
+    def __init__(self, read: Callable[[Tensor], list[float]]) -> None:
+        super().__init__()
+        self.gate, self.parts = nn.Linear(WIDTH, 4), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.read = read
+        self.log: deque[list[float]] = deque()  # not an attribute that a recomputation puts back
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = self.read(self.gate(x.mean(0)))
+        self.log.append(numbers)
+        return torch.tanh(self.parts[max(range(4), key=numbers.__getitem__)](x))
+
+
+READERS: list[Callable[[Tensor], list[float]]] = [
+    Tensor.tolist,
+    lambda t: [float(number) for number in t.detach()],
+    lambda t: [number.item() for number in t.unbind()],
+    lambda t: list(map(float, t.detach().numpy())),
+    lambda t: list(map(float, np.asarray(t.data))),
+    lambda t: [t.max().eq(number).item() for number in t],
+    lambda t: list(np.ctypeslib.as_array((ctypes.c_float * 4).from_address(t.data_ptr()))),
+]
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_a_choice_by_values_read_on_the_host_is_made_again(read: Callable[[Tensor], list[float]]) -> None:
+    """Its gate once was recomputed as not-a-number, which chose another part than the forward."""
+    torch.manual_seed(1)
+    bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), Chooser(read), nn.Linear(WIDTH, WIDTH))
+    # Rounded up to the fourth part by what not-a-number compares as, so let the choice be another one.
+    with torch.no_grad():
+        bare[1].gate.bias.copy_(torch.tensor([0.0, 0.0, 9.0, 0.0]))
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=3, checkpoint_activation=True)
+    for _ in range(2):
+        x = torch.randn(4, WIDTH)
+        for expected, actual in zip(run(bare, x)[0], run(model, x)[0], strict=True):
+            torch.testing.assert_close(actual, expected)
+        bare.zero_grad()
+        model.zero_grad()
+    log = list(model.children())[1].log
+    assert log[0] == log[1], "the forward, and what repeats it, read the same"
+
+
+def test_an_intermediate_that_a_layer_keeps_has_its_values_after_backward() -> None:
+    class Keeping(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = self.down(F.gelu(self.up(x)))
+            return x + self.kept
+
+    bare = nn.Sequential(Keeping())
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=1, checkpoint_activation=True)
+    x = torch.randn(4, WIDTH)
+    for _ in range(2):
+        run(bare, x)
+        run(model, x)
+        torch.testing.assert_close(next(model.children()).kept, bare[0].kept)
+
+
+def test_a_hook_on_a_gradient_finds_the_values_that_its_closure_holds() -> None:
+    """It reads them in backward, when it is too late to compute them."""
+
+    class Weighing(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.down(F.gelu(self.up(x)))
+            z = x + y
+            z.register_hook(lambda gradient: gradient * y)
+            return z * 2
+
+    bare = nn.Sequential(Weighing(), nn.Linear(WIDTH, WIDTH))
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True)
+    x = torch.randn(4, WIDTH)
+    for expected, actual in zip(run(bare, x)[0], run(model, x)[0], strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_a_buffer_that_a_dead_value_is_added_to_in_place_is_computed() -> None:
+    """The sum is read by nobody, but it is there: it must not go without what was added."""
+
+    class Summing(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.total: Tensor = torch.zeros(4, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.total = torch.full_like(x, 1.0).detach()
+            with torch.no_grad():
+                self.total.add_(1)
+            self.total = self.total.clone().add_(self.down(F.gelu(self.up(x))))
+            return x * 2
+
+    bare = nn.Sequential(Summing(), nn.Linear(WIDTH, WIDTH))
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True)
+    x = torch.randn(4, WIDTH)
+    for expected, actual in zip(run(bare, x)[0], run(model, x)[0], strict=True):
+        torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(next(model.children()).total, bare[0].total)
+
+
+def test_what_is_dead_in_one_run_and_saved_in_another_is_found_out() -> None:
+    """The same operations in the same order, of which autograd saves more where another factor needs a gradient."""
+
+    class Factors(Block):
+        def __init__(self, turns: Iterator[bool]) -> None:
+            super().__init__()
+            self.turns = turns
+            self.fixed = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+            self.free = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.down(F.gelu(self.up(x)))
+            return y * (self.fixed if next(self.turns) else self.free)
+
+    bare = nn.Sequential(Factors(iter([False])))
+    model = OffloadModel(
+        nn.Sequential(Factors(iter([True, False, False]))), "cpu", num_slices=1, checkpoint_activation=True
+    )
+    model.load_state_dict(bare.state_dict())
+    x = torch.randn(4, WIDTH)
+    for expected, actual in zip(run(bare, x)[0], run(model, x)[0], strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_a_layer_behind_that_saves_a_product_keeps_it_alive() -> None:
+    counts = Counter[str]()
+    bare = nn.Sequential(Block(), nn.Tanh())
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=1, checkpoint_activation=True)
+    x = torch.randn(4, WIDTH)
+    counts["ours"], counts["bare"] = run(model, x)[1], run(bare, x)[1]
+    assert counts["ours"] == counts["bare"] + 2
+
+
+def test_what_a_subclass_of_tensor_meets_is_alive() -> None:
+    """It does as it likes with what it is given."""
+    x, weight = torch.randn(4, WIDTH, requires_grad=True), torch.randn(WIDTH, WIDTH)
+    other = TwoTensor(torch.ones(4, WIDTH), torch.ones(4, WIDTH))
+    for meets, code in ((other, None), (torch.ones(4, WIDTH), {0, 1})):
+        listener = Listener()
+        listener.meets([x, weight, meets])
+        with torch.autograd.graph.saved_tensors_hooks(listener.saved, lambda _: x), listener:
+            torch.add(x @ weight, meets)
+        found = listener.dead_code()
+        assert (found and set(found.dead)) == code

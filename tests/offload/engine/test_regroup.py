@@ -1,0 +1,150 @@
+"""Chunks that run together give what they give apart, and nobody sees that they did."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from offload import OffloadModel
+from offload.engine.regroup import join_chunks, split_output
+from tests.offload.zoo import WIDTH, build
+
+
+def call(rows: int, width: int = WIDTH, flag: bool = True) -> tuple[tuple[torch.Tensor, ...], dict[str, object]]:
+    return (torch.randn(rows, width), torch.arange(rows)), {"flag": flag}
+
+
+SIZES = st.lists(st.tuples(st.integers(1, 5), st.sampled_from([3, 4]), st.booleans()), min_size=1, max_size=12)
+
+
+@given(sizes=SIZES, most=st.integers(1, 12))
+def test_joining_keeps_order_and_bounds_and_splits_again(sizes: list[tuple[int, int, bool]], most: int) -> None:
+    chunks = [call(*size) for size in sizes]
+    groups, rows = join_chunks(chunks, most)
+    assert [r for group in rows for r in group] == [size[0] for size in sizes]
+    assert all(sum(group) <= most or len(group) == 1 for group in rows)
+    back = [piece for group, r in zip(groups, rows, strict=True) for piece in split_output(group[0][0], r)]
+    for chunk, piece in zip(chunks, back, strict=True):
+        assert torch.equal(chunk[0][0], piece)
+
+
+def test_neighbours_that_differ_stay_apart() -> None:
+    assert len(join_chunks([call(2), call(2, width=3)], 100)[0]) == 2
+    assert len(join_chunks([call(2), call(2, flag=False)], 100)[0]) == 2
+    assert len(join_chunks([((torch.tensor(1.0),), {}), ((torch.tensor(1.0),), {})], 100)[0]) == 2
+    assert len(join_chunks([call(2), call(2), call(2)], 4)[0]) == 2
+
+
+def step(model: OffloadModel, chunks: list[torch.Tensor], skip: int | None = None) -> list[torch.Tensor]:
+    outputs, tape = model.forward_chunks(chunks)
+    assert [y.shape for y in outputs] == [(len(chunk), WIDTH) for chunk in chunks]
+    gradients: list[torch.Tensor | None] = [y.cos() for y in outputs]
+    if skip is not None:
+        gradients[skip] = None
+    tape.backward(gradients)
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("skip", [None, 1])
+def test_gradients_are_those_of_the_chunks_apart(home: str, skip: int | None) -> None:
+    bare = build(["linear", "inplace", "linear"])
+    chunks = list(torch.randn(22, WIDTH).split(3))
+    gradients = {}
+    for budget in (None, 1, "1MiB"):
+        model = OffloadModel(
+            copy.deepcopy(bare), "cpu", home, num_slices=3, checkpoint_activation=True, activation_bytes=budget
+        )
+        forwards = []
+        model.get_submodule("0").register_forward_hook(lambda _m, _a, y, f=forwards: f.append(len(y)))
+        step(model, chunks, skip)
+        model.zero_grad()
+        forwards.clear()
+        gradients[budget] = step(model, chunks, skip)
+        assert sum(forwards) == 2 * 22
+        assert len(forwards) == (2 if budget == "1MiB" else 16)
+    for a, b, c in zip(*gradients.values(), strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, c)
+
+
+def test_batch_norm_keeps_the_chunks_while_it_trains() -> None:
+    model = OffloadModel(build(["batchnorm"]), "cpu", checkpoint_activation=True, activation_bytes="1MiB")
+    sizes = []
+    model.get_submodule("1").register_forward_hook(lambda _m, _a, y: sizes.append(len(y)))
+    chunks = list(torch.randn(8, WIDTH).split(2))
+    for _ in range(2):
+        step(model, chunks)
+    assert set(sizes) == {2}
+    model.eval()
+    sizes.clear()
+    step(model, chunks)
+    assert set(sizes) == {8}
+
+
+def test_masks_of_joined_chunks_are_drawn_again() -> None:
+    model = OffloadModel(build(["dropout", "dropout"]), "cpu", checkpoint_activation=True, activation_bytes="1MiB")
+    chunks = list(torch.randn(9, WIDTH).split(2))
+    step(model, chunks)
+    model.zero_grad()
+    dropped: list[torch.Tensor] = []
+    model.get_submodule("1").register_forward_hook(lambda _m, _a, y: dropped.append(y.detach() == 0))
+    step(model, chunks)
+    assert len(dropped) == 2
+    assert torch.equal(*dropped)
+
+
+def test_an_output_that_has_no_row_for_each_row_is_refused() -> None:
+    class Pool(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sum(0, keepdim=True)
+
+    model = OffloadModel(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), Pool()),
+        "cpu",
+        num_slices=2,
+        checkpoint_activation=True,
+        activation_bytes=10**6,
+    )
+    chunks = list(torch.randn(6, WIDTH).split(2))
+    model.forward_chunks(chunks)
+    with pytest.raises(ValueError, match="one row for each of the 6 rows of 3 chunks"):
+        model.forward_chunks(chunks)
+
+
+def test_wrong_gradients_of_joined_chunks_are_named() -> None:
+    model = OffloadModel(build(["linear"]), "cpu", checkpoint_activation=True, activation_bytes="1MiB")
+    chunks = list(torch.randn(6, WIDTH).split(2))
+    step(model, chunks)
+    outputs, tape = model.forward_chunks(chunks)
+    with pytest.raises(ValueError, match="each of the 3 chunks, got 2"):
+        tape.backward(outputs[:2])
+    with pytest.raises(ValueError, match=r"chunk 2: expected a gradient of the shape \(2, 8\), got \(1, 8\)"):
+        tape.backward([*outputs[:2], outputs[2][:1]])
+    tape.backward(outputs)
+
+
+def test_output_fn_sees_one_chunk_at_a_time_also_when_chunks_run_together() -> None:
+    bare = build(["linear"])
+    seen = []
+
+    def centred(y: torch.Tensor) -> torch.Tensor:
+        seen.append(len(y))
+        return y - y.mean(0)
+
+    chunks = list(torch.randn(6, WIDTH).split(2))
+    gradients = []
+    for budget in (None, "1MiB"):
+        model = OffloadModel(copy.deepcopy(bare), "cpu", checkpoint_activation=True, activation_bytes=budget)
+        for _ in range(2):
+            model.zero_grad()
+            outputs, tape = model.forward_chunks(chunks, output_fn=centred)
+            tape.backward([y.sin() for y in outputs])
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert set(seen) == {2}
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)

@@ -1,0 +1,117 @@
+"""After an error of a home nothing is lost and nothing is applied twice."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import offload.optim.disk_update
+from offload.storage.disk import DiskBlock, DiskTier
+from tests.offload.pair import Pair
+from tests.offload.test_faults import Faults
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    method=st.sampled_from(["read_into", "write", "allocate"]),
+    fatal=st.integers(1, 40),
+    name=st.sampled_from(["adamw", "momentum", "adafactor", "adagrad"]),
+    bite_bytes=st.sampled_from([64, 300, 16 << 20]),
+    through=st.sampled_from(["eval", "synchronize", "look"]),
+    max_norm=st.sampled_from([None, 0.1]),
+)
+def test_a_disk_that_fails_once_costs_nothing(
+    tmp_path: Path, method: str, fatal: int, name: str, bite_bytes: int, through: str, max_norm: float | None
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload.optim.disk_update, "BITE_BYTES", bite_bytes)
+        pair = Pair(name, f"{tmp_path}/", max_norm=max_norm)
+        for action in ("backward", "step", "zero"):
+            pair.do(action)
+        if method == "allocate":
+            Faults(patch, DiskTier, method, OSError(errno.ENOSPC, "No space left")).fatal = max(1, fatal // 10)
+        else:
+            pair.do("look")
+            pair.do("backward")
+            pair.do("step")
+            Faults(patch, DiskBlock, method, OSError(errno.EIO, "Input/output error")).fatal = fatal
+        action = pair.ours.synchronize if through == "synchronize" else getattr(pair, through)
+        try:
+            action()
+        except OSError as error:
+            message = str(error)
+            action()
+            assert "shard" in message
+            assert str(tmp_path) in message
+    for action in ("zero", "backward", "step", "zero", "eval"):
+        pair.do(action)
+    pair.compare()
+    pair.compare_states()
+
+
+def failing(pair: Pair, when: Callable[[], bool]) -> None:
+    """Makes the arithmetic of the first shard's update fail, before or after it."""
+    piece = pair.ours.pieces[pair.model._walk.shards[0]][0]
+    optimizer = piece.prepare(pair.ours.options())
+    step = type(optimizer).step
+
+    def broken(*args: Any) -> None:
+        if when():
+            raise ArithmeticError("broken")
+        step(optimizer)
+        if when():
+            raise ArithmeticError("broken")
+
+    optimizer.step = broken  # type: ignore[method-assign]
+
+
+def test_arithmetic_that_fails_before_it_changed_anything_can_be_repeated(home: str) -> None:
+    pair = Pair("adamw", home, max_norm=0.1)
+    for action in ("backward", "step", "zero", "eval", "backward"):
+        pair.do(action)
+    faults = [True]
+    failing(pair, lambda: bool(faults))
+    pair.step()
+    with pytest.raises(ArithmeticError):
+        pair.ours.synchronize()
+    faults.clear()
+    pair.compare()
+    pair.compare_states()
+
+
+def test_arithmetic_that_fails_half_way_is_noticed(home: str) -> None:
+    """At home in host memory what is half done cannot be undone, and is not done again; on a desk it is thrown away."""
+    pair = Pair("adamw", home)
+    for action in ("backward", "step", "zero", "eval", "backward"):
+        pair.do(action)
+    calls = iter([False, True, False, False])
+    failing(pair, lambda: next(calls))
+    pair.step()
+    if home == "cpu":
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="stopped half-way"):
+                pair.ours.synchronize()
+        return
+    with pytest.raises(ArithmeticError):
+        pair.ours.synchronize()
+    pair.compare()
+    pair.compare_states()
+
+
+def test_a_forward_that_fails_leaves_what_is_pending_to_the_next(home: str) -> None:
+    pair = Pair("adamw", home)
+    for action in ("backward", "step", "zero"):
+        pair.do(action)
+    handle = list(pair.model.children())[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        pair.model(torch.zeros(1, 8))
+    handle.remove()
+    pair.compare()
+    pair.compare_states()

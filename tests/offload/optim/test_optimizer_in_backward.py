@@ -1,0 +1,171 @@
+"""With update_in_backward a shard is updated while backward goes on; what would make that wrong is refused."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from offload import OffloadModel, OffloadOptimizer
+from pipe.recompute.phase import is_recomputing
+from tests.offload.pair import CLASSES, Pair
+from tests.offload.prompt import PromptLane
+from tests.offload.zoo import build
+
+
+def accumulated(pair: Pair) -> None:
+    with pair.ours.accumulate():
+        pair.backward()
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=st.sampled_from(sorted(CLASSES)),
+    tied=st.booleans(),
+    slices=st.integers(1, 6),
+    recompute=st.booleans(),
+    backwards=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+)
+def test_it_trains_like_the_plain_optimizer(
+    home: str, name: str, tied: bool, slices: int, recompute: bool, backwards: list[int]
+) -> None:
+    pair = Pair(name, home, tied=tied, slices=slices, recompute=recompute, update_in_backward=True)
+    for count in backwards:
+        for _ in range(count - 1):
+            accumulated(pair)
+        for action in ("backward", "step", "zero", "schedule"):
+            pair.do(action)
+    pair.compare()
+    pair.compare_states()
+
+
+def test_gradients_rest_nowhere_and_shards_are_updated_before_backward_ends(tmp_path: Any) -> None:
+    pair = Pair("adamw", f"{tmp_path}/", update_in_backward=True)
+    order: list[str] = []
+    shards = pair.model._walk.shards
+    original = pair.ours._in_backward.complete  # type: ignore[union-attr]
+
+    def complete(shard: Any, kept: Any, after: Any) -> Any:
+        order.append(f"U{shard.index}")
+        arrival = original(shard, kept, after)
+        assert all(p.grad is None for p in shard.parameters)
+        return arrival
+
+    pair.ours._in_backward.complete = complete  # type: ignore[union-attr, method-assign]
+    first = next(iter(pair.model.children()))
+    first.register_forward_pre_hook(lambda *_: order.append("B0") if is_recomputing() else None)
+    pair.backward()
+    assert order == ["U3", "U2", "U1", "B0", "U0"]
+    assert all(shard.gradients is None for shard in shards)
+    pair.step()
+    pair.zero()
+    pair.compare()
+
+
+def test_a_second_backward_without_accumulate_is_refused_and_changes_nothing(home: str) -> None:
+    pair = Pair("sgd", home, update_in_backward=True)
+    pair.backward()
+    before = [p.detach().clone() for p in pair.model.parameters()]
+    loss = pair.model(pair.batch()).sum()
+    with pytest.raises(RuntimeError, match="a second backward before step"):
+        loss.backward()
+    del loss
+    pair.step()
+    pair.zero()
+    pair.compare()
+    for then, now in zip(before, pair.model.parameters(), strict=True):
+        assert torch.equal(then, now)
+    for action in ("backward", "step", "zero"):
+        pair.do(action)
+    pair.compare()
+
+
+def test_two_forwards_in_one_backward_are_refused_before_anything_changes(home: str) -> None:
+    pair = Pair("sgd", home, update_in_backward=True)
+    x = pair.batch()
+    loss = pair.model(x).sum() + pair.model(x).sum()
+    with pytest.raises(RuntimeError, match="more forwards of this model wait"):
+        loss.backward()
+    del loss
+    gc.collect()
+    pair.compare()
+    pair.backward()
+    pair.step()
+    pair.zero()
+    pair.compare()
+
+
+def test_torch_autograd_grad_updates_nothing(home: str) -> None:
+    pair = Pair("sgd", home, update_in_backward=True)
+    x = pair.batch().requires_grad_()
+    torch.autograd.grad(pair.model(x).sum(), x)
+    pair.compare()
+    for action in ("backward", "step", "zero"):
+        pair.do(action)
+    pair.compare()
+
+
+def test_a_backward_that_fails_half_way_leaves_an_optimizer_that_says_so(home: str) -> None:
+    pair = Pair("sgd", home, update_in_backward=True)
+    loss = pair.model(pair.batch()).sum()
+    handle = next(iter(pair.model.children())).register_full_backward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    handle.remove()
+    loss = pair.model(pair.batch()).sum()
+    with pytest.raises(RuntimeError, match=r"updated the shards \[3, 2, 1\]"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="load the last checkpoint"):
+        pair.ours.step()
+
+
+def test_a_backward_that_fails_at_once_can_be_repeated(home: str) -> None:
+    pair = Pair("sgd", home, update_in_backward=True)
+    loss = pair.model(pair.batch()).sum()
+    handle = list(pair.model.children())[-1].register_full_backward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    handle.remove()
+    del loss
+    gc.collect()
+    for action in ("backward", "step", "zero"):
+        pair.do(action)
+    pair.compare()
+
+
+def test_one_optimizer_per_model_updates_in_backward() -> None:
+    model = OffloadModel(build(["linear"]), "cpu", num_slices=2)
+    first = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
+    with pytest.raises(ValueError, match="already"):
+        OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
+    del first
+    gc.collect()
+    OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
+
+
+def test_an_update_waits_for_the_gradients_that_went_home(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, late: Any
+) -> None:
+    """A tied weight's other gradient is on its way home when its owner is updated."""
+
+    def train(forgetful: bool) -> bool:
+        late(2)
+        lane = PromptLane(forgets_after=forgetful)
+        monkeypatch.setattr("offload.optim.optimizer.open_update_lane", lambda device: lane)
+        pair = Pair("sgd", f"{tmp_path}/", tied=True, slices=2, update_in_backward=True, kinds=("linear",))
+        for _ in range(2):
+            accumulated(pair)
+            for action in ("backward", "step", "zero"):
+                pair.do(action)
+        try:
+            pair.compare()
+        except AssertionError:
+            return False
+        return True
+
+    assert train(forgetful=False)
+    assert not train(forgetful=True)

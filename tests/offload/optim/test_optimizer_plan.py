@@ -1,0 +1,209 @@
+"""Updates are a part of the plan: printed, counted and predicted like loads."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload import OffloadModel, OffloadOptimizer
+from offload.planning.plan import Kind, Plan, validate
+from tests.offload.pair import Pair
+from tests.offload.prompt import PromptLane
+from tests.offload.zoo import WIDTH, build
+
+
+def make(home: str, **more: Any) -> tuple[OffloadModel, OffloadOptimizer]:
+    model = OffloadModel(build(["linear", "linear"]), "cpu", home, num_slices=4, checkpoint_activation=True)
+    return model, OffloadOptimizer(model, torch.optim.AdamW, **more)
+
+
+def step(model: OffloadModel, optimizer: OffloadOptimizer) -> None:
+    model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_the_plan_shows_the_updates_of_an_optimizer_as_long_as_there_is_one() -> None:
+    model, optimizer = make("cpu", max_norm=1.0)
+    plan = model.plan()
+    assert str(plan).startswith("U0 L0 U1 L1 F0.0 E0 U2 L2 F1.0")
+    assert plan.clips
+    assert plan.pending == frozenset(range(4))
+    validate(plan)
+    del optimizer
+    gc.collect()
+    assert str(model.plan()).startswith("L0 L1 F0.0 E0 L2")
+
+
+def test_the_plan_shows_updates_in_backward() -> None:
+    model, optimizer = make("cpu", update_in_backward=True)
+    plan = model.plan()
+    assert str(plan).endswith("B3.0 D3 U3 E3 L1 B2.0 D2 U2 E2 L0 B1.0 D1 U1 B0.0 D0 U0")
+    validate(plan)
+    assert optimizer.update_in_backward
+
+
+def test_frozen_shards_are_not_updated_in_the_plan() -> None:
+    bare = build(["linear", "linear"])
+    for parameter in bare[1].parameters():
+        parameter.requires_grad_(False)
+    model = OffloadModel(bare, "cpu", num_slices=4)
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    assert optimizer.updated_shards == {0, 2, 3}
+    assert [a.shard for a in model.plan().actions if a.kind is Kind.UPDATE] == [0, 2, 3]
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_updates_run_in_the_order_of_the_plan(home: str, tmp_path: Path, in_backward: bool) -> None:
+    model, optimizer = make(home, update_in_backward=in_backward)
+    step(model, optimizer)
+    with model.trace(tmp_path / "trace.json") as events:
+        step(model, optimizer)
+        optimizer.synchronize()
+    expected = [str(action) for action in model.plan().actions if action.kind is Kind.UPDATE]
+    ran = [event.token for event in sorted(events, key=lambda e: e.begin) if event.track == "update lane"]
+    # In host memory, updates begin at once at step(), so this trace also holds those that its own step decided.
+    assert ran[-4:] == expected
+
+
+@pytest.mark.parametrize("slots", [2, 4])
+@pytest.mark.parametrize("how", ["none", "before a load", "in backward"])
+def test_what_is_executed_are_the_tokens_that_are_printed(
+    tmp_path: Path, how: str, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = OffloadModel(
+        build(["linear", "linear"]),
+        "cpu",
+        f"{tmp_path}/",
+        num_slices=4,
+        checkpoint_activation=True,
+        num_microbatches=2,
+        num_slots=slots,
+    )
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if how != "none":
+        monkeypatch.setattr("offload.optim.optimizer.open_update_lane", lambda device: PromptLane())
+        optimizer = OffloadOptimizer(model, torch.optim.AdamW, update_in_backward=how == "in backward")
+    step(model, optimizer)
+    executed: list[str] = []
+
+    def noting(owner: Any, name: str, token: str) -> None:
+        method = getattr(owner, name)
+
+        def noted(*args: Any, **more: Any) -> Any:
+            executed.append(f"{token}{args[0]}" if isinstance(args[0], int) else f"{token}{args[1]}")
+            return method(*args, **more)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for name in ("load", "drain", "update"):
+        noting(model._walk.streamer, name, name[0].upper())
+    noting(model._walk._crossing, "forward", "F")
+    noting(model._walk._crossing, "backward", "B")
+    streamer, evict = model._walk.streamer, model._walk.streamer.evict
+    follow = model._walk._follow
+
+    def following(plan: Plan, visit: Any) -> None:  # outside a pass, slots are given up without a plan
+        monkeypatch.setattr(streamer, "evict", lambda j: (executed.append(f"E{j}"), evict(j))[1])
+        follow(plan, visit)
+        monkeypatch.setattr(streamer, "evict", evict)
+
+    monkeypatch.setattr(model._walk, "_follow", following)
+    printed = str(model.plan(batch_rows=2))
+    step(model, optimizer)
+    assert " ".join(executed) == printed
+    assert ("U" in printed) == (how != "none")
+
+
+def test_an_estimate_includes_updates(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = make(home)
+    step(model, optimizer)
+    step(model, optimizer)
+    optimizer.synchronize()
+    with_updates = model.estimate(2).seconds
+    each = model._meter.copy_seconds_per_byte
+    assert each("update") > 0
+    monkeypatch.setattr(
+        model._meter, "copy_seconds_per_byte", lambda lane: each(lane) * (10**6 if lane == "update" else 1)
+    )
+    assert model.estimate(2).seconds > with_updates
+
+
+def test_a_step_moves_the_bytes_that_the_documentation_says(tmp_path: Path) -> None:
+    """20 bytes are read and 16 written for each parameter that is trained with Adam and a global norm."""
+    model, optimizer = make(f"{tmp_path}/", max_norm=0.1)
+    step(model, optimizer)
+    step(model, optimizer)
+    before = model.statistics()
+    step(model, optimizer)
+    after = model.statistics()
+    optimizer.synchronize()
+    count = sum(p.numel() for p in model.parameters())
+    cached = sum(p.numel() for p in [*model.get_submodule("2").parameters(), *model.get_submodule("3").parameters()])
+    moved = {
+        "loaded": after.bytes_loaded - before.bytes_loaded,
+        "stored": after.bytes_stored - before.bytes_stored,
+        "read": after.update_bytes_read - before.update_bytes_read,
+        "written": after.update_bytes_written - before.update_bytes_written,
+    }
+    # What is still in a slot when backward begins is not loaded again.
+    assert moved == {"loaded": 8 * count - 4 * cached, "stored": 4 * count, "read": 12 * count, "written": 12 * count}
+    assert after.shard_updates - before.shard_updates == 4
+
+
+@pytest.mark.parametrize("waiting", [2, 4])
+def test_gradients_that_wait_in_memory_are_neither_written_nor_read(tmp_path: Path, waiting: int) -> None:
+    shard_bytes = (WIDTH * WIDTH + WIDTH) * 4
+    pair = Pair(
+        "adamw", f"{tmp_path}/", kinds=("linear", "linear"), max_norm=0.1, gradient_bytes=waiting * shard_bytes + 3
+    )
+    for action in ("backward", "step", "zero", "backward", "backward", "step", "zero"):
+        pair.do(action)
+    pair.ours.synchronize()
+    before = pair.model.statistics()
+    for action in ("backward", "step", "look", "zero"):
+        pair.do(action)
+    after = pair.model.statistics()
+    assert after.bytes_stored - before.bytes_stored == (4 - waiting) * shard_bytes
+    # Nothing loads these updates' weights: those are read for the update itself.
+    assert after.update_bytes_read - before.update_bytes_read == 4 * 3 * shard_bytes + (4 - waiting) * shard_bytes
+    gradients = [shard.gradients for shard in pair.model._walk.shards]
+    assert [gradient is None for gradient in gradients] == [j < waiting for j in range(4)]
+    pair.compare_states()
+
+
+def test_an_update_at_home_in_host_memory_moves_nothing() -> None:
+    model, optimizer = make("cpu")
+    step(model, optimizer)
+    optimizer.synchronize()
+    assert model.statistics().shard_updates == 4
+    assert model.statistics().update_bytes_read == model.statistics().update_bytes_written == 0
+
+
+def test_a_write_that_is_repeated_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from offload.storage.disk import DiskBlock
+
+    pair = Pair("adamw", f"{tmp_path}/", kinds=("linear",), slices=3)
+    for action in ("backward", "step", "zero", "eval"):
+        pair.do(action)
+    written = pair.model.statistics().update_bytes_written
+    faults = iter([False, True])
+    write = DiskBlock.write
+
+    def faulty(self: DiskBlock, source: torch.Tensor, offset: int) -> None:
+        if next(faults, False):
+            raise OSError(28, "No space left")
+        write(self, source, offset)
+
+    for action in ("backward", "step", "zero"):
+        pair.do(action)
+    monkeypatch.setattr(DiskBlock, "write", faulty)
+    with pytest.raises(OSError, match="No space left"):
+        pair.ours.synchronize()
+    pair.ours.synchronize()
+    assert pair.model.statistics().update_bytes_written == 2 * written
+    pair.compare()

@@ -1,0 +1,153 @@
+"""A budget in bytes becomes a layout that keeps it, or an error that says what would."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from offload import OffloadModel
+from offload.planning.budget import fit, parse_bytes
+from offload.planning.partition import layer_bytes
+from tests.offload.zoo import WIDTH
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [(5, 5), ("5", 5), ("2GiB", 2 << 30), ("1.5 KiB", 1536), ("3MB", 3_000_000), ("1tib", 1 << 40), ("7b", 7)],
+)
+def test_bytes_are_read_as_people_write_them(text: int | str, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        ("2 gallons", ValueError),
+        ("", ValueError),
+        ("-1GiB", ValueError),
+        (0, ValueError),
+        (1.5, TypeError),
+        (True, TypeError),
+    ],
+)
+def test_what_is_no_number_of_bytes_is_named(value: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match="memory_budget="):
+        parse_bytes(value)  # type: ignore[arg-type]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 100), min_size=1, max_size=12),
+    budget=st.integers(1, 3000),
+    shards=st.none() | st.integers(1, 12),
+)
+def test_a_layout_fits_or_the_error_says_what_does(sizes: list[int], budget: int, shards: int | None) -> None:
+    shards = None if shards is None else min(shards, len(sizes))
+    try:
+        layout = fit(sizes, sizes, budget, shards=shards)
+    except ValueError as error:
+        message = str(error)
+        assert "bytes short" in message
+        if "the least that fits" in message:
+            least = int(message.split("memory_budget=")[2].split()[0])
+            fit(sizes, sizes, least, shards=len(sizes))
+            if least > 1:
+                with pytest.raises(ValueError, match="short"):
+                    fit(sizes, sizes, least - 1, shards=None)
+        else:
+            fit(sizes, sizes, budget, shards=len(sizes))
+        return
+    blocks, first = [], 0
+    for cut in layout.cuts:
+        blocks.append(sum(sizes[first : first + cut]))
+        first += cut
+    assert first == len(sizes)
+    largest = max(blocks)
+    assert layout.boundary_bytes >= 0
+    assert layout.slots * largest + 2 * largest + layout.boundary_bytes == budget
+    assert min(2, len(blocks)) <= layout.slots <= len(blocks)
+
+
+def model_of(depth: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(depth)))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    depth=st.integers(2, 12),
+    budget=st.integers(2_000, 20_000),
+    rows=st.integers(1, 60),
+    microbatches=st.integers(1, 6),
+)
+def test_training_stays_within_the_budget_and_is_exact(
+    tmp_path: Path, depth: int, budget: int, rows: int, microbatches: int
+) -> None:
+    bare = model_of(depth)
+    model = OffloadModel(
+        copy.deepcopy(bare),
+        "cpu",
+        tmp_path,
+        num_slices=None,
+        checkpoint_activation=True,
+        num_microbatches=microbatches,
+        memory_budget=budget,
+    )
+    x = torch.randn(rows, WIDTH)
+    cell = -(-rows // min(rows, microbatches)) * WIDTH * 4
+    if 4 * cell > model._walk.boundary_bytes // 2:
+        with pytest.raises(ValueError, match="use more micro-batches"):
+            model(x).pow(2).sum().backward()
+        return
+    model(x).pow(2).sum().backward()
+    assert model.statistics().peak_device_bytes <= budget
+    bare(x).pow(2).sum().backward()
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_large_budget_makes_slots_a_cache(tmp_path: Path) -> None:
+    model = OffloadModel(model_of(6), "cpu", tmp_path, num_slices=6, checkpoint_activation=True, memory_budget="1MiB")
+    model(torch.randn(3, WIDTH)).sum().backward()
+    assert model.statistics().shard_loads == 6
+
+
+def test_a_budget_that_cannot_hold_the_model_says_what_can() -> None:
+    need = 4 * layer_bytes([nn.Linear(WIDTH, WIDTH)])[0]
+    with pytest.raises(ValueError, match=rf"short of slots.*least that fits is memory_budget={need} .*split layer 0"):
+        OffloadModel(model_of(4), "cpu", num_slices=None, checkpoint_activation=True, memory_budget=1000)
+    with pytest.raises(ValueError, match=rf"num_slices=4 needs {need:,} bytes"):
+        OffloadModel(model_of(4), "cpu", num_slices=1, checkpoint_activation=True, memory_budget=need)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"num_slices": None}, "pass a memory_budget"),
+        ({"memory_budget": "1MiB"}, "checkpoint_activation=True"),
+        ({"memory_budget": "1MiB", "checkpoint_activation": True, "boundary_bytes": 5}, "do not pass boundary_bytes"),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused(arguments: dict[str, object], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        OffloadModel(model_of(4), "cpu", **arguments)  # type: ignore[arg-type]
+
+
+def test_an_estimate_counts_what_a_step_then_moves(tmp_path: Path) -> None:
+    model = OffloadModel(model_of(6), "cpu", tmp_path, num_slices=6, checkpoint_activation=True, num_microbatches=3)
+    with pytest.raises(RuntimeError, match="run one training step first"):
+        model.estimate(9)
+    model(torch.randn(9, WIDTH)).sum().backward()
+    before = model.statistics()
+    estimate = model.estimate(9)
+    model(torch.randn(9, WIDTH)).sum().backward()
+    after = model.statistics()
+    assert estimate.bytes_loaded == after.bytes_loaded - before.bytes_loaded
+    assert estimate.bytes_stored == after.bytes_stored - before.bytes_stored
+    assert estimate.seconds >= estimate.compute_seconds > 0
+    assert after.peak_device_bytes <= estimate.peak_bytes["device"]

@@ -1,0 +1,236 @@
+"""Cells that keep their graphs are not recomputed, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offload import OffloadModel
+from offload.engine.cell import Cell
+from offload.planning.kept_graphs import graphs_that_fit
+from tests.offload.zoo import WIDTH
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(0.5)
+
+
+def build(kinds: list[str]) -> nn.Sequential:
+    """One layer for each kind, and none besides."""
+    torch.manual_seed(0)
+    make = {
+        "linear": lambda: nn.Linear(WIDTH, WIDTH),
+        "tanh": nn.Tanh,
+        "dropout": lambda: nn.Dropout(0.5),
+        "inplace": InPlace,
+    }
+    return nn.Sequential(*(make[kind]() for kind in kinds))
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    rows=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    first=st.integers(0, 4),
+    budget=st.integers(0, 120),
+)
+def test_graphs_are_kept_from_the_first_cell_of_backward_on_until_one_does_not_fit(
+    sizes: list[int], rows: list[int], first: int, budget: int
+) -> None:
+    kept = graphs_that_fit(sizes, rows, first=first, budget_bytes=budget)
+    order = [Cell(j, i) for j in reversed(range(first, len(sizes))) for i in range(len(rows))]
+    count = len(kept)
+    assert set(order[:count]) == kept
+    needs = [sizes[cell.j] * rows[cell.i] for cell in order]
+    assert sum(needs[:count]) <= budget
+    assert count == len(order) or sum(needs[: count + 1]) > budget
+
+
+def test_nothing_is_kept_beyond_a_shard_that_was_never_measured() -> None:
+    assert graphs_that_fit([1, None, 1], [1, 1], first=0, budget_bytes=9) == {Cell(2, 0), Cell(2, 1)}
+
+
+@pytest.mark.parametrize(("budget", "runs"), [("1MiB", 1), (None, 2), (1, 2)])
+def test_a_shard_whose_graphs_are_kept_runs_forward_once_from_the_second_step_on(
+    home: str, budget: Any, runs: int
+) -> None:
+    rows: list[int] = []
+    bare = build(["linear", "tanh", "linear"])
+    for layer in bare:
+        layer.register_forward_hook(lambda _m, args, _o: rows.append(args[0].size(0)))
+    model = OffloadModel(bare, "cpu", home, num_slices=3, checkpoint_activation=True, graph_bytes=budget)
+    for step in range(2):
+        rows.clear()
+        outputs, tape = model.forward_chunks(list(torch.randn(9, WIDTH).split(2)))
+        tape.backward([y.cos() for y in outputs])
+        assert sum(rows) == (runs if step else 2) * 3 * 9
+
+
+@pytest.mark.parametrize("kinds", [["linear", "dropout", "linear", "tanh"], ["linear", "inplace", "linear"]])
+@pytest.mark.parametrize("budget", [None, 1000, 3000, "1MiB"])
+def test_gradients_and_generators_are_the_same_whatever_is_kept(home: str, kinds: list[str], budget: Any) -> None:
+    bare = build(kinds)
+    x = torch.randn(11, WIDTH)
+    found: dict[bool, list[Tensor]] = {}
+    for keeps in (False, True):
+        model = OffloadModel(
+            copy.deepcopy(bare),
+            "cpu",
+            home,
+            num_slices=len(kinds),
+            checkpoint_activation=True,
+            num_microbatches=3,
+            graph_bytes=budget if keeps else None,
+        )
+        torch.manual_seed(1)
+        for _ in range(2):
+            leaf = x.clone().requires_grad_()
+            model(leaf).square().sum().backward()
+        assert leaf.grad is not None
+        found[keeps] = [leaf.grad, torch.get_rng_state(), *(p.grad.clone() for p in model.parameters())]
+    for mine, theirs in zip(found[True], found[False], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def perceptron() -> nn.Sequential:
+    return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("budget", [None, 2000, "1MiB"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_norms_of_shards_that_share_slots_are_made_again_with_the_weights_of_their_own(
+    home: str, budget: Any, autocast: bool
+) -> None:
+    torch.manual_seed(0)
+    bare = nn.Sequential(*(perceptron() for _ in range(6)))
+    for parameter in bare.parameters():
+        nn.init.normal_(parameter)
+    model = OffloadModel(
+        copy.deepcopy(bare), "cpu", home, num_slices=6, num_slots=2, checkpoint_activation=True, graph_bytes=budget
+    )
+    x = torch.randn(6, WIDTH)
+    for _ in range(2):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(x).square().mean()
+        # Without this, each shard is in backward in the slot that it had in forward.
+        model._walk.streamer.release()
+        free = model._walk.streamer.room._free
+        assert free is not None
+        free.reverse()
+        loss.backward()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = bare(x).square().mean()
+    expected.backward()
+    assert torch.equal(loss, expected)
+    for mine, theirs in zip(model.parameters(), bare.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_kept_graphs_are_counted_without_results_of_norms_and_activations_and_do_not_hold_them() -> None:
+    rows = 32
+    bare = nn.Sequential(perceptron(), perceptron())
+    made: list[StorageWeakRef] = []
+    for layers in bare:
+        for k in (0, 2):
+            layers[k].register_forward_hook(lambda _m, _a, out: made.append(StorageWeakRef(out.untyped_storage())))
+    model = OffloadModel(bare, "cpu", num_slices=2, checkpoint_activation=True, graph_bytes="1MiB")
+    model(torch.randn(rows, WIDTH)).sum().backward()
+    # What entered, the norm's two statistics, and what entered the activation; the first input is the user's.
+    kept = 4 * rows * (WIDTH + 2 + 2 * WIDTH)
+    assert [runner.graph_bytes for runner in model._walk.runners] == [kept, kept]
+    made.clear()
+    loss = model(torch.randn(rows, WIDTH)).sum()
+    assert [storage.expired() for storage in made] == [True] * 4
+    loss.backward()
+
+
+def test_casts_of_weights_are_not_counted_among_what_kept_graphs_hold() -> None:
+    rows = 2
+    bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model = OffloadModel(bare, "cpu", num_slices=2, checkpoint_activation=True, graph_bytes="1MiB")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(torch.randn(rows, WIDTH)).sum()
+    assert [runner.graph_bytes for runner in model._walk.runners] == [2 * rows * WIDTH, 2 * rows * WIDTH]
+    loss.backward()
+
+
+def test_under_hooks_of_the_user_all_that_a_kept_graph_holds_goes_through_them() -> None:
+    seen: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor.numel())
+        return tensor
+
+    model = OffloadModel(perceptron(), "cpu", num_slices=1, checkpoint_activation=True, graph_bytes="1MiB")
+    x = torch.randn(3, WIDTH)
+    model(x).sum().backward()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(x).sum()
+    loss.backward()
+    assert sorted(seen)[-2:] == [3 * 2 * WIDTH, 3 * 2 * WIDTH]  # what entered the activation, and its result
+
+
+def test_kept_graphs_of_a_retained_forward_serve_two_backwards(home: str) -> None:
+    model = OffloadModel(
+        build(["linear", "tanh", "linear"]), "cpu", home, checkpoint_activation=True, graph_bytes="1MiB"
+    )
+    x = torch.randn(4, WIDTH)
+    model(x).sum().backward()
+    model.zero_grad()
+    loss = model(x).square().sum()
+    loss.backward(retain_graph=True)
+    once = [p.grad.clone() for p in model.parameters()]
+    loss.backward()
+    for p, gradient in zip(model.parameters(), once, strict=True):
+        torch.testing.assert_close(p.grad, 2 * gradient)
+
+
+def test_activations_are_counted_once_each_although_their_memory_is_reused() -> None:
+    """What a first run drops is freed, and its address given to the next tensor."""
+    rows = 64
+    bare = nn.Sequential(nn.Sequential(*(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+    model = OffloadModel(bare, "cpu", num_slices=1, checkpoint_activation=True)
+    model.forward_chunks([torch.randn(rows, WIDTH)])
+    # The input of the first layer and the results of the others; the second linear layer's is of nobody's use.
+    assert model._walk.runners[0].activation_bytes == 3 * rows * WIDTH * 4
+
+
+def test_raw_chunks_are_processed_when_they_enter_and_again_in_backward_and_drawn_from_alike(home: str) -> None:
+    events: list[str] = []
+    bare = build(["linear", "tanh", "linear"])
+    bare[0].register_forward_hook(lambda *_: events.append("layer"))
+    model = OffloadModel(bare, "cpu", home, num_slices=3, checkpoint_activation=True)
+    seen: list[Tensor] = []
+
+    def process(chunk: tuple[str, int]) -> Tensor:
+        events.append(chunk[0])
+        seen.append(torch.randn(chunk[1], WIDTH))
+        return seen[-1]
+
+    outputs, tape = model.forward_chunks([("a", 2), ("b", 3)], input_fn=process)
+    assert events == ["a", "layer", "b", "layer"]
+    state = torch.get_rng_state()
+    tape.backward([y.cos() for y in outputs])
+    assert events == ["a", "layer", "b", "layer"] * 2
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(seen[0], seen[2])
+    assert torch.equal(seen[1], seen[3])
+
+
+def test_a_first_layer_that_writes_over_what_input_fn_hands_on_does_not_write_over_the_caller_s(home: str) -> None:
+    model = OffloadModel(build(["inplace", "linear"]), "cpu", home, num_slices=1, checkpoint_activation=True)
+    x = torch.randn(4, WIDTH)
+    before = x.clone()
+    outputs, tape = model.forward_chunks([x], input_fn=lambda chunk: chunk)
+    assert torch.equal(x, before)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        tape.backward(outputs)

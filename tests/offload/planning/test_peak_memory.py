@@ -1,0 +1,287 @@
+"""What a step holds at its fullest moment: predicted, beside what every operation of a step left alive."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from offload import OffloadModel
+from offload.planning.estimate import Estimate
+from offload.planning.memory_profile import Course, CourseNotes, Turn
+from offload.planning.peak_memory import Footprint
+from offload.streaming.lane import Arrival, Lane, Lanes
+from offload.streaming.shard import State
+
+WIDTH = 64
+DEPTH = 4
+
+
+class Block(nn.Module):
+    """Half of a transformer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.widen = nn.Linear(WIDTH, 4 * WIDTH)
+        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.narrow(functional.gelu(self.widen(self.norm(x))))
+        return x + y
+
+
+class Living(TorchDispatchMode):
+    """Counts the bytes of what operations have made and somebody still refers to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._nbytes: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {StorageWeakRef(x.untyped_storage()) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and (made := StorageWeakRef(x.untyped_storage())) not in given:
+                self._nbytes[made] = x.untyped_storage().nbytes()
+        self._nbytes = {made: nbytes for made, nbytes in self._nbytes.items() if not made.expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(self._nbytes.values()))
+        return result
+
+
+class AtOnce(Lane):
+    """Copies when it is told to, so that nothing is on its way while layers compute."""
+
+    def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
+        with torch.no_grad():
+            copy()
+        return Here()
+
+    def settle(self) -> None:
+        pass
+
+    close = settle
+
+
+class Here(Arrival):
+    def wait(self) -> None:
+        pass
+
+    finish = wait
+
+
+def model_of(home: str, monkeypatch: pytest.MonkeyPatch, depth: int = DEPTH, **settings: Any) -> OffloadModel:
+    monkeypatch.setattr("offload.model.open_lanes", lambda device, **_: Lanes(AtOnce(), AtOnce(), AtOnce()))
+    torch.manual_seed(0)
+    return OffloadModel(nn.Sequential(*(Block() for _ in range(depth))), "cpu", home, **settings)
+
+
+def step(model: OffloadModel, x: Tensor) -> None:
+    model.zero_grad()
+    model(x).sum().backward()
+
+
+def estimate_of(model: OffloadModel, rows: int, *, drain: float = 0.0) -> Estimate:
+    """With copies home that take no time, or so many seconds for each byte."""
+    each = model._meter.copy_seconds_per_byte
+    model._meter.copy_seconds_per_byte = lambda lane: drain if lane == "drain" else each(lane)  # type: ignore[method-assign]
+    return model.estimate(rows)
+
+
+@pytest.mark.parametrize("rows", [16, 128, 1024])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"checkpoint_activation": True, "num_slices": DEPTH},
+        {"checkpoint_activation": True, "num_slices": 2},
+        {"checkpoint_activation": True, "num_slices": DEPTH, "num_microbatches": 2},
+        {"checkpoint_activation": False, "num_slices": DEPTH},
+        {"checkpoint_activation": False, "num_slices": DEPTH, "num_microbatches": 4},
+        {"checkpoint_activation": True, "num_slices": DEPTH, "graph_bytes": "64MiB"},
+    ],
+    ids=lambda settings: ", ".join(f"{value}" for value in settings.values()),
+)
+def test_the_predicted_peak_is_what_is_alive_at_the_fullest_moment(
+    home: str, settings: dict[str, Any], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = model_of(home, monkeypatch, **settings), torch.randn(rows, WIDTH)
+    step(model, x)
+    step(model, x)
+    predicted = estimate_of(model, rows).memory_bytes
+    walk = model._walk
+    fixed = walk.streamer.slots * walk.streamer._slot_bytes
+    if home == "cpu":
+        fixed += sum(shard.home.nbytes for shard in walk.shards if shard.home is not None)
+    model.zero_grad()
+    gc.collect()
+    with Living() as living:
+        step(model, x)
+    assert fixed + living.peak_bytes == pytest.approx(predicted, rel=0.15)
+
+
+def test_the_gradients_of_a_home_in_host_memory_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes them as they are: they are never on the compute device as well."""
+    model, x = model_of("cpu", monkeypatch, num_slices=DEPTH, checkpoint_activation=True), torch.randn(4, WIDTH)
+    step(model, x)
+    estimate, slot = estimate_of(model, 4, drain=1e9), model._walk.streamer._slot_bytes
+    boundary = 4 * WIDTH * 4
+    assert estimate.peak_bytes["device"] == 2 * slot + (DEPTH - 1) * boundary + 2 * boundary
+    assert model.statistics().peak_device_bytes <= estimate.peak_bytes["device"]
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    assert estimate.peak_bytes["host"] == 2 * weights
+    # Beside slots and homes: gradients, activations of one cell, the boundaries that are left, an output.
+    assert estimate.memory_bytes < 2 * slot + 2 * weights + estimate.activation_bytes + 10 * boundary
+
+
+def test_a_tied_weight_rests_once() -> None:
+    first, second = Block(), Block()
+    second.widen.weight = first.widen.weight
+    model = OffloadModel(nn.Sequential(first, second), "cpu", num_slices=2, checkpoint_activation=True)
+    step(model, torch.randn(2, WIDTH))
+    assert model.estimate(2).peak_bytes["host"] == 2 * sum(p.numel() * 4 for p in model.parameters())
+
+
+def test_gradients_are_on_their_way_beside_the_next_cell_where_the_home_is_slower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(4, WIDTH)
+    model = model_of(str(tmp_path), monkeypatch, num_slices=DEPTH, checkpoint_activation=True)
+    step(model, x)
+    fast, slow = (estimate_of(model, 4, drain=seconds).memory_bytes for seconds in (0.0, 1e9))
+    gradients = sum(p.numel() * 4 for p in model._walk.shards[0].parameters)
+    boundary = 4 * WIDTH * 4
+    assert gradients - 2 * boundary <= slow - fast <= gradients
+
+
+def test_a_backward_gives_up_what_the_forward_kept_piece_by_piece(home: str) -> None:
+    """As plain autograd does: what is kept until the last gradient is home stands beside all gradients."""
+    model = OffloadModel(nn.Sequential(*(Block() for _ in range(DEPTH))), "cpu", home, num_slices=DEPTH)
+    alive: list[int] = []
+    kept: list[StorageWeakRef] = []
+
+    def saved(widen: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        kept.append(StorageWeakRef(output.untyped_storage()))
+
+    def seen(block: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        output.register_hook(lambda _: alive.append(sum(not storage.expired() for storage in kept)))
+
+    for block in model.children():
+        block.get_submodule("widen").register_forward_hook(saved)
+        block.register_forward_hook(seen)
+    model(torch.randn(3, WIDTH)).sum().backward()
+    assert alive == list(range(DEPTH, 0, -1))
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_a_backward_that_failed_on_its_way_is_not_tried_again_in_vain(home: str, checkpoint: bool) -> None:
+    blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
+    model = OffloadModel(blocks, "cpu", home, num_slices=DEPTH, checkpoint_activation=checkpoint)
+    x, failing = torch.randn(3, WIDTH), [True]
+    list(model.children())[1].register_forward_hook(lambda block, args, output: _Failing.apply(output, failing))
+    loss = model(x).sum()
+    with pytest.raises(ValueError, match="on purpose"):
+        loss.backward()
+    failing.clear()
+    with pytest.raises(RuntimeError, match="run the forward again"):
+        loss.backward()
+    model.zero_grad()
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_retained_backward_that_failed_can_be_tried_again(home: str) -> None:
+    model = OffloadModel(nn.Sequential(*(Block() for _ in range(DEPTH))), "cpu", home, checkpoint_activation=True)
+    failing = [True]
+    list(model.children())[1].register_forward_hook(lambda block, args, output: _Failing.apply(output, failing))
+    loss = model(torch.randn(3, WIDTH)).sum()
+    with pytest.raises(ValueError, match="on purpose"):
+        loss.backward(retain_graph=True)
+    failing.clear()
+    model.zero_grad()
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, failing: list[bool]) -> Tensor:
+        ctx.failing = failing
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.failing:
+            raise ValueError("on purpose")
+        return gradient, None
+
+
+def test_gradients_are_beside_as_many_cells_as_their_way_takes() -> None:
+    courses = dict.fromkeys(range(2), Course(1, [Turn(0, 0, 1)]))
+
+    def peak(cells: int) -> int:
+        return Footprint(0, [1, 50], [0, 7], False, {1: cells}, {}, 0.0, {0: courses[0]}, set()).peak_bytes()
+
+    assert [peak(cells) for cells in (0, 1, 2)] == [50, 50, 57]
+
+
+# --- the course of one cell -----------------------------------------------------------------------------------------
+
+
+def test_activations_and_gradients_of_weights_are_not_at_their_most_at_once() -> None:
+    """Four layers of 10 bytes of activations and 10 of weights each."""
+    turns = [turn for _ in range(4) for turn in (Turn(10, 0, 0), Turn(0, 10, 10))]
+    course = Course(1, turns)
+    assert course.kept_bytes(1) == 40
+    # Always 40 of either kind; one more gradient of a weight, and those of two activations.
+    assert course.peak_bytes(1, 40) == 40 + 10 + 20
+    # What another micro-batch left is there from the start.
+    assert course.peak_bytes(1, 40, adds=True) == 40 + 40 + 10 + 10
+
+
+def test_activations_grow_with_rows_and_weights_do_not() -> None:
+    course = Course(2, [Turn(100, 0, 0), Turn(0, 10, 10)])
+    assert course.kept_bytes(6) == 30
+    assert course.peak_bytes(6, 100) == 30 + 100 + 30
+
+
+def test_a_weight_that_autograd_does_not_save_has_a_gradient_in_the_end() -> None:
+    assert Course(1, [Turn(0, 10, 10)]).peak_bytes(1, 500) == 500 + 10
+
+
+def test_what_is_saved_twice_is_kept_once_and_boundaries_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("cpu", monkeypatch, num_slices=1, checkpoint_activation=True)
+    streamer = model._walk.streamer
+    streamer.load(0)
+    with streamer.visit(0) as shard:
+        assert shard.state is State.BOUND
+        notes = CourseNotes(shard)
+        boundary, activation = torch.randn(8), torch.randn(8)
+        weight = shard.parameters[-2]
+        for saved in (boundary, weight, activation, torch.arange(3), weight.t(), activation[:4]):
+            notes.saw(saved)
+        turns = notes.turns(elsewhere=[boundary])
+    streamer.release()
+    nbytes = weight.numel() * 4
+    assert turns == [Turn(0, 16, 0), Turn(nbytes, 0, 0), Turn(0, 0, 24), Turn(0, 32, 32), Turn(0, 0, 0), Turn(0, 32, 0)]
+
+
+def test_boundaries_beyond_their_budget_are_not_in_memory() -> None:
+    course = Course(1, [Turn(0, 0, 1)])
+
+    def peak(most: float) -> int:
+        levels = {1: 10.0, 2: 10.0, 3: 10.0}
+        courses = dict.fromkeys(range(3), course)
+        return Footprint(100, [1], [0, 0, 0], False, {}, levels, most, courses, set()).peak_bytes()
+
+    assert peak(float("inf")) == 100 + 20 + 10 + 20 + 1
+    assert peak(5) == 100 + 5 + 5 + 20 + 1

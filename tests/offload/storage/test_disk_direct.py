@@ -1,0 +1,323 @@
+"""Past the page cache, through staging buffers, and which of them when."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from offload import DiskHome, OffloadModel, OffloadOptimizer
+from offload.storage import DiskTier, Tier
+from offload.storage import page_cache as cache_module
+from offload.storage.buffer import PAGE_BYTES, host_buffer
+from offload.storage.page_cache import CACHE_HOLDS, LOOK_AGAIN_BYTES, PageCache, available_bytes
+from offload.storage.transfer import STAGED
+from tests.offload.storage.test_tiers import MANY, TierContract, noise
+
+CPU = torch.device("cpu")
+
+
+class Calls:
+    """What is asked of the system: (call, whether past the page cache, bytes, offset)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[tuple[str, bool, int, int]] = []
+        self.fault: Callable[[str, bool, int], int | None] = lambda call, direct, offset: None
+        for name in ("preadv", "pwritev"):
+            monkeypatch.setattr(os, name, self._watched(name, getattr(os, name)))
+
+    def _watched(self, name: str, original: Callable[..., int]) -> Callable[..., int]:
+        import fcntl
+
+        def call(fd: int, buffers: list[memoryview], offset: int) -> int:
+            direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+            self.log.append((name, direct, len(buffers[0]), offset))
+            short = self.fault(name, direct, offset)
+            return original(fd, [buffers[0][:short]], offset)
+
+        return call
+
+    def bytes_moved(self, *, direct: bool) -> int:
+        return sum(nbytes for _, past, nbytes, _ in self.log if past is direct)
+
+
+class TestDirectTier(TierContract):
+    @pytest.fixture
+    def tier(self, direct_folder: Path) -> Tier:
+        return DiskTier(direct_folder, CPU, direct=True)
+
+    @pytest.mark.parametrize("shift", [0, 64])
+    def test_whole_pages_go_past_the_page_cache_and_the_rest_does_not(
+        self, tier: Tier, shift: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        block = tier.allocate(MANY, "weights")
+        memory = host_buffer(MANY + shift)[shift:]
+        block.read_into(memory)
+        calls = Calls(monkeypatch)
+        block.read_into(memory)
+        assert calls.bytes_moved(direct=True) == MANY
+        assert calls.bytes_moved(direct=False) == 0
+        calls.log.clear()
+        block.write(memory[100:-100], 100)
+        assert calls.bytes_moved(direct=True) == MANY - 2 * PAGE_BYTES
+        assert calls.bytes_moved(direct=False) == 2 * (PAGE_BYTES - 100)
+
+    def test_small_transfers_are_left_to_the_page_cache(self, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+        block = tier.allocate(MANY, "weights")
+        calls = Calls(monkeypatch)
+        block.write(noise(4096, 0), 4096)
+        assert calls.bytes_moved(direct=True) == 0
+
+    def test_a_file_that_was_cut_is_an_error_and_not_zeros(self, tier: Tier, tmp_path: Path) -> None:
+        block = tier.allocate(MANY, "weights")
+        os.truncate(next(tmp_path.glob("*/*weights")), STAGED.piece_bytes + 5000)
+        with pytest.raises(
+            OSError, match=rf"weights: the file ends after {STAGED.piece_bytes + 5000:,} bytes, expected"
+        ):
+            block.read_into(host_buffer(MANY))
+
+    @pytest.mark.parametrize(("name", "number"), [("preadv", errno.EIO), ("pwritev", errno.ENOSPC)])
+    def test_a_fault_names_the_file_and_leaves_nothing_going_on(
+        self, tier: Tier, name: str, number: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        block, memory = (
+            tier.allocate(8 * STAGED.piece_bytes, "shard3-weights"),
+            host_buffer(8 * STAGED.piece_bytes + 64)[64:],
+        )
+        block.read_into(memory)
+        calls = Calls(monkeypatch)
+
+        def fault(call: str, direct: bool, offset: int) -> None:
+            if offset == STAGED.piece_bytes:
+                raise OSError(number, os.strerror(number))
+
+        calls.fault = fault
+        with pytest.raises(OSError, match=rf"shard3-weights: {os.strerror(number)}") as caught:
+            block.read_into(memory) if name == "preadv" else block.write(memory, 0)
+        assert caught.value.errno == number
+        assert len(calls.log) <= 1 + STAGED.in_flight  # what was on its way ended; nothing more was begun
+        assert tier.transfers.staging.nbytes > 0  # type: ignore[attr-defined] - and its buffers are free
+        calls.fault = lambda *_: None
+        block.write(noise(8, 1), 0)
+        block.read_into(memory)
+        assert torch.equal(memory, block.tensor)
+
+    def test_a_call_that_moves_less_than_it_should_is_continued(
+        self, tier: Tier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        block = tier.allocate(MANY, "weights")
+        block.tensor.copy_(noise(MANY, 1))
+        block.read_into(host_buffer(MANY))
+        calls = Calls(monkeypatch)
+        calls.fault = lambda call, direct, offset: 4096 if direct else 1000
+        slot = host_buffer(MANY)
+        block.read_into(slot)
+        assert torch.equal(slot, block.tensor)
+        assert calls.bytes_moved(direct=True) == MANY
+        assert sum(not direct for _, direct, _, _ in calls.log) > 3
+
+    def test_what_the_user_writes_between_steps_is_streamed(self, direct_folder: Path) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Linear(700, 700) for _ in range(3)]
+        bare = nn.Sequential(*layers)
+        home = DiskHome(direct_folder, direct=True)
+        model = OffloadModel([nn.Linear(700, 700) for _ in layers], "cpu", home, checkpoint_activation=True)
+        model.load_state_dict(bare.state_dict())
+        ours, plain = (torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, bare))
+        for k in range(3):
+            x = torch.randn(4, 700, generator=torch.Generator().manual_seed(k))
+            for m, optimizer in ((model, ours), (bare, plain)):
+                optimizer.zero_grad()
+                m(x).square().mean().backward()
+                optimizer.step()
+        for p, q in zip(model.parameters(), bare.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+
+# --- which way ------------------------------------------------------------------------------------------------------
+
+
+def test_files_go_past_the_page_cache_once_they_are_too_large_for_it(
+    direct_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "available_bytes", lambda: 2_000_000)
+    tier = DiskTier(direct_folder, CPU)
+    first = tier.allocate(3_000_000, "weights")
+    assert not tier.transfers.cache.direct()
+    second = tier.allocate(1, "weights")
+    assert tier.transfers.cache.direct()
+    assert first is not second
+    del first
+    gc.collect()
+    assert not tier.transfers.cache.direct()
+
+
+class TestCyclicFiles:
+    """What a step passes once, always in the same order, is served worst by a cache that drops the oldest first."""
+
+    @pytest.fixture
+    def cache(self, direct_folder: Path, monkeypatch: pytest.MonkeyPatch) -> PageCache:
+        monkeypatch.setattr(cache_module, "available_bytes", lambda: self.available)
+        return PageCache(direct_folder, None)
+
+    available = 1000
+
+    def test_those_that_do_not_fit_go_past_first_and_others_stay(self, cache: PageCache) -> None:
+        states = [cache.claim(100, cyclic=True) for _ in range(8)]
+        weights = [cache.claim(300, cyclic=False) for _ in range(2)]
+        # 900 stay in the cache: 600 of weights, and 300 of states, for those that come first in a step
+        assert [cache.direct(claim) for claim in states] == 3 * [False] + 5 * [True]
+        assert [cache.direct(claim) for claim in weights] == [False, False]
+
+    def test_they_stay_where_everything_fits(self, cache: PageCache) -> None:
+        claims = [cache.claim(300, cyclic=cyclic) for cyclic in (False, True, True)]
+        assert not any(cache.direct(claim) for claim in claims)
+
+    def test_room_that_was_given_back_is_for_the_next_in_order(self, cache: PageCache) -> None:
+        first, second = (cache.claim(600, cyclic=True) for _ in range(2))
+        assert [cache.direct(first), cache.direct(second)] == [False, True]
+        cache.leave(first)
+        assert not cache.direct(second)
+
+    def test_memory_that_others_take_is_noticed_after_so_many_bytes(self, cache: PageCache) -> None:
+        claim = cache.claim(800, cyclic=True)
+        assert not cache.direct(claim)
+        self.available = 500
+        cache.moved(LOOK_AGAIN_BYTES - 1)
+        assert not cache.direct(claim)
+        cache.moved(1)
+        assert cache.direct(claim)
+        self.available = 1000
+        cache.moved(LOOK_AGAIN_BYTES)
+        assert not cache.direct(claim)
+
+    def test_bytes_of_every_transfer_count(self, direct_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cache_module, "available_bytes", lambda: self.available)
+        monkeypatch.setattr(cache_module, "LOOK_AGAIN_BYTES", 4 * MANY)
+        self.available = 2 * MANY
+        tier = DiskTier(direct_folder, CPU)
+        block = tier.allocate(MANY, "states", cyclic=True)
+        calls = Calls(monkeypatch)
+        block.write(noise(MANY, 0), 0)
+        self.available = 0
+        for _ in range(4):
+            assert calls.bytes_moved(direct=True) == 0
+            block.read_into(host_buffer(MANY))
+        assert calls.bytes_moved(direct=True) > 0
+
+    @pytest.mark.parametrize("direct", [True, False])
+    def test_a_choice_is_for_them_too(self, direct_folder: Path, direct: bool) -> None:
+        cache = PageCache(direct_folder, direct)
+        assert {cache.direct(cache.claim(1 << 50, cyclic=cyclic)) for cyclic in (True, False)} == {direct}
+
+    def test_states_of_an_optimizer_are_cyclic_and_weights_and_gradients_are_not(
+        self, direct_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        layers = [nn.Linear(700, 700, bias=False) for _ in range(3)]
+        nbytes = 700 * 700 * 4
+        self.available = int(7.5 * nbytes / CACHE_HOLDS)  # three of weights, three of gradients, one and a half
+        monkeypatch.setattr(cache_module, "available_bytes", lambda: self.available)
+        model = OffloadModel(layers, "cpu", direct_folder, checkpoint_activation=True)
+        optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+        calls = Calls(monkeypatch)
+        for _ in range(2):
+            calls.log.clear()
+            optimizer.zero_grad()
+            model(torch.ones(4, 700)).sum().backward()
+            optimizer.step()
+            optimizer.synchronize()
+        # The momentum of the first shard stays, those of the others are read and written past the page cache.
+        assert calls.bytes_moved(direct=True) == 4 * (nbytes // PAGE_BYTES) * PAGE_BYTES
+        assert {name for name, past, *_ in calls.log if past} == {"preadv", "pwritev"}
+
+    def test_states_that_change_their_way_between_steps_keep_their_values(
+        self, direct_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        torch.manual_seed(0)
+        bare = nn.Sequential(*(nn.Linear(700, 700, bias=False) for _ in range(3)))
+        nbytes = 700 * 700 * 4
+        monkeypatch.setattr(cache_module, "available_bytes", lambda: self.available)
+        monkeypatch.setattr(cache_module, "LOOK_AGAIN_BYTES", 1)
+        layers = [nn.Linear(700, 700, bias=False) for _ in range(3)]
+        model = OffloadModel(layers, "cpu", direct_folder, checkpoint_activation=True)
+        model.load_state_dict(bare.state_dict())
+        ours = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+        plain = torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9)
+        calls, ways = Calls(monkeypatch), []
+        for k, fitting in enumerate((9, 6, 8, 0, 7, 9)):
+            calls.log.clear()
+            self.available = int((fitting + 0.5) * nbytes / CACHE_HOLDS)
+            x = torch.randn(4, 700, generator=torch.Generator().manual_seed(k))
+            for m, optimizer in ((model, ours), (bare, plain)):
+                optimizer.zero_grad()
+                m(x).square().mean().backward()
+                optimizer.step()
+            ours.synchronize()
+            ways.append(calls.bytes_moved(direct=True) > 0)
+        assert ways == [False, True, True, True, True, False]
+        for p, q in zip(model.parameters(), bare.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_a_file_system_that_refuses_direct_transfers_gets_the_page_cache(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, original = [], os.open
+
+    def refusing(path: object, flags: int, *more: object, **named: object) -> int:
+        if flags & os.O_DIRECT:
+            asked.append(path)
+            raise OSError(number, os.strerror(number))
+        return original(path, flags, *more, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", refusing)
+    tier = DiskTier(tmp_path, CPU, direct=True)
+    for k in range(3):
+        block = tier.allocate(MANY, "weights")
+        block.write(noise(MANY, k), 0)
+        assert torch.equal(block.staged(), noise(MANY, k))
+    assert len(asked) == 1  # the tier asks once
+
+
+def test_a_file_system_whose_mappings_do_not_see_direct_writes_gets_the_page_cache(
+    direct_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: len(buffers[0]))
+    assert not cache_module._direct_works(direct_folder)
+    assert list(direct_folder.iterdir()) == []
+
+
+def test_available_memory_is_what_the_control_groups_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "_control_groups", lambda: [(1000, 900, 50), (800, 700, 20)])
+    assert available_bytes() == 120
+    monkeypatch.undo()
+    assert available_bytes() > 0
+    assert all(limit > 0 and usage >= 0 <= cached for limit, usage, cached in cache_module._control_groups())
+
+
+def test_page_cache_of_a_control_group_is_available_whether_it_was_used_once_or_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        "proc/self/cgroup": "7:cpu:/x\n4:memory:/job\n0::/job/step\n",
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "5000",
+        "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "4000",
+        "sys/fs/cgroup/memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 30\ntotal_active_file 600\n",
+        "sys/fs/cgroup/job/step/memory.max": "max",
+        "sys/fs/cgroup/job/step/memory.current": "700",
+        "sys/fs/cgroup/job/memory.max": "1000",
+        "sys/fs/cgroup/job/memory.current": "900",
+        "sys/fs/cgroup/job/memory.stat": "anon 500\ninactive_file 20\nactive_file 300\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(cache_module, "Path", lambda name: tmp_path / name.lstrip("/"))
+    assert sorted(cache_module._control_groups()) == [(1000, 900, 320), (5000, 4000, 630)]

@@ -1,0 +1,357 @@
+"""A home that outlives its model is adopted exactly as it was left, or refused with the reason."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import DiskHome, HomeError, OffloadEmbeddingBag, OffloadModel
+from offload.storage import KeptTier, Tier
+from offload.storage.buffer import PAGE_BYTES
+from offload.storage.manifest import read_seal, write_seal
+from offload.storage.persistent import Contents
+from tests.offload.persistent import WIDTH, everything, layers, offloaded, train
+from tests.offload.storage.test_tiers import TierContract
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
+    """A home that was trained on and closed, and what was in it."""
+    folder = tmp_path / "home"
+    model = offloaded(layers(), folder)
+    train(model, range(3))
+    model.close()
+    return folder, everything(model)
+
+
+def the_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+# --- adopted ----------------------------------------------------------------------------------------------------------
+
+
+def test_training_goes_on_in_an_adopted_home_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    bare, folder = layers(), tmp_path / "home"
+    losses = train(bare, range(9))
+    ours: list[float] = []
+    for begin in range(0, 9, 3):
+        model = offloaded(layers("cpu" if begin == 0 else "meta"), folder)
+        ours += train(model, range(begin, begin + 3))
+        model.close()
+    assert ours == losses
+    assert the_same(everything(bare), everything(model))
+
+
+def test_an_adopted_home_is_neither_copied_nor_initialised(
+    left: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, before = left
+    blank = layers("meta")
+    for kind in (nn.Linear, nn.BatchNorm1d):
+        monkeypatch.setattr(kind, "reset_parameters", None)  # Counting never had one
+    inodes = {path.name: path.stat().st_ino for path in folder.glob("*.home")}
+    model = offloaded(blank, folder)
+    assert the_same(everything(model), before)
+    assert {path.name: path.stat().st_ino for path in folder.glob("*.home")} == inodes
+    assert len(list(model.parameters())) == 8  # tied ones are still tied
+    model.close()
+
+
+def test_contents_are_read_only_if_they_are_verified(
+    left: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, before = left
+    read: list[str] = []
+    original = os.preadv
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, b, at: (read.append(os.readlink(f"/proc/self/fd/{fd}")), original(fd, b, at))[1]
+    )
+    model = offloaded(layers("meta"), folder, verify=False)
+    assert {Path(path).name for path in read} == {"buffers.home"}
+    assert the_same(everything(model), before)
+    model.close()
+
+
+def test_only_weights_and_buffers_stay(left: tuple[Path, dict[str, Tensor]]) -> None:
+    names = {path.name for path in left[0].iterdir()}
+    assert names == {"home.lock", "buffers.home", "shard-00000.home", "shard-00001.home", "shard-00002.home"}
+
+
+def test_a_copy_and_a_pickle_have_homes_of_their_own(tmp_path: Path) -> None:
+    model = offloaded(layers(), tmp_path / "home")
+    twin = copy.deepcopy(model)
+    train(twin, range(1))
+    assert not torch.equal(next(iter(twin.parameters())), next(iter(model.parameters())))
+    assert len(list((tmp_path / "home").glob("gradstream-*"))) == 2
+    model.close()
+    twin.close()
+
+
+def test_a_closed_model_can_be_read_but_not_run(left: tuple[Path, dict[str, Tensor]]) -> None:
+    model = offloaded(layers("meta"), left[0])
+    model.close()
+    model.close()
+    assert the_same(everything(model), left[1])
+    with pytest.raises(RuntimeError, match="this OffloadModel was closed"):
+        model(torch.zeros(2, WIDTH))
+
+
+def test_overwriting_is_done_when_asked_for(left: tuple[Path, dict[str, Tensor]]) -> None:
+    (left[0] / "notes.txt").write_text("mine")
+    model = offloaded(layers(), left[0], slices=2, overwrite=True)
+    assert the_same(everything(model), everything(layers()))
+    model.close()
+    assert len(list(left[0].glob("shard-*"))) == 2
+    assert (left[0] / "notes.txt").read_text() == "mine"
+    offloaded(layers("meta"), left[0], slices=2).close()
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def refused(folder: Path, match: str, model: nn.Module | None = None, **choices: int) -> None:
+    """It is refused, twice for the same reason; nothing is changed, in the files or in the layers."""
+    before = snapshot(folder)
+    model = layers("meta") if model is None else model
+    for _ in range(2):
+        with pytest.raises(HomeError, match=match):
+            offloaded(model, folder, **choices)  # type: ignore[arg-type]
+        assert snapshot(folder) == before
+        assert [path for path in folder.iterdir() if path.is_dir()] == []
+
+
+def test_offload_19_a_stale_or_foreign_file_with_the_right_name_is_never_trusted(
+    left: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    """diffusers trusts any file of the right name. Ours: one of another program, of an older moment, or of a twin."""
+    folder, _ = left
+    path = folder / "shard-00001.home"
+    whole = path.read_bytes()
+    path.write_bytes(b"\x01" * len(whole))
+    refused(folder, r"shard-00001.home \(shard 1\): expected a file that ends with a seal .* another program's")
+    path.write_bytes(whole)
+    offloaded(layers("meta"), folder).close()  # generation 2, with the same contents
+    path.write_bytes(whole)
+    refused(folder, r"shard-00001.home \(shard 1\): expected generation 2 of home .*, got generation 1")
+    other = offloaded(layers(), tmp_path / "other")
+    other.close()
+    offloaded(layers("meta"), tmp_path / "other").close()
+    shutil.copy(tmp_path / "other" / "shard-00001.home", path)
+    refused(folder, r"shard-00001.home \(shard 1\): expected generation 2 of home .*, got generation 2 of home")
+
+
+@pytest.mark.parametrize("name", ["shard-00000", "shard-00002", "buffers"])
+def test_any_changed_byte_of_contents_description_or_seal_is_refused(
+    left: tuple[Path, dict[str, Tensor]], name: str
+) -> None:
+    folder, before = left
+    path = folder / f"{name}.home"
+    whole = bytearray(path.read_bytes())
+    seal = read_seal(path, name)
+    page = len(whole) - PAGE_BYTES
+    places = {
+        "contents": [0, seal.contents_bytes // 2, seal.contents_bytes - 1],
+        "description": [
+            PAGE_BYTES * -(-seal.contents_bytes // PAGE_BYTES) + k for k in (0, seal.description_bytes - 1)
+        ],
+        "seal": [*range(page, page + 160, 7), len(whole) - 1],
+    }
+    for part in places.values():
+        for at in part:
+            changed = bytearray(whole)
+            changed[at] ^= 0x10
+            path.write_bytes(changed)
+            with pytest.raises(HomeError, match=rf"{name}.home"):
+                offloaded(layers("meta"), folder)
+    path.write_bytes(whole)
+    assert the_same(everything(offloaded_and_closed(folder)), before)
+
+
+def offloaded_and_closed(folder: Path) -> OffloadModel:
+    model = offloaded(layers("meta"), folder)
+    model.close()
+    return model
+
+
+def test_a_changed_field_is_refused_even_if_the_seal_is_consistent(left: tuple[Path, dict[str, Tensor]]) -> None:
+    from dataclasses import replace
+
+    folder, _ = left
+    path = folder / "shard-00001.home"
+    seal = read_seal(path, "shard 1")
+    for change, match in [
+        ({"place": 2}, "this is the file of place 2, expected 1"),
+        ({"places": 3}, "expected one of 3 shards, got one of 2"),
+        ({"clean": False}, r"expected a home that was closed.*Load the last checkpoint"),
+        ({"generation": 9}, "generation 9"),
+        ({"home": b"x" * 16}, f"of home {(b'x' * 4).hex()}"),
+        ({"description_digest": bytes(32)}, "description of the tensors does not match"),
+        ({"contents_digest": bytes(32)}, "contents do not match their checksum"),
+    ]:
+        write_seal(path, replace(seal, **change))  # type: ignore[arg-type]
+        refused(folder, match)
+    write_seal(path, seal)
+    page = bytearray(path.read_bytes())
+    struct.pack_into("<I", page, len(page) - PAGE_BYTES + 8, 2)
+    path.write_bytes(page)
+    refused(folder, "expected format version 1, got 2; open it with the release that wrote it")
+
+
+@pytest.mark.parametrize("cut", [1, PAGE_BYTES, 2 * PAGE_BYTES])
+def test_a_file_that_is_cut_or_longer_is_refused(left: tuple[Path, dict[str, Tensor]], cut: int) -> None:
+    path = left[0] / "shard-00001.home"
+    whole = path.read_bytes()
+    for data in (whole[:-cut], whole[cut:], whole + bytes(cut), whole[:cut] + whole, b""):
+        path.write_bytes(data)
+        refused(left[0], r"shard-00001.home \(shard 1\)")
+    path.unlink()
+    refused(left[0], r"shard-00001.home \(shard 1\): expected a file, there is none")
+
+
+def test_swapped_shards_are_refused(tmp_path: Path) -> None:
+    """Also if they hold tensors of the same names and shapes; here of the same shapes."""
+    torch.manual_seed(0)
+    model = OffloadModel([nn.Linear(4, 4), nn.Linear(4, 4)], "cpu", DiskHome(tmp_path, keep=True))
+    model.close()
+    first, second = tmp_path / "shard-00000.home", tmp_path / "shard-00001.home"
+    first.rename(tmp_path / "x")
+    second.rename(first)
+    (tmp_path / "x").rename(second)
+    with torch.device("meta"):
+        blank = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    with pytest.raises(HomeError, match=r"shard-00000.home \(shard 0\): this is the file of place 1, expected 0"):
+        OffloadModel(blank, "cpu", DiskHome(tmp_path, keep=True))
+
+
+def test_another_model_is_refused_and_told_the_first_difference(left: tuple[Path, dict[str, Tensor]]) -> None:
+    folder = left[0]
+    refused(
+        folder, r"expected '0.weight float32 \[16, 12\].*', got '0.weight float32 \[12, 12\]", layers("meta", width=16)
+    )
+    refused(folder, r"shard 2.*expected '4.weight", layers("meta", tied=False))
+    refused(folder, r"float64", layers("meta").double())
+    refused(folder, "expected one of 2 shards, got one of 3. Pass num_slices=3|no such file", slices=2)
+    refused(folder, "there is none|expected one of 5 shards", slices=5)
+    with torch.device("meta"):
+        more = nn.Sequential(*layers("meta"), nn.BatchNorm1d(WIDTH, affine=False))
+    refused(folder, "buffers.home .*expected 10 tensors|buffers", more)
+
+
+def test_layers_with_values_do_not_silently_lose_to_a_home_nor_win_over_it(
+    left: tuple[Path, dict[str, Tensor]],
+) -> None:
+    refused(left[0], "holds a home already, and the layers have values, too", layers())
+
+
+def test_a_home_that_is_in_use_is_refused(left: tuple[Path, dict[str, Tensor]]) -> None:
+    model = offloaded(layers("meta"), left[0])
+    with pytest.raises(HomeError, match="is in use by another model"):
+        offloaded(layers("meta"), left[0])
+    train(model, range(1))
+    model.close()
+    offloaded(layers("meta"), left[0]).close()
+
+
+def test_a_home_whose_process_was_killed_is_refused(left: tuple[Path, dict[str, Tensor]]) -> None:
+    code = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from tests.offload.persistent import layers, offloaded, train\n"
+        "model = offloaded(layers('meta'), Path(sys.argv[1])); train(model, range(1))\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    offloaded_and_closed(left[0])
+    arguments = [sys.executable, "-c", code, str(left[0])]
+    assert subprocess.run(arguments, check=False, timeout=120, cwd=Path(__file__).parents[2]).returncode == -9
+    with pytest.raises(HomeError, match="expected a home that was closed, but the model that used it ended"):
+        offloaded(layers("meta"), left[0])
+
+
+def test_a_model_that_goes_without_close_warns_and_its_home_is_refused(tmp_path: Path) -> None:
+    def lose() -> None:
+        offloaded(layers(), tmp_path)
+        gc.collect()
+
+    with pytest.warns(RuntimeWarning, match=r"went without close\(\): the home is not sealed"):
+        lose()
+    refused(tmp_path, "expected a home that was closed")
+
+
+def test_a_new_home_that_could_not_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Iterator[int] = iter(range(100))
+    reserve: Callable[[int, int, int], None] = os.posix_fallocate
+
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        if next(calls) == 2:
+            raise OSError(28, "No space left on device")
+        reserve(fd, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        offloaded(layers(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["home.lock"]
+    model = offloaded(layers(), tmp_path)
+    model.close()
+
+
+def test_a_close_that_fails_can_be_repeated(
+    left: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = offloaded(layers("meta"), left[0])
+    train(model, range(1))
+    fsync = os.fsync
+
+    def broken(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        model.close()
+    monkeypatch.setattr(os, "fsync", fsync)
+    train(model, range(1))
+    model.close()
+    assert the_same(everything(offloaded_and_closed(left[0])), everything(model))
+
+
+def test_only_models_keep_homes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="only models keep homes"):
+        OffloadEmbeddingBag(4, 4, offload_device=DiskHome(tmp_path, keep=True))
+    with pytest.raises(ValueError, match="pass keep=True with it"):
+        DiskHome(tmp_path, overwrite=True)
+    with pytest.raises(TypeError, match="expected a directory, got int"):
+        DiskHome(3)  # type: ignore[arg-type]
+
+
+class TestKeptTier(TierContract):
+    """A kept home keeps the contract of all tiers, for what it keeps."""
+
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> Tier:
+        tier = KeptTier(DiskHome(tmp_path, keep=True), torch.device("cpu"))
+        made: list[int] = []
+
+        def allocate(nbytes: int, label: str) -> object:
+            place = len(made)
+            made.append(place)
+            tier._contents.append(Contents(f"shard-{place:05d}", label, nbytes, [f"{label} {nbytes}"]))
+            return tier.home(place, nbytes)
+
+        tier.expect([], blank=True)
+        tier.allocate = allocate  # type: ignore[method-assign, assignment]
+        return tier

@@ -1,0 +1,120 @@
+"""A kept home whose model ended without close() is taken when asked for, after all that can be verified was."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload import DiskHome, HomeError
+from offload.storage.manifest import read_seal, write_seal
+from tests.offload.persistent import everything, layers, offloaded, train
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+import torch
+from tests.offload.persistent import everything, layers, offloaded, train
+
+folder, closes, out = Path(sys.argv[1]), sys.argv[2] == "closes", sys.argv[3]
+model = offloaded(layers(), folder)
+train(model, range(2))
+if closes:
+    model.close()
+    model = offloaded(layers("meta"), folder)
+    train(model, range(2, 4))
+torch.save({name: p.detach().clone() for name, p in model.named_parameters()}, out)
+os._exit(1)
+"""
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_home_of_a_process_that_was_killed_between_steps_is_recovered(closes: bool, tmp_path: Path) -> None:
+    home, out = tmp_path / "home", tmp_path / "weights.pt"
+    arguments = [sys.executable, "-c", SCRIPT, str(home), "closes" if closes else "ends", str(out)]
+    assert subprocess.run(arguments, timeout=240, check=False).returncode == 1
+    with pytest.raises(HomeError, match=r"ended without close\(\).*recover=True"):
+        offloaded(layers("meta"), home)
+    with pytest.warns(RuntimeWarning, match=r"the contents of shard 0, shard 1, shard 2, buffers cannot be verified"):
+        model = offloaded(layers("meta"), home, recover=True)
+    for name, value in torch.load(out, weights_only=True).items():
+        assert torch.equal(model.get_parameter(name), value), name
+    train(model, range(4, 5))
+    left = everything(model)
+    model.close()
+    model = offloaded(layers("meta"), home)  # whole again
+    assert all(torch.equal(value, left[name]) for name, value in everything(model).items())
+    model.close()
+
+
+def unsealed(folder: Path) -> None:
+    train(offloaded(layers(), folder), range(1))
+    gc.collect()
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "shard-00001.home"
+    os.truncate(path, path.stat().st_size - 4096)
+
+
+def of_another_home(folder: Path) -> None:
+    other = folder.parent / "other"
+    unsealed(other)
+    os.replace(other / "shard-00001.home", folder / "shard-00001.home")
+
+
+def of_an_older_generation(folder: Path) -> None:
+    path = folder / "shard-00001.home"
+    seal = read_seal(path, "shard 1")
+    write_seal(path, type(seal)(**{**vars(seal), "generation": seal.generation + 2}))
+
+
+def missing(folder: Path) -> None:
+    (folder / "buffers.home").unlink()
+
+
+@pytest.mark.filterwarnings("ignore:the model whose home is kept:RuntimeWarning")
+@pytest.mark.parametrize("damage", [cut_short, of_another_home, of_an_older_generation, missing])
+def test_what_can_be_verified_is_verified_in_a_recovery(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    unsealed(tmp_path / "home")
+    damage(tmp_path / "home")
+    with pytest.raises(HomeError):
+        offloaded(layers("meta"), tmp_path / "home", recover=True)
+
+
+def test_a_process_that_ended_while_it_opened_a_home_leaves_it_recoverable(tmp_path: Path) -> None:
+    model = offloaded(layers(), tmp_path)
+    train(model, range(1))
+    left = everything(model)
+    model.close()
+    path = tmp_path / "shard-00000.home"  # the first of the seals that are broken when a home is opened
+    seal = read_seal(path, "shard 0")
+    write_seal(path, type(seal)(**{**vars(seal), "clean": False, "generation": seal.generation + 1}))
+    with pytest.warns(RuntimeWarning, match="the contents of shard 0 cannot be verified"):
+        model = offloaded(layers("meta"), tmp_path, recover=True)
+    assert all(torch.equal(value, left[name]) for name, value in everything(model).items())
+    model.close()
+    offloaded(layers("meta"), tmp_path).close()
+
+
+def test_a_home_that_was_closed_is_recovered_without_a_warning_and_verified(tmp_path: Path) -> None:
+    model = offloaded(layers(), tmp_path)
+    model.close()
+    offloaded(layers("meta"), tmp_path, recover=True).close()
+    with (tmp_path / "shard-00000.home").open("r+b") as file:
+        file.write(b"\xff")
+    with pytest.raises(HomeError, match="do not match their checksum"):
+        offloaded(layers("meta"), tmp_path, recover=True)
+
+
+def test_recovering_is_for_kept_homes_that_are_not_overwritten(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="recover=True is for a home that is kept"):
+        DiskHome(tmp_path, recover=True)
+    with pytest.raises(ValueError, match="pass one of them"):
+        DiskHome(tmp_path, keep=True, overwrite=True, recover=True)

@@ -1,0 +1,140 @@
+"""A forked child neither waits for what only its parent has, nor removes what is its parent's."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload import DiskHome, OffloadModel, OffloadOptimizer
+from offload.embedding.bag import OffloadEmbeddingBag
+from offload.storage.io_threads import IOThreads
+from tests.offload.zoo import WIDTH, build
+
+# Python 3.12 and later warn of any fork of a process with threads, which is what is tested here.
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.. may lead to deadlocks:DeprecationWarning")
+
+
+def in_child(work: Callable[[], None], *, at_exit: bool = False) -> None:
+    """Runs in a forked child; fails with what it printed. ``at_exit``: it ends as a script does."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:
+            os.write(write, traceback.format_exc().encode())
+        if at_exit:
+            import atexit
+
+            atexit._run_exitfuncs()
+        os._exit(code)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, said
+
+
+def train(model: OffloadModel) -> None:
+    model(torch.randn(3, WIDTH)).sum().backward()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_child_that_calls_the_model_is_told_that_it_is_forked(home: str, recompute: bool) -> None:
+    model = OffloadModel(build(["linear"]), "cpu", home, num_slices=3, checkpoint_activation=recompute)
+    train(model)  # its threads run
+    loss = model(torch.randn(3, WIDTH)).sum()
+
+    def child() -> None:
+        for call in (lambda: train(model), loss.backward):
+            with pytest.raises(RuntimeError, match=r"this is a forked child of it .* Make the model in the child"):
+                call()
+
+    in_child(child)
+    loss.backward()
+
+
+def test_a_child_reads_parameters_and_makes_a_model_of_its_own(home: str) -> None:
+    model = OffloadModel(build(["linear"]), "cpu", home, num_slices=3)
+    expected = [p.detach().clone() for p in model.parameters()]
+
+    def child() -> None:
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected, strict=True))
+        train(OffloadModel(build(["linear"]), "cpu", home, num_slices=3))
+
+    in_child(child)
+
+
+def test_a_child_that_has_an_update_pending_is_told_that_it_is_forked(tmp_path: Path) -> None:
+    model = OffloadModel(build(["linear"]), "cpu", tmp_path, num_slices=3)
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW)
+    train(model)
+    optimizer.step()
+
+    def child() -> None:
+        with pytest.raises(RuntimeError, match="forked child"):
+            model.state_dict()
+
+    in_child(child)
+    optimizer.synchronize()
+
+
+@pytest.mark.parametrize("at_exit", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_child_that_ends_or_collects_the_model_leaves_the_files(tmp_path: Path, at_exit: bool, keep: bool) -> None:
+    model = OffloadModel(build(["linear"]), "cpu", DiskHome(tmp_path, keep=keep), num_slices=3)
+    train(model)
+    before = sorted(path for path in tmp_path.rglob("*"))
+    holder = [model]
+    del model
+
+    def child() -> None:
+        if not at_exit:
+            holder.clear()
+            gc.collect()
+
+    in_child(child, at_exit=at_exit)
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+    train(holder[0])
+    holder[0].close()
+
+
+def test_a_table_of_rows_says_so_too(tmp_path: Path) -> None:
+    table = OffloadEmbeddingBag(9, 4, offload_device=tmp_path)
+    indices = torch.tensor([[1, 2]])
+    table(indices)
+
+    def child() -> None:
+        with pytest.raises(RuntimeError, match="forked child"):
+            table(indices)
+
+    in_child(child)
+    table(indices)
+
+
+def test_a_child_is_not_kept_by_work_that_its_parent_has_to_do() -> None:
+    threads = IOThreads(1, "test")
+    future = threads.submit(lambda: None)
+    future.result()
+    queued = IOThreads(1, "never")
+    queued._started.append(None)  # type: ignore[arg-type]
+    waiting = queued.submit(lambda: None)
+
+    def child() -> None:
+        future.result()
+        threads.settle()
+        with pytest.raises(RuntimeError, match="forked child"):
+            waiting.result()
+        sys.stdout.flush()
+
+    in_child(child, at_exit=True)
+    queued._started.clear()

@@ -1,0 +1,71 @@
+"""Memory on whole pages, and the threads that fill it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from offload import OffloadModel
+from offload.storage.buffer import PAGE_BYTES, host_buffer
+from offload.storage.io_thread_pool import Crew
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4097, 1_000_003, 5 << 20])
+def test_a_host_buffer_is_zero_on_a_page_and_has_exactly_its_bytes(nbytes: int) -> None:
+    buffer = host_buffer(nbytes)
+    assert buffer.numel() == buffer.untyped_storage().nbytes() == nbytes
+    assert not nbytes or buffer.data_ptr() % PAGE_BYTES == 0
+    assert not buffer.any()
+
+
+def test_a_host_buffer_goes_with_the_last_view_of_it() -> None:
+    def mapped() -> int:
+        return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * os.sysconf("SC_PAGESIZE")
+
+    nbytes = 1 << 30
+    before = mapped()
+    view = host_buffer(nbytes)[64:128].view(torch.float32)
+    assert mapped() >= before + nbytes
+    del view
+    gc.collect()
+    assert mapped() < before + nbytes
+
+
+def test_slots_on_the_cpu_begin_on_a_page(tmp_path: Path) -> None:
+    """So that a file is read into them without a copy."""
+    model = OffloadModel([nn.Linear(30, 30), nn.Linear(30, 30)], "cpu", f"{tmp_path}/")
+    model(torch.zeros(1, 30))
+    slots = {parameter.untyped_storage().data_ptr() for parameter in (shard.slot for shard in _loaded(model))}
+    assert slots
+    assert all(address % PAGE_BYTES == 0 for address in slots)
+
+
+def _loaded(model: OffloadModel) -> list[object]:
+    return [shard for shard in model._walk.shards if shard._slot is not None]
+
+
+def test_a_job_that_no_thread_takes_is_done_by_whoever_waits_for_it() -> None:
+    crew = Crew(1)
+    gate, started, done = threading.Event(), threading.Event(), []
+    blocker = crew.give(lambda: (started.set(), gate.wait(60), None)[2])
+    started.wait(60)
+    crew.give(lambda: done.append(threading.get_ident())).finish()
+    assert done == [threading.get_ident()]
+    gate.set()
+    blocker.finish()
+
+
+def test_an_error_of_a_job_is_raised_where_it_is_waited_for() -> None:
+    def fail() -> None:
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        Crew(1).give(fail).finish()

@@ -1,0 +1,176 @@
+"""Between a file and a device: a few buffers, and a device on the CPU that copies late."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.storage import DiskTier, Tier
+from offload.storage.buffer import host_buffer
+from offload.storage.staging import Link, Staging
+from offload.storage.transfer import STAGED
+from tests.offload.storage.test_tiers import MANY, TierContract, noise
+
+CPU = torch.device("cpu")
+
+
+class LateLink(Link):
+    """A device that copies late: only when somebody waits, in order, as a stream would. Every block is far from it."""
+
+    def __init__(self) -> None:
+        self.pending: list[Callable[[], None]] = []
+        self.prepared = 0
+        self.lock = threading.Lock()
+
+    def is_far(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def prepare(self, buffer: torch.Tensor) -> None:
+        self.prepared += 1
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        def run() -> None:
+            destination.copy_(source)
+
+        self.pending.append(run)
+
+        def fence() -> None:
+            with self.lock:
+                while run in self.pending:
+                    self.pending.pop(0)()
+
+        return fence
+
+    def finish(self) -> None:
+        while self.pending:
+            self.pending.pop(0)()
+
+
+class TestStagedTier(TierContract):
+    """Disk -> staging -> device, with a device that is the CPU and copies late."""
+
+    @pytest.fixture(params=[False, True], ids=["page cache", "direct"])
+    def tier(self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tier:
+        if request.param:
+            request.getfixturevalue("direct_folder")
+        from offload.storage.disk import DiskBlock
+
+        link = LateLink()
+        tier = DiskTier(tmp_path, CPU, direct=request.param, link=link)
+        read = DiskBlock.read_into
+
+        def read_and_wait(self: DiskBlock, destination: torch.Tensor, offset: int = 0) -> None:
+            read(self, destination, offset)
+            link.finish()  # what the lane does before it says that a copy has arrived
+
+        monkeypatch.setattr(DiskBlock, "read_into", read_and_wait)
+        return tier
+
+    def test_what_is_page_locked_is_a_few_pieces_and_not_a_model(self, tier: DiskTier) -> None:
+        blocks = [tier.allocate(6 * STAGED.piece_bytes, "weights") for _ in range(3)]
+        slot = host_buffer(6 * STAGED.piece_bytes)
+        for k, block in enumerate(blocks):
+            block.write(noise(MANY, k), 0)
+            block.read_into(slot)
+            assert torch.equal(slot[:MANY], noise(MANY, k))
+        assert tier.transfers.staging.link.prepared <= STAGED.in_flight  # type: ignore[attr-defined]
+        assert tier.transfers.staging.nbytes <= STAGED.in_flight * STAGED.piece_bytes
+
+
+def test_a_buffer_is_used_again_only_after_the_copy_out_of_it() -> None:
+    """And a staging area that forgets the fence is seen: the device gets the next piece twice."""
+    link = LateLink()
+    staging = Staging(link, 1, 16)
+    device = torch.zeros(16, dtype=torch.uint8)
+    buffer = staging.take(wait=True)
+    assert buffer is not None
+    buffer.fill_(1)
+    staging.give(buffer, link.copy(device, buffer))
+    assert not device.any()  # it is late
+    again = staging.take(wait=True)
+    assert again is not None
+    again.fill_(2)
+    link.finish()
+    assert (device == 1).all()
+
+
+def test_a_lane_that_holds_a_buffer_never_waits_for_another() -> None:
+    staging = Staging(LateLink(), 1, 16)
+    held = staging.take(wait=True)
+    assert staging.take(wait=False) is None
+    assert held is not None
+    staging.give(held)
+    assert staging.take(wait=False) is held
+
+
+def test_lanes_that_share_too_few_buffers_all_get_through(direct_folder: Path) -> None:
+    link = LateLink()
+    tier = DiskTier(direct_folder, CPU, direct=True, link=link)
+    block = tier.allocate(8 * STAGED.piece_bytes, "weights")
+    block.tensor.copy_(torch.arange(8 * STAGED.piece_bytes) // STAGED.piece_bytes)
+    slots = [host_buffer(8 * STAGED.piece_bytes) for _ in range(4)]
+    lanes = [threading.Thread(target=block.read_into, args=(slot,)) for slot in slots]
+    for lane in lanes:
+        lane.start()
+    for lane in lanes:
+        lane.join(60)
+        assert not lane.is_alive()
+    link.finish()
+    assert all(torch.equal(slot, block.tensor) for slot in slots)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("direct", [False, True])
+def test_disk_to_staging_to_a_cuda_device(tmp_path: Path, direct: bool) -> None:
+    """The twin of TestStagedTier."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    tier = DiskTier(tmp_path, device, direct=direct)
+    block = tier.allocate(6 * STAGED.piece_bytes + 100, "weights")
+    stream = torch.cuda.Stream(device)
+    for k in range(4):
+        source = torch.cat([noise(MANY, k), noise(block.nbytes - MANY, k + 7)])
+        slot = torch.zeros(block.nbytes, dtype=torch.uint8, device=device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)  # the copies run late, and buffers are still used again in order
+            block.write(source.to(device, non_blocking=True), 0)
+            torch.cuda._sleep(20_000_000)
+            block.read_into(slot)
+        stream.synchronize()
+        assert torch.equal(slot.cpu(), source)
+        assert torch.equal(block.tensor, source)
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_buffers_are_page_locked_once_and_a_refusal_is_a_warning(monkeypatch: pytest.MonkeyPatch, locks: bool) -> None:
+    from offload.storage.staging import CudaLink
+
+    log: list[tuple[str, int]] = []
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            log.append(("lock", nbytes))
+            return 0 if locks else 2
+
+        def cudaHostUnregister(self, address: int) -> int:
+            log.append(("unlock", address))
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime())
+    buffer = host_buffer(STAGED.piece_bytes)
+    if locks:
+        CudaLink().prepare(buffer)
+    else:
+        with pytest.warns(RuntimeWarning, match="staging between disk and device: cannot page-lock 8,388,608 bytes"):
+            CudaLink().prepare(buffer)
+    assert log == [("lock", STAGED.piece_bytes)]
+    address = buffer.data_ptr()
+    del buffer
+    gc.collect()
+    assert log[1:] == ([("unlock", address)] if locks else [])

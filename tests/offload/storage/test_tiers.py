@@ -1,0 +1,326 @@
+"""Every tier keeps the same contract."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from offload.storage import DiskTier, HostTier, Tier, disk, open_tier
+from offload.storage.buffer import host_buffer
+from offload.storage.contract import bytes_of
+from offload.storage.transfer import STAGED, STRAIGHT
+
+CPU = torch.device("cpu")
+
+
+#: Larger than a few pieces of a transfer, and no multiple of one.
+MANY = STRAIGHT.piece_bytes + STAGED.piece_bytes + 5 * 4096  # several pieces either way
+
+
+NOISE = torch.randint(0, 256, (2 * MANY,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def noise(nbytes: int, seed: int) -> torch.Tensor:
+    """Other bytes for each seed."""
+    return NOISE[seed * 1009 : seed * 1009 + nbytes].clone()
+
+
+class TierContract:
+    """What the engine relies on; each tier inherits these tests."""
+
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> Tier:
+        raise NotImplementedError
+
+    def test_a_block_has_exactly_the_bytes_asked_for_and_they_are_zero(self, tier: Tier) -> None:
+        for nbytes in (1, 64, 4097, 1_000_003):
+            block = tier.allocate(nbytes, "weights")
+            assert block.nbytes == nbytes
+            assert block.tensor.untyped_storage().nbytes() == nbytes
+            assert not block.tensor.any()
+
+    def test_a_read_sees_what_was_written_through_the_tensor(self, tier: Tier) -> None:
+        block = tier.allocate(1000, "weights")
+        block.tensor.copy_(torch.arange(1000) % 251)
+        slot = torch.full((1200,), 7, dtype=torch.uint8)
+        block.read_into(slot)
+        assert torch.equal(slot[:1000], block.tensor)
+        assert (slot[1000:] == 7).all()
+
+    def test_the_tensor_sees_what_was_written(self, tier: Tier) -> None:
+        block = tier.allocate(64, "weights")
+        block.write(torch.tensor([1, 2, 3], dtype=torch.uint8), 10)
+        assert block.tensor[9:14].tolist() == [0, 1, 2, 3, 0]
+
+    @pytest.mark.parametrize("nbytes", [MANY, MANY + 4096, MANY + 100])
+    def test_large_blocks_come_back_bit_for_bit_whichever_way_they_were_written(self, tier: Tier, nbytes: int) -> None:
+        """Through the tensor and by calls, in turn: each way sees what the other one wrote."""
+        block = tier.allocate(nbytes, "weights")
+        expected = torch.zeros(nbytes, dtype=torch.uint8)
+        for k in range(4):
+            source = noise(nbytes, k)
+            (block.tensor.copy_ if k % 2 else lambda source, block=block: block.write(source, 0))(source)
+            expected = source
+            slot = host_buffer(nbytes)
+            block.read_into(slot)
+            assert torch.equal(slot, expected)
+            assert torch.equal(block.tensor, expected)
+            assert torch.equal(block.staged(), expected)
+
+    @settings(
+        max_examples=10,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
+    )
+    @given(
+        moves=st.lists(
+            st.tuples(
+                st.sampled_from(["write", "assign", "read"]),
+                st.integers(0, MANY - 1),
+                st.sampled_from([1, 64, 4096, 300_000, 2_000_000, MANY]),
+                st.booleans(),
+            ),
+            max_size=8,
+        )
+    )
+    def test_any_ranges_at_any_offsets_and_addresses(self, tier: Tier, moves: list[tuple[str, int, int, bool]]) -> None:
+        block, model = tier.allocate(MANY, "weights"), torch.zeros(MANY, dtype=torch.uint8)
+        for k, (kind, offset, size, on_a_page) in enumerate(moves):
+            offset = offset // 4096 * 4096 if on_a_page else offset
+            size = min(size, MANY - offset)
+            memory = host_buffer(size + 64)[0 if on_a_page else 64 :][:size]
+            if kind == "read":
+                block.read_into(memory, offset)
+                assert torch.equal(memory, model[offset : offset + size])
+                continue
+            memory.copy_(noise(size, k))
+            model[offset : offset + size] = memory
+            if kind == "write":
+                block.write(memory, offset)
+            else:
+                block.tensor[offset : offset + size] = memory
+        assert torch.equal(block.staged(), model)
+        assert torch.equal(block.tensor, model)
+
+    def test_blocks_do_not_overlap(self, tier: Tier) -> None:
+        blocks = [tier.allocate(100, "weights") for _ in range(3)]
+        for k, block in enumerate(blocks):
+            block.tensor.fill_(k + 1)
+        assert [int(block.tensor.sum()) for block in blocks] == [100, 200, 300]
+
+    def test_a_block_outlives_its_tier(self, tier: Tier) -> None:
+        block = tier.allocate(100, "weights")
+        block.tensor.fill_(3)
+        tier.close()
+        slot = torch.empty(100, dtype=torch.uint8)
+        block.read_into(slot)
+        assert (slot == 3).all()
+
+
+class TestHostTier(TierContract):
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> Tier:
+        return HostTier(CPU)
+
+    def test_boundaries_of_the_cpu_are_home_already(self, tier: Tier) -> None:
+        assert tier.scratch() is None
+
+
+class TestDiskTier(TierContract):
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> Tier:
+        return DiskTier(tmp_path, CPU)
+
+    def test_the_files_have_the_bytes_of_their_blocks_in_whole_pages(self, tier: Tier, tmp_path: Path) -> None:
+        block = tier.allocate(5000, "weights")
+        (path,) = tmp_path.glob("*/*weights")
+        assert block.nbytes == 5000
+        assert path.stat().st_size == 8192
+
+    def test_scratch_returns_what_was_stored(self, tier: Tier) -> None:
+        scratch = tier.scratch()
+        assert scratch is not None
+        tensors = [
+            torch.randn(3, 5),
+            torch.arange(4),
+            torch.tensor([True, False]),
+            torch.tensor(2.5),
+            torch.empty(0, 3),
+            torch.randn(2, 3, dtype=torch.complex64).conj(),
+            torch.randn(4, 6).t(),
+            torch.randn(4, 6)[:, ::2],
+            torch.randn(1, 3).expand(4, 3),
+            torch.randn(2, 3, dtype=torch.bfloat16),
+        ]
+        tickets = [scratch.store(tensor) for tensor in tensors]
+        for tensor, ticket in zip(tensors, tickets, strict=True):
+            back = scratch.fetch(ticket)
+            assert back.dtype == tensor.dtype
+            assert torch.equal(back, tensor)
+        assert scratch.fetch(tickets[6]).stride() == tensors[6].stride()
+
+    def test_what_scratch_remembers_of_a_tensor_is_no_tensor(self, tier: Tier) -> None:
+        """One for each boundary of each chunk would lie in the heap between blocks that come and go."""
+        scratch = tier.scratch()
+        assert scratch is not None
+        ticket = scratch.store(torch.randn(3, 5))
+        assert isinstance(ticket, tuple)
+        assert not any(isinstance(part, torch.Tensor) for part in ticket)
+
+    @settings(max_examples=30, deadline=None)
+    @given(steps=st.lists(st.tuples(st.booleans(), st.integers(1, 3)), max_size=30))
+    def test_released_room_is_used_again_and_never_while_it_is_taken(self, steps: list[tuple[bool, int]]) -> None:
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as folder:
+            scratch = DiskTier(folder, CPU).scratch()
+            assert scratch is not None
+            kept: list[tuple[object, torch.Tensor]] = []
+            most = 0
+            for k, (store, size) in enumerate(steps):
+                if store or not kept:
+                    tensor = torch.full((size * 10,), float(k))
+                    kept.append((scratch.store(tensor), tensor))
+                    most = max(most, len(kept))
+                else:
+                    scratch.release(kept.pop(0)[0])
+                for ticket, tensor in kept:
+                    assert torch.equal(scratch.fetch(ticket), tensor)
+            assert scratch._end <= 240 * most  # type: ignore[attr-defined] - room for each size at most
+            scratch.close()
+
+    def test_nothing_that_lies_in_the_directory_is_read_or_lost(self, tmp_path: Path) -> None:
+        """A stale file with the right name is never trusted."""
+        (tmp_path / "0000-weights").write_bytes(b"stale")
+        tier = DiskTier(tmp_path, CPU)
+        assert not tier.allocate(5, "weights").tensor.any()
+        tier.close()
+        assert (tmp_path / "0000-weights").read_bytes() == b"stale"
+
+    def test_files_go_with_the_tier(self, tmp_path: Path) -> None:
+        tier = DiskTier(tmp_path, CPU)
+        tier.allocate(100, "weights")
+        assert len(list(tmp_path.iterdir())) == 1
+        del tier
+        gc.collect()
+        assert list(tmp_path.iterdir()) == []
+
+    def test_what_a_killed_process_left_goes_at_the_next_start(self, tmp_path: Path) -> None:
+        code = (
+            "import os, sys, torch\n"
+            "from offload.storage import DiskTier\n"
+            "tier = DiskTier(sys.argv[1], torch.device('cpu')); block = tier.allocate(100, 'weights')\n"
+            "os.kill(os.getpid(), 9)"
+        )
+        subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=60)
+        (left,) = tmp_path.iterdir()
+        alive = DiskTier(tmp_path, CPU)
+        assert not left.exists()
+        DiskTier(tmp_path, CPU)
+        assert Path(alive.folder).exists()  # a running neighbour keeps its files
+
+    def test_a_full_disk_is_an_error_at_construction(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(fd: int, offset: int, nbytes: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        tier = DiskTier(tmp_path, CPU)
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match="cannot reserve 1,000 bytes: No space left") as caught:
+            tier.allocate(1000, "weights")
+        assert caught.value.errno == errno.ENOSPC
+        assert list(tmp_path.glob("*/*weights")) == []
+
+    def test_a_file_that_was_cut_is_an_error_and_not_zeros(self, tier: Tier, tmp_path: Path) -> None:
+        block = tier.allocate(8192, "weights")
+        (path,) = tmp_path.glob("*/*weights")
+        os.truncate(path, 5000)
+        with pytest.raises(OSError, match="ends after 5,000 bytes, expected 8,192"):
+            block.read_into(torch.empty(8192, dtype=torch.uint8))
+
+    def test_a_directory_that_cannot_be_made_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(OSError, match="offload_device must be a directory"):
+            DiskTier(tmp_path / "file", CPU)
+
+
+def test_bytes_of_sees_dense_memory_in_any_layout() -> None:
+    tensor = torch.arange(6, dtype=torch.int16).view(2, 3).t()
+    assert bytes_of(tensor).view(torch.int16).tolist() == [0, 1, 2, 3, 4, 5]
+    assert bytes_of(torch.zeros(2, dtype=torch.complex64)).numel() == 16
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "match"),
+    [
+        (None, TypeError, "NoneType"),
+        (3.0, TypeError, "offload_device=3.0"),
+        ("cuda", ValueError, "'cpu' or a directory"),
+        ("folder", ValueError, "such as './folder'"),
+    ],
+)
+def test_a_home_that_is_none_is_refused(value: object, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        open_tier(value, CPU)  # type: ignore[arg-type]
+
+
+def test_homes_by_name(tmp_path: Path) -> None:
+    assert isinstance(open_tier("cpu", CPU), HostTier)
+    assert isinstance(open_tier(torch.device("cpu"), CPU), HostTier)
+    assert isinstance(open_tier(tmp_path, CPU), DiskTier)
+    assert isinstance(open_tier(str(tmp_path / "new") + "/", CPU), DiskTier)
+
+
+def test_a_directory_that_is_memory_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.storage.disk._file_system", lambda path: "tmpfs")
+    with pytest.warns(RuntimeWarning, match=r"is memory \(tmpfs\)"):
+        DiskTier(tmp_path, CPU)
+
+
+def test_the_file_system_of_a_path_is_that_of_its_longest_mount() -> None:
+    from offload.storage.disk import _file_system
+
+    assert _file_system(Path("/proc/self")) == "proc"
+
+
+def test_a_folder_that_is_being_made_is_not_swept_by_another_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever happens between the system calls of its making."""
+    calls = []
+    for module, name in ((os, "open"), (fcntl, "flock"), (os, "rename")):
+        original = getattr(module, name)
+
+        def swept(*args: Any, original: Callable[..., Any] = original, **more: Any) -> Any:
+            if threading.current_thread() in sweeping:
+                return original(*args, **more)
+            sweeping.add(threading.current_thread())
+            try:
+                calls.append(original.__name__)
+                disk._sweep(tmp_path)
+                result = original(*args, **more)
+                disk._sweep(tmp_path)
+                return result
+            finally:
+                sweeping.clear()
+
+        monkeypatch.setattr(module, name, swept)
+    sweeping: set[threading.Thread] = set()
+    tier = DiskTier(tmp_path, torch.device("cpu"))
+    assert {"open", "flock"} <= set(calls)
+    assert (tier.folder / "lock").exists()
+    tier.allocate(8, "weights").write(torch.ones(8, dtype=torch.uint8), 0)
+    tier.close()
+    assert not tier.folder.exists()

@@ -1,0 +1,229 @@
+"""Keep mode under autocast: what autograd saves of a casted weight is a reference, too."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offload import OffloadModel
+from offload.streaming.casts import Cast
+from tests.offload.zoo import reference
+
+WIDTH = 24
+SHARDS = 3
+
+
+class Conv(nn.Module):
+    """A convolution with dense strides of its own, over rows seen as pictures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(6, 6, 3, padding=1).to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(x.view(-1, 6, 2, 2)).flatten(1)
+
+
+class ByHand(nn.Module):
+    """Casts by itself, a part of its weight only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH) / WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.double() @ self.weight[:, ::2].double().t()).to(x.dtype)
+
+
+class WritesAfterUse(nn.Module):
+    """Writes its weight after a cast of it was used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return y
+
+
+class WritesCast(nn.Module):
+    """Changes the cast before it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cast = self.weight.to(torch.bfloat16)
+        cast.mul_(0.5)
+        return x @ cast
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "frozen": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+    "conv": Conv,
+    "by hand": ByHand,
+    "lstm": lambda: First(nn.LSTM(WIDTH, WIDTH, batch_first=True)),
+    "writes after use": WritesAfterUse,
+    "writes the cast": WritesCast,
+}
+
+
+class First(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x.unsqueeze(1))[0]
+        return y.squeeze(1)
+
+
+def build(kind: str = "linear", *, tied: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    first, middle, last = nn.Linear(WIDTH, WIDTH), KINDS[kind](), nn.Linear(WIDTH, WIDTH)
+    if tied:
+        last.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), middle, nn.Tanh(), last, nn.Tanh())
+
+
+def offloaded(bare: nn.Module, home: str, **arguments: Any) -> OffloadModel:
+    return OffloadModel(copy.deepcopy(bare), "cpu", home, SHARDS, num_slots=2, **arguments)
+
+
+def gradients(model: nn.Module, run: Callable[[Tensor], Tensor], *, cache: bool = True) -> list[Tensor | None]:
+    """Of the input and of the parameters, after the output, of one step under autocast."""
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
+        output = run(x)
+    output.float().pow(2).sum().backward()
+    return [output.detach(), x.grad, *(p.grad for p in model.parameters()), *(p.detach() for p in model.parameters())]
+
+
+def assert_equal(ours: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    for a, b in zip(ours, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "recompute"),
+    # A recomputation sees a weight as its layer left it.
+    [(kind, recompute) for kind in KINDS for recompute in (False, True) if not recompute or kind != "writes after use"],
+)
+def test_under_autocast_every_gradient_is_the_bare_model_s_bit_for_bit(kind: str, recompute: bool, home: str) -> None:
+    bare = build(kind)
+    model = offloaded(bare, home, checkpoint_activation=recompute)
+    for _ in range(2):
+        assert_equal(gradients(model, model), gradients(bare, bare))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_use_of_a_weight_sums_its_gradient_in_the_weight_s_own_type(
+    microbatches: int, tied: bool, recompute: bool, home: str
+) -> None:
+    """With its cache, autocast sums gradients of several uses of one weight in bfloat16; without it, in float32."""
+    bare = build(tied=tied)
+    model = offloaded(bare, home, checkpoint_activation=recompute, num_microbatches=microbatches)
+    whole = lambda x: reference(bare, [2, 2, 2], x, microbatches)
+    assert_equal(gradients(model, model), gradients(bare, whole, cache=False))
+
+
+class Counts(TorchDispatchMode):
+    """The storages of all casts to bfloat16 of tensors as large as a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_cast = func is torch.ops.aten._to_copy.default and result.dtype == torch.bfloat16
+        if is_cast and result.numel() == WIDTH * WIDTH:
+            self.storages.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+    def alive(self) -> int:
+        gc.collect()
+        return sum(not storage.expired() for storage in self.storages)
+
+
+@pytest.mark.parametrize("kind", ["linear", "frozen"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("tied", [False, True])
+def test_between_forward_and_backward_no_cast_of_a_weight_is_alive(kind: str, microbatches: int, tied: bool) -> None:
+    bare = build(kind, tied=tied)
+    model = offloaded(bare, "cpu", checkpoint_activation=False, num_microbatches=microbatches)
+    counts = Counts()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with counts:
+            output = model(torch.randn(8, WIDTH).requires_grad_())
+        assert len(counts.storages) == 3 * microbatches
+        assert counts.alive() == 0, "also as long as the user's autocast context lasts"
+    output.float().sum().backward()
+    assert counts.alive() == 0
+
+
+def test_what_the_bare_model_keeps_is_what_this_is_compared_with() -> None:
+    """Twin of the test above, which would pass if the casts had escaped its notice."""
+    bare, counts = build(), Counts()
+    with torch.autocast("cpu", dtype=torch.bfloat16), counts:
+        output = bare(torch.randn(8, WIDTH).requires_grad_())
+    assert counts.alive() == 3
+    del output
+    assert counts.alive() == 0
+
+
+def test_a_graph_that_recomputation_keeps_refers_to_casts_as_well() -> None:
+    model = offloaded(build(), "cpu", checkpoint_activation=True, graph_bytes="1MiB")
+    gradients(model, model)  # the first step measures
+    counts = Counts()
+    with torch.autocast("cpu", dtype=torch.bfloat16), counts:
+        output = model(torch.randn(8, WIDTH))
+    assert counts.alive() == 0
+    output.sum().backward()
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_a_cast_is_made_again_once_in_a_visit(microbatches: int) -> None:
+    model = offloaded(build(), "cpu", checkpoint_activation=False, num_microbatches=microbatches)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(torch.randn(8, WIDTH).requires_grad_())
+    counts = Counts()
+    with counts:
+        output.float().sum().backward()
+    assert len(counts.storages) == 3  # one for each layer's weight
+
+
+def test_a_graph_that_is_used_twice_keeps_no_cast_after_either_use() -> None:
+    model = offloaded(build(), "cpu", checkpoint_activation=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(torch.randn(8, WIDTH).requires_grad_()).float().sum()
+    for _ in range(2):
+        counts = Counts()
+        with counts:
+            output.backward(retain_graph=True)
+        assert len(counts.storages) == 3
+        assert counts.alive() == 0
+
+
+def test_a_cast_refers_to_its_place_only_while_nobody_writes_there() -> None:
+    """What a layer wrote after using its weight does not reach a gradient (``WritesAfterUse``, above)."""
+    slot = torch.arange(4, dtype=torch.float32).view(torch.uint8)
+    cast = Cast(slot.view(torch.float32), {"dtype": torch.bfloat16})
+    first = cast.made_of(slot).view(torch.bfloat16).clone()
+    slot.view(torch.float32).mul_(2)
+    assert torch.equal(cast.made_of(slot).view(torch.bfloat16), first)
+    cast.forget()
+    assert torch.equal(cast.made_of(slot).view(torch.bfloat16), 2 * first)

@@ -1,0 +1,112 @@
+"""Frozen parameters take no room for gradients, whenever they were frozen."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import OffloadModel, OffloadOptimizer
+
+WIDTH, RANK = 64, 2
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained low-rank update, which comes last in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, RANK, bias=False)
+        self.up = nn.Linear(RANK, WIDTH, bias=False)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+def adapted(folder: Path, layers: int = 4, **more: Any) -> tuple[nn.Sequential, OffloadModel]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Adapted() for _ in range(layers)))
+    model = OffloadModel(copy.deepcopy(plain), "cpu", f"{folder}/", num_slices=layers, checkpoint_activation=True)
+    return plain, model
+
+
+def gradient_files(folder: Path) -> list[int]:
+    """Sizes of the files that hold gradients."""
+    return [path.stat().st_size for path in sorted(folder.rglob("*-gradients"))]
+
+
+def backward(plain: nn.Module, model: nn.Module, seed: int) -> None:
+    x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed))
+    for one in (plain, model):
+        one(x).pow(2).mean().backward()
+
+
+def assert_same_gradients(plain: nn.Module, model: nn.Module) -> None:
+    for (name, one), (_, other) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        if one.grad is not None:
+            torch.testing.assert_close(other.grad, one.grad, rtol=0, atol=0)
+
+
+def test_only_trained_parameters_take_room_for_gradients(tmp_path: Path) -> None:
+    plain, model = adapted(tmp_path)
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    expected = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    trained = 2 * WIDTH * RANK * 4
+    for step in range(3):
+        backward(plain, model, step)
+        assert_same_gradients(plain, model)
+        assert gradient_files(tmp_path) == [4096] * 4
+        assert all(s.gradients is not None and s.gradients.nbytes == trained for s in model._walk.shards)
+        for one in (optimizer, expected):
+            one.step()
+            one.zero_grad()
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+@pytest.mark.parametrize("keep", [False, True], ids=["none", "kept"])
+@pytest.mark.parametrize("most", [None, 2000], ids=["whole", "pieces"])
+def test_freezing_and_thawing_between_steps_is_that_of_the_plain_model(
+    tmp_path: Path, max_norm: float | None, keep: bool, most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients that are kept over such a switch go on being added to, and the room for others shrinks and grows."""
+    if most is not None:
+        monkeypatch.setattr("offload.optim.disk_update.BITE_BYTES", most)
+    plain, model = adapted(tmp_path)
+    optimizer = OffloadOptimizer(model, torch.optim.Adam, lr=0.01, fused=False, max_norm=max_norm)
+    expected = torch.optim.Adam(plain.parameters(), lr=0.01, foreach=False)
+    for step, thawed in enumerate([False, True, True, False, False, True]):
+        for one in (plain, model):
+            for name, parameter in one.named_parameters():
+                parameter.requires_grad_(thawed if "base" in name else not (thawed and "1.up" in name))
+        backward(plain, model, step)
+        assert_same_gradients(plain, model)
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, foreach=False)
+        for one in (optimizer, expected):
+            one.step()
+        if not keep:
+            for one in (optimizer, expected):
+                one.zero_grad()
+            if not thawed:
+                backward(plain, model, step)
+                assert max(s.gradients.nbytes for s in model._walk.shards) == 2 * WIDTH * RANK * 4
+                for one in (optimizer, expected):
+                    one.zero_grad()
+        torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_memory_for_waiting_gradients_counts_trained_parameters(tmp_path: Path) -> None:
+    _, model = adapted(tmp_path)
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, gradient_bytes=4 * 2 * WIDTH * RANK * 4)
+    model(torch.randn(3, WIDTH)).sum().backward()
+    assert gradient_files(tmp_path) == []
+    optimizer.step()
+    optimizer.synchronize()

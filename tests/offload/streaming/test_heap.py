@@ -1,0 +1,71 @@
+"""Free memory is kept for the next layer, but not for ever."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+import offload.streaming.gradient_offload
+import offload.streaming.heap
+from offload import OffloadModel
+from offload.storage import Block
+from offload.streaming.heap import Heap, anonymous_bytes
+from tests.offload.zoo import WIDTH, build
+
+
+def test_freed_memory_is_given_back_only_when_the_process_has_outgrown_what_it_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held, returned = [0], []
+
+    def give_back() -> None:
+        returned.append(held[0])
+        held[0] = 300
+
+    monkeypatch.setattr(offload.streaming.heap, "anonymous_bytes", lambda: held[0])
+    monkeypatch.setattr(offload.streaming.heap, "return_freed_memory", give_back)
+    monkeypatch.setattr(offload.streaming.heap, "KEEP_BYTES", 100)
+    heap = Heap()
+    for held[0] in (200, 300, 150, 250, 251, 400, 401):
+        heap.bound()
+    # 300 is 100 more than 200; 251 is more than 100 more than 150; what is needed from then on is 300.
+    assert returned == [251, 401]
+    monkeypatch.setattr(offload.streaming.heap, "KEEP_BYTES", None)
+    held[0] = 10**9
+    heap.bound()
+    assert returned == [251, 401]
+
+
+def test_anonymous_memory_counts_what_is_written_to_and_not_what_a_file_backs(tmp_path: Path) -> None:
+    before = anonymous_bytes()
+    if not before:
+        pytest.skip("needs a system with /proc")
+    path = tmp_path / "file"
+    path.touch()
+    os.truncate(path, 64 << 20)
+    mapped = torch.from_file(str(path), shared=True, size=64 << 20, dtype=torch.uint8)
+    mapped.fill_(1)
+    assert anonymous_bytes() - before < 16 << 20
+    ours = torch.ones(64 << 20, dtype=torch.uint8)
+    assert anonymous_bytes() - before > 48 << 20
+    del ours
+
+
+def test_a_gradient_is_free_as_soon_as_it_is_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = offload.streaming.gradient_offload._store
+    alive: list[int] = []
+    earlier: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def watched(block: Block, offset: int, gradient: torch.Tensor) -> torch.Tensor:
+        alive.append(sum(storage() is not None for storage in earlier))
+        earlier.append(weakref.ref(gradient.untyped_storage()))
+        return store(block, offset, gradient)
+
+    monkeypatch.setattr(offload.streaming.gradient_offload, "_store", watched)
+    model = OffloadModel(build(["linear", "linear"]), "cpu", f"{tmp_path}/", num_slices=1)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    assert alive == [0] * 8

@@ -1,0 +1,181 @@
+"""No copy is read, or overwritten, before its wait: with late lanes a forgotten wait gives NaN, every time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from offload import OffloadModel
+from offload.streaming.lane import Arrival, Lanes, ThreadLane
+from offload.telemetry.statistics import Meter
+from tests.late_cuda import DEVICE, LateCuda
+from tests.offload.late import LateLane
+from tests.offload.zoo import WIDTH, build, reference
+
+Late = Callable[..., list[LateLane]]
+
+
+def train(model: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], steps: int = 3) -> list[torch.Tensor]:
+    """Losses, and the final parameters."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(step))
+        loss = run(x).pow(2).mean()
+        loss.backward()
+        losses.append(loss.detach())
+        if step != 1:  # so that gradients accumulate at home once
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*losses, *(p.detach().clone() for p in model.parameters())]
+
+
+def both(
+    home: str, *, tied: bool = True, microbatches: int = 2, recompute: bool = True, slots: int = 2, slices: int = 4
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What the bare model and an offloaded one train to."""
+    bare = build(["linear", "dropout", "linear", "nested", "linear"], tied=tied)
+    model = OffloadModel(
+        copy.deepcopy(bare),
+        "cpu",
+        home,
+        num_slices=slices,
+        checkpoint_activation=recompute,
+        num_microbatches=microbatches,
+        num_slots=slots,
+        boundary_bytes=100,
+    )
+    cuts = [len(shard.layers) for shard in model._walk.shards]
+    return train(bare, lambda x: reference(bare, cuts, x, microbatches)), train(model, model)
+
+
+def equal(pair: tuple[list[torch.Tensor], list[torch.Tensor]]) -> bool:
+    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*pair, strict=True))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 10_000),
+    recompute=st.booleans(),
+    microbatches=st.integers(1, 3),
+    slots=st.integers(2, 5),
+    slices=st.integers(2, 8),
+)
+def test_training_is_exact_in_whatever_order_copies_finish(
+    late: Late, tmp_path: Path, seed: int, recompute: bool, microbatches: int, slots: int, slices: int
+) -> None:
+    late(seed)
+    assert equal(both(f"{tmp_path}/", microbatches=microbatches, recompute=recompute, slots=slots, slices=slices))
+
+
+def test_copies_overtake_each_other_at_all(late: Late, tmp_path: Path) -> None:
+    lanes = late(3)
+    assert equal(both(f"{tmp_path}/"))
+    tokens = [token for lane in lanes for token in lane.log]
+    assert {token[0] for token in tokens} == {"L", "D", "s", "f", "r"}  # loads, drains, spills, fetches, releases
+    assert lanes[0].log != sorted(lanes[0].log)
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "why"),
+    [
+        ("L", "layers read a slot that is not filled"),
+        ("D", "an optimizer reads gradients that have not arrived"),
+        ("fetch", "a boundary is read before it has come back"),
+    ],
+)
+def test_each_wait_is_needed(late: Late, tmp_path: Path, forgotten: str, why: str) -> None:
+    late(1, forgets=forgotten)
+    try:
+        same = equal(both(f"{tmp_path}/"))
+    except (RuntimeError, ValueError, IndexError):
+        return  # nothing was there to read at all
+    assert not same, f"expected a difference, since {why}"
+
+
+def test_a_fetch_needs_to_come_after_its_spill(late: Late, tmp_path: Path) -> None:
+    def train_with_every_adversary() -> None:
+        for seed in range(5):
+            late(seed, forgets_after=True)
+            both(f"{tmp_path}/", tied=False)
+
+    with pytest.raises((ValueError, IndexError)):  # nothing was stored that could be fetched
+        train_with_every_adversary()
+
+
+def test_an_eviction_waits_for_its_load(late: Late, tmp_path: Path) -> None:
+    """A forward that fails leaves a load behind that nobody used; it must not arrive in the slot after the next one."""
+    late(0)
+    model = OffloadModel(build(["linear"] * 4), "cpu", f"{tmp_path}/", num_slices=6, checkpoint_activation=True)
+    layers = list(model.children())
+    x = torch.randn(3, WIDTH)
+    expected = model(x).detach()
+    handle = layers[0].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(x)
+    handle.remove()
+    assert torch.equal(model(x), expected)
+
+
+class Finished(Arrival):
+    """Knows who waited for it: compute, or the host."""
+
+    def __init__(self, inner: Arrival | None = None) -> None:
+        self.inner = inner
+        self.by_host = False
+
+    def wait(self) -> None:
+        if self.inner is not None:
+            self.inner.wait()
+
+    def finish(self) -> None:
+        self.by_host = True
+        self.wait()
+
+
+def test_a_thread_waits_as_a_host_for_what_it_comes_after() -> None:
+    """An update on a thread reads gradients at home: that a stream waits for them is not enough."""
+    lane, gradients = ThreadLane("update", torch.device("cpu")), Finished()
+    seen: list[bool] = []
+    lane.submit("U0", lambda: seen.append(gradients.by_host), [gradients]).finish()
+    lane.close()
+    assert seen == [True]
+
+
+def test_no_load_is_under_way_when_an_inference_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device the host is ahead of its copies: the user may write to the homes as soon as the call returns."""
+    arrivals: list[Finished] = []
+
+    class Lane(ThreadLane):
+        def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
+            arrivals.append(Finished(super().submit(token, copy, after)))
+            return arrivals[-1]
+
+    monkeypatch.setattr(
+        "offload.model.open_lanes", lambda device, **_: Lanes(*(Lane(name, device) for name in ("a", "b", "c")))
+    )
+    model = OffloadModel(build(["linear"]), "cpu", num_slices=3, num_slots=3, checkpoint_activation=True)
+    with torch.no_grad():
+        model(torch.randn(3, WIDTH))
+    assert len(arrivals) == 3
+    assert all(arrival.by_host for arrival in arrivals)
+
+
+def test_the_second_step_begins_before_the_first_has_ended_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cells took in the first step is set apart then, but nobody waits for it."""
+    cuda = LateCuda(monkeypatch)
+    meter = Meter(DEVICE)
+    for rows in (4, 2, 2):
+        meter.begin_step()
+        with meter.cell("F", 0, 0, rows):
+            cuda.launch(lambda: None)
+    assert cuda.host_waits == 0
+    assert meter.cell_seconds_per_row("F", 0) == pytest.approx(2e-3 / 4)  # a late span takes a millisecond

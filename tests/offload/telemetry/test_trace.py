@@ -1,0 +1,91 @@
+"""The trace of a step shows the plan, lane by lane."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from offload import OffloadModel
+from offload.planning.plan import Kind
+from offload.telemetry.timeline import draw_timeline
+
+
+def make(tmp_path: Path) -> OffloadModel:
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    return OffloadModel(
+        layers, "cpu", tmp_path / "home", num_slices=4, checkpoint_activation=True, num_microbatches=2, boundary_bytes=0
+    )
+
+
+def test_compute_follows_the_plan_and_lanes_copy_what_it_says(tmp_path: Path) -> None:
+    model = make(tmp_path)
+    with model.trace(tmp_path / "step.json") as events:
+        model(torch.randn(6, 8)).sum().backward()
+    plan = model.plan()
+    cells = [str(a) for a in plan.actions if a.kind in (Kind.FORWARD, Kind.BACKWARD)]
+    assert [e.token for e in events if e.track == "compute" and not e.token.startswith("wait")] == cells
+    assert [e.token for e in events if e.track == "load lane"] == [str(a) for a in plan.actions if a.kind is Kind.LOAD]
+    assert [e.token for e in events if e.track == "drain lane"] == [
+        str(a) for a in plan.actions if a.kind is Kind.DRAIN
+    ]
+    assert {e.token for e in events if e.track == "boundary lane"} == {"spill", "fetch"}
+    assert all(e.begin <= e.end for e in events)
+    first_use = {}
+    for event in events:
+        if event.track == "compute" and event.token[0] == "F":
+            first_use.setdefault(event.token[1], event.begin)
+    loads = {e.token[1:]: e.end for e in reversed(events) if e.track == "load lane"}
+    assert all(loads[j] <= begin for j, begin in first_use.items())
+
+
+def test_the_file_is_what_perfetto_reads(tmp_path: Path) -> None:
+    model = make(tmp_path)
+    with model.trace(tmp_path / "step.json"):
+        model(torch.randn(6, 8)).sum().backward()
+    entries = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    names = {entry["args"]["name"] for entry in entries if entry["ph"] == "M"}
+    assert names == {"compute", "load lane", "drain lane", "boundary lane"}
+    counters: dict[str, list[int]] = {}
+    for entry in entries:
+        if entry["ph"] == "C":
+            counters.setdefault(entry["name"], []).append(entry["args"]["bytes"])
+    assert max(counters["bytes on device"]) == model.statistics().peak_device_bytes
+    weights = 4 * (64 * 4 + 64)  # each parameter begins at a multiple of 64 bytes
+    assert (counters["bytes at home"][0], counters["bytes at home"][-1]) == (weights, 2 * weights)
+    assert all(entry["dur"] >= 0 for entry in entries if entry["ph"] == "X")
+
+
+def test_a_trace_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    model = make(tmp_path)
+    with model.trace(tmp_path / "step.json"):
+        model(torch.randn(6, 8)).sum().backward()
+    command = [
+        sys.executable,
+        "-m",
+        "offload.telemetry.timeline",
+        str(tmp_path / "step.json"),
+        str(tmp_path / "step.svg"),
+    ]
+    subprocess.run(command, check=True, timeout=60)
+    shown = (tmp_path / "step.svg").read_text()
+    for name in ("compute", "load lane", "drain lane", "boundary lane", "bytes on device", "bytes at home"):
+        assert f"<!-- {name} -->" in shown
+    (tmp_path / "empty.json").write_text(json.dumps({"traceEvents": []}))
+    with pytest.raises(ValueError, match="expected a trace with spans"):
+        draw_timeline(tmp_path / "empty.json", tmp_path / "empty.png")
+
+
+def test_nothing_is_recorded_outside_and_traces_do_not_nest(tmp_path: Path) -> None:
+    model = make(tmp_path)
+    with model.trace(tmp_path / "a.json") as events, pytest.raises(RuntimeError, match="recorded already"):
+        with model.trace(tmp_path / "b.json"):
+            pass
+    model(torch.randn(2, 8)).sum().backward()
+    assert events == []

@@ -1,0 +1,209 @@
+"""A replay repeats the random numbers and settings of one forward, and costs the user no draw."""
+
+import contextlib
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipe.recompute.replay import Replay, _shared_generators, autocast_without_cache, devices_of
+
+CPU = torch.device("cpu")
+DRAWS = {
+    "cpu": lambda: torch.rand(3).tolist(),
+    "python": lambda: random.random(),
+    "numpy": lambda: np.random.rand(2).tolist(),
+}
+
+
+@given(st.lists(st.sampled_from(sorted(DRAWS)), max_size=6), st.lists(st.sampled_from(sorted(DRAWS)), max_size=3))
+def test_draws_repeat_inside_and_continue_outside(inside, between):
+    replay = Replay.capture([CPU])
+    first = [DRAWS[name]() for name in inside]
+    replay.seal()
+    assert set(replay.drawn) == set(inside)
+    for name in between:
+        DRAWS[name]()
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    for _ in range(2):
+        with replay.again():
+            assert [DRAWS[name]() for name in inside] == first
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert random.getstate() == states[1]
+        assert np.random.get_state()[1].tolist() == states[2]
+
+
+NORMAL = {"uniform": np.random.rand, "normal": np.random.normal, "seed": lambda: np.random.seed(3)}
+
+
+@given(
+    st.lists(st.sampled_from(sorted(NORMAL)), max_size=4),
+    st.lists(st.sampled_from(["uniform", "normal"]), max_size=3),
+)
+def test_a_kept_normal_number_of_numpy_is_part_of_its_state(before, inside):
+    # The second normal number of a pair comes without moving the words of the generator.
+    for name in before:
+        NORMAL[name]()
+    replay = Replay.capture([CPU])
+    first = [NORMAL[name]() for name in inside]
+    replay.seal()
+    following = np.random.normal()
+    with replay.again():
+        assert [NORMAL[name]() for name in inside] == first
+    again = Replay.capture([CPU])
+    with again.again():
+        pass
+    assert np.random.normal() != following
+
+
+def test_a_replay_inside_a_rewound_generator_notes_the_kept_normal_number():
+    # The same words, with and without a kept number: rewinding brings the former back.
+    np.random.seed(3)
+    np.random.normal()
+    outer = Replay.capture([CPU])
+    kept = np.random.normal()
+    Replay.capture([CPU])
+    outer.seal()
+    with outer.again():
+        inner = Replay.capture([CPU])
+        assert np.random.normal() == kept
+        inner.seal()
+        with inner.again():
+            assert np.random.normal() == kept
+
+
+def test_another_bit_generator_of_numpy_is_replayed():
+    original = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.Philox(3))
+    try:
+        replay = Replay.capture([CPU])
+        first = np.random.rand(3).tolist()
+        assert replay.seal().drawn == ("numpy",)
+        with replay.again():
+            assert np.random.rand(3).tolist() == first
+    finally:
+        np.random.set_bit_generator(original)
+
+
+def test_a_forward_that_draws_nothing_touches_no_generator():
+    replay = Replay.capture([CPU]).seal()
+    with replay.again():
+        a = torch.rand(1)
+    assert not torch.equal(a, torch.rand(1))
+
+
+def test_generators_are_restored_after_an_exception():
+    replay = Replay.capture([CPU])
+    torch.rand(1), random.random()
+    replay.seal()
+    before = torch.get_rng_state(), random.getstate()
+    with contextlib.suppress(ValueError), replay.again():
+        torch.rand(5), random.random()
+        raise ValueError
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+def test_replays_nest():
+    outer = Replay.capture([CPU])
+    a = torch.rand(2)
+    inner = Replay.capture([CPU])
+    b = torch.rand(2)
+    outer.seal(), inner.seal()
+    with outer.again():
+        assert torch.equal(torch.rand(2), a)
+        with inner.again():
+            assert torch.equal(torch.rand(2), b)
+        assert torch.equal(torch.rand(2), b)
+
+
+def test_defect_pipe_5_replays_of_several_threads_take_turns_and_rewind_nothing():
+    replays = []
+    for _ in range(8):
+        replay = Replay.capture([CPU])
+        expected = torch.rand(100)
+        replays.append((replay.seal(), expected))
+    after = torch.get_rng_state()
+    wrong = []
+
+    def repeat(replay, expected):
+        for _ in range(20):
+            with replay.again():
+                halves = torch.cat([torch.rand(50), torch.rand(50)])
+            if not torch.equal(halves, expected):
+                wrong.append(1)
+
+    replays = [(r, torch.cat([e[:50], e[50:]])) for r, e in replays]
+    threads = [threading.Thread(target=repeat, args=pair) for pair in replays]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_only_a_replay_that_rewinds_a_shared_generator_makes_others_wait(draws):
+    replay = Replay.capture([CPU])
+    if draws:
+        torch.rand(1)
+    replay.seal()
+    free = []
+
+    def try_to_enter():
+        free.append(_shared_generators.acquire(blocking=False))
+        if free[-1]:
+            _shared_generators.release()
+
+    with replay.again():
+        thread = threading.Thread(target=try_to_enter)
+        thread.start()
+        thread.join()
+    assert free == [not draws]
+
+
+def test_autocast_reads_as_at_capture_and_keeps_no_cast():
+    weight = torch.ones(2, 2, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        replay = Replay.capture([CPU])
+    assert not torch.is_autocast_enabled("cpu")
+    with replay.again():
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+        assert not torch.is_autocast_cache_enabled()
+        assert (torch.ones(2, 2) @ weight).dtype is torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_replay_of_a_forward_without_autocast_turns_it_off():
+    replay = Replay.capture([CPU])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with replay.again():
+            assert not torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_a_cast_under_no_grad_is_not_left_for_a_forward_that_needs_its_gradient():
+    weight = torch.ones(2, 2, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad(), autocast_without_cache([CPU]):
+            torch.ones(2, 2) @ weight
+        assert torch.is_autocast_cache_enabled()
+        assert (torch.ones(2, 2) @ weight).requires_grad
+
+
+def test_grad_mode_is_left_to_the_caller():
+    with torch.no_grad():
+        replay = Replay.capture([CPU])
+    with torch.enable_grad(), replay.again():
+        assert torch.is_grad_enabled()
+
+
+def test_devices_are_those_of_all_tensors():
+    assert devices_of({"a": [torch.ones(1)], "b": torch.ones(1, device="meta")}, 3) == {CPU, torch.device("meta")}
+    assert Replay.capture([torch.device("meta"), CPU]).seal().drawn == ()

@@ -1,0 +1,168 @@
+"""Thread settings are the same in another thread as where they were noted."""
+
+import threading
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipe.recompute.thread_state import Ambient
+
+
+def in_thread(function):
+    """What ``function`` returns in a fresh thread, whose settings are torch's defaults."""
+    box = []
+    thread = threading.Thread(target=lambda: box.append(function()))
+    thread.start()
+    thread.join()
+    return box[0]
+
+
+class Named(TorchFunctionMode):
+    entered = 0
+
+    def __enter__(self):
+        self.entered += 1
+        return super().__enter__()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.sin:
+            return "seen"
+        return func(*args, **(kwargs or {}))
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def packs():
+    seen = []
+    return seen, torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(1) or t, lambda t: t)
+
+
+SETTINGS = {
+    "no_grad": (torch.no_grad, lambda: torch.is_grad_enabled() is False),
+    "inference": (torch.inference_mode, torch.is_inference_mode_enabled),
+    "autocast": (
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False),
+        lambda: torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled(),
+    ),
+    "default device": (lambda: torch.device("meta"), lambda: torch.empty(1).device.type == "meta"),
+    "function mode": (Named, lambda: torch.sin(torch.ones(1)) == "seen"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_defect_pipe_4_a_setting_of_this_thread_is_carried_into_another(name):
+    make, reads = SETTINGS[name]
+    assert not reads()
+    with make():
+        ambient = Ambient.capture({"cpu"})
+
+    def elsewhere():
+        before = reads()
+        with ambient.again():
+            inside = reads()
+        return before, inside, reads()
+
+    assert in_thread(elsewhere) == (False, True, False)
+
+
+def test_defect_pipe_4_saved_tensor_hooks_are_carried_into_another_thread():
+    seen, hooks = packs()
+    with hooks:
+        ambient = Ambient.capture()
+
+    def elsewhere():
+        with ambient.again():
+            torch.ones(1, requires_grad=True).exp()
+
+    in_thread(elsewhere)
+    assert seen == [1]
+
+
+def test_a_set_default_device_is_carried_into_another_thread():
+    torch.set_default_device("meta")
+    try:
+        ambient = Ambient.capture()
+    finally:
+        torch.set_default_device(None)
+
+    def elsewhere():
+        with ambient.again():
+            return torch.empty(1).device.type
+
+    assert in_thread(elsewhere) == "meta"
+
+
+def test_dispatch_modes_are_carried_and_entered_once():
+    counting = Counting()
+    with counting:
+        ambient = Ambient.capture()
+        with ambient.again():
+            torch.ones(1)
+    assert counting.calls == 1
+
+    def elsewhere():
+        with ambient.again():
+            torch.ones(1)
+
+    in_thread(elsewhere)
+    assert counting.calls == 2
+
+
+def test_a_function_mode_that_is_active_is_not_entered_twice():
+    calls = []
+
+    class Noting(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is torch.sin:
+                calls.append(1)
+            return func(*args, **(kwargs or {}))
+
+    with Noting():
+        ambient = Ambient.capture()
+        with ambient.again():
+            torch.sin(torch.ones(1))
+    assert calls == [1]
+
+
+def test_a_mode_is_pushed_without_the_effects_of_entering_it():
+    mode = Named()
+    with mode:
+        ambient = Ambient.capture()
+    with ambient.again():
+        pass
+    assert mode.entered == 1
+
+
+def test_settings_are_restored_after_an_exception():
+    with torch.no_grad(), torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
+        ambient = Ambient.capture()
+    with pytest.raises(ValueError, match="inside"), ambient.again():
+        raise ValueError("inside")
+    assert torch.is_grad_enabled()
+    assert torch.empty(1).device.type == "cpu"
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_hooks_of_torch_checkpoint_reach_a_thread_but_not_a_recomputation():
+    noted = []
+
+    def function(x):
+        noted.append(Ambient.capture())
+        return x * 2
+
+    torch.utils.checkpoint.checkpoint(function, torch.ones(1, requires_grad=True), use_reentrant=False)
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    with noted[0].again():
+        assert top(False) is not None
+    with noted[0].again(recomputation=True):
+        assert top(False) is None
