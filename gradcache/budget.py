@@ -21,7 +21,7 @@ from gradcache.grouping import SavedBytes
 from gradcache.nested import map_tensors, tensors_in
 from gradcache.streamed import StreamedModel
 from pipe.microbatch import rows_of
-from pipe.recompute.module_state import Guard, Watched
+from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.replay import Replay
 
 __all__ = ["ChunkBudget", "kept_by_a_shard", "kept_bytes"]
@@ -78,7 +78,7 @@ def kept_bytes(model: nn.Module, chunk: Any, encoder: Callable[[Any], Any]) -> i
     counter = SavedBytes(parameters)
     replay = Replay.capture(devices_in_use(tensors_in(chunk), parameters))
     with _as_if_trained(model):
-        with Guard(Watched(model)).trial(), replay.again(), counter, torch.enable_grad():
+        with ModuleState(WatchedModule(model)).trial(), replay.again(), counter, torch.enable_grad():
             encoder(map_tensors(lambda tensor: tensor.detach().clone(), chunk))
     return counter.total
 

@@ -17,7 +17,7 @@ from gradcache.entering import Entering
 from gradcache.layers import Layers, Profile
 from pipe.nested import flatten, map_tensors, tensors_in, unflatten
 from pipe.recompute.dead_code import DeadCode
-from pipe.recompute.module_state import Guard
+from pipe.recompute.module_state import ModuleState
 from pipe.recompute.replay import Replay
 
 __all__ = ["Again", "Graph", "Group", "Kept", "Work", "nbytes_of"]
@@ -42,7 +42,7 @@ class Again:
     """How to repeat one layer's work on one group, and what entered it (None: not kept)."""
 
     replay: Replay
-    guard: Guard
+    module_state: ModuleState
     copies_input: bool
     kept: Kept | None
     dead_code: DeadCode | None

@@ -100,7 +100,7 @@ def _repeated(
 ) -> Any:
     """The cell's result once more. Buffers stay as they were until backward is done, which may read them."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(cell.guard.again(strict=False))
+        stack.enter_context(cell.module_state.again(strict=False))
         with torch.enable_grad(), cell.replay.again():
             given = cell.given(leaves)
             with mode, rows_in_place(work.model.tables[j]):
@@ -122,7 +122,7 @@ def _find_again(work: Work, group: Group) -> None:
             value = map_tensors(Tensor.detach, cell.output)
         else:
             value = cell.kept.back() if cell.kept is not None else work.entered(group) if j == 0 else value
-            with torch.no_grad(), cell.guard.again(strict=False), cell.replay.again():
+            with torch.no_grad(), cell.module_state.again(strict=False), cell.replay.again():
                 value = work.model.call(j, cell.given(value))
         if isinstance(following, Again) and following.kept is None and j + 1 >= after:
             following.kept = Kept(value)

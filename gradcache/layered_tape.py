@@ -17,9 +17,9 @@ from gradcache.layered_back import push_back
 from gradcache.layers import Layers, Profile
 from gradcache.tables import rows_in_place
 from pipe.nested import map_tensors, tensors_in
-from pipe.recompute.cheap_ops import Lean
+from pipe.recompute.cheap_ops import CheapRecompute
 from pipe.recompute.dead_code import DeadCode, Listener, listened_to
-from pipe.recompute.module_state import Guard
+from pipe.recompute.module_state import ModuleState
 from pipe.recompute.replay import Replay, devices_of
 
 __all__ = ["LayeredTape"]
@@ -123,15 +123,15 @@ class LayeredTape:
         group, value = Group([0], [grouping.rows_in(chunk)], layers, None), chunk
         with contextlib.ExitStack() as stack:
             for watched in self._model.watched:
-                stack.enter_context(Guard(watched).trial())
+                stack.enter_context(ModuleState(watched).trial())
             held = [generator for watched in self._model.watched for generator in watched.generators]
             stack.enter_context(Replay.capture(devices_of(chunk, self._model.parameters), held).again())
             for j in range(layers):
                 survey.entering.append(nbytes_of(value) if j >= max(self._work.first, 1) else 0)
-                guard = Guard(self._model.watched[j])
-                with guard.running():
+                module_state = ModuleState(self._model.watched[j])
+                with module_state.running():
                     value = self._surveyed(j, value, group, survey)
-                survey.moves_buffers |= guard.seal().moved
+                survey.moves_buffers |= module_state.seal().moved
         others = range(1, min(3, len(self._entering)))
         pair = [self._entering.look(k) for k in others] if self._model.regroup and not survey.moves_buffers else []
         self._model.learn(chunk, survey.saved, survey.entering, survey.dead_code, pair)
@@ -146,23 +146,29 @@ class LayeredTape:
             keeps = self._records and j >= max(self._work.first, 1)
             if j >= group.graphs_from and self._has_room(group, j):
                 watched = self._model.watched[j]
-                leaves, lean = self._work.leaves(j, value), Lean(changing=watched.changing())
-                guard = Guard(watched)  # of no use to this cell, but recomputations of others must not meet its writes
-                hooks = torch.autograd.graph.saved_tensors_hooks(lean.pack, lean.unpack)
-                with guard.running(), torch.enable_grad(), hooks:
-                    output, _, _ = self._first_run(j, leaves, group, rows_in_place(self._model.tables[j]), lean)
-                guard.seal()
+                leaves, cheap_recompute = self._work.leaves(j, value), CheapRecompute(changing=watched.changing())
+                module_state = ModuleState(
+                    watched
+                )  # of no use to this cell, but recomputations of others must not meet its writes
+                hooks = torch.autograd.graph.saved_tensors_hooks(cheap_recompute.pack, cheap_recompute.unpack)
+                with module_state.running(), torch.enable_grad(), hooks:
+                    output, _, _ = self._first_run(
+                        j, leaves, group, rows_in_place(self._model.tables[j]), cheap_recompute
+                    )
+                module_state.seal()
                 group.cells.append(Graph(output, leaves))
                 value = map_tensors(Tensor.detach, output)
                 continue
             kept = self._keep(value) if keeps else None
             watched = self._model.watched[j]
             replay = Replay.capture(devices_of(value, self._model.parameters), watched.generators)
-            guard = Guard(watched)
-            with torch.no_grad(), guard.running():
+            module_state = ModuleState(watched)
+            with torch.no_grad(), module_state.running():
                 value, copies_input, _ = self._first_run(j, value, group)
             if self._records:
-                group.cells.append(Again(replay.seal(), guard.seal(), copies_input, kept, self._dead_code(j, group)))
+                group.cells.append(
+                    Again(replay.seal(), module_state.seal(), copies_input, kept, self._dead_code(j, group))
+                )
         for i, output in zip(group.chunks, value, strict=True):
             outputs[i] = representations.detached(output)
 
@@ -175,18 +181,18 @@ class LayeredTape:
 
     def _surveyed(self, j: int, value: Any, group: Group, survey: _Survey) -> Any:
         """A first run that counts what a graph would keep, but keeps none."""
-        listener, lean = Listener(), Lean()
+        listener, cheap_recompute = Listener(), CheapRecompute()
         graph = grouping.SavedBytes(self._model.parameters)
 
         def saved(tensor: Tensor) -> None:
             listener.saved(tensor)
-            if not lean.knows(tensor):
+            if not cheap_recompute.knows(tensor):
                 graph.count(tensor)
 
         counter = grouping.SavedBytes(self._model.parameters, saved)
         leaves = representations.as_leaves(value)
         with counter, torch.enable_grad():
-            output, copies_input, given = self._first_run(j, leaves, group, lean, listener=listener)
+            output, copies_input, given = self._first_run(j, leaves, group, cheap_recompute, listener=listener)
         # What entered is kept as well, except that the first layer's input may be the caller's. A result enters the
         # next layer, and is counted there.
         for tensor in tensors_in((given, leaves if copies_input else ())):

@@ -16,7 +16,7 @@ from torch import nn
 from gradcache import grouping
 from gradcache.tables import tables_of
 from pipe.recompute.dead_code import DeadCode
-from pipe.recompute.module_state import Watched
+from pipe.recompute.module_state import WatchedModule
 
 __all__ = ["Layers", "Profile"]
 
@@ -56,7 +56,7 @@ class Layers:
         self.boundary_bytes = boundary_bytes
         self.regroup = regroup
         self.parameters = list(model.parameters())
-        self.watched = [Watched(layer) for layer in self.layers]
+        self.watched = [WatchedModule(layer) for layer in self.layers]
         self.tables = [tables_of(layer) for layer in self.layers]
         self.writes_input: list[bool | None] = [None] * len(self.layers)
         self._profiles: dict[str, Profile] = {}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gradcache import representations
 from gradcache.context_managers import RandContext
 from gradcache.nested import map_tensors, tensors_in
-from pipe.recompute.module_state import Guard, Watched
+from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.replay import autocast_without_cache, devices_of
 
 __all__ = ["ChunkState", "FirstPass", "InputGradients", "backward", "encode", "is_trainable"]
@@ -67,7 +67,7 @@ class ChunkState(RandContext):
         super().__init__(*tensors, generators=generators)
         self.rows = 0
         self.requires_grad = True
-        self.guard: Guard | None = None
+        self.module_state: ModuleState | None = None
         self.copy_input = False
         self.first: Any = None
 
@@ -79,8 +79,8 @@ class ChunkState(RandContext):
         """
         # Buffers stay as they were until backward is done, which may read them. Not strict: a layer that prepares its
         # own weights in place (an embedding with max_norm) does so for every chunk.
-        assert self.guard is not None
-        with self.guard.again(strict=False), torch.enable_grad():
+        assert self.module_state is not None
+        with self.module_state.again(strict=False), torch.enable_grad():
             with self:
                 output = encoder(_copied(chunk) if self.copy_input else chunk)
             difference = 0.0 if self.first is None else representations.greatest_difference(self.first, output)
@@ -100,7 +100,7 @@ class FirstPass:
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())
-        self._watched = Watched(model)
+        self._watched = WatchedModule(model)
         self._chunks_run = 0
         self._copy_input = False
 
@@ -110,13 +110,13 @@ class FirstPass:
         """One chunk's representation, detached, and its state. ``with_graph``: tell whether it wants a gradient."""
         given_tensors = tensors_in(chunk) if tensors is None else tensors
         state = ChunkState(given_tensors, self._parameters, generators=self._watched.generators)
-        guard = Guard(self._watched)
+        module_state = ModuleState(self._watched)
         # Tensors of inference mode do not count their changes, so that nothing could be learnt from them.
         copies = self._copy_input or self._chunks_run == 0 or torch.is_inference_mode_enabled()
         given = _copied(chunk) if copies or any(tensor.is_inference() for tensor in tensors_in(chunk)) else chunk
         versions = _versions(given)
         with (
-            guard.running(),
+            module_state.running(),
             torch.set_grad_enabled(with_graph),
             autocast_without_cache(devices_of(self._parameters, tensors_in(chunk))),
         ):
@@ -132,7 +132,7 @@ class FirstPass:
             self._copy_input = True
         self._chunks_run += 1
         state.seal()
-        state.guard = guard.seal()
+        state.module_state = module_state.seal()
         state.copy_input = self._copy_input
         output = representations.detached(output)
         state.rows = representations.rows_in(output)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from offload.engine.executor import Walk
+from offload.engine.executor import Executor
 from offload.planning.budget import Layout
 from offload.storage import Tier
 from offload.streaming.lane import Lanes
@@ -32,7 +32,7 @@ def make_walk(
     graph_bytes: int,
     param_dtype: torch.dtype | None,
     strict: bool,
-) -> Walk:
+) -> Executor:
     """Moves parameters home and buffers to the compute device.
 
     Args:
@@ -56,7 +56,7 @@ def make_walk(
                 if buffer is not None:
                     module._buffers[key] = buffer.to(device)
     names = list(layers)
-    return Walk(
+    return Executor(
         shards,
         [names[shard.first : shard.first + len(shard.layers)] for shard in shards],
         device=device,

@@ -32,7 +32,7 @@ from offload.engine.structure import Structure
 from offload.engine.tape import Tape
 from offload.files.pretrained import Pretrained, tensors_of
 from offload.module import ModuleAtHome
-from offload.persistence import Keeper
+from offload.persistence import PersistentHome
 from offload.planning.estimate import Estimate, estimate_step
 from offload.planning.plan import Plan, plan_step
 from offload.planning.updates import Updating, updates_of
@@ -179,15 +179,15 @@ class OffloadModel(ModuleAtHome):
         with contextlib.ExitStack() as undo:
             # Whatever fails from here on, a full disk or an interrupt, leaves the layers as they were.
             undo.callback(self._tier.close)
-            self._keeper = Keeper(self._tier, named, cuts, stored)
-            undo.callback(Rollback(named.values(), self._keeper.values).restore)
+            self._persistent_home = PersistentHome(self._tier, named, cuts, stored)
+            undo.callback(Rollback(named.values(), self._persistent_home.values).restore)
             # A copy that changes the type is converted on the host, by whoever asks for it: not by this thread.
             lanes = open_lanes(self.device, blocking_io=self._tier.blocking_io or param_dtype is not None)
             undo.callback(lanes.close)
-            self._walk = make_walk(
+            self._executor = make_walk(
                 named,
                 cuts,
-                self._keeper.values,
+                self._persistent_home.values,
                 layout=layout,
                 device=self.device,
                 tier=self._tier,
@@ -200,12 +200,12 @@ class OffloadModel(ModuleAtHome):
             )
             # Children under the bare model's names, as in state_dict(). A layer may be called like a method of this.
             self._modules.update(named)
-            self._walk.structure = Structure(self._modules)
-            for runner in self._walk.runners:
-                runner.compares_always = detect_weight_writes
+            self._executor.structure = Structure(self._modules)
+            for replayable in self._executor.replayables:
+                replayable.compares_always = detect_weight_writes
             # Tied to the walk, which tapes refer to: a backward still runs after the last name of the model is gone.
-            self._end = finalize_here(self._walk, _close, lanes, self._tier)
-            self._keeper.begin()
+            self._end = finalize_here(self._executor, _close, lanes, self._tier)
+            self._persistent_home.begin()
             return_freed_memory()
             undo.pop_all()
 
@@ -235,11 +235,11 @@ class OffloadModel(ModuleAtHome):
         answered = offered(self, chunks)
         if answered is not None:
             return gather_nested(answered)
-        tape = self._walk.tape(chunks)
+        tape = self._executor.tape(chunks)
         if not tape.records:
-            return gather_nested(self._walk.forward(tape, chunks))
-        outputs = self._walk.forward(tape, chunks)
-        return attach(self._walk, tape, outputs, (inputs, kwargs))
+            return gather_nested(self._executor.forward(tape, chunks))
+        outputs = self._executor.forward(tape, chunks)
+        return attach(self._executor, tape, outputs, (inputs, kwargs))
 
     def _check_arguments(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raises TypeError for an argument that later layers take as well: only the first one would get it."""
@@ -287,8 +287,8 @@ class OffloadModel(ModuleAtHome):
         if most_rows > 1 and input_fn is None:
             groups, rows = join_chunks(calls, most_rows)
         output_fns = [output_fn and by_chunk(output_fn, sizes) for sizes in rows]
-        tape = self._walk.tape(groups, output_fns)
-        outputs = self._walk.forward(tape, groups)
+        tape = self._executor.tape(groups, output_fns)
+        outputs = self._executor.forward(tape, groups)
         if len(groups) == len(calls):
             return outputs, tape
         pieces = [piece for output, sizes in zip(outputs, rows, strict=True) for piece in split_output(output, sizes)]
@@ -300,7 +300,7 @@ class OffloadModel(ModuleAtHome):
         Runs the chunk forward once, and leaves no trace in buffers or generators. 0 if there is nothing to train.
         """
         call = map_tensors(Tensor.clone, as_call(0, chunk))  # of a view, all that it is a view of would be counted
-        return measured_activations(self._walk, call, output_fn)
+        return measured_activations(self._executor, call, output_fn)
 
     def _rows_together(self) -> int:
         """Rows whose activations fit in one cell; 0 if chunks stay as they are."""
@@ -314,20 +314,20 @@ class OffloadModel(ModuleAtHome):
     @property
     def updates_in_backward(self) -> bool:
         """Whether the next backward updates parameters, so that gradients cannot accumulate over micro-batches."""
-        updater = self._walk.streamer.homeward.updater
+        updater = self._executor.streamer.gradient_offload.updater
         return updater is not None and updater.updates
 
     def take_turns(self, stages: Sequence[Sequence[object]]) -> None:
         """Shares device memory with models that never compute at the same time: see :mod:`pipe.turn`."""
-        Streamer.share_room([[m._walk.streamer for m in s if isinstance(m, OffloadModel)] for s in stages])
+        Streamer.share_room([[m._executor.streamer for m in s if isinstance(m, OffloadModel)] for s in stages])
 
     def held_still(self) -> contextlib.AbstractContextManager[None]:
         """Inside, nobody changes parameters: what one call loaded serves the next as well."""
-        return self._walk.held_still()
+        return self._executor.held_still()
 
     def expect(self, *, backward: bool = False) -> None:
         """Begins to load what the next pass uses first, into memory that nobody else needs."""
-        self._walk.expect(backward=backward)
+        self._executor.expect(backward=backward)
 
     # --- looking ------------------------------------------------------------------------------------------------
 
@@ -341,8 +341,8 @@ class OffloadModel(ModuleAtHome):
         With an ``OffloadOptimizer`` it is a step that follows another one, whose updates it begins with.
         """
         return plan_step(
-            len(self._walk.shards),
-            slots=self._walk.streamer.slots,
+            len(self._executor.shards),
+            slots=self._executor.streamer.slots,
             microbatches=min(self._num_microbatches, batch_rows or self._num_microbatches),
             training=training,
             **updates_of(self._optimizers),
@@ -360,11 +360,11 @@ class OffloadModel(ModuleAtHome):
         """
         count = max(1, min(self._num_microbatches, batch_rows))
         return estimate_step(
-            self._walk.shards,
+            self._executor.shards,
             self._meter,
-            slots=self._walk.streamer.slots,
+            slots=self._executor.streamer.slots,
             rows=[batch_rows // count + (i < batch_rows % count) for i in range(count)],
-            boundary_budget_bytes=self._walk.boundary_bytes,
+            boundary_budget_bytes=self._executor.boundary_bytes,
             tier=self._tier,
             device=self.device,
             updates=updates_of(self._optimizers),
@@ -378,14 +378,14 @@ class OffloadModel(ModuleAtHome):
         ``python -m offload.telemetry.timeline step.json step.png``.
         """
         tracer = self._meter.tracer
-        with tracer.recording(self._walk.bytes_at_home) as events:
+        with tracer.recording(self._executor.bytes_at_home) as events:
             tracer.sample(self._meter.held_bytes)
             yield events
         tracer.write(path, events)
 
     def extra_repr(self) -> str:
         """One line about the shards."""
-        shards = self._walk.shards
+        shards = self._executor.shards
         largest = max(shard.slot_bytes for shard in shards)
         return f"{len(shards)} shards of at most {largest:,} bytes at home in {self._tier.name}"
 
@@ -400,14 +400,14 @@ class OffloadModel(ModuleAtHome):
         Raises:
             RuntimeError, ValueError, OSError: if a kept home cannot be sealed; the model is as it was.
         """
-        if self._walk.closed:
+        if self._executor.closed:
             return
-        if self._keeper.keeps and self._walk.structure is not None:
-            self._walk.structure.check()
-        self._walk.streamer.catch_up()
-        self._walk.bring_home()
-        self._keeper.close()
-        self._walk.closed = True
+        if self._persistent_home.keeps and self._executor.structure is not None:
+            self._executor.structure.check()
+        self._executor.streamer.apply_pending_updates()
+        self._executor.store_assigned_data()
+        self._persistent_home.close()
+        self._executor.closed = True
         self._end()
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from offload.engine.executor import Walk
+from offload.engine.executor import Executor
 from offload.storage import Tier
 
 __all__ = ["ModuleAtHome"]
@@ -31,7 +31,7 @@ _OF_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called", "_is_full_b
 class ModuleAtHome(nn.Module):
     """The part of :class:`~offload.OffloadModel` that other code of torch calls. Its children are the layers."""
 
-    _walk: Walk
+    _executor: Executor
     _tier: Tier
     #: What the constructor was given besides the layers.
     _arguments: dict[str, Any]
@@ -40,12 +40,12 @@ class ModuleAtHome(nn.Module):
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """As in torch. Parameters and buffers are found through this, from a module around this one as well."""
-        self._walk.streamer.catch_up()
+        self._executor.streamer.apply_pending_updates()
         found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
         return found
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._walk.streamer.catch_up()
+        self._executor.streamer.apply_pending_updates()
         super()._save_to_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
@@ -54,13 +54,13 @@ class ModuleAtHome(nn.Module):
                 f"expected load_state_dict with assign=False for the OffloadModel {prefix.rstrip('.') or 'itself'!r}, "
                 f"got assign=True: its parameters have homes, which values are copied into"
             )
-        self._walk.streamer.catch_up()
+        self._executor.streamer.apply_pending_updates()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. A pending update keeps its gradients, so only ``set_to_none=False`` has to finish it."""
         if not set_to_none:
-            self._walk.streamer.catch_up()
+            self._executor.streamer.apply_pending_updates()
         for layer in self.children():
             layer.zero_grad(set_to_none)
 
@@ -72,7 +72,7 @@ class ModuleAtHome(nn.Module):
 
     def __iter__(self) -> Iterator[nn.Module]:
         """The layers."""
-        self._walk.streamer.catch_up()
+        self._executor.streamer.apply_pending_updates()
         return iter(self._layers())
 
     @overload
@@ -86,7 +86,7 @@ class ModuleAtHome(nn.Module):
 
         Layers cannot be assigned, removed or added: their homes are made once.
         """
-        self._walk.streamer.catch_up()
+        self._executor.streamer.apply_pending_updates()
         if not isinstance(index, slice):
             return self._layers()[operator.index(index)]
         some = nn.Sequential()
@@ -114,18 +114,18 @@ class ModuleAtHome(nn.Module):
 
     def __deepcopy__(self: M, memo: dict[int, Any]) -> M:
         """Another model with homes of its own."""
-        self._walk.streamer.catch_up()
+        self._executor.streamer.apply_pending_updates()
         layers = {name: copy.deepcopy(layer, memo) for name, layer in self._modules.items()}
-        cuts = [len(shard.layers) for shard in self._walk.shards]
+        cuts = [len(shard.layers) for shard in self._executor.shards]
         model: M = _rebuild(type(self), layers, cuts, self._arguments, copy.deepcopy(self._state(), memo))
         return model
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as bare layers, with storage of their own, and the arguments that offload them again."""
-        self._walk.streamer.catch_up()
+        self._executor.streamer.apply_pending_updates()
         memo: dict[int, Any] = {}
         layers = {name: copy.deepcopy(layer, memo) for name, layer in self._modules.items()}
-        cuts = [len(shard.layers) for shard in self._walk.shards]
+        cuts = [len(shard.layers) for shard in self._executor.shards]
         return _rebuild, (type(self), layers, cuts, self._arguments, self._state())
 
     def _state(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class ModuleAtHome(nn.Module):
         return {key: value for key, value in vars(self).items() if key == "training" or key.endswith(_OF_HOOKS)}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, (nn.Module, nn.Parameter)) and "_walk" in self.__dict__:
+        if isinstance(value, (nn.Module, nn.Parameter)) and "_executor" in self.__dict__:
             raise TypeError(f"cannot add {name} to an OffloadModel: its layers are fixed when it is made")
         super().__setattr__(name, value)
 

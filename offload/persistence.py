@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.storage.contract import bytes_of
-from offload.storage.persistent import Contents, KeptTier
+from offload.storage.persistent import Contents, PersistentTier
 from offload.streaming.materialize import Values
 from offload.streaming.shard import layout, named_parameters
 
-__all__ = ["Keeper"]
+__all__ = ["PersistentHome"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Resting:
                 destination.copy_(dense)
 
 
-class Keeper:
+class PersistentHome:
     """Stands between the layers of a model and the tier; does nothing where nothing is kept.
 
     Args:
@@ -55,7 +55,7 @@ class Keeper:
     def __init__(
         self, tier: Tier, layers: Mapping[str, nn.Module], cuts: Sequence[int], values: Mapping[Tensor, Values]
     ) -> None:
-        self._tier = tier if isinstance(tier, KeptTier) else None
+        self._tier = tier if isinstance(tier, PersistentTier) else None
         self._layers = dict(layers)
         #: What the parameters and buffers get their values from.
         self.values: dict[Tensor, Values] = dict(values)
@@ -114,7 +114,7 @@ class Keeper:
                 assert self._block is not None
                 dense = buffer.detach().cpu().resolve_conj().resolve_neg().contiguous()
                 self._block.write(bytes_of(dense), offset)
-        self._tier.seal()
+        self._tier.manifest()
 
 
 def _shards(layers: Sequence[tuple[str, nn.Module]], cuts: Sequence[int]) -> Iterator[Contents]:

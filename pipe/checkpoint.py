@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from pipe.microbatch import Batch
 from pipe.nested import TreeSpec, flatten, unflatten
 from pipe.phony import get_phony
-from pipe.recompute.module_state import Guard
+from pipe.recompute.module_state import ModuleState
 from pipe.recompute.phase import enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing
 from pipe.recompute.replay import Replay
 from pipe.recompute.structure import Members, WatchedLayers
@@ -178,7 +178,7 @@ class _Cell:
     """What the two halves share: the function, the input's structure, and what its second run must see."""
 
     __slots__ = (
-        "_guard",
+        "_module_state",
         "_leaves",
         "_members",
         "_positions",
@@ -205,7 +205,7 @@ class _Cell:
         self._spec = spec
         self._replay = replay
         self._watched = watched
-        self._guard = Guard(watched, attributes=True) if watched else None
+        self._module_state = ModuleState(watched, attributes=True) if watched else None
         self._members: Members = []
         self.differentiable: list[int] = []
         self.recomputed: tuple[list[Tensor], list[Tensor]] | None = None
@@ -232,12 +232,12 @@ class _Cell:
     def compute(self, inputs: list[Tensor]) -> Any:
         """The first run."""
         versions = [tensor._version for tensor in inputs]
-        running = contextlib.nullcontext() if self._guard is None else self._guard.running()
+        running = contextlib.nullcontext() if self._module_state is None else self._module_state.running()
         with running, enable_checkpointing(), torch.autograd.graph.saved_tensors_hooks(_dropped, _never):
             output = self._run(_as_leaves(inputs))
         self._replay.seal()
-        if self._guard is not None and self._watched is not None:
-            self._guard.seal()
+        if self._module_state is not None and self._watched is not None:
+            self._module_state.seal()
             self._members = self._watched.members()
         for k, (tensor, version) in enumerate(zip(inputs, versions, strict=True)):
             if tensor._version != version:
@@ -258,8 +258,8 @@ class _Cell:
             self._watched.check(self._members)
         leaves = _as_leaves(inputs)
         with contextlib.ExitStack() as stack:
-            if self._guard is not None:
-                stack.enter_context(self._guard.again())
+            if self._module_state is not None:
+                stack.enter_context(self._module_state.again())
             stack.enter_context(self._replay.again())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(enable_checkpointing(False))

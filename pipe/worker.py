@@ -27,7 +27,7 @@ import torch
 
 from pipe.microbatch import Batch
 from pipe.recompute.phase import enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing
-from pipe.recompute.thread_state import Ambient
+from pipe.recompute.thread_state import ThreadState
 from pipe.stream import AbstractStream, normalize_device, use_device, use_stream
 
 __all__ = ["InQueue", "OutQueue", "Task", "needs_threads", "spawn_workers", "task_runner", "worker"]
@@ -91,13 +91,13 @@ def worker(in_queue: InQueue, out_queue: OutQueue, device: torch.device) -> None
 @contextlib.contextmanager
 def spawn_workers(devices: Sequence[torch.device]) -> Iterator[tuple[list[InQueue], list[OutQueue]]]:
     """Threads for ``devices``, repeated devices sharing one; yields an in queue and an out queue for each entry."""
-    ambient = Ambient.capture(device.type for device in devices)
+    thread_state = ThreadState.capture(device.type for device in devices)
     checkpointing, recomputing = is_checkpointing(), is_recomputing()
     threads: list[Thread] = []
     queues: dict[torch.device, tuple[InQueue, OutQueue]] = {}
 
     def carried(in_queue: InQueue, out_queue: OutQueue, device: torch.device) -> None:
-        with ambient.again(), enable_checkpointing(checkpointing), enable_recomputing(recomputing):
+        with thread_state.again(), enable_checkpointing(checkpointing), enable_recomputing(recomputing):
             worker(in_queue, out_queue, device)
 
     names = [normalize_device(device) for device in devices]

@@ -106,6 +106,6 @@ class LateCuda:
         """Queues work on the current stream."""
         self.current_stream().given.append(lambda: (work(), None)[1])
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         """Compute comes to its end."""
         self.compute.run(len(self.compute.given))

@@ -39,8 +39,8 @@ CALLED = {
     *("wait", "finish", "result", "join", "acquire", "synchronize", "wait_event", "wait_stream", "fence", "_fence"),
     *("record", "record_event", "record_stream", "notify", "notify_all", "set", "query"),
     # What the engine builds of these.
-    *("catch_up", "leave_homes", "settle", "abandon", "land", "leave", "halt"),
-    *("_flush", "_finish", "_settle", "succeeded"),
+    *("apply_pending_updates", "wait_for_home_reads", "wait_idle", "cancel", "complete", "cancel_prefetch"),
+    *("_flush", "_finish", "_synchronize", "_wait_idle", "succeeded"),
 }
 #: Names that are handed on as something to call.
 HANDED_ON = {"wait", "finish", "result", "synchronize"}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _python_dispatch as dispatch
 
-from pipe.recompute.thread_state import Ambient
+from pipe.recompute.thread_state import ThreadState
 
 __all__ = ["Observer", "Surroundings", "must_run_in_place", "set_modes"]
 
@@ -42,7 +42,7 @@ class Observer:
 
     def note(self) -> Surroundings:
         """The surroundings as they are now."""
-        return Surroundings(self, Ambient.capture(self._devices), self.state())
+        return Surroundings(self, ThreadState.capture(self._devices), self.state())
 
     def state(self) -> list[Any]:
         """What the modules' attributes refer to. Equal states in a row are one list."""
@@ -68,8 +68,8 @@ class Observer:
 class Surroundings:
     """Settings of the thread, ``training`` flags and state of a model's layers, as one call finds them."""
 
-    def __init__(self, observer: Observer, ambient: Ambient, state: list[Any]) -> None:
-        self.ambient = ambient
+    def __init__(self, observer: Observer, thread_state: ThreadState, state: list[Any]) -> None:
+        self.thread_state = thread_state
         self._observer = observer
         self._modes = tuple(module.training for module in observer.modules)
         self._state = state
@@ -77,9 +77,16 @@ class Surroundings:
     @property
     def key(self) -> Any:
         """Equal for calls that can be run together."""
-        ambient = self.ambient
-        modes = tuple(type(mode) for mode in ambient.function_modes)
-        return self._modes, ambient.grad, ambient.inference, ambient.autocasts, modes, ambient.hooks is None
+        thread_state = self.thread_state
+        modes = tuple(type(mode) for mode in thread_state.function_modes)
+        return (
+            self._modes,
+            thread_state.grad,
+            thread_state.inference,
+            thread_state.autocasts,
+            modes,
+            thread_state.hooks is None,
+        )
 
     @property
     def changed(self) -> bool:
@@ -93,7 +100,7 @@ class Surroundings:
         before = [module.training for module in modules]
         try:
             set_modes(modules, self._modes)
-            with self.ambient.again():
+            with self.thread_state.again():
                 yield
         finally:
             set_modes(modules, before)

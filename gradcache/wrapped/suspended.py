@@ -37,10 +37,10 @@ from gradcache.wrapped.receiver import Receiver
 from gradcache.wrapped.surroundings import Observer, must_run_in_place, set_modes
 from pipe.interception import intercepting
 from pipe.nested import TreeSpec, flatten, map_tensors, tensors_in
-from pipe.recompute.module_state import Guard, Watched
+from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.phase import enable_recomputing
 from pipe.recompute.replay import Replay, autocast_without_cache
-from pipe.recompute.thread_state import Ambient
+from pipe.recompute.thread_state import ThreadState
 
 __all__ = ["SuspendedForward", "TowerNotes"]
 
@@ -64,7 +64,7 @@ class TowerNotes:
     def __init__(self, model: nn.Module, observers: Mapping[int, Observer]) -> None:
         self.name = type(model).__name__
         self.modules = list(model.modules())
-        self.watched = Watched(model)
+        self.watched = WatchedModule(model)
         self.observers = observers
         #: Whether the tower writes over its input. The first forward always runs on a copy, and tells.
         self.writes_input = False
@@ -97,8 +97,8 @@ class SuspendedForward:
         self.notes = notes
         self._devices = devices
         self._first = first
-        self._ambient = Ambient.capture(device.type for device in devices)
-        self._segments: list[tuple[Replay, Guard]] = []
+        self._thread_state = ThreadState.capture(device.type for device in devices)
+        self._segments: list[tuple[Replay, ModuleState]] = []
         #: By number of the call; None where the model is left to run by itself.
         self.answers: list[Answer | None] = []
         #: Where the forward is suspended, if it is.
@@ -115,7 +115,7 @@ class SuspendedForward:
         self._suspended = False
         self._entering: list[Any] = []
         self._given: list[tuple[Answer, Receiver]] = []
-        self._segment: tuple[Replay, Guard] | None = None
+        self._segment: tuple[Replay, ModuleState] | None = None
         self._again = contextlib.ExitStack()
 
     @property
@@ -189,15 +189,15 @@ class SuspendedForward:
         self._modes = [module.training for module in self.notes.modules]
         try:
             with (
-                self._ambient.again(recomputation=True, cache_casts=False),
+                self._thread_state.again(recomputation=True, cache_casts=False),
                 enable_recomputing(),
                 torch.enable_grad(),
             ):
                 output = self._run(self._chunk)
                 given, self._given = self._given, []
                 # Backward may read buffers, or repeat a part that writes them: earlier segments' values go on top.
-                for _, guard in reversed(self._segments):
-                    self._again.enter_context(guard.again(strict=False))
+                for _, module_state in reversed(self._segments):
+                    self._again.enter_context(module_state.again(strict=False))
                 yield output
                 for answer, receiver in given:
                     answer.collect(receiver)
@@ -305,13 +305,13 @@ class SuspendedForward:
     def _begin(self, k: int = 0) -> None:
         """Segment ``k`` begins: for the first time, or in the state in which it began then."""
         if k < len(self._segments):
-            replay, guard = self._segments[k]
+            replay, module_state = self._segments[k]
             self._again.enter_context(enable_recomputing())
-            self._again.enter_context(guard.again(strict=False))
+            self._again.enter_context(module_state.again(strict=False))
             self._again.enter_context(replay.rewound())
         else:
             watched = self.notes.watched
-            self._segment = Replay.capture(self._devices, watched.generators), Guard(watched)
+            self._segment = Replay.capture(self._devices, watched.generators), ModuleState(watched)
 
     def _end(self, complete: bool) -> None:
         """The segment ends, if one is under way. A first run that is not complete leaves nothing to be repeated."""

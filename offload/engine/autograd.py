@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from offload.engine.cell import Cell
-from offload.engine.executor import Walk
-from offload.engine.surroundings import Before
+from offload.engine.executor import Executor
+from offload.engine.surroundings import StateBefore
 from offload.engine.tape import Tape
 from pipe.checkpoint import refuse_double_backward
 from pipe.microbatch import gather_nested
@@ -32,15 +32,15 @@ __all__ = ["attach"]
 class _Node:
     """One forward, between the nested values of the user and the flat tensors of autograd."""
 
-    def __init__(self, walk: Walk, tape: Tape, outputs: Sequence[Any]) -> None:
-        self.walk = walk
+    def __init__(self, executor: Executor, tape: Tape, outputs: Sequence[Any]) -> None:
+        self.executor = executor
         self.saved: Tape | None = tape
         self.held: list[Tape] = []
         #: For each micro-batch, the rows of each leaf of its output; None for what is no tensor.
         self.rows = [[_rows(leaf) for leaf in flatten(output)[0]] for output in outputs]
         leaves, self.spec = flatten(gather_nested(list(outputs)))
         # A leaf that needs a gradient in one micro-batch needs it in the gathered output.
-        n = len(walk.shards)
+        n = len(executor.shards)
         columns = zip(*(tape.requires[Cell(n, i)] for i in range(tape.microbatches)), strict=True)
         wanted = [k for k, column in enumerate(columns) if any(column)]
         # A tensor that stands at several places of the output is one result.
@@ -50,8 +50,8 @@ class _Node:
         self.results: list[Tensor] = [leaves[k] for k in self.differentiable]
         self.leaves = leaves
         #: What autograd knows of the walk besides the user's inputs.
-        self.parameters = walk.trainable(tape.first)
-        walk.nodes.add(self)
+        self.parameters = executor.trainable(tape.first)
+        executor.nodes.add(self)
 
     # Autograd frees what it saved as soon as backward is done, unless the graph is retained. The tape takes the place
     # of a saved tensor, so it lives exactly as long. Without this it would live until the user drops the loss, and
@@ -129,13 +129,13 @@ class _Offload(torch.autograd.Function):
         # it up piece by piece, unless the graph is retained.
         try:
             with with_subclasses():
-                back, taken = node.walk.backward(
+                back, taken = node.executor.backward(
                     tape, pieces, consume=not keeps_graph(), accumulate=everywhere, handed_over=handed_over
                 )
         except BaseException as error:
             # After an interrupt, what the tape holds may be half-way between two places.
             if tape.used or not isinstance(error, Exception):
-                tape.give_up()
+                tape.discard()
             raise
         for parameter in handed_over if everywhere else ():
             if parameter not in taken:
@@ -164,7 +164,7 @@ def _joined(back: list[list[Any]], tape: Tape, needed: Sequence[bool]) -> list[T
     return joined
 
 
-def attach(walk: Walk, tape: Tape, outputs: Sequence[Any], inputs: Any) -> Any:
+def attach(executor: Executor, tape: Tape, outputs: Sequence[Any], inputs: Any) -> Any:
     """The gathered output of a forward, joined to the graph of its inputs.
 
     Args:
@@ -173,12 +173,12 @@ def attach(walk: Walk, tape: Tape, outputs: Sequence[Any], inputs: Any) -> Any:
         outputs: one for each micro-batch, detached.
         inputs: the user's arguments, nested, as they were before they were cut into micro-batches.
     """
-    before = Before(walk.device)
+    before = StateBefore(executor.device)
     try:
-        node = _Node(walk, tape, outputs)
+        node = _Node(executor, tape, outputs)
         leaves = list(node.leaves)
         if node.differentiable:
-            phony = get_phony(walk.device, requires_grad=True)
+            phony = get_phony(executor.device, requires_grad=True)
             with torch.autograd.graph.saved_tensors_hooks(node.pack, node.unpack):
                 results = _Offload.apply(node, phony, *tensors_in(inputs), *node.parameters)  # type: ignore[no-untyped-call]
             made = dict(zip(node.differentiable, results, strict=True))
@@ -188,5 +188,5 @@ def attach(walk: Walk, tape: Tape, outputs: Sequence[Any], inputs: Any) -> Any:
         return unflatten(leaves, node.spec)
     except BaseException:
         before.restore()
-        tape.give_up()
+        tape.discard()
         raise

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from offload.engine.layouts import bytes_of_boundary, take_apart
 from offload.storage import Scratch
-from offload.streaming.lane import Arrival, Lane, naming
+from offload.streaming.lane import Arrival, Lane, error_context
 from offload.telemetry.statistics import Meter
 from pipe.nested import TreeSpec, flatten, unflatten
 
@@ -105,7 +105,7 @@ class BoundaryStore:
             arrival, leaves = entry.arriving
             with (
                 self._meter.waiting("boundary"),
-                naming(f"bringing back boundary {key} from {self._place}"),
+                error_context(f"bringing back boundary {key} from {self._place}"),
             ):
                 # Boundary lane -> compute. Without this, a layer reads a boundary that is still on its way.
                 arrival.wait()
@@ -189,7 +189,7 @@ class BoundaryStore:
             # A copy that failed has been reported where it was waited for, or nobody needs it any more.
             with contextlib.suppress(Exception):
                 # Boundary lane -> host. Without this, a copy is still under way in space that is given back.
-                arrival.finish()
+                arrival.synchronize()
         self._releases.clear()
         while self._leaving:
             self._meter.release(self._leaving.popleft()[2])
@@ -260,7 +260,7 @@ class BoundaryStore:
     def _flush(self, remaining: int) -> None:
         while len(self._leaving) > remaining:
             arrival, _, nbytes = self._leaving.popleft()
-            with self._meter.waiting("spill"), naming(f"spilling a boundary to {self._place}"):
+            with self._meter.waiting("spill"), error_context(f"spilling a boundary to {self._place}"):
                 # Boundary lane -> compute. Without this, the memory of a tensor is used again while it is being read.
                 arrival.wait()
             self._meter.release(nbytes)

@@ -7,7 +7,7 @@ and together they must leave the same traces as a single forward:
 what                 how it is kept the same
 ===================  =============================================================================================
 generators, casts    :class:`pipe.recompute.replay.Replay`
-modes, buffers,      :class:`pipe.recompute.module_state.Guard`: a running mean counts each micro-batch once, and a power iteration
+modes, buffers,      :class:`pipe.recompute.module_state.ModuleState`: a running mean counts each micro-batch once, and a power iteration
 attributes           starts again from the same vector
 kernels              the first run has grad mode on too, with every tensor that its graph would save dropped: layers
                      take the same path twice, and it is known exactly which outputs need a gradient
@@ -29,19 +29,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.engine.layouts import refuse_hidden, refuse_strided_nested
 from offload.engine.source import used_outside
-from offload.planning.memory_profile import CourseNotes, Turn
+from offload.planning.memory_profile import MemoryProfileRecorder, SavedTensor
 from offload.streaming.casts import Casts, CastsSeen
 from offload.streaming.shard import Shard
 from pipe.checkpoint import enable_checkpointing, enable_recomputing
 from pipe.nested import flatten, map_distinct, parts_of, tensors_in
-from pipe.recompute.cheap_ops import Lean
+from pipe.recompute.cheap_ops import CheapRecompute
 from pipe.recompute.dead_code import DeadCode, Listener, listened_to
 from pipe.recompute.elimination import leaving_out, stop_leaving_out
-from pipe.recompute.module_state import Guard, Watched
+from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.replay import Replay, autocast_without_cache
 from pipe.torch_private import uncompiled_hooks
 
-__all__ = ["Cell", "CellRunner", "OutputFn", "Record"]
+__all__ = ["Cell", "OutputFn", "Record", "ReplayableShard"]
 
 OutputFn = Callable[[Any], Any]
 
@@ -64,24 +64,24 @@ class Record:
     """What the recomputation of one cell needs besides its boundary."""
 
     replay: Replay
-    guard: Guard
+    module_state: ModuleState
     copies_input: bool
     #: What the recomputation leaves out, since nobody reads it.
     dead_code: DeadCode | None
 
 
 @dataclass(eq=False)
-class CellRunner:
+class ReplayableShard:
     """Runs the cells of one shard. Their input is (args, kwargs) in the first shard, one value in every other."""
 
     shard: Shard
     names: list[str]
     device: torch.device
-    watched: Watched = field(init=False)
+    watched: WatchedModule = field(init=False)
     #: Bytes that autograd would have kept of the last recorded forward.
     activation_bytes: int = 0
     #: The course that its backward takes.
-    turns: Sequence[Turn] = ()
+    saved_tensors: Sequence[SavedTensor] = ()
     #: The same of a lean graph, with what entered the cell if it is not the first; where ``measures_graphs``.
     graph_bytes: int = 0
     measures_graphs: bool = False
@@ -105,7 +105,7 @@ class CellRunner:
         """Finds the modules and buffers of the layers, as they are now."""
         group = nn.Module()
         group._modules.update(zip(self.names, self.shard.layers, strict=True))
-        self.watched = Watched(group)
+        self.watched = WatchedModule(group)
 
     def compares_weights(self) -> bool:
         """Whether the forward of this visit is one after which parameters are compared with their homes.
@@ -130,11 +130,14 @@ class CellRunner:
         ``boundary`` holds fresh leaves. The output must be detached, which frees its graph.
         """
         replay = Replay.capture([self.device], self.watched.generators)
-        guard = Guard(self.watched, attributes=True)
+        module_state = ModuleState(self.watched, attributes=True)
         sizes: dict[StorageWeakRef, int] = {}
         made_again: set[StorageWeakRef] = set()
-        notes = CourseNotes(self.shard)
-        listener, lean = Listener(), Lean(hold=lambda tensor: None) if self.measures_graphs else None
+        notes = MemoryProfileRecorder(self.shard)
+        listener, cheap_recompute = (
+            Listener(),
+            CheapRecompute(hold=lambda tensor: None) if self.measures_graphs else None,
+        )
         casts = CastsSeen(Casts(), self.shard.slot) if self.measures_graphs else None
 
         def count(tensor: Tensor) -> StorageWeakRef:
@@ -150,30 +153,30 @@ class CellRunner:
             # The graph of a first run only tells which outputs need a gradient, and how much it would have kept.
             if tensor.layout is torch.strided:
                 reference = count(tensor)
-                if (lean and lean.knows(tensor)) or (casts and casts.find(tensor)):
+                if (cheap_recompute and cheap_recompute.knows(tensor)) or (casts and casts.find(tensor)):
                     made_again.add(reference)
 
         def never(_: None) -> Tensor:
             raise used_outside(self.shard.index)
 
         with (
-            guard.running(),
+            module_state.running(),
             enable_checkpointing(),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(drop, never)),
         ):
-            others = [mode for mode in (casts, lean) if mode is not None]
+            others = [mode for mode in (casts, cheap_recompute) if mode is not None]
             output, copied, given = self._first_run(boundary, output_fn, *others, listener=listener)
         sizes.pop(StorageWeakRef(self.shard.slot.untyped_storage()), None)
         self.activation_bytes = sum(sizes.values())
         # A copy that only showed that none is needed stands for the boundary itself.
         own = tensors_in(boundary if copied else given)
-        self.turns = notes.turns(elsewhere=own)
+        self.saved_tensors = notes.saved_tensors(elsewhere=own)
         entered = {count(part) for t in own for part in parts_of(t)} if self.shard.index else set()
         self.graph_bytes = sum(nbytes for reference, nbytes in sizes.items() if reference not in made_again - entered)
         seen = self._reads_values or listened_to(module for _, module in self.watched.modules)
         dead_code = None if seen else listener.dead_code()
-        return output, Record(replay.seal(), guard.seal(), copied, dead_code)
+        return output, Record(replay.seal(), module_state.seal(), copied, dead_code)
 
     def recompute(self, boundary: Any, record: Record, output_fn: OutputFn | None = None) -> Any:
         """Runs the cell once more, with a graph from ``boundary`` and the parameters to its output.
@@ -200,7 +203,7 @@ class CellRunner:
         mode: contextlib.AbstractContextManager[Any],
     ) -> Any:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(record.guard.again(strict=False))
+            stack.enter_context(record.module_state.again(strict=False))
             stack.enter_context(record.replay.again())
             stack.enter_context(enable_checkpointing(False))
             stack.enter_context(torch.enable_grad())

@@ -21,23 +21,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.engine.cell import Cell, CellRunner, OutputFn
+from offload.engine.cell import Cell, OutputFn, ReplayableShard
 from offload.engine.layouts import fitting
 from offload.engine.raw_chunk import RawChunk
 from offload.engine.saved_tensors import weights_by_reference
 from offload.engine.source import Source
 from offload.engine.tape import KeptCell, Tape
 from offload.engine.weight_writes import differs_from_home, find_writes, holds, put_back, values_at_home, values_in_slot
-from offload.planning.memory_profile import Course, CourseNotes
+from offload.planning.memory_profile import MemoryProfile, MemoryProfileRecorder
 from offload.streaming.shard import Shard
 from offload.telemetry.statistics import Meter
 from pipe.nested import flatten, map_distinct, unflatten
 from pipe.torch_private import hidden_hooks
 
-__all__ = ["Crossing", "requires", "rows_of", "versions_of"]
+__all__ = ["CellExecutor", "requires", "rows_of", "versions_of"]
 
 
-class Crossing:
+class CellExecutor:
     """Runs the cells of a model's tapes.
 
     Args:
@@ -50,14 +50,14 @@ class Crossing:
 
     def __init__(
         self,
-        runners: Sequence[CellRunner],
+        replayables: Sequence[ReplayableShard],
         *,
         device: torch.device,
         meter: Meter,
         recompute: bool,
         param_dtype: torch.dtype | None,
     ) -> None:
-        self._runners = runners
+        self._replayables = replayables
         self._device = device
         self._meter = meter
         self._recompute = recompute
@@ -71,22 +71,22 @@ class Crossing:
 
     def forward(self, tape: Tape, cell: Cell, boundary: Any) -> Any:
         """The detached output of a cell; the tape notes what backward needs of it."""
-        runner = self._runners[cell.j]
+        replayable = self._replayables[cell.j]
         output_fn = self._output_fn(tape, cell)
         with self._meter.cell("F", cell.j, cell.i, tape.rows[cell.i]):
             if not tape.records or cell.j < tape.first:
-                return map_distinct(Tensor.detach, runner.forward(boundary, output_fn))
+                return map_distinct(Tensor.detach, replayable.forward(boundary, output_fn))
             source, value = _source(tape, cell, boundary)
             if not self.keeps_graph(tape, cell):
-                output, tape.cells[cell] = runner.forward_recorded(value, output_fn)
-                self._meter.saw_activations(runner.activation_bytes, tape.rows[cell.i])
-                self._meter.saw_course(cell.j, Course(tape.rows[cell.i], runner.turns), keeps=False)
-                runner.graph_bytes_per_row = runner.graph_bytes / max(tape.rows[cell.i], 1)
+                output, tape.cells[cell] = replayable.forward_recorded(value, output_fn)
+                self._meter.saw_activations(replayable.activation_bytes, tape.rows[cell.i])
+                self._meter.saw_course(cell.j, MemoryProfile(tape.rows[cell.i], replayable.saved_tensors), keeps=False)
+                replayable.graph_bytes_per_row = replayable.graph_bytes / max(tape.rows[cell.i], 1)
             else:
-                notes = CourseNotes(runner.shard)
-                with weights_by_reference(runner.shard, notes, lean=self._recompute):
-                    output = runner.forward_with_graph(value, output_fn)
-                self._meter.saw_course(cell.j, Course(tape.rows[cell.i], notes.turns()), keeps=True)
+                notes = MemoryProfileRecorder(replayable.shard)
+                with weights_by_reference(replayable.shard, notes, cheap_recompute=self._recompute):
+                    output = replayable.forward_with_graph(value, output_fn)
+                self._meter.saw_course(cell.j, MemoryProfile(tape.rows[cell.i], notes.saved_tensors()), keeps=True)
                 tape.kept[cell] = KeptCell(source, flatten(output)[0])
             tape.requires[Cell(cell.j + 1, cell.i)] = requires(flatten(output)[0])
             return map_distinct(Tensor.detach, output)
@@ -105,16 +105,16 @@ class Crossing:
         Returns:
             Positions of the parameters that the layers wrote.
         """
-        runner = self._runners[j]
-        shard = runner.shard
-        written = find_writes(shard, compare=runner.compares_weights())
+        replayable = self._replayables[j]
+        shard = replayable.shard
+        written = find_writes(shard, compare=replayable.compares_weights())
         if written:
-            runner.writes_weights = True
+            replayable.writes_weights = True
             recorded = [Cell(j, i) for i in microbatches if Cell(j, i) in tape.cells]
             entered = {cell: self.enter(tape, cell, now + cell.i, last=False) for cell in recorded}
-            if recorded and runner.repeats_writes is None:
-                runner.repeats_writes = self._repeats_writes(tape, recorded[0], entered[recorded[0]])
-            if recorded and not runner.repeats_writes:
+            if recorded and replayable.repeats_writes is None:
+                replayable.repeats_writes = self._repeats_writes(tape, recorded[0], entered[recorded[0]])
+            if recorded and not replayable.repeats_writes:
                 put_back(shard, values_at_home(shard))  # which is still what there was before this visit
                 for cell, boundary in entered.items():
                     self._run_again_with_graph(tape, cell, boundary)
@@ -122,12 +122,12 @@ class Crossing:
 
     def _repeats_writes(self, tape: Tape, cell: Cell, boundary: Any) -> bool:
         """After a forward that wrote parameters: whether a recomputation of the cell leaves them as they are."""
-        runner = self._runners[cell.j]
-        after = values_in_slot(runner.shard)
+        replayable = self._replayables[cell.j]
+        after = values_in_slot(replayable.shard)
         with torch.no_grad():
-            runner.recompute(_source(tape, cell, boundary)[1], tape.cells[cell], self._output_fn(tape, cell))
-        same = holds(runner.shard, after)
-        put_back(runner.shard, after)
+            replayable.recompute(_source(tape, cell, boundary)[1], tape.cells[cell], self._output_fn(tape, cell))
+        same = holds(replayable.shard, after)
+        put_back(replayable.shard, after)
         return same
 
     def _run_again_with_graph(self, tape: Tape, cell: Cell, boundary: Any) -> None:
@@ -135,11 +135,11 @@ class Crossing:
 
         It sees what the first run saw, :func:`~pipe.is_recomputing` included.
         """
-        runner = self._runners[cell.j]
+        replayable = self._replayables[cell.j]
         source, value = _source(tape, cell, boundary)
-        notes = CourseNotes(runner.shard)
-        with weights_by_reference(runner.shard, notes):
-            output = runner.repeat(value, tape.cells.pop(cell), self._output_fn(tape, cell))
+        notes = MemoryProfileRecorder(replayable.shard)
+        with weights_by_reference(replayable.shard, notes):
+            output = replayable.repeat(value, tape.cells.pop(cell), self._output_fn(tape, cell))
         tape.kept[cell] = KeptCell(source, flatten(output)[0])
         tape.graphs |= {cell}
 
@@ -161,14 +161,14 @@ class Crossing:
         Returns:
             A gradient or None for each leaf of the boundary.
         """
-        runner = self._runners[cell.j]
+        replayable = self._replayables[cell.j]
         keeps_graph = self.keeps_graph(tape, cell)
         with self._meter.cell("B", cell.j, cell.i, tape.rows[cell.i]):
             if not keeps_graph:
                 source, value = _source(tape, cell, boundary)
-                outputs = flatten(runner.recompute(value, tape.cells[cell], self._output_fn(tape, cell)))[0]
+                outputs = flatten(replayable.recompute(value, tape.cells[cell], self._output_fn(tape, cell)))[0]
                 _check_same(tape, cell, outputs)
-                if runner.writes_weights and differs_from_home(runner.shard):
+                if replayable.writes_weights and differs_from_home(replayable.shard):
                     raise RuntimeError(
                         f"the layers of shard {cell.j} write their own parameters while they run, and the "
                         f"recomputation wrote other values than the forward, which it did not do at first; use "
@@ -191,15 +191,15 @@ class Crossing:
             back: list[Tensor | None] = [None] * len(source.leaves)
             if roots and accumulate:
                 # Hooks of parameters run once, on the whole gradient; this is the part of one micro-batch.
-                with hidden_hooks(runner.shard.parameters), source.expecting():
+                with hidden_hooks(replayable.shard.parameters), source.expecting():
                     torch.autograd.backward(roots, gradients, retain_graph=retain)
                 back = source.take()
-                runner.shard.widen_gradients()
+                replayable.shard.widen_gradients()
             elif roots and source.wanted:
                 found = torch.autograd.grad(roots, source.wanted, gradients, retain_graph=retain, allow_unused=True)
                 back = source.take(found)
             # A layer that writes its own weights (an embedding with max_norm) did so in forward; that counts once.
-            runner.shard.set_versions(tape.versions[cell.j])
+            replayable.shard.set_versions(tape.versions[cell.j])
             return back
 
     # --- what enters, and what must not have changed --------------------------------------------------------------
@@ -234,7 +234,7 @@ class Crossing:
         return x.detach().to(self._device, dtype, non_blocking=not goes_on)
 
     def _output_fn(self, tape: Tape, cell: Cell) -> OutputFn | None:
-        return tape.output_fns[cell.i] if cell.j == len(self._runners) - 1 else None
+        return tape.output_fns[cell.i] if cell.j == len(self._replayables) - 1 else None
 
     @staticmethod
     def check_unchanged(tape: Tape, shards: Sequence[Shard], assigned_at: Mapping[int, int]) -> None:

@@ -31,12 +31,12 @@ import torch
 from torch import Tensor, nn
 
 from offload.engine.boundary_store import BoundaryStore
-from offload.engine.cell import Cell, CellRunner, OutputFn
-from offload.engine.cell_executor import Crossing, requires, rows_of, versions_of
+from offload.engine.cell import Cell, OutputFn, ReplayableShard
+from offload.engine.cell_executor import CellExecutor, requires, rows_of, versions_of
 from offload.engine.layouts import bytes_of_boundary, refuse_hidden, refuse_strided_nested
-from offload.engine.staleness import Untouched
+from offload.engine.staleness import StalenessTracker
 from offload.engine.structure import Structure
-from offload.engine.surroundings import Before
+from offload.engine.surroundings import StateBefore
 from offload.engine.tape import Tape
 from offload.planning.kept_graphs import graphs_that_fit
 from offload.planning.plan import Action, Kind, Plan, plan_pass
@@ -50,10 +50,10 @@ from pipe.nested import flatten, tensors_in
 from pipe.recompute.phase import is_recomputing
 from pipe.torch_private import transform_under_way
 
-__all__ = ["Walk"]
+__all__ = ["Executor"]
 
 
-class Walk:
+class Executor:
     """Forward and backward over the shards of one model."""
 
     #: Whether the model has ended.
@@ -80,9 +80,11 @@ class Walk:
         self.shards = shards
         self._strict = strict
         self.streamer = Streamer(shards, slots=slots, device=device, tier=tier, lanes=lanes, meter=meter)
-        self.runners = [CellRunner(shard, names, device) for shard, names in zip(shards, layer_names, strict=True)]
-        self._crossing = Crossing(
-            self.runners, device=device, meter=meter, recompute=recompute, param_dtype=param_dtype
+        self.replayables = [
+            ReplayableShard(shard, names, device) for shard, names in zip(shards, layer_names, strict=True)
+        ]
+        self._cell_executor = CellExecutor(
+            self.replayables, device=device, meter=meter, recompute=recompute, param_dtype=param_dtype
         )
         self.device = device
         self._tier = tier
@@ -91,22 +93,24 @@ class Walk:
         self.boundary_bytes = boundary_bytes
         self._recompute = recompute
         self._graph_bytes = graph_bytes
-        for runner in self.runners:
-            runner.measures_graphs = recompute and graph_bytes > 0
-        self._untouched = Untouched(shards, (p for runner in self.runners for _, p in runner.watched.parameters))
+        for replayable in self.replayables:
+            replayable.measures_graphs = recompute and graph_bytes > 0
+        self._untouched = StalenessTracker(
+            shards, (p for replayable in self.replayables for _, p in replayable.watched.parameters)
+        )
         #: Whether a pass is under way, or was interrupted before it could clean up.
         self._busy = False
         self._made_in = os.getpid()
         this = weakref.ref(self)  # the streamer is a part of this object, and must not keep it
 
         def computes() -> bool:
-            walk = this()
-            return walk is not None and walk.busy
+            executor = this()
+            return executor is not None and executor.busy
 
         def recover() -> None:
-            walk = this()
-            if walk is not None:
-                walk.recover()
+            executor = this()
+            if executor is not None:
+                executor.recover()
 
         self.streamer.computes, self.streamer.recover = computes, recover
         self._held_still = 0
@@ -134,7 +138,7 @@ class Walk:
         return count
 
     def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool:
-        """See :meth:`offload.engine.staleness.Untouched.held_elsewhere`; ``known`` is without the engine's own graphs."""
+        """See :meth:`offload.engine.staleness.StalenessTracker.held_elsewhere`; ``known`` is without the engine's own graphs."""
         for node in self.nodes:
             known.update(p for p in node.parameters if p in known)
         return self._untouched.held_elsewhere(known, views)
@@ -143,7 +147,7 @@ class Walk:
         """Bytes of parameters and of gradients that rest at home."""
         return sum(b.nbytes for shard in self.shards for b in (shard.home, shard.gradients) if b is not None)
 
-    def bring_home(self) -> None:
+    def store_assigned_data(self) -> None:
         """Copies what was assigned to the ``.data`` of parameters since the last pass into their homes.
 
         Raises:
@@ -161,7 +165,7 @@ class Walk:
         for shard, s, value in assigned:
             # Not as a change in place, which whoever used the parameter outside of the model would be told of.
             self._assigned_at[id(s.parameter)] = self._assignments
-            shard.bring_home(s, value)
+            shard.store_assigned_data(s, value)
 
     @contextlib.contextmanager
     def held_still(self) -> Iterator[None]:
@@ -177,7 +181,7 @@ class Walk:
     def expect(self, *, backward: bool) -> None:
         """The next turn on the device is this model's."""
         if not self._busy:
-            self.streamer.look_ahead(self.streamer.backward_order if backward else range(len(self.shards)))
+            self.streamer.prefetch(self.streamer.backward_order if backward else range(len(self.shards)))
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -196,20 +200,22 @@ class Walk:
         for leaves in inputs:
             refuse_hidden(leaves, "an input of the model")
         if self.structure is not None and self.structure.check():
-            for runner in self.runners:
-                runner.watch()
+            for replayable in self.replayables:
+                replayable.watch()
         input_requires_grad = any(isinstance(x, Tensor) and x.requires_grad for leaves in inputs for x in leaves)
         first = 0 if input_requires_grad else next((s.index for s in self.shards if s.trainable), len(self.shards))
         rows = [rows_of(leaves) for leaves in inputs]
         graphs: frozenset[Cell] = frozenset()
         if self._recompute and self._graph_bytes:
-            known = [runner.graph_bytes_per_row for runner in self.runners]
+            known = [replayable.graph_bytes_per_row for replayable in self.replayables]
             graphs = graphs_that_fit(known, rows, first=first, budget_bytes=self._graph_bytes)
         # A recomputation would write once more.
-        writing = [j for j, runner in enumerate(self.runners) if runner.repeats_writes is False and j >= first]
+        writing = [
+            j for j, replayable in enumerate(self.replayables) if replayable.repeats_writes is False and j >= first
+        ]
         graphs |= {Cell(j, i) for j in writing for i in range(len(chunks))}
         return Tape(
-            walk=self,
+            executor=self,
             # Without recomputation boundaries live in the graphs, on the device.
             boundaries=self._store(spills=self._recompute),
             microbatches=len(chunks),
@@ -227,15 +233,15 @@ class Walk:
     def forward(self, tape: Tape, chunks: Sequence[Any]) -> list[Any]:
         """Runs all chunks through all shards. Returns one detached output for each chunk."""
         n, m = len(self.shards), tape.microbatches
-        with self._exclusively(on_failure=tape.give_up):
+        with self._exclusively(on_failure=tape.discard):
             if tape.records:
                 self._meter.begin_step()
             # Inside a turn the next micro-batch comes at once, and a backward recomputes with what its forward saw.
             # Otherwise anything may have happened to homes that somebody could reach, also what no version counts.
-            in_turn = self._held_still > 0 or (self.streamer.room.shared and is_recomputing())
+            in_turn = self._held_still > 0 or (self.streamer.slot_pool.shared and is_recomputing())
             if not (in_turn or self._untouched.since_mark()):
                 self.streamer.release()
-                self.bring_home()
+                self.store_assigned_data()
             self._untouched.forget()
             plan = plan_pass(
                 range(n),
@@ -251,10 +257,10 @@ class Walk:
             def visit(j: int, microbatches: Sequence[int]) -> None:
                 records = tape.records and j >= tape.first
                 for i in microbatches:
-                    last = not records or self._crossing.keeps_graph(tape, Cell(j, i))
-                    boundary = self._crossing.enter(tape, Cell(j, i), now=j * m + i, last=last)
+                    last = not records or self._cell_executor.keeps_graph(tape, Cell(j, i))
+                    boundary = self._cell_executor.enter(tape, Cell(j, i), now=j * m + i, last=last)
                     tape.boundaries.prefetch((j, i + 1) if i + 1 < m else (j + 1, 0))
-                    output = self._crossing.forward(tape, Cell(j, i), boundary)
+                    output = self._cell_executor.forward(tape, Cell(j, i), boundary)
                     if last:
                         tape.boundaries.drop((j, i))
                     if j + 1 < n:
@@ -263,7 +269,7 @@ class Walk:
                         outputs[i] = output
                         nbytes = sum(bytes_of_boundary(x) for x in tensors_in(output))
                     self._meter.boundary_bytes_per_row[j + 1] = nbytes / max(tape.rows[i], 1)
-                self.streamer.keep_changes(j, self._crossing.end_visit(tape, j, microbatches, now=j * m))
+                self.streamer.keep_changes(j, self._cell_executor.end_visit(tape, j, microbatches, now=j * m))
                 tape.versions[j], tape.assignments = self.shards[j].versions(), self._assignments
 
             self._follow(plan, visit)
@@ -273,9 +279,9 @@ class Walk:
                 tape.output_shapes.append([x.shape if isinstance(x, Tensor) else None for x in leaves])
             if tape.records:
                 self._tapes.add(tape)
-                self.streamer.leave_homes(tape.first)  # the others must not change before the backward
+                self.streamer.wait_for_home_reads(tape.first)  # the others must not change before the backward
             else:
-                self.streamer.leave_homes()
+                self.streamer.wait_for_home_reads()
                 # What is in slots stays there. The next forward asks whether it still holds what the homes do.
                 self._untouched.mark()
         return outputs
@@ -316,13 +322,13 @@ class Walk:
         with contextlib.closing(gradients), self._exclusively(recomputes=self._recompute):
             self._untouched.forget()
             resident = self.streamer.resident()
-            self._crossing.check_unchanged(tape, self.shards, self._assigned_at)
+            self._cell_executor.check_unchanged(tape, self.shards, self._assigned_at)
             waiting = sum(other is not tape and not other.used for other in self._tapes)
-            homeward = self.streamer.homeward
-            updates = homeward.begin(waiting, handed_over, only_those=not accumulate)
+            gradient_offload = self.streamer.gradient_offload
+            updates = gradient_offload.begin(waiting, handed_over, only_those=not accumulate)
             to_parameters = accumulate or bool(handed_over)
             order = range(n - 1, tape.first - 1, -1)
-            in_turn = self._held_still > 0 or self.streamer.room.shared
+            in_turn = self._held_still > 0 or self.streamer.slot_pool.shared
             plan = plan_pass(
                 order,
                 Kind.BACKWARD,
@@ -342,12 +348,12 @@ class Walk:
                 for i in microbatches:
                     now = last + (n - 1 - j) * m + i
                     given = gradients.get((j + 1, i), now, last=True)
-                    kept = self._crossing.keeps_graph(tape, Cell(j, i))
-                    boundary = None if kept else self._crossing.enter(tape, Cell(j, i), now, last=consume)
+                    kept = self._cell_executor.keeps_graph(tape, Cell(j, i))
+                    boundary = None if kept else self._cell_executor.enter(tape, Cell(j, i), now, last=consume)
                     following = (j, i + 1) if i + 1 < m else (j - 1, 0)
                     tape.boundaries.prefetch(following)
                     gradients.prefetch((following[0] + 1, following[1]))
-                    back = self._crossing.backward(
+                    back = self._cell_executor.backward(
                         tape, Cell(j, i), boundary, given, consume=consume, accumulate=to_parameters
                     )
                     gradients.drop((j + 1, i))
@@ -359,14 +365,14 @@ class Walk:
                         input_gradients[i] = back
 
             self._follow(plan, visit)
-            self.streamer.homeward.settle()
-            taken = homeward.take()
+            self.streamer.gradient_offload.wait_idle()
+            taken = gradient_offload.take()
             # In a turn the next micro-batch comes at once; a new forward begins with empty slots anyway.
             if not in_turn:
-                self.streamer.leave_homes()
+                self.streamer.wait_for_home_reads()
                 self.streamer.release()
         if in_turn and not self._held_still:
-            self.streamer.room.look_back(self.streamer)
+            self.streamer.slot_pool.look_back(self.streamer)
         return input_gradients, taken
 
     # --- what both need -----------------------------------------------------------------------------------------
@@ -410,11 +416,11 @@ class Walk:
                 "this OffloadModel is in the middle of a forward or backward; a layer or a hook of it called it again, "
                 "or another thread did"
             )
-        before = Before(self.device, (runner.watched for runner in self.runners) if recomputes else ())
-        with self.streamer.room.turn(self.streamer):
+        before = StateBefore(self.device, (replayable.watched for replayable in self.replayables) if recomputes else ())
+        with self.streamer.slot_pool.turn(self.streamer):
             try:
                 if self._busy or self.streamer.unsettled:
-                    self._abandon()
+                    self._cancel()
                 if self.streamer.decide is not None:
                     self.streamer.decide()
                 self._busy = True
@@ -422,7 +428,7 @@ class Walk:
                 self._busy = False
             except BaseException:
                 before.restore()
-                self._abandon()
+                self._cancel()
                 if on_failure is not None:
                     on_failure()
                 raise
@@ -430,11 +436,11 @@ class Walk:
     def recover(self) -> None:
         """Cleans up after a pass that was interrupted before it could, if there is one."""
         if self._busy and not self._passes():
-            self._abandon()
+            self._cancel()
 
-    def _abandon(self) -> None:
+    def _cancel(self) -> None:
         self._untouched.forget()
-        self.streamer.abandon()
+        self.streamer.cancel()
         self._busy = False
 
     def _store(self, *, spills: bool = True) -> BoundaryStore:
@@ -450,4 +456,4 @@ class Walk:
 
 
 #: The functions whose frames are the passes that are under way.
-_PASSES: frozenset[CodeType] = frozenset({Walk.forward.__code__, Walk.backward.__code__})
+_PASSES: frozenset[CodeType] = frozenset({Executor.forward.__code__, Executor.backward.__code__})

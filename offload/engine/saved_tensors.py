@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from offload.engine.source import used_outside
-from offload.planning.memory_profile import CourseNotes
+from offload.planning.memory_profile import MemoryProfileRecorder
 from offload.streaming.casts import Cast, CastsSeen
 from offload.streaming.shard import Shard
-from pipe.recompute.cheap_ops import Kept, Lean, Made
+from pipe.recompute.cheap_ops import CheapRecompute, Kept, Made
 from pipe.recompute.thread_state import lasting_hooks
 from pipe.torch_private import uncompiled_hooks
 
@@ -69,7 +69,7 @@ class _Packed:
 
 
 @contextlib.contextmanager
-def weights_by_reference(shard: Shard, notes: CourseNotes, lean: bool = False) -> Iterator[None]:
+def weights_by_reference(shard: Shard, notes: MemoryProfileRecorder, cheap_recompute: bool = False) -> Iterator[None]:
     """Inside, autograd saves views of ``shard``'s slot, and casts of them, by reference.
 
     The shard must be bound, then and in backward.
@@ -104,7 +104,7 @@ def weights_by_reference(shard: Shard, notes: CourseNotes, lean: bool = False) -
             tensor.is_neg(),
         )
 
-    recipes = Lean(lambda tensor: reference(tensor) or tensor) if lean and users is None else None
+    recipes = CheapRecompute(lambda tensor: reference(tensor) or tensor) if cheap_recompute and users is None else None
 
     def pack(tensor: Tensor) -> Any:
         if recipes is not None and recipes.knows(tensor):

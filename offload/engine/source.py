@@ -81,7 +81,7 @@ class Source:
             back[k] = gradient
         return back
 
-    def arrive(self, gradients: tuple[Tensor | None, ...]) -> None:
+    def receive(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Called by autograd, once the gradients of all tensors are complete.
 
         Raises:
@@ -105,5 +105,5 @@ class _Begin(torch.autograd.Function):
         source = ctx.source()
         if source is None:  # of a forward that kept no graph
             raise used_outside(ctx.shard)
-        source.arrive(gradients)
+        source.receive(gradients)
         return (None,) * (2 + len(gradients))

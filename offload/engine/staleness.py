@@ -4,7 +4,7 @@ Between calls the homes belong to the user. A write in place shows in a tensor's
 ``.data``, a NumPy view or another alias does not. So it is not asked whether somebody wrote, but whether somebody could
 have: a parameter is reached through the ``_parameters`` of its module, or by who holds it or an alias of it already.
 
-Invariant: :meth:`Untouched.since_mark` is True only if, from the mark to now,
+Invariant: :meth:`StalenessTracker.since_mark` is True only if, from the mark to now,
 
 * no value was taken out of, or put into, any ``_parameters`` (they note it: ``getattr``, ``parameters()``,
   ``state_dict()``, ``copy`` and all else go through them),
@@ -32,7 +32,7 @@ from torch import nn
 from offload.streaming.shard import Shard
 from pipe.torch_private import native_uses, storage_uses
 
-__all__ = ["Untouched"]
+__all__ = ["StalenessTracker"]
 
 
 class _Note:
@@ -115,7 +115,7 @@ class _Noting(dict[str, "nn.Parameter | None"]):
         return dict, (self.copy(),)
 
 
-class Untouched:
+class StalenessTracker:
     """Watches the homes of a model; made once, when its parameters are there.
 
     Args:

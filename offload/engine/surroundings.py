@@ -12,15 +12,15 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from pipe.recompute.module_state import Watched
+from pipe.recompute.module_state import WatchedModule
 from pipe.recompute.phase import phase_of_thread, set_phase_of_thread
 from pipe.recompute.replay import Replay
-from pipe.recompute.thread_state import Ambient
+from pipe.recompute.thread_state import ThreadState
 
-__all__ = ["Before"]
+__all__ = ["StateBefore"]
 
 
-class Before:
+class StateBefore:
     """Notes what this thread and these modules are like now.
 
     Args:
@@ -29,15 +29,15 @@ class Before:
             earlier forward. Without them, what a forward draws and writes stays, as in plain torch.
     """
 
-    def __init__(self, device: torch.device, recomputed: Iterable[Watched] = ()) -> None:
+    def __init__(self, device: torch.device, recomputed: Iterable[WatchedModule] = ()) -> None:
         self._phase = phase_of_thread()
         self._modes: list[tuple[nn.Module, bool]] = []
         self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
         for watched in recomputed:
             self._modes += [(module, module.training) for _, module in watched.modules]
             self._buffers += [(owner._buffers, name, owner._buffers.get(name)) for owner, name, _ in watched.buffers]
-        self._settings: Ambient | Replay
-        self._settings = Replay.capture([device]) if self._modes else Ambient.capture([device.type])
+        self._settings: ThreadState | Replay
+        self._settings = Replay.capture([device]) if self._modes else ThreadState.capture([device.type])
 
     def restore(self) -> None:
         """Puts it back. May be called again after it was interrupted itself."""

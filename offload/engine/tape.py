@@ -38,10 +38,10 @@ class GoesBack(Protocol):
         accumulate: bool = True,
         handed_over: Collection[nn.Parameter] = (),
     ) -> tuple[list[list[Any]], dict[nn.Parameter, Tensor]]:
-        """See :meth:`offload.engine.executor.Walk.backward`."""
+        """See :meth:`offload.engine.executor.Executor.backward`."""
 
     def trainable(self, first: int) -> list[nn.Parameter]:
-        """See :meth:`offload.engine.executor.Walk.trainable`."""
+        """See :meth:`offload.engine.executor.Executor.trainable`."""
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class Tape:
     once. A tape that is dropped instead frees all it holds.
     """
 
-    walk: GoesBack
+    executor: GoesBack
     boundaries: BoundaryStore
     microbatches: int
     #: Whether the forward noted what a backward needs.
@@ -106,8 +106,8 @@ class Tape:
         self.used = True
         try:
             # Autograd runs the hooks of a parameter, once, when its whole gradient is there.
-            hooked = [p for p in self.walk.trainable(self.first) if has_hooks(p)]
-            input_gradients, taken = self.walk.backward(self, flat, consume=True, handed_over=hooked)
+            hooked = [p for p in self.executor.trainable(self.first) if has_hooks(p)]
+            input_gradients, taken = self.executor.backward(self, flat, consume=True, handed_over=hooked)
         finally:
             self.close()
         roots: list[tuple[Tensor, Tensor]] = [
@@ -133,7 +133,7 @@ class Tape:
                 raise ValueError(f"chunk {i}: expected a gradient of the shape {expected}, got {tuple(leaf.shape)}")
         return leaves
 
-    def give_up(self) -> None:
+    def discard(self) -> None:
         """Frees what the tape holds, after a failure: it has no backward."""
         self.used = True
         self.close()

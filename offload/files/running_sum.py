@@ -10,7 +10,7 @@ import zlib
 from functools import partial
 from types import TracebackType
 
-from offload.storage.io_thread_pool import Crew, Job
+from offload.storage.io_thread_pool import IOThreadPool, PooledCall
 
 __all__ = ["RunningSum"]
 
@@ -29,8 +29,8 @@ class RunningSum:
 
     def __init__(self, first: bytes) -> None:
         self._value = zlib.crc32(first)
-        self._crew: Crew | None = None
-        self._job: Job | None = None
+        self._io_threads: IOThreadPool | None = None
+        self._job: PooledCall | None = None
 
     def add(self, data: memoryview) -> None:
         """Begins to add bytes, which must not change until :meth:`wait`, the next :meth:`add` or the end."""
@@ -38,9 +38,9 @@ class RunningSum:
         if len(data) < _AT_ONCE_BYTES:
             self._sum(data)
             return
-        if self._crew is None:
-            self._crew = Crew(1)
-        self._job = self._crew.give(partial(self._sum, data))
+        if self._io_threads is None:
+            self._io_threads = IOThreadPool(1)
+        self._job = self._io_threads.submit(partial(self._sum, data))
 
     def _sum(self, data: memoryview) -> None:
         self._value = zlib.crc32(data, self._value)
@@ -48,7 +48,7 @@ class RunningSum:
     def wait(self) -> None:
         """Returns when all that was added is summed."""
         if self._job is not None:
-            self._job.finish()
+            self._job.synchronize()
             self._job = None
 
     def digits(self) -> str:
@@ -64,5 +64,5 @@ class RunningSum:
     ) -> None:
         if self._job is not None:
             # Without this, memory that the caller frees is read.
-            self._job.abandon()
+            self._job.cancel()
             self._job = None

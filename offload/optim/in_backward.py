@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from offload.optim.param_block import Piece
+from offload.optim.param_block import ParamBlock
 from offload.optim.update import Update
 from offload.streaming.lane import Arrival
 from offload.streaming.shard import Shard, Slice
@@ -26,7 +26,7 @@ __all__ = ["InBackward"]
 class Decides(Protocol):
     """An optimizer, as far as updates in backward ask it."""
 
-    pieces: dict[Shard, list[Piece]]
+    param_blocks: dict[Shard, list[ParamBlock]]
 
     def options(self) -> list[dict[str, Any]]:
         """Hyperparameters of all groups as of now."""
@@ -99,7 +99,7 @@ class InBackward:
         optimizer = self._optimizer()
         if not self._running or optimizer is None:
             return {}
-        ours = {s for piece in optimizer.pieces[shard] for s in piece.slices}
+        ours = {s for param_block in optimizer.param_blocks[shard] for s in param_block.slices}
         kept = {}
         for position, s in enumerate(shard.own):
             gradient = gradients[position]
@@ -120,8 +120,8 @@ class InBackward:
         assert self._updated is not None
         self._updated.append(shard.index)  # first: an interrupt in between must not make this look untouched
         optimizer.mark(shard, update)
-        for piece in optimizer.pieces[shard]:
-            for parameter in piece.parameters:
+        for param_block in optimizer.param_blocks[shard]:
+            for parameter in param_block.parameters:
                 parameter.grad = None
         return update.start(after=after)
 

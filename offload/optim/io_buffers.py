@@ -1,21 +1,21 @@
-"""The desk: memory where what rests in files is updated, a bite at a time, while others are being read and written.
+"""The I/O buffers: memory where what rests in files is updated, a block at a time, while others are being read and written.
 
 Read, compute, write, and only then read again: so the disk would rest while the processor computes, and the processor
-while the disk works. The desk has several trays. While a bite is worked on in one, those before it are being written
+while the disk works. The I/O buffers have several I/O buffers. While a block is worked on in one, those before it are being written
 out of theirs, and those to come are being read into the rest. What is read or written together moves together.
 
 ::
 
-    tray 0   read 0 | compute 0 | write 0 ............. | read 4 ...
-    tray 1   read 1 ...........| compute 1 | write 1 ............. | read 5 ...
-    tray 2   read 2 ......................| compute 2 | write 2 ...
-    tray 3              read 3 ......................| compute 3 | ...
+    I/O buffer 0   read 0 | compute 0 | write 0 ............. | read 4 ...
+    I/O buffer 1   read 1 ...........| compute 1 | write 1 ............. | read 5 ...
+    I/O buffer 2   read 2 ......................| compute 2 | write 2 ...
+    I/O buffer 3              read 3 ......................| compute 3 | ...
 
 Guarantees
-    * Memory is that of :data:`TRAYS` bites, however many there are, and however large the model is.
-    * :meth:`Desk.lay` returns a tray that holds everything that was asked for. What was read ahead for somebody who
-      did not come is thrown away. Nobody reads into a tray before what was written from it is in its file.
-    * After :meth:`Desk.settle` nothing is on its way. What could not be written is not lost: it has memory of its own,
+    * Memory is that of :data:`IO_BUFFERS` blocks, however many there are, and however large the model is.
+    * :meth:`IOBufferPool.prepare` returns an I/O buffer that holds everything that was asked for. What was read ahead for somebody who
+      did not come is thrown away. Nobody reads into an I/O buffer before what was written from it is in its file.
+    * After :meth:`IOBufferPool.wait_idle` nothing is on its way. What could not be written is not lost: it has memory of its own,
       and whoever sent it knows that it has not arrived.
 
 Assumes
@@ -33,19 +33,19 @@ from torch import Tensor
 
 from offload.optim.io_requests import Copy, Read, Write, in_one_call, neighbours, span_bytes, write_together
 from offload.storage.buffer import PAGE_BYTES, host_buffer
-from offload.storage.io_thread_pool import Crew, Job
+from offload.storage.io_thread_pool import IOThreadPool, PooledCall
 
-__all__ = ["TRAYS", "Desk", "Tray"]
+__all__ = ["IO_BUFFERS", "IOBuffer", "IOBufferPool"]
 
-#: Transfers at a time: what one bite of Adam reads, and what another one writes.
+#: Transfers at a time: what one block of Adam reads, and what another one writes.
 AT_A_TIME = 6
 
 #: Bites that are worked on, read or written at a time.
-TRAYS = 5
+IO_BUFFERS = 5
 
 
-class Tray:
-    """Memory for one bite.
+class IOBuffer:
+    """Memory for one block.
 
     A part lies within its page as the bytes lie within theirs in the file, so that a disk can move them with no copy.
     """
@@ -54,49 +54,51 @@ class Tray:
         self._memory = host_buffer(0)
         self._used = 0
         self._parts: dict[Hashable, Tensor] = {}
-        self._jobs: list[Job] = []
+        self._jobs: list[PooledCall] = []
         #: For whom it is laid; None if for nobody.
-        self.bite: Hashable = None
+        self.update_block: Hashable = None
         #: Bytes that were read since it was laid.
         self.bytes_read = 0
 
-    def lay(self, bite: Hashable, reads: Sequence[Read], room_bytes: int, crew: Crew) -> None:
-        """Begins to read. Whatever the tray held is gone; there is room for so many bytes besides."""
+    def prepare(
+        self, update_block: Hashable, reads: Sequence[Read], spare_bytes: int, io_threads: IOThreadPool
+    ) -> None:
+        """Begins to read. Whatever the I/O buffer held is gone; there is room for so many bytes besides."""
         self.clear()
         groups = list(neighbours(reads))
-        nbytes = room_bytes + sum(span_bytes(group) + PAGE_BYTES for group in groups)
+        nbytes = spare_bytes + sum(span_bytes(group) + PAGE_BYTES for group in groups)
         if self._memory.numel() < nbytes:
             self._memory = host_buffer(0)  # before the larger one is made
             self._memory = host_buffer(nbytes)
-        self.bite = bite
+        self.update_block = update_block
         for group in groups:
             begin = group[0].offset
             whole = self.take(span_bytes(group), begin)
             for read in group:
                 self._parts[read.name] = whole[read.offset - begin : read.offset - begin + read.nbytes]
                 self.bytes_read += read.nbytes
-            self._jobs.append(crew.give(partial(group[0].block.read_into, whole, begin)))
+            self._jobs.append(io_threads.submit(partial(group[0].block.read_into, whole, begin)))
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         """Waits for what is being read; raises what reading raised."""
         try:
             for job in self._jobs:
-                # Reader -> update lane. Without this, moments and gradients are what the bite before left on the tray.
-                job.finish()
+                # Reader -> update lane. Without this, moments and gradients are what the block before left on the I/O buffer.
+                job.synchronize()
         except BaseException:
             self.clear()
             raise
         self._jobs.clear()
 
     def clear(self) -> None:
-        """Returns when nobody reads into the tray any more; its parts are forgotten."""
+        """Returns when nobody reads into the I/O buffer any more; its parts are forgotten."""
         for job in self._jobs:
-            # Without this, what was read ahead for nobody arrives on top of the next bite.
-            job.abandon()
+            # Without this, what was read ahead for nobody arrives on top of the next block.
+            job.cancel()
         self._jobs.clear()
         self._parts.clear()
         self._used = self.bytes_read = 0
-        self.bite = None
+        self.update_block = None
 
     def part(self, name: Hashable) -> Tensor:
         """What was read under a name; flat, uint8."""
@@ -118,13 +120,13 @@ class Tray:
 
 @dataclass(eq=False)
 class _Leaving:
-    """What is on its way from a tray to where it rests."""
+    """What is on its way from an I/O buffer to where it rests."""
 
     #: None if it comes from elsewhere.
-    tray: Tray | None
+    io_buffer: IOBuffer | None
     moves: Sequence[Write | Copy]
     arrived: Callable[[Sequence[Write | Copy]], None]
-    jobs: list[tuple[Sequence[Write | Copy], Job]] = field(default_factory=list)
+    jobs: list[tuple[Sequence[Write | Copy], PooledCall]] = field(default_factory=list)
 
     @property
     def is_there(self) -> bool:
@@ -137,72 +139,72 @@ class _Leaving:
         done: list[Write | Copy] = []
         try:
             for group, job in self.jobs:
-                # Writer -> update lane. Without this, the tray is filled anew while the file still takes from it.
-                job.finish()
+                # Writer -> update lane. Without this, the I/O buffer is filled anew while the file still takes from it.
+                job.synchronize()
                 done += group
         finally:
             for _, job in self.jobs:
-                job.abandon()
+                job.cancel()
             self.jobs.clear()
             for move in self.moves:
                 if move not in done:
-                    move.source = move.source.clone()  # the tray and the slot are about to be used again
+                    move.source = move.source.clone()  # the I/O buffer and the slot are about to be used again
             self.arrived(done)
 
 
-class Desk:
-    """A tray to work on, and others that are being filled or emptied. Bites come one after the other, on one lane."""
+class IOBufferPool:
+    """An I/O buffer to work on, and others that are being filled or emptied. Bites come one after the other, on one lane."""
 
     def __init__(self) -> None:
-        self._now: Tray | None = None
-        self._idle = [Tray() for _ in range(TRAYS)]
-        self._ahead: deque[Tray] = deque()
+        self._now: IOBuffer | None = None
+        self._idle = [IOBuffer() for _ in range(IO_BUFFERS)]
+        self._ahead: deque[IOBuffer] = deque()
         self._leaving: deque[_Leaving] = deque()
-        self._crew = Crew(AT_A_TIME)
+        self._io_threads = IOThreadPool(AT_A_TIME)
 
     def make_room(self) -> bool:
-        """Takes trays back whose writes have arrived; says whether one more bite can be read ahead."""
+        """Takes I/O buffers back whose writes have arrived; says whether one more block can be read ahead."""
         while self._leaving and self._leaving[0].is_there:
             self._end_oldest()
         return bool(self._idle)
 
-    def expects(self, bite: Hashable) -> bool:
-        """Whether a bite is being read ahead."""
-        return any(tray.bite == bite for tray in self._ahead)
+    def expects(self, update_block: Hashable) -> bool:
+        """Whether a block is being read ahead."""
+        return any(io_buffer.update_block == update_block for io_buffer in self._ahead)
 
-    def lay(self, bite: Hashable, reads: Sequence[Read], room_bytes: int) -> Tray:
-        """The tray with all of ``reads``, and room for so many bytes besides.
+    def prepare(self, update_block: Hashable, reads: Sequence[Read], spare_bytes: int) -> IOBuffer:
+        """The I/O buffer with all of ``reads``, and room for so many bytes besides.
 
         Raises:
             OSError: if they cannot be read, also where they were being read ahead; or if something that was sent
-                before, whose tray is needed, cannot be written.
+                before, whose I/O buffer is needed, cannot be written.
         """
-        # Without this, a bite that failed in the middle of its arithmetic would be taken for one that was just read.
+        # Without this, a block that failed in the middle of its arithmetic would be taken for one that was just read.
         self._put_away(self._now)
         self._now = None
-        if not self._ahead or self._ahead[0].bite != bite:
+        if not self._ahead or self._ahead[0].update_block != update_block:
             while self._ahead:
                 self._put_away(self._ahead.pop())
             while not self._idle:
                 self._end_oldest()
-            self.look_ahead(bite, reads, room_bytes)
-        tray = self._ahead.popleft()
+            self.prefetch(update_block, reads, spare_bytes)
+        io_buffer = self._ahead.popleft()
         try:
-            tray.arrive()
+            io_buffer.wait()
         except BaseException:
-            self._put_away(tray)
+            self._put_away(io_buffer)
             raise
-        self._now = tray
-        return tray
+        self._now = io_buffer
+        return io_buffer
 
-    def look_ahead(self, bite: Hashable, reads: Sequence[Read], room_bytes: int) -> None:
-        """Begins to read what a later :meth:`lay` will ask for, in the order of these calls. There must be room."""
-        tray = self._idle.pop()
-        self._ahead.append(tray)
-        tray.lay(bite, reads, room_bytes, self._crew)
+    def prefetch(self, update_block: Hashable, reads: Sequence[Read], spare_bytes: int) -> None:
+        """Begins to read what a later :meth:`prepare` will ask for, in the order of these calls. There must be room."""
+        io_buffer = self._idle.pop()
+        self._ahead.append(io_buffer)
+        io_buffer.prepare(update_block, reads, spare_bytes, self._io_threads)
 
     def send(self, moves: Sequence[Write | Copy], arrived: Callable[[Sequence[Write | Copy]], None]) -> None:
-        """Begins to write what was computed, and leaves the tray. ``arrived`` is called on this lane, with what has."""
+        """Begins to write what was computed, and leaves the I/O buffer. ``arrived`` is called on this lane, with what has."""
         leaving = _Leaving(self._now, [*moves], arrived)
         self._now = None
         self._leaving.append(leaving)  # at once: what no thread is given is not lost either
@@ -212,9 +214,9 @@ class Desk:
         ]
         groups += [([move], move.go) for move in moves if isinstance(move, Copy)]
         for group, write in groups:
-            leaving.jobs.append((group, self._crew.give(write)))
+            leaving.jobs.append((group, self._io_threads.submit(write)))
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Returns when nothing that was sent is on its way any more.
 
         Raises:
@@ -235,9 +237,9 @@ class Desk:
         try:
             leaving.end()
         finally:
-            self._put_away(leaving.tray)
+            self._put_away(leaving.io_buffer)
 
-    def _put_away(self, tray: Tray | None) -> None:
-        if tray is not None:
-            tray.clear()
-            self._idle.append(tray)
+    def _put_away(self, io_buffer: IOBuffer | None) -> None:
+        if io_buffer is not None:
+            io_buffer.clear()
+            self._idle.append(io_buffer)

@@ -1,4 +1,4 @@
-"""What moves between the desk of an optimizer and where it rests; what lies side by side moves in one call.
+"""What moves between the I/O buffers of an optimizer and where it rests; what lies side by side moves in one call.
 
 A transformer block has twice as many norms and biases as matrices, and Adam moves six tensors for each of them.
 They are small: what a call costs is not their bytes but the interpreter, which the layers that compute need as well.
@@ -25,7 +25,7 @@ __all__ = ["Copy", "Read", "Write", "in_one_call", "neighbours", "span_bytes", "
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """Bytes of a block from ``offset`` on; ``name`` is what they are called on the tray."""
+    """Bytes of a block from ``offset`` on; ``name`` is what they are called on the I/O buffer."""
 
     name: Hashable
     block: Block

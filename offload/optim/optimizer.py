@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.model import OffloadModel
-from offload.optim.disk_update import StagedPiece, bite_bytes, cut
+from offload.optim.disk_update import DiskParamBlock, cut, update_block_bytes
 from offload.optim.group_changes import GroupChanges
 from offload.optim.groups import check_choices, options_of, resolve_groups, stand_in
 from offload.optim.in_backward import InBackward
-from offload.optim.io_buffers import Desk
-from offload.optim.param_block import HostPiece, Piece, Recipe, Task
+from offload.optim.io_buffers import IOBufferPool
+from offload.optim.param_block import HostParamBlock, OptimizerFactory, ParamBlock, UpdateJob
 from offload.optim.update import Update
 from offload.planning.budget import parse_bytes
-from offload.storage.io_thread_pool import Crew
+from offload.storage.io_thread_pool import IOThreadPool
 from offload.streaming.grad_norm import clip_coefficient, forget, norm_of, noted, total_norm
 from offload.streaming.lane import Lane, ThreadLane
 from offload.streaming.shard import Shard, Slice
@@ -100,13 +100,13 @@ class OffloadOptimizer(Optimizer):
         #: Global norm of the gradients at the last step, before clipping; None without ``max_norm``.
         self.last_norm: Tensor | None = None
         self._model = model
-        self._streamer = model._walk.streamer
+        self._streamer = model._executor.streamer
         self._lane = open_update_lane(model.device)
-        self._desk = Desk()
+        self._buffer_pool = IOBufferPool()
         #: Fills a slot while the update before still runs.
-        self._filler = Crew(1)
-        self._recipe = Recipe(optimizer_class, optimizer_kwargs)
-        self.pieces: dict[Shard, list[Piece]] = {}
+        self._filler = IOThreadPool(1)
+        self._factory = OptimizerFactory(optimizer_class, optimizer_kwargs)
+        self.param_blocks: dict[Shard, list[ParamBlock]] = {}
         self._in_backward: InBackward | None = None
         self._written = GroupChanges(optimizer_class)
         groups = resolve_groups(dict(model.named_parameters()), params)
@@ -119,15 +119,15 @@ class OffloadOptimizer(Optimizer):
         #: Of the class alone: torch adds others of its own to ``defaults`` when a state is loaded.
         self._class_defaults = dict(template.defaults)
         super().__init__(groups, dict(template.defaults))
-        homeward = self._streamer.homeward
+        gradient_offload = self._streamer.gradient_offload
         if update_in_backward:
-            if isinstance(homeward.updater, InBackward) and homeward.updater.alive:
+            if isinstance(gradient_offload.updater, InBackward) and gradient_offload.updater.alive:
                 raise ValueError("this model has an optimizer with update_in_backward=True already; use that one")
             self._in_backward = InBackward(self)
-            homeward.updater = self._in_backward
-        homeward.note_norms |= max_norm is not None
+            gradient_offload.updater = self._in_backward
+        gradient_offload.note_norms |= max_norm is not None
         if gradient_bytes is not None:
-            homeward.gradient_bytes = parse_bytes(gradient_bytes, "gradient_bytes")
+            gradient_offload.gradient_bytes = parse_bytes(gradient_bytes, "gradient_bytes")
         model._optimizers.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -136,21 +136,22 @@ class OffloadOptimizer(Optimizer):
         (group,) = resolve_groups(dict(self._model.named_parameters()), [param_group])
         super().add_param_group(group)
         index, members = len(self.param_groups) - 1, set(self.param_groups[-1]["params"])
-        tier, shards = self._model._tier, self._model._walk.shards
-        most = bite_bytes(shards)
+        tier, shards = self._model._tier, self._model._executor.shards
+        most = update_block_bytes(shards)
         for shard in shards:
             slices = [s for s in shard.own if s.parameter in members]
-            pieces = self.pieces.setdefault(shard, [])
+            param_blocks = self.param_blocks.setdefault(shard, [])
             if tier.blocking_io:
-                pieces += [
-                    StagedPiece(shard, part, index, self._recipe, tier, self._desk, most) for part in cut(slices, most)
+                param_blocks += [
+                    DiskParamBlock(shard, part, index, self._factory, tier, self._buffer_pool, most)
+                    for part in cut(slices, most)
                 ]
             elif slices:
-                pieces.append(HostPiece(shard, slices, index, self._recipe))
+                param_blocks.append(HostParamBlock(shard, slices, index, self._factory))
         if self._states_at_once:
-            for piece in self._all_pieces():
-                piece.prepare(self.options())
-                self._publish(piece)
+            for param_block in self._all_pieces():
+                param_block.prepare(self.options())
+                self._publish(param_block)
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -170,7 +171,7 @@ class OffloadOptimizer(Optimizer):
         self._check_idle()
         self.synchronize()
         held = self._held_elsewhere()
-        self._model._walk.bring_home()
+        self._model._executor.store_assigned_data()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) != 0:
             return  # GradScaler skips this step
@@ -178,7 +179,7 @@ class OffloadOptimizer(Optimizer):
         trusted = not (hasattr(self, "grad_scale") and scale is None)
         coefficient = self._coefficient(scale, trusted)
         options = self.options()
-        updates = {shard: self.update(shard, options, coefficient) for shard in self.pieces}
+        updates = {shard: self.update(shard, options, coefficient) for shard in self.param_blocks}
         decided = [(shard, update) for shard, update in updates.items() if update is not None]
         number = self.steps + 1
 
@@ -234,7 +235,7 @@ class OffloadOptimizer(Optimizer):
             OSError: if a home cannot be read or written. Call it again to go on from there.
             RuntimeError: if the class does not treat each parameter by itself.
         """
-        self._streamer.catch_up()
+        self._streamer.apply_pending_updates()
         self._written.check()
 
     @contextlib.contextmanager
@@ -269,14 +270,14 @@ class OffloadOptimizer(Optimizer):
                 group.setdefault(key, value)
         loaded = self.state
         options = self.options()
-        for piece in self._all_pieces():
-            piece.adopt([loaded.get(p, {}) for p in piece.parameters], options)
-            for p in piece.parameters:
+        for param_block in self._all_pieces():
+            param_block.adopt([loaded.get(p, {}) for p in param_block.parameters], options)
+            for p in param_block.parameters:
                 loaded.pop(p, None)
-            self._publish(piece)
+            self._publish(param_block)
 
-    def _publish(self, piece: Piece) -> None:
-        for parameter, state in zip(piece.parameters, piece.states(), strict=True):
+    def _publish(self, param_block: ParamBlock) -> None:
+        for parameter, state in zip(param_block.parameters, param_block.states(), strict=True):
             if state:
                 self.state[parameter] = state
 
@@ -289,17 +290,17 @@ class OffloadOptimizer(Optimizer):
                 if other is not self:
                     known.update(p for group in other.param_groups for p in group["params"] if p in known)
                 known.update(p for p in other.state if p in known)
-                for shard, pieces in other.pieces.items():
-                    views[shard.index] += sum(len(piece.proxies) for piece in pieces)
-        return self._model._walk.held_elsewhere(known, views)
+                for shard, param_blocks in other.param_blocks.items():
+                    views[shard.index] += sum(len(param_block.proxies) for param_block in param_blocks)
+        return self._model._executor.held_elsewhere(known, views)
 
     def _step_groups_without_gradients(self, options: list[dict[str, Any]]) -> None:
         """The plain class goes through all groups; here those without gradients have had no part."""
         for index in range(len(self.param_groups)):
-            piece = next((p for p in self._all_pieces() if p.group == index), None)
-            if not self._written.has(index) and piece is not None:
-                piece.prepare(options).step()
-                self._written.publish(self.param_groups, index, piece.group_changes())
+            param_block = next((p for p in self._all_pieces() if p.group == index), None)
+            if not self._written.has(index) and param_block is not None:
+                param_block.prepare(options).step()
+                self._written.publish(self.param_groups, index, param_block.group_changes())
         self._written.end_step()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -307,9 +308,9 @@ class OffloadOptimizer(Optimizer):
 
     # --- what a step consists of --------------------------------------------------------------------------------
 
-    def _all_pieces(self) -> Iterator[Piece]:
-        for pieces in self.pieces.values():
-            yield from pieces
+    def _all_pieces(self) -> Iterator[ParamBlock]:
+        for param_blocks in self.param_blocks.values():
+            yield from param_blocks
 
     def options(self) -> list[dict[str, Any]]:
         """Hyperparameters of all groups as of now."""
@@ -320,12 +321,12 @@ class OffloadOptimizer(Optimizer):
         """The shards that hold parameters of this optimizer that take a gradient."""
         return frozenset(
             shard.index
-            for shard, pieces in self.pieces.items()
-            if any(parameter.requires_grad for piece in pieces for parameter in piece.parameters)
+            for shard, param_blocks in self.param_blocks.items()
+            if any(parameter.requires_grad for param_block in param_blocks for parameter in param_block.parameters)
         )
 
     def _check_idle(self) -> None:
-        if self._model._walk.busy:
+        if self._model._executor.busy:
             raise RuntimeError("expected no forward or backward under way; a layer or a hook of the model stepped it")
         if self._in_backward is not None:
             self._in_backward.check()
@@ -356,33 +357,33 @@ class OffloadOptimizer(Optimizer):
     ) -> Update | None:
         """The update of one shard from the gradients at home, and those that were ``kept`` from going there."""
         tasks = []
-        for piece in self.pieces[shard]:
-            gradients: list[Tensor | None] = [(kept or {}).get(s, s.parameter.grad) for s in piece.slices]
+        for param_block in self.param_blocks[shard]:
+            gradients: list[Tensor | None] = [(kept or {}).get(s, s.parameter.grad) for s in param_block.slices]
             if any(gradient is not None for gradient in gradients):
-                tasks.append(Task(piece, gradients, options, coefficient))
+                tasks.append(UpdateJob(param_block, gradients, options, coefficient))
         if not tasks:
             return None
         in_slot = self._model._tier.blocking_io and self._model.device.type == "cpu"
         # The update may outlive the optimizer, and must not keep it from being collected.
         owner = weakref.ref(self)
 
-        def finished(task: Task) -> None:
+        def finished(job: UpdateJob) -> None:
             if (optimizer := owner()) is not None:
-                optimizer._publish(task.piece)
-                if task.group_changes is not None:
+                optimizer._publish(job.param_block)
+                if job.group_changes is not None:
                     optimizer._written.publish(
-                        optimizer.param_groups, task.piece.group, task.group_changes, task.options
+                        optimizer.param_groups, job.param_block.group, job.group_changes, job.options
                     )
 
         return Update(
-            shard, tasks, self._lane, self._model._meter, in_slot=in_slot, crew=self._filler, finished=finished
+            shard, tasks, self._lane, self._model._meter, in_slot=in_slot, io_threads=self._filler, finished=finished
         )
 
     @staticmethod
     def mark(shard: Shard, update: Update) -> None:
         """Makes an update pending. From here on its parameters count as changed, although they are written later."""
-        for task in update.tasks:
-            for parameter, gradient in zip(task.piece.parameters, task.gradients, strict=True):
+        for job in update.tasks:
+            for parameter, gradient in zip(job.param_block.parameters, job.gradients, strict=True):
                 if gradient is not None:
                     # Without this, a clipped gradient that goes on would carry the norm it had before.
                     forget(gradient)
@@ -392,11 +393,11 @@ class OffloadOptimizer(Optimizer):
     def _run_sparse(self, updates: list[tuple[Shard, Update]]) -> None:
         """Runs updates with sparse gradients at once: few classes take them, and a refusal belongs to ``step()``."""
         for shard, update in updates:
-            if not any(task.sparse for task in update.tasks):
+            if not any(job.sparse for job in update.tasks):
                 continue
             self.mark(shard, update)
             try:
-                update.start().finish()
+                update.start().synchronize()
             except Exception:
                 if update.untouched:
                     update.withdraw()

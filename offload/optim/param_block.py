@@ -3,7 +3,7 @@
 Guarantees
     * A piece is updated by the very class of ``torch.optim`` that the user named, with its lazy states, on tensors that
       lie where the parameters rest. What it computes is what it would compute on a model that was never cut.
-    * An update that fails has either changed nothing of the piece, and may be tried again, or raises :class:`Torn`.
+    * An update that fails has either changed nothing of the piece, and may be tried again, or raises :class:`PartialUpdateError`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from offload.optim.groups import copied_options, options_of, same_option
 from offload.optim.io_requests import Copy, Write
 from offload.streaming.shard import Shard, Slice
 
-__all__ = ["HostPiece", "Piece", "Recipe", "Task", "Torn"]
+__all__ = ["HostParamBlock", "OptimizerFactory", "ParamBlock", "PartialUpdateError", "UpdateJob"]
 
 #: Classes with a fused kernel for the CPU whose result agrees with the plain one to rounding. SGD is left out: its
 #: plain update is as fast as memory, and is then bit-equal to that of a resident model.
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
-class Torn(RuntimeError):
+class PartialUpdateError(RuntimeError):
     """An update failed in the middle of its arithmetic: some tensors are updated, others are not."""
 
 
 @dataclass(frozen=True)
-class Recipe:
+class OptimizerFactory:
     """How to make the optimizer of a piece."""
 
     kind: type[Optimizer]
@@ -55,10 +55,10 @@ class Recipe:
 
 
 @dataclass(eq=False)
-class Task:
+class UpdateJob:
     """What one step asks of one piece, and how far it has come."""
 
-    piece: Piece
+    param_block: ParamBlock
     #: For each parameter, its gradient, or None if it takes no part.
     gradients: list[Tensor | None]
     #: Hyperparameters of each group of the user's optimizer, as they were at the step.
@@ -68,12 +68,12 @@ class Task:
     scaled: bool = False
     #: Bites of the piece that are computed, states that are not at rest as they were before, and what is computed but
     #: not known to be written.
-    bites_done: int = 0
+    blocks_done: int = 0
     before: list[dict[str, Any] | None] | None = None
     unwritten: list[Write | Copy] = field(default_factory=list)
     #: What the class changed in its group, such as a count of steps; None as long as it has not run.
     group_changes: dict[str, Any] | None = None
-    #: Bytes that went from files to the desk, and back.
+    #: Bytes that went from files to the I/O buffers, and back.
     bytes_read: int = 0
     bytes_written: int = 0
     done: bool = False
@@ -91,18 +91,18 @@ class Task:
         self.unwritten = [move for move in self.unwritten if move not in moves]
 
     def __post_init__(self) -> None:
-        taking_part = zip(self.piece.slices, self.gradients, strict=True)
+        taking_part = zip(self.param_block.slices, self.gradients, strict=True)
         self.nbytes = sum(s.nbytes for s, gradient in taking_part if gradient is not None)
 
 
-class Piece(ABC):
+class ParamBlock(ABC):
     """Parameters ``slices`` of ``shard``, all in one of the user's groups: the one at the position ``group``."""
 
-    def __init__(self, shard: Shard, slices: Sequence[Slice], group: int, recipe: Recipe) -> None:
+    def __init__(self, shard: Shard, slices: Sequence[Slice], group: int, factory: OptimizerFactory) -> None:
         self.shard = shard
         self.slices = list(slices)
         self.group = group
-        self.recipe = recipe
+        self.factory = factory
         self.optimizer: Optimizer | None = None
         self._chosen: dict[str, Any] = {}
         #: Leaves that share memory with the parameters' homes, but not their gradients, nor their counts of changes.
@@ -118,9 +118,9 @@ class Piece(ABC):
 
         ``sparse`` says that a gradient is, which no fused kernel takes.
         """
-        chosen = dict(options[self.group]) if sparse else self.recipe.options(options[self.group], self.proxies)
+        chosen = dict(options[self.group]) if sparse else self.factory.options(options[self.group], self.proxies)
         if self.optimizer is None:
-            self.optimizer = self.recipe.make({**chosen, "params": self.proxies})
+            self.optimizer = self.factory.make({**chosen, "params": self.proxies})
         # Copies, since several pieces have one group, and a class may write into what it finds there.
         self.optimizer.param_groups[0].update(copied_options(chosen))
         self._chosen = chosen
@@ -130,12 +130,12 @@ class Piece(ABC):
         """What the class changed in its group since :meth:`prepare`.
 
         Raises:
-            Torn: if it keeps a state that belongs to no parameter, which no ``state_dict()`` would hold.
+            PartialUpdateError: if it keeps a state that belongs to no parameter, which no ``state_dict()`` would hold.
         """
         state = {} if self.optimizer is None else self.optimizer.state
         if len(state) != sum(proxy in state for proxy in self.proxies):
-            raise Torn(
-                f"{self.recipe.kind.__name__} keeps states that belong to no parameter, but shards are updated one "
+            raise PartialUpdateError(
+                f"{self.factory.kind.__name__} keeps states that belong to no parameter, but shards are updated one "
                 f"after the other: take a class that treats each parameter by itself. Load the last checkpoint"
             )
         group = {} if self.optimizer is None else self.optimizer.param_groups[0]
@@ -169,15 +169,15 @@ class Piece(ABC):
         return value.detach().clone() if isinstance(value, Tensor) else value
 
     @abstractmethod
-    def flush(self, task: Task) -> None:
+    def flush(self, job: UpdateJob) -> None:
         """Returns when all that is computed is where it rests; what could not be written is written again."""
 
     @abstractmethod
-    def halt(self) -> None:
+    def cancel_prefetch(self) -> None:
         """Returns when nothing is on its way any more, whatever became of it."""
 
     @abstractmethod
-    def run(self, task: Task, slot: Tensor | None, coming: Callable[[], Iterable[Task]] = tuple) -> None:
+    def run(self, job: UpdateJob, slot: Tensor | None, coming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
         """Updates the parameters; the end of it may still be on its way to where it rests: see :meth:`flush`.
 
         ``slot`` is memory that holds the shard's home already, if there is any; ``coming`` tells what runs next, as far
@@ -185,41 +185,41 @@ class Piece(ABC):
         """
 
     @abstractmethod
-    def look_ahead(self, task: Task) -> bool:
+    def prefetch(self, job: UpdateJob) -> bool:
         """Begins to bring what :meth:`run` will need, as far as that takes time; whether there is room for more."""
 
 
-class HostPiece(Piece):
+class HostParamBlock(ParamBlock):
     """In host memory the update works on the homes themselves, and states stay where torch made them."""
 
-    def flush(self, task: Task) -> None:
+    def flush(self, job: UpdateJob) -> None:
         """There is nothing to write."""
 
-    def halt(self) -> None:
+    def cancel_prefetch(self) -> None:
         """Nothing ever is."""
 
-    def look_ahead(self, task: Task) -> bool:
+    def prefetch(self, job: UpdateJob) -> bool:
         """Everything is there."""
         return True
 
-    def run(self, task: Task, slot: Tensor | None, coming: Callable[[], Iterable[Task]] = tuple) -> None:
+    def run(self, job: UpdateJob, slot: Tensor | None, coming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
         """Updates the parameters where they are."""
-        optimizer = self.prepare(task.options, sparse=task.sparse)
-        gradients = [g if g is None else g.to(p.device) for g, p in zip(task.gradients, self.proxies, strict=True)]
-        if task.coefficient is not None and not task.scaled:
+        optimizer = self.prepare(job.options, sparse=job.sparse)
+        gradients = [g if g is None else g.to(p.device) for g, p in zip(job.gradients, self.proxies, strict=True)]
+        if job.coefficient is not None and not job.scaled:
             # In place, since a gradient that is not zeroed after a clipped step goes on clipped.
-            torch._foreach_mul_([g for g in gradients if g is not None], task.coefficient)
-            task.scaled = True
+            torch._foreach_mul_([g for g in gradients if g is not None], job.coefficient)
+            job.scaled = True
         counts = {id(tensor): tensor._version for tensor in self._tensors()}
         try:
             for proxy, gradient in zip(self.proxies, gradients, strict=True):
                 proxy.grad = gradient
             optimizer.step()
-            task.group_changes = self.group_changes()
+            job.group_changes = self.group_changes()
         except BaseException as error:
             # A state that was only just made holds zeros; to have made it changes nothing.
             if any(tensor._version != counts.get(id(tensor), 0) for tensor in self._tensors()):
-                raise Torn(f"the update of shard {self.shard.index} stopped half-way: {error}") from error
+                raise PartialUpdateError(f"the update of shard {self.shard.index} stopped half-way: {error}") from error
             raise
         finally:
             for proxy in self.proxies:

@@ -20,8 +20,8 @@ from functools import partial
 
 from torch import Tensor
 
-from offload.optim.param_block import Task, Torn
-from offload.storage.io_thread_pool import Crew, Job
+from offload.optim.param_block import PartialUpdateError, UpdateJob
+from offload.storage.io_thread_pool import IOThreadPool, PooledCall
 from offload.streaming.lane import Arrival, Lane
 from offload.streaming.shard import Shard
 from offload.telemetry.statistics import Meter
@@ -35,13 +35,13 @@ class Update:
     def __init__(
         self,
         shard: Shard,
-        tasks: Sequence[Task],
+        tasks: Sequence[UpdateJob],
         lane: Lane,
         meter: Meter,
         *,
         in_slot: bool,
-        crew: Crew,
-        finished: Callable[[Task], None],
+        io_threads: IOThreadPool,
+        finished: Callable[[UpdateJob], None],
     ) -> None:
         self._shard = shard
         #: What is still to be done.
@@ -50,7 +50,7 @@ class Update:
         self._meter = meter
         #: Whether parameters may be updated in the slot that is about to be filled, which saves reading them twice.
         self._in_slot = in_slot and not shard.casts
-        self._crew = crew
+        self._io_threads = io_threads
         self._finished = finished
         self._arrival: Arrival | None = None
         #: Whether an exception was raised between the begin and the end of a start.
@@ -58,7 +58,7 @@ class Update:
         self._failed = False
         #: Whether all of it was applied; or nothing of it, and nothing will be.
         self.done = self.withdrawn = False
-        self._torn: Torn | None = None
+        self._partial: PartialUpdateError | None = None
         self._filled: Tensor | None = None
         #: The update that is expected next: what it needs is read while this one ends.
         self.following: Update | None = None
@@ -67,7 +67,7 @@ class Update:
         """Starts the update, unless it is under way or done. ``slot`` is where the shard is about to be loaded."""
         if self._arrival is None or self._failed:
             if self._starting:
-                self.settle()
+                self.wait_idle()
             self._starting = True
             self._arrival, self._failed = None, False
             slot = slot if self._in_slot else None
@@ -76,25 +76,25 @@ class Update:
             self._starting = False
         return self._arrival
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Waits until nothing of it is under way, whatever came of what was; also of a start that was interrupted."""
         # Update lane -> host. Without this, an update that nobody knows of runs a second time, beside itself.
-        self._lane.settle()
+        self._lane.wait_idle()
         # Reader -> host. Without this, weights arrive in a slot that is somebody else's by now.
-        self._crew.settle()
+        self._io_threads.wait_idle()
 
-    def _begin_to_fill(self, slot: Tensor | None) -> Job:
+    def _begin_to_fill(self, slot: Tensor | None) -> PooledCall:
         """Begins to read the weights as they are before the update, while the one before it may still run."""
         home = self._shard.home
         if slot is None or home is None:
-            return Job([], None)
+            return PooledCall([], None)
 
         def fill() -> None:
             with self._meter.on_lane("load", f"L{self._shard.index}", home.nbytes):
                 home.read_into(slot)
 
         # What an earlier attempt could not write has to be in the file first.
-        return self._crew.give(fill) if self.untouched else Job([fill], None)
+        return self._io_threads.submit(fill) if self.untouched else PooledCall([fill], None)
 
     def filled(self, slot: Tensor) -> bool:
         """Whether the update left the shard's new values in ``slot``."""
@@ -105,8 +105,8 @@ class Update:
         """Whether nothing was applied yet."""
         return (
             not self.done
-            and self._torn is None
-            and not any(task.done or task.scaled or task.bites_done or task.unwritten for task in self.tasks)
+            and self._partial is None
+            and not any(job.done or job.scaled or job.blocks_done or job.unwritten for job in self.tasks)
         )
 
     def withdraw(self) -> None:
@@ -115,20 +115,20 @@ class Update:
         self.tasks.clear()
         self._shard.pending = None
 
-    def _run(self, slot: Tensor | None, filling: Job) -> None:
+    def _run(self, slot: Tensor | None, filling: PooledCall) -> None:
         try:
             self._prepare(slot, filling)
-            nbytes = sum(task.nbytes for task in self.tasks if not task.done)
+            nbytes = sum(job.nbytes for job in self.tasks if not job.done)
             with self._meter.on_lane("update", f"U{self._shard.index}", nbytes):
                 self._run_tasks(slot)
-        except Torn as error:
-            self._torn, self._failed = error, True
+        except PartialUpdateError as error:
+            self._partial, self._failed = error, True
             raise
         except BaseException:
             self._failed = True
-            for task in self.tasks:
+            for job in self.tasks:
                 # Writer -> update lane. Without this, files take from a slot that is somebody else's by now.
-                task.piece.halt()
+                job.param_block.cancel_prefetch()
             raise
         self._filled = slot
         if not self.done:
@@ -137,46 +137,46 @@ class Update:
         self.tasks.clear()
         self._shard.pending = None
 
-    def _prepare(self, slot: Tensor | None, filling: Job) -> None:
-        """Has the weights in the slot, and what comes first on its way to the desk."""
-        if self._torn is not None:
-            raise self._torn
-        for task in self.tasks:
-            task.piece.flush(task)
+    def _prepare(self, slot: Tensor | None, filling: PooledCall) -> None:
+        """Has the weights in the slot, and what comes first on its way to the I/O buffers."""
+        if self._partial is not None:
+            raise self._partial
+        for job in self.tasks:
+            job.param_block.flush(job)
         if slot is not None:
-            for task in self._coming(0):
-                if not task.piece.look_ahead(task):
+            for job in self._coming(0):
+                if not job.param_block.prefetch(job):
                     break
         # Reader -> update lane. Without this, weights are updated that are still being read.
-        filling.finish()
+        filling.synchronize()
 
     def _count(self) -> None:
         meter = self._meter
         meter.shard_updates += 1
-        for task in self.tasks:
-            meter.update_bytes_read += task.bytes_read
-            meter.update_bytes_written += task.bytes_written
+        for job in self.tasks:
+            meter.update_bytes_read += job.bytes_read
+            meter.update_bytes_written += job.bytes_written
 
     def _run_tasks(self, slot: Tensor | None) -> None:
-        computed: deque[Task] = deque()
-        for k, task in enumerate(self.tasks):
-            if not task.done:
-                task.piece.run(task, slot, partial(self._coming, k + 1))
-                computed.append(task)
+        computed: deque[UpdateJob] = deque()
+        for k, job in enumerate(self.tasks):
+            if not job.done:
+                job.param_block.run(job, slot, partial(self._coming, k + 1))
+                computed.append(job)
             while computed and not computed[0].unwritten:
                 self._end(computed.popleft())
-        for task in computed:
-            task.piece.flush(task)
-            self._end(task)
+        for job in computed:
+            job.param_block.flush(job)
+            self._end(job)
 
-    def _end(self, task: Task) -> None:
-        task.done = True
-        task.gradients = []  # their memory is free from here on
-        self._finished(task)
+    def _end(self, job: UpdateJob) -> None:
+        job.done = True
+        job.gradients = []  # their memory is free from here on
+        self._finished(job)
 
-    def _coming(self, first: int) -> Iterator[Task]:
+    def _coming(self, first: int) -> Iterator[UpdateJob]:
         """What is still to be done from task ``first`` on, here and in the updates that are expected next."""
         update: Update | None = self
         while update is not None:
-            yield from (task for task in update.tasks[first:] if not task.done)
+            yield from (job for job in update.tasks[first:] if not job.done)
             update, first = update.following, 0

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from offload.storage import Block
 
-__all__ = ["Bite", "Rest"]
+__all__ = ["StateSlice", "UpdateBlock"]
 
 
 @dataclass(frozen=True)
-class Rest:
+class StateSlice:
     """Where a state tensor rests."""
 
     block: Block
@@ -32,14 +32,14 @@ class Rest:
 
 
 @dataclass(frozen=True)
-class Bite:
+class UpdateBlock:
     """Elements ``[begin, end)`` of the only parameter of a piece; or all of all its parameters."""
 
     begin: int = 0
     end: int | None = None
 
     def span(self, nbytes: int, itemsize: int) -> tuple[int, int]:
-        """Offset and size of the bite in bytes, within a tensor of ``nbytes``."""
+        """Offset and size of the block in bytes, within a tensor of ``nbytes``."""
         begin = self.begin * itemsize
         return begin, (nbytes if self.end is None else self.end * itemsize) - begin
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.planning.peak_memory import Footprint
+from offload.planning.peak_memory import PeakMemory
 from offload.planning.plan import Updates, plan_step
 from offload.planning.simulate import Costs, simulate
 from offload.storage import Tier
@@ -103,7 +103,7 @@ def estimate_step(
         each = cell_seconds("B", j - 1)
         return 0 if late <= 0 else len(rows) if late >= len(rows) * each else math.ceil(late / each)
 
-    footprint = Footprint(
+    peak_memory = PeakMemory(
         fixed_bytes=forecast.slot_bytes + (at_rest if gradients_stay else 0),
         rows=rows,
         gradient_bytes=gradient_bytes,
@@ -111,7 +111,7 @@ def estimate_step(
         in_flight={j: cells_beside(j) for j in range(1, n)},
         boundary_bytes_per_row=meter.boundary_bytes_per_row,
         most_boundary_bytes=most_boundary_bytes,
-        courses=meter.courses,
+        memory_profiles=meter.memory_profiles,
         keeping=meter.keeping,
     )
     return Estimate(
@@ -125,6 +125,6 @@ def estimate_step(
             tier.name: at_rest + sum(s.nbytes for s in own if s.parameter.requires_grad) + sum(resting) - resident,
             "staging": tier.staging_bytes,
         },
-        activation_bytes=footprint.activation_bytes(),
-        memory_bytes=footprint.peak_bytes() + (tier.staging_bytes if device.type == "cpu" else 0),
+        activation_bytes=peak_memory.activation_bytes(),
+        memory_bytes=peak_memory.peak_bytes() + (tier.staging_bytes if device.type == "cpu" else 0),
     )

@@ -21,11 +21,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload.streaming.shard import Shard
 from pipe.nested import parts_of
 
-__all__ = ["Course", "CourseNotes", "Turn"]
+__all__ = ["MemoryProfile", "MemoryProfileRecorder", "SavedTensor"]
 
 
 @dataclass(frozen=True)
-class Turn:
+class SavedTensor:
     """One tensor that autograd saved, as backward comes to it."""
 
     #: Bytes of its gradient: one that stays, and one that goes on to what was before.
@@ -36,15 +36,15 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Course:
+class MemoryProfile:
     """What one cell of ``rows`` rows saved, in the order of backward. Weights do not grow with rows, the rest does."""
 
     rows: int
-    turns: Sequence[Turn]
+    saved_tensors: Sequence[SavedTensor]
 
     def kept_bytes(self, rows: int) -> int:
         """Bytes that are kept of a cell when its backward begins."""
-        return sum(turn.freed for turn in self.turns) * rows // max(self.rows, 1)
+        return sum(saved_tensor.freed for saved_tensor in self.saved_tensors) * rows // max(self.rows, 1)
 
     def peak_bytes(self, rows: int, gradient_bytes: int, *, adds: bool = False) -> int:
         """The most that its activations, their gradients and those of its weights take at once.
@@ -58,22 +58,22 @@ class Course:
         kept = float(self.kept_bytes(rows))
         come, coming, behind = 0.0, 0.0, 0.0
         peak = kept
-        for turn in self.turns:
+        for saved_tensor in self.saved_tensors:
             # What is to be added lives until the gradient that goes on, which the same operation makes, is there too.
-            coming = turn.stays or (coming if adds else 0.0)
-            peak = max(peak, kept + come + coming + behind + turn.flows * scale)
+            coming = saved_tensor.stays or (coming if adds else 0.0)
+            peak = max(peak, kept + come + coming + behind + saved_tensor.flows * scale)
             if not adds:
-                come += turn.stays
-            elif turn.flows:
+                come += saved_tensor.stays
+            elif saved_tensor.flows:
                 coming = 0.0
-            behind = turn.flows * scale or behind
-            kept -= turn.freed * scale
+            behind = saved_tensor.flows * scale or behind
+            kept -= saved_tensor.freed * scale
         if adds:
             return int(peak) + gradient_bytes
         return int(max(peak, gradient_bytes + behind))
 
 
-class CourseNotes:
+class MemoryProfileRecorder:
     """Takes note of what autograd saves while the layers of a bound shard run.
 
     Args:
@@ -100,19 +100,19 @@ class CourseNotes:
         differentiable = tensor.is_floating_point() or tensor.is_complex()
         self._saved.append((storage, tensor.numel() * tensor.element_size() if differentiable else 0))
 
-    def turns(self, elsewhere: Iterable[Tensor] = ()) -> list[Turn]:
+    def saved_tensors(self, elsewhere: Iterable[Tensor] = ()) -> list[SavedTensor]:
         """What was seen, in the order of backward. Tensors ``elsewhere`` stay when autograd is done with them."""
         staying = {StorageWeakRef(part.untyped_storage()) for tensor in elsewhere for part in parts_of(tensor)}
         first = {key: k for k, (key, _) in reversed([*enumerate(self._saved)])}
         come: set[int | StorageWeakRef] = set()
-        turns = []
+        saved_tensors = []
         for k in range(len(self._saved) - 1, -1, -1):
             key, flows = self._saved[k]
             if isinstance(key, int):
                 stays = 0 if key in come else self._weights.get(key, 0)
                 come.add(key)
-                turns.append(Turn(stays, 0, 0))
+                saved_tensors.append(SavedTensor(stays, 0, 0))
             else:
                 freed = self._nbytes[key] if first[key] == k and key not in staying else 0
-                turns.append(Turn(0, flows, freed))
-        return turns
+                saved_tensors.append(SavedTensor(0, flows, freed))
+        return saved_tensors

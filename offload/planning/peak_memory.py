@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from offload.planning.memory_profile import Course
+from offload.planning.memory_profile import MemoryProfile
 
-__all__ = ["Footprint"]
+__all__ = ["PeakMemory"]
 
 
 @dataclass(frozen=True)
-class Footprint:
+class PeakMemory:
     """What a step brings into the memory that layers compute in."""
 
     #: Slots, and homes of weights where they are in the same memory.
@@ -34,24 +34,27 @@ class Footprint:
     #: The most that boundaries take here, and as much again their gradients.
     most_boundary_bytes: float
     #: Shard -> what a cell of it keeps and allocates; of those that take part in backward.
-    courses: Mapping[int, Course]
+    memory_profiles: Mapping[int, MemoryProfile]
     #: Shards whose cells keep their graphs from forward to backward.
     keeping: Set[int]
 
     def peak_bytes(self) -> int:
         """At the fullest moment."""
         middle = {0, min(1, len(self.rows) - 1), len(self.rows) - 1}
-        return max((self._bytes_at(j, i) for j in self.courses for i in middle), default=self.fixed_bytes)
+        return max((self._bytes_at(j, i) for j in self.memory_profiles for i in middle), default=self.fixed_bytes)
 
     def activation_bytes(self) -> int:
         """The most that layers keep and allocate, without gradients of weights."""
-        return max((self._kept(j, 0) + self.courses[j].peak_bytes(max(self.rows), 0) for j in self.courses), default=0)
+        return max(
+            (self._kept(j, 0) + self.memory_profiles[j].peak_bytes(max(self.rows), 0) for j in self.memory_profiles),
+            default=0,
+        )
 
     def _bytes_at(self, j: int, i: int) -> int:
         """While backward is in cell ``i`` of shard ``j``."""
-        course, after = self.courses[j], j + 1
+        memory_profile, after = self.memory_profiles[j], j + 1
         held = self.fixed_bytes + self._kept(j, i)
-        held += course.peak_bytes(self.rows[i], self.gradient_bytes[j], adds=i > 0)
+        held += memory_profile.peak_bytes(self.rows[i], self.gradient_bytes[j], adds=i > 0)
         if self.gradients_stay:
             held += sum(self.gradient_bytes[after:])
         elif i < self.in_flight.get(after, 0):
@@ -68,8 +71,12 @@ class Footprint:
 
     def _kept(self, j: int, i: int) -> int:
         """Graphs of cells that backward has not come to."""
-        kept = sum(self.courses[k].kept_bytes(sum(self.rows)) for k in self.keeping if k < j and k in self.courses)
-        return kept + (self.courses[j].kept_bytes(sum(self.rows[i + 1 :])) if j in self.keeping else 0)
+        kept = sum(
+            self.memory_profiles[k].kept_bytes(sum(self.rows))
+            for k in self.keeping
+            if k < j and k in self.memory_profiles
+        )
+        return kept + (self.memory_profiles[j].kept_bytes(sum(self.rows[i + 1 :])) if j in self.keeping else 0)
 
     def _boundary(self, j: int, rows: int) -> float:
         return 0.0 if j in self.keeping else self._level(j, rows)

@@ -10,9 +10,9 @@ from offload.storage.contract import Block, Scratch, Tier
 from offload.storage.disk import DiskTier
 from offload.storage.host import HostTier
 from offload.storage.manifest import HomeError
-from offload.storage.persistent import DiskHome, KeptTier
+from offload.storage.persistent import DiskHome, PersistentTier
 
-__all__ = ["Block", "DiskHome", "DiskTier", "HomeError", "HostTier", "KeptTier", "Scratch", "Tier", "open_tier"]
+__all__ = ["Block", "DiskHome", "DiskTier", "HomeError", "HostTier", "PersistentTier", "Scratch", "Tier", "open_tier"]
 
 
 def open_tier(
@@ -34,7 +34,7 @@ def open_tier(
             return DiskTier(offload_device, device, direct=offload_device.direct)
         if not keeps:
             raise ValueError("expected a home that goes with its user, got DiskHome(keep=True): only models keep homes")
-        return KeptTier(offload_device, device)
+        return PersistentTier(offload_device, device)
     if isinstance(offload_device, os.PathLike) or (isinstance(offload_device, str) and os.sep in offload_device):
         return DiskTier(offload_device, device)
     if not isinstance(offload_device, (str, torch.device)):

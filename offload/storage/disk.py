@@ -50,7 +50,7 @@ class DiskBlock(Block):
         self._transfers = transfers
         self.tensor = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
         self._claim = transfers.cache.claim(nbytes, cyclic=cyclic)
-        weakref.finalize(self, transfers.cache.leave, self._claim)
+        weakref.finalize(self, transfers.cache.release, self._claim)
 
     def read_into(self, destination: Tensor, offset: int = 0) -> None:
         """Reads the file, straight into ``destination`` where that is host memory."""

@@ -1,9 +1,9 @@
 """A few threads that do what blocks, such as a read from a disk, while their caller does more of it.
 
 Guarantees
-    * ``finish()`` returns after the job, or raises what it raised. A job that no thread has begun is done by whoever
+    * ``synchronize()`` returns after the job, or raises what it raised. A job that no thread has begun is done by whoever
       waits for it. So nothing waits for ever, also where the threads are gone: in a forked process, or at the end.
-    * Nobody ever joins the threads, finalizers least of all. They end when the crew is no longer referenced.
+    * Nobody ever joins the threads, finalizers least of all. They end when the thread pool is no longer referenced.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 from offload.storage.io_threads import Future, IOThreads
 
-__all__ = ["Crew", "Job"]
+__all__ = ["IOThreadPool", "PooledCall"]
 
 
-class Job:
+class PooledCall:
     """Something to be done once.
 
     Whoever does it takes it out of ``todo``. Without this, a thread, or the queue of a job that its waiter did, would
@@ -32,7 +32,7 @@ class Job:
         """Whether a thread has done it, without an error."""
         return self._future is not None and not self._todo and self._future.returned
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         """Returns when the job is done; raises what it raised."""
         if self._future is not None and not self._future.cancel():
             self._future.result()
@@ -41,20 +41,20 @@ class Job:
         while self._todo:
             self._todo.pop()()
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """Returns when the job will touch nothing any more, whether it was done or not."""
         if self._future is not None and not self._future.cancel():
-            self._future.settle()
+            self._future.wait_idle()
         self._todo.clear()
 
 
-class Crew:
+class IOThreadPool:
     """``helpers`` threads, which are started when there is work for them."""
 
     def __init__(self, helpers: int) -> None:
         self._threads = IOThreads(helpers, "offload-io")
 
-    def give(self, work: Callable[[], None]) -> Job:
+    def submit(self, work: Callable[[], None]) -> PooledCall:
         """Queues a job."""
         todo = [work]
 
@@ -62,9 +62,9 @@ class Crew:
             todo.pop()()
 
         with contextlib.suppress(RuntimeError):  # the interpreter is ending, or forked: no thread takes anything
-            return Job(todo, self._threads.submit(do))
-        return Job(todo, None)
+            return PooledCall(todo, self._threads.submit(do))
+        return PooledCall(todo, None)
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Returns when no thread works any more. For a single helper."""
-        self._threads.settle()
+        self._threads.wait_idle()

@@ -73,7 +73,7 @@ class Future:
     def cancel(self) -> bool:
         """Takes the work back; says whether that is known to have been in time.
 
-        If not, :attr:`missed` tells after :meth:`settle`. May be called again.
+        If not, :attr:`missed` tells after :meth:`wait_idle`. May be called again.
         """
         self._work.clear()
         # A thread that begins from here on finds nothing. One that has begun before may have found it.
@@ -88,7 +88,7 @@ class Future:
         """Whether a thread has done it, without an error."""
         return self._finished and self._error is None
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Waits until a thread is done with it, whatever came of it."""
         if not self._finished:
             check_process(self._made_in, "what this process waits for")
@@ -98,7 +98,7 @@ class Future:
 
     def result(self) -> None:
         """Waits until a thread is done with it; raises what the work raised."""
-        self.settle()
+        self.wait_idle()
         if self._error is not None:
             try:
                 raise self._error
@@ -149,13 +149,13 @@ class IOThreads:
         self._queue.put(future)
         return future
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Waits until all work that was submitted is done, whatever came of it. For a single thread."""
         assert self._count == 1
         if self._started and not self._closed and self._made_in == os.getpid():
             barrier = Future(_nothing)
             self._queue.put(barrier)
-            barrier.settle()
+            barrier.wait_idle()
 
     def close(self) -> None:
         """Takes no more work; what was submitted is still done. Does not wait."""

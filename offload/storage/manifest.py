@@ -22,7 +22,7 @@ from pathlib import Path
 from offload.storage.buffer import PAGE_BYTES, host_buffer, view_memory, whole_pages
 from offload.storage.transfer import Transfers, move_all
 
-__all__ = ["HomeError", "Seal", "checksum", "file_bytes", "read_description", "read_seal", "write_seal"]
+__all__ = ["HomeError", "Manifest", "checksum", "file_bytes", "read_description", "read_manifest", "write_manifest"]
 
 MAGIC = b"gradhome"
 VERSION = 1
@@ -39,7 +39,7 @@ class HomeError(ValueError):
 
 
 @dataclass(frozen=True)
-class Seal:
+class Manifest:
     """What the last page says."""
 
     #: Which of the ``places`` files of its home this is.
@@ -89,7 +89,7 @@ def file_bytes(contents_bytes: int, description_bytes: int) -> int:
     return whole_pages(contents_bytes) + whole_pages(description_bytes) + PAGE_BYTES
 
 
-def read_seal(path: Path, what: str) -> Seal:
+def read_manifest(path: Path, what: str) -> Manifest:
     """The seal of a file, if it is one of ours and has the size that the seal says.
 
     Raises:
@@ -113,34 +113,34 @@ def read_seal(path: Path, what: str) -> Seal:
     if page != (fields + digest(fields)).ljust(PAGE_BYTES, b"\0"):
         raise HomeError(f"{path} ({what}): the seal does not match its checksum, it is damaged. {RESTORE}")
     _, _, place, places, clean, *rest = _FIELDS.unpack(fields)
-    seal = Seal(place, places, bool(clean), *rest)
-    expected = file_bytes(seal.contents_bytes, seal.description_bytes)
+    manifest = Manifest(place, places, bool(clean), *rest)
+    expected = file_bytes(manifest.contents_bytes, manifest.description_bytes)
     if size != expected:
         raise HomeError(f"{path} ({what}): expected {expected:,} bytes, got {size:,}; it is not whole. {RESTORE}")
-    return seal
+    return manifest
 
 
 #: What to do with a damaged file.
 RESTORE = "Restore all files of the directory, or make the home anew with DiskHome(..., overwrite=True)"
 
 
-def read_description(path: Path, seal: Seal) -> bytes:
+def read_description(path: Path, manifest: Manifest) -> bytes:
     """The description of a file."""
     with path.open("rb") as file:
-        file.seek(whole_pages(seal.contents_bytes))
-        return file.read(seal.description_bytes)
+        file.seek(whole_pages(manifest.contents_bytes))
+        return file.read(manifest.description_bytes)
 
 
-def write_seal(path: Path, seal: Seal, description: bytes | None = None) -> None:
+def write_manifest(path: Path, manifest: Manifest, description: bytes | None = None) -> None:
     """Writes the seal (and the description of a new file), and waits until all of the file is on the disk."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         if description is not None:
-            move_all(os.pwritev, fd, memoryview(description), whole_pages(seal.contents_bytes), path)
-        at = file_bytes(seal.contents_bytes, seal.description_bytes) - PAGE_BYTES
+            move_all(os.pwritev, fd, memoryview(description), whole_pages(manifest.contents_bytes), path)
+        at = file_bytes(manifest.contents_bytes, manifest.description_bytes) - PAGE_BYTES
         # Contents -> seal. Without this, a power cut leaves a clean seal behind contents that are not there.
         os.fsync(fd)
-        move_all(os.pwritev, fd, memoryview(seal.pack()), at, path)
+        move_all(os.pwritev, fd, memoryview(manifest.pack()), at, path)
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -158,11 +158,11 @@ def checksum(path: Path, contents_bytes: int, transfers: Transfers) -> bytes:
     return digest(b"".join(value.to_bytes(4, "little") for value in sums))
 
 
-def reopened(seal: Seal, generation: int) -> Seal:
+def reopened(manifest: Manifest, generation: int) -> Manifest:
     """The seal while the home is open again."""
-    return replace(seal, clean=False, generation=generation)
+    return replace(manifest, clean=False, generation=generation)
 
 
-def closed(seal: Seal, contents_digest: bytes) -> Seal:
+def closed(manifest: Manifest, contents_digest: bytes) -> Manifest:
     """The seal of contents that nobody writes to any more."""
-    return replace(seal, clean=True, contents_digest=contents_digest)
+    return replace(manifest, clean=True, contents_digest=contents_digest)

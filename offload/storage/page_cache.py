@@ -94,7 +94,7 @@ class PageCache:
         self._decided = False
         return claim
 
-    def leave(self, claim: Claim) -> None:
+    def release(self, claim: Claim) -> None:
         """A block has gone. Takes no lock, since it may be called wherever garbage is collected."""
         self._claims.pop(claim, None)
         self._decided = False

@@ -10,7 +10,7 @@
 Guarantees
     * Files are adopted only if all of them are whole, sealed, of one home and one generation, and made for the very
       same tensors at the same places. They are neither copied nor initialised. Whatever is refused is left as it is.
-    * From :meth:`KeptTier.begin` on, before anybody writes, until :meth:`KeptTier.seal` no seal is clean. So what a
+    * From :meth:`PersistentTier.begin` on, before anybody writes, until :meth:`PersistentTier.manifest` no seal is clean. So what a
       crash may have torn is never taken for whole.
     * Nothing is overwritten unless asked for, and one model at a time uses a home.
 """
@@ -35,19 +35,19 @@ from offload.storage.disk import DiskBlock, DiskTier, reserve
 from offload.storage.manifest import (
     RESTORE,
     HomeError,
-    Seal,
+    Manifest,
     checksum,
     closed,
     describe,
     digest,
     file_bytes,
     read_description,
-    read_seal,
+    read_manifest,
     reopened,
-    write_seal,
+    write_manifest,
 )
 
-__all__ = ["Contents", "DiskHome", "KeptTier"]
+__all__ = ["Contents", "DiskHome", "PersistentTier"]
 
 _SUFFIX = ".home"
 
@@ -144,10 +144,10 @@ class _Usage:
             )
 
 
-class KeptTier(DiskTier):
+class PersistentTier(DiskTier):
     """Weights and buffers in files that stay; all else in a folder that goes.
 
-    To be called in this order: :meth:`expect`, :meth:`home` for each place, :meth:`begin`, :meth:`seal`.
+    To be called in this order: :meth:`expect`, :meth:`home` for each place, :meth:`begin`, :meth:`manifest`.
 
     Raises:
         HomeError: if another model uses the home.
@@ -158,7 +158,7 @@ class KeptTier(DiskTier):
         self._home = home
         self._root = Path(home)
         self._contents: list[Contents] = []
-        self._seals: dict[int, Seal] = {}
+        self._manifests: dict[int, Manifest] = {}
         self._number = b""
         lock = os.open(self._root / "home.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -215,69 +215,69 @@ class KeptTier(DiskTier):
                     f"number of slices that the home was made with, or use another directory"
                 )
         for place, part in wanted.values():
-            self._seals[place] = self._checked(place, part, len(contents))
-        first = next(iter(self._seals.values()))
-        for place, seal in self._seals.items():
-            if not self._belong_together(first, seal):
+            self._manifests[place] = self._checked(place, part, len(contents))
+        first = next(iter(self._manifests.values()))
+        for place, manifest in self._manifests.items():
+            if not self._belong_together(first, manifest):
                 part = contents[place]
                 raise HomeError(
                     f"{self._path(part)} ({part.what}): expected generation {first.generation} of home "
-                    f"{first.home.hex()[:8]}, got generation {seal.generation} of home {seal.home.hex()[:8]}: the "
+                    f"{first.home.hex()[:8]}, got generation {manifest.generation} of home {manifest.home.hex()[:8]}: the "
                     f"files are not of one moment. {RESTORE}"
                 )
-        torn = [contents[place].what for place, seal in self._seals.items() if not seal.clean]
-        if torn:
+        partial = [contents[place].what for place, manifest in self._manifests.items() if not manifest.clean]
+        if partial:
             warnings.warn(
                 f"recovering the home in {str(self._root)!r}, whose model ended without close(): the contents of "
-                f"{', '.join(torn)} cannot be verified. Shards may be of different steps, and buffers are those of the "
+                f"{', '.join(partial)} cannot be verified. Shards may be of different steps, and buffers are those of the "
                 f"last close(); compare with a checkpoint or an evaluation before you go on",
                 RuntimeWarning,
                 stacklevel=2,
             )
         if self._home.verify:
-            for place, seal in self._seals.items():
-                if not seal.clean:
+            for place, manifest in self._manifests.items():
+                if not manifest.clean:
                     continue  # its checksum is that of the last close()
                 path, part = self._path(contents[place]), contents[place]
-                if checksum(path, part.nbytes, self.transfers) != seal.contents_digest:
+                if checksum(path, part.nbytes, self.transfers) != manifest.contents_digest:
                     raise HomeError(f"{path} ({part.what}): the contents do not match their checksum. {RESTORE}")
         return True
 
-    def _belong_together(self, first: Seal, other: Seal) -> bool:
+    def _belong_together(self, first: Manifest, other: Manifest) -> bool:
         if first.home != other.home:
             return False
         if first.generation == other.generation:
             return True
         # A process that ended while it opened the home had written nothing but some of the seals: its next generation.
-        opened, shut = sorted((first, other), key=lambda seal: -seal.generation)
+        opened, shut = sorted((first, other), key=lambda manifest: -manifest.generation)
         return self._home.recover and shut.clean and not opened.clean and opened.generation == shut.generation + 1
 
-    def _checked(self, place: int, part: Contents, places: int) -> Seal:
+    def _checked(self, place: int, part: Contents, places: int) -> Manifest:
         path = self._path(part)
         where = f"{path} ({part.what})"
-        seal = read_seal(path, part.what)
-        if seal.places != places:
+        manifest = read_manifest(path, part.what)
+        if manifest.places != places:
             raise HomeError(
-                f"{where}: expected one of {places - 1} shards, got one of {seal.places - 1}. Pass "
-                f"num_slices={seal.places - 1}, or use another directory"
+                f"{where}: expected one of {places - 1} shards, got one of {manifest.places - 1}. Pass "
+                f"num_slices={manifest.places - 1}, or use another directory"
             )
-        if seal.place != place:
-            raise HomeError(f"{where}: this is the file of place {seal.place}, expected {place}; it was renamed")
-        if not (seal.clean or self._home.recover):
+        if manifest.place != place:
+            raise HomeError(f"{where}: this is the file of place {manifest.place}, expected {place}; it was renamed")
+        if not (manifest.clean or self._home.recover):
             raise HomeError(
                 f"{where}: expected a home that was closed, but the model that used it ended without close(), and may "
                 f"have left it torn. Load the last checkpoint into a new home: DiskHome(..., overwrite=True); or take "
                 f"what cannot be verified: DiskHome(..., recover=True)"
             )
-        expected, got = describe(part.lines), read_description(path, seal)
-        if digest(got) != seal.description_digest:
+        expected, got = describe(part.lines), read_description(path, manifest)
+        if digest(got) != manifest.description_digest:
             raise HomeError(f"{where}: the description of the tensors does not match its checksum. {RESTORE}")
-        if got != expected or seal.contents_bytes != part.nbytes:
+        if got != expected or manifest.contents_bytes != part.nbytes:
             raise HomeError(
                 f"{where}: expected {_difference(expected, got)}. Pass the layers, and num_slices or memory_budget, "
                 f"that the home was made with; or use another directory"
             )
-        return seal
+        return manifest
 
     def _path(self, part: Contents) -> Path:
         return self._root / f"{part.stem}{_SUFFIX}"
@@ -287,12 +287,12 @@ class KeptTier(DiskTier):
         part = self._contents[j]
         assert part.nbytes == nbytes, f"{part.what}: {nbytes:,} bytes, described as {part.nbytes:,}"
         path = self._path(part)
-        if j not in self._seals:
+        if j not in self._manifests:
             description = describe(part.lines)
             self._usage.made.append(path)
             try:
                 reserve(path, file_bytes(nbytes, len(description)), nbytes)
-                blank = Seal(
+                blank = Manifest(
                     place=j,
                     places=len(self._contents),
                     clean=False,
@@ -303,23 +303,23 @@ class KeptTier(DiskTier):
                     description_digest=digest(description),
                     contents_digest=bytes(32),
                 )
-                write_seal(path, blank, description)
+                write_manifest(path, blank, description)
             except BaseException:
                 self.close()
                 raise
-            self._seals[j] = blank
+            self._manifests[j] = blank
         return DiskBlock(path, nbytes, self.transfers)
 
     def begin(self) -> None:
         """The model is made: from now on the contents may change, and so no seal is clean."""
         if not self._usage.made:
-            generation = 1 + max((seal.generation for seal in self._seals.values()), default=0)
-            for place, seal in self._seals.items():
-                self._seals[place] = reopened(seal, generation)
-                write_seal(self._path(self._contents[place]), self._seals[place])
+            generation = 1 + max((manifest.generation for manifest in self._manifests.values()), default=0)
+            for place, manifest in self._manifests.items():
+                self._manifests[place] = reopened(manifest, generation)
+                write_manifest(self._path(self._contents[place]), self._manifests[place])
         self._usage.phase = _Phase.OPEN
 
-    def seal(self) -> None:
+    def manifest(self) -> None:
         """Nobody will write any more: computes the checksums, seals the files, and lets go of them.
 
         Raises:
@@ -333,8 +333,8 @@ class KeptTier(DiskTier):
             if part.nbytes
         }
         for place, contents_digest in sums.items():
-            self._seals[place] = closed(self._seals[place], contents_digest)
-            write_seal(self._path(self._contents[place]), self._seals[place])
+            self._manifests[place] = closed(self._manifests[place], contents_digest)
+            write_manifest(self._path(self._contents[place]), self._manifests[place])
         self._usage.phase = _Phase.SEALED
         self._end()
 

@@ -5,7 +5,7 @@ used again as soon as the copy out of them is done, so what is page-locked is a 
 
 ::
 
-    file --> buffer --> device          read: a thread of the crew fills the buffer, the lane's stream empties it
+    file --> buffer --> device          read: a thread of the thread pool fills the buffer, the lane's stream empties it
     file <-- buffer <-- device          write: the other way
 
 How bytes get from a buffer to a device is a :class:`Link`. The CUDA one uses events only. Tests have one whose copies
@@ -134,7 +134,7 @@ class Staging:
             fence()
         return buffer
 
-    def give(self, buffer: Tensor, fence: Fence | None = None) -> None:
+    def release(self, buffer: Tensor, fence: Fence | None = None) -> None:
         """Gives a buffer back; it is used again once ``fence`` is passed."""
         with self._changed:
             self._free.append((buffer, fence))

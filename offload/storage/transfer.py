@@ -30,7 +30,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from offload.storage.buffer import PAGE_BYTES, view_memory
-from offload.storage.io_thread_pool import Crew, Job
+from offload.storage.io_thread_pool import IOThreadPool, PooledCall
 from offload.storage.page_cache import Claim, PageCache
 from offload.storage.staging import Fence, Link, Staging
 
@@ -75,7 +75,7 @@ def _moved(call: Callable[..., int], fd: int, memory: memoryview, offset: int, p
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _ParamBlock:
     """Bytes ``[begin, end)`` of a file."""
 
     begin: int
@@ -83,18 +83,18 @@ class _Piece:
     direct: bool
 
 
-def _pieces(begin: int, end: int, piece_bytes: int, *, direct: bool) -> Iterator[_Piece]:
+def _pieces(begin: int, end: int, piece_bytes: int, *, direct: bool) -> Iterator[_ParamBlock]:
     """Cuts a transfer."""
     first = min(end, -(-begin // PAGE_BYTES) * PAGE_BYTES) if direct else begin
     last = max(first, end // PAGE_BYTES * PAGE_BYTES) if direct else end
     if begin < first:
-        yield _Piece(begin, first, False)
+        yield _ParamBlock(begin, first, False)
     while first < last:
         until = min(last, (first // piece_bytes + 1) * piece_bytes)
-        yield _Piece(first, until, direct)
+        yield _ParamBlock(first, until, direct)
         first = until
     if last < end:
-        yield _Piece(last, end, False)
+        yield _ParamBlock(last, end, False)
 
 
 class Transfers:
@@ -103,7 +103,7 @@ class Transfers:
     def __init__(self, cache: PageCache, link: Link) -> None:
         self.cache = cache
         self.staging = Staging(link, STAGED.in_flight, STAGED.piece_bytes)
-        self._crew = Crew(max(STAGED.in_flight, STRAIGHT.in_flight) - 1)
+        self._io_threads = IOThreadPool(max(STAGED.in_flight, STRAIGHT.in_flight) - 1)
 
     def read(self, path: Path, destination: Tensor, offset: int, claim: Claim | None = None) -> None:
         """Fills ``destination`` (flat, uint8) with the bytes of a file from ``offset`` on.
@@ -130,13 +130,13 @@ class Transfers:
         def one(k: int) -> None:
             results[k] = work(parts[k])
 
-        jobs = [self._crew.give(partial(one, k)) for k in range(len(parts))]
+        jobs = [self._io_threads.submit(partial(one, k)) for k in range(len(parts))]
         try:
             for job in jobs:
-                job.finish()
+                job.synchronize()
         finally:
             for job in jobs:
-                job.abandon()
+                job.cancel()
         return [results[k] for k in range(len(parts))]
 
     def _move(self, path: Path, tensor: Tensor, offset: int, claim: Claim | None, *, write: bool) -> None:
@@ -147,11 +147,11 @@ class Transfers:
         direct = nbytes >= DIRECT_LEAST_BYTES and self.cache.direct(claim)
         staged = far or (direct and (tensor.data_ptr() - offset) % PAGE_BYTES != 0)
         cut = STAGED if staged else STRAIGHT
-        pieces = [_Piece(offset, offset + nbytes, False)]
+        pieces = [_ParamBlock(offset, offset + nbytes, False)]
         if direct or far:  # else nothing asks for more than one
             pieces = list(_pieces(offset, offset + nbytes, cut.piece_bytes, direct=direct))
         # A single piece needs no thread but the caller's: to wake another one takes longer than the pages of a bias do.
-        crew = self._crew if len(pieces) > 1 else None
+        io_threads = self._io_threads if len(pieces) > 1 else None
         flying: deque[_Flight] = deque()
         with contextlib.ExitStack() as stack:
             cached = stack.enter_context(_opened(path))
@@ -162,21 +162,21 @@ class Transfers:
                     buffer = None
                     if far or (staged and piece.direct):
                         while (buffer := self.staging.take(wait=not flying)) is None:
-                            flying.popleft().land()
+                            flying.popleft().complete()
                     flying.append(_Flight(self.staging, part, buffer, far=far, write=write))
-                    flying[-1].start(crew, partial(_move_piece, path, cached, uncached, piece, write))
+                    flying[-1].start(io_threads, partial(_move_piece, path, cached, uncached, piece, write))
                     if len(flying) == cut.in_flight:
-                        flying.popleft().land()
+                        flying.popleft().complete()
                 while flying:
-                    flying.popleft().land()
+                    flying.popleft().complete()
             finally:
                 # Without this, a failed transfer goes on in the threads, while its memory is used for something else.
                 for flight in flying:
-                    flight.leave()
+                    flight.cancel()
         self.cache.moved(nbytes)
 
 
-def _move_piece(path: Path, cached: int, uncached: int, piece: _Piece, write: bool, memory: memoryview) -> None:
+def _move_piece(path: Path, cached: int, uncached: int, piece: _ParamBlock, write: bool, memory: memoryview) -> None:
     call, begin = os.pwritev if write else os.preadv, piece.begin
     if piece.direct:
         # What a direct call leaves over is not a whole page, so this is the end of the file. The other way says so.
@@ -195,9 +195,9 @@ class _Flight:
         self._far = far
         self._write = write
         self._fence: Fence | None = None
-        self._job: Job | None = None
+        self._job: PooledCall | None = None
 
-    def start(self, crew: Crew | None, move: Callable[[memoryview], None]) -> None:
+    def start(self, io_threads: IOThreadPool | None, move: Callable[[memoryview], None]) -> None:
         """Begins; ``move`` moves the bytes of host memory to or from the file."""
         part, buffer = self._part, None if self._buffer is None else self._buffer[: self._part.numel()]
         if buffer is not None and self._far and self._write:
@@ -216,28 +216,28 @@ class _Flight:
             if not self._far and not self._write:
                 _copy(part, buffer)
 
-        self._job = Job([work], None) if crew is None else crew.give(work)
+        self._job = PooledCall([work], None) if io_threads is None else io_threads.submit(work)
 
-    def land(self) -> None:
+    def complete(self) -> None:
         """Waits for the end of it."""
         try:
             assert self._job is not None
-            self._job.finish()
+            self._job.synchronize()
             if self._buffer is not None and self._far and not self._write:
                 self._fence = self._staging.link.copy(self._part, self._buffer[: self._part.numel()])
         finally:
-            self.leave()
+            self.cancel()
 
-    def leave(self) -> None:
+    def cancel(self) -> None:
         """Returns when nothing but a device copy is going on any more, finished or not."""
         if self._job is not None:
             # Without letting go of the job, which refers to this flight, its tensor stays until garbage is collected.
             job, self._job = self._job, None
-            job.abandon()
+            job.cancel()
         if self._buffer is not None:
             buffer, self._buffer = self._buffer, None
             # Buffer -> device. Without this fence, the next piece overwrites it while the device still reads it.
-            self._staging.give(buffer, self._fence)
+            self._staging.release(buffer, self._fence)
 
 
 def _copy(destination: Tensor, source: Tensor) -> None:

@@ -6,7 +6,7 @@ precision. On the way a gradient may be noted (its norm), or kept back for an op
 Guarantees
     * One set of gradients is on its way while the next is being summed, never more: gradients do not pile up before a
       slow home, and two additions to one tied gradient keep their order.
-    * After :meth:`Homeward.settle` every gradient is home. After :meth:`Homeward.abandon` none is on its way.
+    * After :meth:`GradientOffload.wait_idle` every gradient is home. After :meth:`GradientOffload.cancel` none is on its way.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from offload.storage import Block, Tier
 from offload.storage.contract import bytes_of
 from offload.streaming.grad_norm import norm_of, note
-from offload.streaming.lane import Arrival, Lane, naming
+from offload.streaming.lane import Arrival, Lane, error_context
 from offload.streaming.shard import Shard, Slice
 from offload.telemetry.statistics import Meter
 
-__all__ = ["Homeward", "Updater"]
+__all__ = ["GradientOffload", "Updater"]
 
 
 class Updater(Protocol):
@@ -57,7 +57,7 @@ class Updater(Protocol):
         ...
 
 
-class Homeward:
+class GradientOffload:
     """Brings the gradients of one model home."""
 
     def __init__(self, shards: Sequence[Shard], *, device: torch.device, tier: Tier, lane: Lane, meter: Meter) -> None:
@@ -118,16 +118,16 @@ class Homeward:
         if update is not None:
             while len(self._drains) > 1:
                 # Drain lane -> compute. Without this, gradients pile up before a slow home.
-                self._finish()
+                self._synchronize()
             nbytes = _nbytes(kept.values())
             self._meter.hold(nbytes)
             self._drains.append((update, nbytes, list(kept.values())))
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Waits until all gradients are home: the backward is over."""
         while self._drains:
             # Drain lane -> host. Without this, an optimizer on the host reads gradients that have not arrived.
-            self._finish(on_host=True)
+            self._synchronize(on_host=True)
         # Only now: a note counts until the next write, and a block's writes are counted together.
         for parameter, norm in self._norms:
             if parameter.grad is not None:
@@ -140,7 +140,7 @@ class Homeward:
         taken, self._taken = self._taken, {}
         return {p: gradient.to(p.device, p.dtype) for p, gradient in taken.items()}
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """After a failure, when nothing is on its way any more: forgets it."""
         while self._drains:
             self._meter.release(self._drains.popleft()[1])
@@ -155,11 +155,11 @@ class Homeward:
         if self.updater is not None:
             self.updater.end(failed=failed)
 
-    def _finish(self, *, on_host: bool = False) -> None:
+    def _synchronize(self, *, on_host: bool = False) -> None:
         arrival, nbytes, _gradients = self._drains[0]
-        with self._meter.waiting("D"), naming(f"storing gradients to {self._tier.name}"):
+        with self._meter.waiting("D"), error_context(f"storing gradients to {self._tier.name}"):
             if on_host:
-                arrival.finish()
+                arrival.synchronize()
             else:
                 arrival.wait()
         self._drains.popleft()
@@ -185,7 +185,7 @@ class Homeward:
         self._take(shard, gradients)
         nbytes = _nbytes(gradient for gradient in gradients if gradient is not None)
         for owner in {shard.owner_of(position)[0] for position, g in enumerate(gradients) if g is not None}:
-            owner.leave_gradients()
+            owner.detach_gradients()
         # On a device the tensors stay until the copy is done. Without this, their memory is reused while it is read.
         staying = [g for g in gradients if g is not None] if self._device.type != "cpu" else []
         moves: deque[tuple[nn.Parameter, Callable[[], Tensor]]] = deque()
@@ -203,7 +203,7 @@ class Homeward:
         while self._drains:
             # Drain lane -> compute. Without this, more than one set is on its way, and two additions to one tied
             # gradient may change places. The copy has had a whole visit's time, so the wait is short.
-            self._finish()
+            self._synchronize()
 
         def copy() -> None:
             with self._meter.on_lane("drain", f"D{shard.index}", nbytes):

@@ -30,7 +30,7 @@ import torch
 
 from offload.storage.io_threads import Future, IOThreads
 
-__all__ = ["Arrival", "Clock", "Lane", "Lanes", "StreamLane", "ThreadLane", "naming", "open_lanes"]
+__all__ = ["Arrival", "Clock", "Lane", "Lanes", "StreamLane", "ThreadLane", "error_context", "open_lanes"]
 
 
 class Arrival(ABC):
@@ -41,7 +41,7 @@ class Arrival(ABC):
         """Makes compute wait for the copy. Raises what the copy raised."""
 
     @abstractmethod
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         """Makes the host wait for the copy: after it, any code may read what was written. Raises what it raised."""
 
 
@@ -53,7 +53,7 @@ class Lane(ABC):
         """Queues a copy. ``token`` names it in errors and traces."""
 
     @abstractmethod
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Makes the host wait for all copies that were submitted, whatever came of them."""
 
     @abstractmethod
@@ -62,7 +62,7 @@ class Lane(ABC):
 
 
 @contextlib.contextmanager
-def naming(what: str) -> Iterator[None]:
+def error_context(what: str) -> Iterator[None]:
     """Says in an error of the system what was being copied, and from or to which place."""
     try:
         yield
@@ -80,7 +80,7 @@ class _Future(Arrival):
     def wait(self) -> None:
         self._future.result()
 
-    finish = wait
+    synchronize = wait
 
 
 class ThreadLane(Lane):
@@ -104,7 +104,7 @@ class ThreadLane(Lane):
             for arrival in after:
                 # The thread is a host. Without this, it reads what a stream has not written yet: an update takes
                 # gradients that are still on their way home.
-                arrival.finish()
+                arrival.synchronize()
             # Grad mode belongs to a thread. Without this, in-place writes into what requires a gradient are refused.
             with torch.no_grad():
                 if stream is None or given is None:
@@ -119,9 +119,9 @@ class ThreadLane(Lane):
 
         return _Future(self._thread.submit(job))
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Waits for the thread."""
-        self._thread.settle()
+        self._thread.wait_idle()
 
     def close(self) -> None:
         """The thread ends after what was submitted.
@@ -144,7 +144,7 @@ class _Event(Arrival):
         # Lane -> compute. Without this, kernels read bytes that have not arrived.
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         # Lane -> host. Without this, the host reads, or gives away, what is still being copied.
         self._event.synchronize()
 
@@ -175,7 +175,7 @@ class StreamLane(Lane):
             event.record(self._stream)
         return _Event(event, self._device)
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Waits for the stream."""
         self._stream.synchronize()
 
@@ -199,10 +199,10 @@ class Lanes:
     drain: Lane
     boundary: Lane
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Waits for all copies in all three."""
         for lane in (self.load, self.drain, self.boundary):
-            lane.settle()
+            lane.wait_idle()
 
     def close(self) -> None:
         """Closes all three."""
@@ -257,9 +257,9 @@ class Clock:
             end.record(stream)
             self._spans.append((begin, end, done, self._first, goes_on))
             if len(self._spans) >= 4096:  # so that a long run does not hoard events
-                self._settle(wait=False)
+                self._wait_idle(wait=False)
 
-    def _settle(self, *, wait: bool) -> None:
+    def _wait_idle(self, *, wait: bool) -> None:
         """Counts the spans that have ended; all of them if the host is to ``wait``, which it never is in a step."""
         while self._spans:
             begin, end, amount, first, goes_on = self._spans[0]
@@ -284,7 +284,7 @@ class Clock:
     @property
     def seconds(self) -> float:
         """Seconds so far."""
-        self._settle(wait=True)
+        self._wait_idle(wait=True)
         return self._seconds
 
     def seconds_each(self) -> float:
@@ -293,7 +293,7 @@ class Clock:
         So a span that something else on the machine disturbed does not count for more than another. Spans of the first
         step are left out as soon as there are others. 0 where nothing was seen.
         """
-        self._settle(wait=True)
+        self._wait_idle(wait=True)
         samples = sorted((seconds / amount, amount) for amount, seconds in self._samples[False] or self._samples[True])
         half, below = sum(amount for _, amount in samples) / 2, 0
         for k, (each, amount) in enumerate(samples):

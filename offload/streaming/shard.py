@@ -51,7 +51,7 @@ class Pending(Protocol):
     failed. When it is done, ``shard.pending`` is None again.
     """
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Waits until nothing of it is under way, whatever came of what was; also of a start that was interrupted."""
         ...
 
@@ -178,7 +178,7 @@ class Shard:
         home = self.home.tensor.data_ptr()
         return [s for s in self.own if s.parameter.numel() and s.parameter.data_ptr() != home + s.offset]
 
-    def bring_home(self, s: Slice, value: Tensor) -> None:
+    def store_assigned_data(self, s: Slice, value: Tensor) -> None:
         """Copies ``value``, which was assigned to the ``.data`` of an own parameter, into its home.
 
         Raises:
@@ -187,7 +187,7 @@ class Shard:
         s.check_shape()
         if self.pending is not None:
             # The assignment came after the step. Without this, the step would be applied to what was assigned.
-            self.pending.start().finish()
+            self.pending.start().synchronize()
         home = self.home_view(s)
         home.copy_(value)
         s.parameter.data = home
@@ -324,7 +324,7 @@ class Shard:
         with torch.inference_mode(False):
             return s.view(self.home.tensor)
 
-    def leave_gradients(self) -> None:
+    def detach_gradients(self) -> None:
         """Leaves the gradients' home, for another, to gradients of earlier backwards that are still held.
 
         Or if it has room for parameters that are frozen by now, and no gradient rests there.

@@ -25,10 +25,10 @@ from offload.storage.buffer import device_buffer
 from offload.telemetry.statistics import Meter
 from pipe.torch_private import storage_uses
 
-__all__ = ["Room", "Tenant"]
+__all__ = ["SlotPool", "SlotUser"]
 
 
-class Tenant(Protocol):
+class SlotUser(Protocol):
     """Who holds slots."""
 
     @property
@@ -40,11 +40,11 @@ class Tenant(Protocol):
         """After a failure: waits for its copies in flight and forgets its slots."""
         ...
 
-    def give_up(self) -> bool:
+    def evict_one(self) -> bool:
         """Drops a shard that it does not compute with, so that its slot is free; False if there is none."""
         ...
 
-    def look_ahead(self, order: Sequence[int]) -> None:
+    def prefetch(self, order: Sequence[int]) -> None:
         """Begins to load shards, in this order, as far as there is room that nobody needs."""
         ...
 
@@ -54,7 +54,7 @@ class Tenant(Protocol):
         ...
 
 
-class Room:
+class SlotPool:
     """Slots of equal size.
 
     Args:
@@ -64,13 +64,13 @@ class Room:
         tenants: who shares them, in the order of their turns forward; empty for a room of one model.
     """
 
-    def __init__(self, device: torch.device, slots: int, slot_bytes: int, tenants: Sequence[Tenant] = ()) -> None:
+    def __init__(self, device: torch.device, slots: int, slot_bytes: int, slot_users: Sequence[SlotUser] = ()) -> None:
         self.slots = slots
         self.slot_bytes = slot_bytes
         self._device = device
-        self.tenants = list(tenants)
-        self._recent = list(tenants)  # least recently used first
-        self._computing: Tenant | None = None
+        self.slot_users = list(slot_users)
+        self._recent = list(slot_users)  # least recently used first
+        self._computing: SlotUser | None = None
         self._made: list[Tensor] = []
         self._free: list[Tensor] | None = None
         self._meter: Meter | None = None
@@ -79,11 +79,11 @@ class Room:
     @property
     def shared(self) -> bool:
         """Whether models take turns here."""
-        return bool(self.tenants)
+        return bool(self.slot_users)
 
     @contextlib.contextmanager
-    def turn(self, tenant: Tenant) -> Iterator[None]:
-        """Inside, ``tenant`` computes.
+    def turn(self, slot_user: SlotUser) -> Iterator[None]:
+        """Inside, ``slot_user`` computes.
 
         Raises:
             RuntimeError: if another one does.
@@ -95,8 +95,8 @@ class Room:
         if self._computing is not None and self._computing.computes():
             raise RuntimeError("two models that take turns on one device compute at once; give each a room of its own")
         try:
-            self._computing = tenant
-            self._recent = [*(other for other in self._recent if other is not tenant), tenant]
+            self._computing = slot_user
+            self._recent = [*(other for other in self._recent if other is not slot_user), slot_user]
             yield
         finally:
             self._computing = None
@@ -110,15 +110,15 @@ class Room:
             self._free = list(self._made)
             meter.hold(self.slots * self.slot_bytes)
             self._meter = meter
-        while not self._free and any(other.give_up() for other in self._recent if other is not self._computing):
+        while not self._free and any(other.evict_one() for other in self._recent if other is not self._computing):
             pass
         return self._free.pop()
 
-    def spare(self, tenant: Tenant) -> Tensor | None:
+    def spare(self, slot_user: SlotUser) -> Tensor | None:
         """A slot that is of no use to the turn under way, for one that looks ahead; None if there is none."""
         if self._free is None:
             return None
-        while not self._free and any(other.give_up() for other in self._recent[:-1] if other is not tenant):
+        while not self._free and any(other.evict_one() for other in self._recent[:-1] if other is not slot_user):
             pass
         return self._free.pop() if self._free else None
 
@@ -137,7 +137,7 @@ class Room:
         self._made = [new if made is slot else made for made in self._made]
         return new
 
-    def give(self, slot: Tensor) -> None:
+    def release(self, slot: Tensor) -> None:
         """Gives a slot back."""
         assert self._free is not None
         self._free.append(slot)
@@ -157,8 +157,8 @@ class Room:
                     self.replace(slot)
             self._free = list(self._made)
 
-    def look_back(self, tenant: Tenant) -> None:
+    def look_back(self, slot_user: SlotUser) -> None:
         """Lets the one whose turn comes next in a backward look ahead."""
-        if self.tenants and self.tenants[0] is not tenant:
-            following = self.tenants[self.tenants.index(tenant) - 1]
-            following.look_ahead(following.backward_order)
+        if self.slot_users and self.slot_users[0] is not slot_user:
+            following = self.slot_users[self.slot_users.index(slot_user) - 1]
+            following.prefetch(following.backward_order)

@@ -6,7 +6,7 @@ It does what a plan says (load, evict, drain, update) and hands shards to whoeve
 Guarantees
     * A slot is read only after the copy that fills it, and filled only after its last reader.
     * Outside a visit every parameter's ``.data`` is its home.
-    * After :meth:`abandon` no copy is in flight and all slots are free.
+    * After :meth:`cancel` no copy is in flight and all slots are free.
 
 Assumes
     * Nobody writes to a home between the load of a shard and its eviction. A write that autograd can see is noticed.
@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from offload.storage import Tier
-from offload.streaming.gradient_offload import Homeward
+from offload.streaming.gradient_offload import GradientOffload
 from offload.streaming.heap import Heap
-from offload.streaming.lane import Arrival, Lanes, naming
+from offload.streaming.lane import Arrival, Lanes, error_context
 from offload.streaming.shard import Pending, Shard, State
-from offload.streaming.slot_pool import Room
+from offload.streaming.slot_pool import SlotPool
 from offload.telemetry.statistics import Meter
 
 __all__ = ["Streamer"]
@@ -56,12 +56,12 @@ class Streamer:
         self._meter = meter
         self._slot_bytes = max((shard.slot_bytes for shard in shards), default=0)
         #: The slots, of this model alone or shared with others that take turns.
-        self.room = Room(device, slots, self._slot_bytes)
+        self.slot_pool = SlotPool(device, slots, self._slot_bytes)
         self._loads: dict[int, Arrival] = {}
         self._collected: dict[int, list[Tensor | None]] = {}
         self._updating: dict[int, _Updating] = {}
         self._heap = Heap() if device.type == "cpu" else None
-        #: Whether slots are being given or taken outside of a pass. If an exception leaves it so, :meth:`abandon`.
+        #: Whether slots are being given or taken outside of a pass. If an exception leaves it so, :meth:`cancel`.
         self.unsettled = False
         #: Whether the model is in the middle of a pass.
         self.computes: Callable[[], bool] = lambda: False
@@ -70,7 +70,7 @@ class Streamer:
         #: Finishes the decision of a step, if an exception was raised in the middle of it.
         self.decide: Callable[[], None] | None = None
         #: What brings gradients home.
-        self.homeward = Homeward(shards, device=device, tier=tier, lane=lanes.drain, meter=meter)
+        self.gradient_offload = GradientOffload(shards, device=device, tier=tier, lane=lanes.drain, meter=meter)
 
     # --- loads --------------------------------------------------------------------------------------------------
 
@@ -91,9 +91,9 @@ class Streamer:
         The latter may work in the slot that the load is about to fill, so both get the same.
         """
         if self.shards[j].state is State.HOME:
-            self._updating[j] = self._start_update(j, self.room.take(self._meter))
+            self._updating[j] = self._start_update(j, self.slot_pool.take(self._meter))
         else:
-            self.homeward.update(self.shards[j])
+            self.gradient_offload.update(self.shards[j])
 
     def _start_update(self, j: int, slot: Tensor) -> _Updating:
         pending = self.shards[j].pending  # its thread may be done with it at any moment
@@ -101,7 +101,9 @@ class Streamer:
 
     def load(self, j: int) -> None:
         """Starts to copy shard ``j`` into a free slot."""
-        updating = self._updating.pop(j) if j in self._updating else self._start_update(j, self.room.take(self._meter))
+        updating = (
+            self._updating.pop(j) if j in self._updating else self._start_update(j, self.slot_pool.take(self._meter))
+        )
         self._fill(j, updating)
 
     def _fill(self, j: int, updating: _Updating) -> None:
@@ -122,7 +124,7 @@ class Streamer:
         # Update lane -> load lane. Without these, the slot is filled with values from before the optimizer's step.
         self._loads[j] = self._lanes.load.submit(f"L{j}", fill, updating.arrivals + others)
 
-    def catch_up(self) -> None:
+    def apply_pending_updates(self) -> None:
         """Finishes what is pending at the homes, because somebody is about to read or write them.
 
         Raises:
@@ -135,9 +137,9 @@ class Streamer:
         errors: list[BaseException] = []
         for shard, arrival in started:
             try:
-                with naming(f"updating shard {shard.index} in {self._tier.name}"):
+                with error_context(f"updating shard {shard.index} in {self._tier.name}"):
                     # Update lane -> host. Without this, parameters are read while they are being written.
-                    arrival.finish()
+                    arrival.synchronize()
             except BaseException as error:
                 errors.append(error)
         if errors:
@@ -150,9 +152,9 @@ class Streamer:
         self._loads.pop(j).wait()
         slot = shard.slot
         shard.drop()
-        lent = self.room.is_lent(slot)
+        lent = self.slot_pool.is_lent(slot)
         # What still looks at the slot keeps it. Without this, it would see the next shard there.
-        self.room.give(self.room.replace(slot) if lent else slot)
+        self.slot_pool.release(self.slot_pool.replace(slot) if lent else slot)
         if lent and warn:
             warnings.warn(
                 f"a view of the weights of shard {j} outlives their visit on the device (an autograd function that "
@@ -177,33 +179,33 @@ class Streamer:
             keeps_all = held == sum(len(streamer.shards) for streamer in stage)
             slots = max(slots, held + (keeps_all and len(stages) > 1))
         slot_bytes = max(streamer._slot_bytes for streamer in streamers)
-        room = Room(streamers[0]._device, slots, slot_bytes, streamers)
+        slot_pool = SlotPool(streamers[0]._device, slots, slot_bytes, streamers)
         for streamer in streamers:
             streamer.release()
-            if not streamer.room.shared:
-                streamer.room.leave()
-            streamer.room = room
+            if not streamer.slot_pool.shared:
+                streamer.slot_pool.leave()
+            streamer.slot_pool = slot_pool
 
     @property
     def backward_order(self) -> Sequence[int]:
         """The shards, last first."""
         return range(len(self.shards) - 1, -1, -1)
 
-    def look_ahead(self, order: Sequence[int]) -> None:
+    def prefetch(self, order: Sequence[int]) -> None:
         """Begins to load shards in this order, as far as there is room that nobody needs."""
         self.unsettled = True
         there = set(self.resident())
         for j in order:
             if j in there:
                 continue
-            slot = self.room.spare(self) if len(there) < self.slots else None
+            slot = self.slot_pool.spare(self) if len(there) < self.slots else None
             if slot is None:
                 break
             self._fill(j, self._start_update(j, slot))
             there.add(j)
         self.unsettled = False
 
-    def give_up(self) -> bool:
+    def evict_one(self) -> bool:
         """Drops the first shard in a slot; a backward would use it last. False if there is none."""
         j = next((shard.index for shard in self.shards if shard.state is State.LOADED), None)
         if j is not None:
@@ -214,10 +216,10 @@ class Streamer:
     def visit(self, j: int) -> Iterator[Shard]:
         """Inside, shard ``j`` and its parameters are on the compute device. After an exception call :meth:`abandon`."""
         shard = self.shards[j]
-        with self._meter.waiting(f"L{j}"), naming(f"loading shard {j} from {self._tier.name}"):
+        with self._meter.waiting(f"L{j}"), error_context(f"loading shard {j} from {self._tier.name}"):
             # Load lane -> compute. Without this, layers read a slot that is still being filled.
             self._loads[j].wait()
-        self.room.note_views(shard.slot, shard.bind())
+        self.slot_pool.note_views(shard.slot, shard.bind())
         yield shard
         self._collected[j] = shard.unbind()
         if self._heap is not None:
@@ -237,9 +239,9 @@ class Streamer:
 
     def drain(self, j: int) -> None:
         """Starts to send home the gradients that the last visit of shard ``j`` left on the device."""
-        self.homeward.drain(self.shards[j], self._collected.pop(j))
+        self.gradient_offload.drain(self.shards[j], self._collected.pop(j))
 
-    def leave_homes(self, end: int | None = None) -> None:
+    def wait_for_home_reads(self, end: int | None = None) -> None:
         """Waits until nothing reads the homes (of the shards before ``end``).
 
         From here on they are the user's, who may write there on the host.
@@ -247,9 +249,9 @@ class Streamer:
         for j, arrival in self._loads.items():
             if end is not None and j >= end:
                 continue
-            with self._meter.waiting(f"L{j}"), naming(f"loading shard {j} from {self._tier.name}"):
+            with self._meter.waiting(f"L{j}"), error_context(f"loading shard {j} from {self._tier.name}"):
                 # Load lane -> host. Without this, a forward that is still queued would load what is written next.
-                arrival.finish()
+                arrival.synchronize()
 
     # --- ends ---------------------------------------------------------------------------------------------------
 
@@ -261,26 +263,26 @@ class Streamer:
                 self.evict(shard.index, warn=warn)
         self.unsettled = False
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """After a failure: waits for what is in flight, whatever becomes of it. Parameters are home, slots are free.
 
         Whatever state an exception left, at whatever line it was raised; and may be called again after one that was
         interrupted itself. Models that share the room drop what they have there, too.
         """
-        for tenant in self.room.tenants or [self]:
-            tenant.reset()
-        self.room.reset()
+        for slot_user in self.slot_pool.slot_users or [self]:
+            slot_user.reset()
+        self.slot_pool.reset()
 
     def reset(self) -> None:
-        """The part of :meth:`abandon` that is this model's."""
+        """The part of :meth:`cancel` that is this model's."""
         # All lanes -> host, also copies whose submission was interrupted. Without this, a load or a gradient arrives in
         # memory that is somebody else's.
-        self._lanes.settle()
+        self._lanes.wait_idle()
         for shard in self.shards:
             if (pending := shard.pending) is not None:
                 # Update lane -> host. Without this, an update goes on in a slot that is somebody else's.
-                pending.settle()
-        self.homeward.abandon()
+                pending.wait_idle()
+        self.gradient_offload.cancel()
         for shard in self.shards:
             shard.reset()
         self._loads.clear()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.planning.memory_profile import Course
+from offload.planning.memory_profile import MemoryProfile
 from offload.streaming.lane import Clock
 from offload.telemetry.trace import Tracer
 
@@ -62,7 +62,7 @@ class Meter:
         #: Largest number of bytes that autograd keeps of one row while a shard computes.
         self.activation_bytes_per_row = 0.0
         #: Shard -> what backward meets in a cell; and the shards that keep their graphs until then.
-        self.courses: dict[int, Course] = {}
+        self.memory_profiles: dict[int, MemoryProfile] = {}
         self.keeping: set[int] = set()
         self._steps = 0
         self._device = device
@@ -118,9 +118,9 @@ class Meter:
         """Notes what one cell of so many rows needs for its activations."""
         self.activation_bytes_per_row = max(self.activation_bytes_per_row, nbytes / max(rows, 1))
 
-    def saw_course(self, shard: int, course: Course, *, keeps: bool) -> None:
+    def saw_course(self, shard: int, memory_profile: MemoryProfile, *, keeps: bool) -> None:
         """Notes what backward will meet in a cell, and whether the cell keeps its graph until then."""
-        self.courses[shard] = course
+        self.memory_profiles[shard] = memory_profile
         (self.keeping.add if keeps else self.keeping.discard)(shard)
 
     def hold(self, nbytes: int) -> None:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from pipe.nested import parts_of
 
-__all__ = ["Kept", "Lean", "Made"]
+__all__ = ["CheapRecompute", "Kept", "Made"]
 
 _aten = torch.ops.aten
 #: Operations that save all of their tensors for their own backward, so that holding these costs nothing.
@@ -35,7 +35,7 @@ _CHEAP = {_aten.gelu.default, _aten.silu.default, _aten.native_layer_norm.defaul
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class _OptimizerFactory:
     """How a tensor was made."""
 
     func: Any
@@ -65,7 +65,7 @@ class _Recipe:
 class Made:
     """A view of what a recipe makes."""
 
-    recipe: _Recipe
+    recipe: _OptimizerFactory
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -96,7 +96,7 @@ class Kept:
         return self.tensor
 
 
-class Lean(TorchDispatchMode):
+class CheapRecompute(TorchDispatchMode):
     """One forward whose graph is to be kept lean: ``with torch.autograd.graph.saved_tensors_hooks(lean.pack,
     lean.unpack), lean: ...``."""
 
@@ -109,7 +109,7 @@ class Lean(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._hold = hold
         self._changing = {_storage_of(tensor) for tensor in changing}
-        self._recipes: dict[StorageWeakRef, _Recipe] = {}
+        self._recipes: dict[StorageWeakRef, _OptimizerFactory] = {}
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -137,7 +137,7 @@ class Lean(TorchDispatchMode):
                 return result
             # As they are: a detached tensor, made below autograd, would not count the changes of the one it is of.
             held_args, held_kwargs = tree_map_only(Tensor, self._hold, (args, kwargs))
-            recipe = _Recipe(func, held_args, held_kwargs, _versions((held_args, held_kwargs)))
+            recipe = _OptimizerFactory(func, held_args, held_kwargs, _versions((held_args, held_kwargs)))
             self._recipes[StorageWeakRef(made.untyped_storage())] = recipe
         elif func._schema.is_mutable and self._recipes:
             for tensor in tree_leaves((args, kwargs)):

@@ -32,7 +32,7 @@ from pipe.recompute.attributes import Attributes, Stateful
 from pipe.recompute.first_write import FirstWrites
 from pipe.recompute.generators import held_generators
 
-__all__ = ["Guard", "Watched"]
+__all__ = ["ModuleState", "WatchedModule"]
 
 # A copy of so much costs no more than to find out whether it is needed.
 _SMALL_BYTES = 1 << 14
@@ -85,7 +85,7 @@ class _Known:
 _known: WeakKeyDictionary[nn.Module, dict[str, _Known]] = WeakKeyDictionary()
 
 
-class Watched:
+class WatchedModule:
     """What is to be watched in a module. Walks the module once; serves every forward until the module is rebuilt."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -209,7 +209,7 @@ class _Buffer:
                 self.tensor.copy_(self.value)
 
 
-class Guard:
+class ModuleState:
     """One forward of a watched module, to be repeated.
 
     Usage::
@@ -225,7 +225,7 @@ class Guard:
 
     __slots__ = ("_attributes", "_buffers", "_epochs", "_modes", "_noted", "_versions", "_watched")
 
-    def __init__(self, watched: Watched, *, attributes: bool = False) -> None:
+    def __init__(self, watched: WatchedModule, *, attributes: bool = False) -> None:
         self._watched = watched
         self._attributes = Attributes(watched.stateful) if attributes else None
         self._modes = [module.training for _, module in watched.modules]
@@ -263,7 +263,7 @@ class Guard:
             for buffer in noted:
                 buffer.take_back()
 
-    def seal(self) -> Guard:
+    def seal(self) -> ModuleState:
         """To be called after the forward: forgets the buffers that it left alone. Returns itself.
 
         Raises:

@@ -37,7 +37,7 @@ from pipe.nested import tensors_in
 from pipe.recompute import numpy_state
 from pipe.recompute.generators import state_of
 from pipe.recompute.phase import enable_recomputing
-from pipe.recompute.thread_state import Ambient
+from pipe.recompute.thread_state import ThreadState
 
 __all__ = ["Replay", "autocast_without_cache", "devices_of"]
 
@@ -98,7 +98,7 @@ def autocast_without_cache(devices: Iterable[torch.device]) -> Iterator[None]:
     For a first forward under ``no_grad``: a cast that it left in the cache has no gradient, and a later forward inside
     the same autocast would take it.
     """
-    with Ambient.capture(device.type for device in devices).again(cache_casts=False):
+    with ThreadState.capture(device.type for device in devices).again(cache_casts=False):
         yield
 
 
@@ -117,11 +117,11 @@ class Replay:
     Source: GPipe (Huang et al., 2019), section 2.3; torchgpipe saves the CPU's and one device's state only.
     """
 
-    __slots__ = ("_ambient", "_states")
+    __slots__ = ("_thread_state", "_states")
 
-    def __init__(self, states: list[tuple[_Generator, Any]], ambient: Ambient) -> None:
+    def __init__(self, states: list[tuple[_Generator, Any]], thread_state: ThreadState) -> None:
         self._states = states
-        self._ambient = ambient
+        self._thread_state = thread_state
 
     @classmethod
     def capture(cls, devices: Iterable[torch.device], generators: Iterable[Any] = ()) -> Replay:
@@ -135,7 +135,7 @@ class Replay:
         devices = set(devices)
         sources = [*_generators(devices), *map(_held, generators)]
         states = [(generator, generator.get()) for generator in sources]
-        return cls(states, Ambient.capture(device.type for device in devices))
+        return cls(states, ThreadState.capture(device.type for device in devices))
 
     def seal(self) -> Replay:
         """Forgets every generator that has not moved since :meth:`capture`. Returns itself."""
@@ -144,7 +144,7 @@ class Replay:
 
     def restore(self) -> None:
         """Sets generators and thread settings to what was noted, where an exception kept a context from doing so."""
-        self._ambient.restore()
+        self._thread_state.restore()
         for generator, state in self._states:
             generator.set(state)
 
@@ -178,5 +178,5 @@ class Replay:
         """
         # Casted weights are not kept: the cache is keyed by parameter and outlives one recomputation inside an
         # enclosing autocast; it may then hold a cast made under no_grad, whose gradient would be lost.
-        with self.rewound(), enable_recomputing(), self._ambient.again(recomputation=True, cache_casts=False):
+        with self.rewound(), enable_recomputing(), self._thread_state.again(recomputation=True, cache_casts=False):
             yield

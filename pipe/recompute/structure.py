@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from pipe.recompute.module_state import Watched
+from pipe.recompute.module_state import WatchedModule
 
 __all__ = ["Members", "WatchedLayers"]
 
@@ -25,7 +25,7 @@ Members = list[Any]
 """Parameters and children of all modules."""
 
 
-class WatchedLayers(Watched):
+class WatchedLayers(WatchedModule):
     """What is to be watched in the layers of a checkpoint. Walks them once; serves one forward of all micro-batches."""
 
     def __init__(self, module: nn.Module) -> None:

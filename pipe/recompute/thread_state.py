@@ -1,10 +1,10 @@
 """The settings of a thread that change what a forward does: modes, autocast, saved-tensor hooks, grad mode.
 
 They are thread-local. A forward that runs in a worker thread, or again inside backward, sees torch's defaults instead
-of what the user wrote around the call, and silently computes something else. :class:`Ambient` notes them where the
+of what the user wrote around the call, and silently computes something else. :class:`ThreadState` notes them where the
 user stands and re-creates them where the forward runs.
 
-Invariant: inside :meth:`Ambient.again` every noted setting reads as it did at :meth:`Ambient.capture`; afterwards
+Invariant: inside :meth:`ThreadState.again` every noted setting reads as it did at :meth:`ThreadState.capture`; afterwards
 every setting of the thread is what it was. A mode that is active already is not entered twice.
 
 This is the only module that touches torch's mode stacks and default hooks.
@@ -21,7 +21,7 @@ import torch
 from torch import overrides
 from torch.utils import _python_dispatch as dispatch
 
-__all__ = ["Ambient", "Autocast", "lasting_hooks"]
+__all__ = ["Autocast", "ThreadState", "lasting_hooks"]
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
@@ -71,12 +71,12 @@ def _on_stack(mode: Any, push: Callable[[Any], Any], pop: Callable[[], Any]) -> 
 
 
 @dataclass(frozen=True)
-class Ambient:
+class ThreadState:
     """The thread-local settings around one call.
 
     Usage::
 
-        ambient = Ambient.capture({"cpu", "cuda"})      # where the user stands
+        ambient = ThreadState.capture({"cpu", "cuda"})      # where the user stands
         with ambient.again():                           # in another thread, or inside backward
             output = layer(input)
     """
@@ -90,7 +90,7 @@ class Ambient:
     dispatch_modes: tuple[Any, ...]
 
     @classmethod
-    def capture(cls, device_types: Iterable[str] = ()) -> Ambient:
+    def capture(cls, device_types: Iterable[str] = ()) -> ThreadState:
         """Notes the settings of this thread; autocast for the CPU and for ``device_types``."""
         return cls(
             grad=torch.is_grad_enabled(),

@@ -34,29 +34,29 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from pipe.recompute.thread_state import Ambient
+from pipe.recompute.thread_state import ThreadState
 
 __all__ = ["InlineLane", "Lane", "Lanes", "ThreadLane", "Ticket", "fence"]
 
 T = TypeVar("T")
 
 
-_fresh: dict[str, Ambient] = {}  # the settings of a new thread, by device type
+_fresh: dict[str, ThreadState] = {}  # the settings of a new thread, by device type
 
 
 def _in_settings_of_this_thread(job: Callable[[], T], device_type: str) -> Callable[[], T]:
     """The job as it would run here, to be called in another thread, whose own settings are those of a new one."""
     device_types = {"cuda", device_type}
-    ambient, context = Ambient.capture(device_types), contextvars.copy_context()
+    thread_state, context = ThreadState.capture(device_types), contextvars.copy_context()
     # The current device belongs to a thread as well: without this, a loader's "cuda" would be device 0.
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    if device is None and ambient == _fresh.get(device_type):
+    if device is None and thread_state == _fresh.get(device_type):
         return functools.partial(context.run, job)
 
     def run() -> T:
         if device_type not in _fresh:
-            _fresh[device_type] = Ambient.capture(device_types)
-        with contextlib.nullcontext() if device is None else torch.cuda.device(device), ambient.again():
+            _fresh[device_type] = ThreadState.capture(device_types)
+        with contextlib.nullcontext() if device is None else torch.cuda.device(device), thread_state.again():
             return context.run(job)
 
     return run

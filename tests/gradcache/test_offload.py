@@ -163,7 +163,7 @@ def test_audit_compares_what_the_engine_recomputed(kind: str) -> None:
 
 
 @pytest.mark.parametrize("position", range(1, 5))  # the first has nothing to train before it
-@pytest.mark.parametrize("how", ["streamed", "together", "layered", "lean"])
+@pytest.mark.parametrize("how", ["streamed", "together", "layered", "cheap_recompute"])
 def test_audit_tells_of_a_layer_that_repeats_itself_otherwise_wherever_it_is(how: str, position: int) -> None:
     """Only the last shard was compared, so that a wrong gradient of any other was certified as exact."""
 
@@ -187,7 +187,7 @@ def test_audit_tells_of_a_layer_that_repeats_itself_otherwise_wherever_it_is(how
             model = offloaded(model, num_slices=5, **({"activation_bytes": "1MiB"} if how == "together" else {}))
         else:
             # The lean budget holds what enters layers, and no graph.
-            options["boundary_bytes"] = 0 if how == "lean" else 3 * 2 * 6 * 8 * 4
+            options["boundary_bytes"] = 0 if how == "cheap_recompute" else 3 * 2 * 6 * 8 * 4
         step = GradCache([model, model], 2, SimpleContrastiveLoss(), audit=True, **options)
         step(torch.randn(6, 8), torch.randn(6, 8))
         assert step.step_result is not None

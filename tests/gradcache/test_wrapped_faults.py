@@ -139,7 +139,7 @@ class Interrupt:
         return self if ours else None
 
 
-_WALK = {f"gradcache.{name}" for name in ("wrapped", "suspended", "calls", "surroundings", "receiver")}
+_WALK = {f"gradcache.wrapped.{name}" for name in ("walk", "suspended", "calls", "surroundings", "receiver")}
 _WALK.add("pipe.interception")
 
 

@@ -97,8 +97,10 @@ class Killer:
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             if threading.current_thread() is main:  # lanes open files too
-                torn = (lambda: action(args[0], args[1][: len(args[1]) // 2])) if action.__name__ == "write" else None
-                self.event("save", torn or (lambda: None))
+                partial = (
+                    (lambda: action(args[0], args[1][: len(args[1]) // 2])) if action.__name__ == "write" else None
+                )
+                self.event("save", partial or (lambda: None))
             return action(*args, **kwargs)
 
         return counted

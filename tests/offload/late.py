@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from offload.streaming.lane import Arrival, Lane, Lanes
-from offload.streaming.slot_pool import Room
+from offload.streaming.slot_pool import SlotPool
 
 
 class LateArrival(Arrival):
@@ -52,7 +52,7 @@ class LateArrival(Arrival):
         if self.error is not None:
             raise self.error
 
-    finish = wait
+    synchronize = wait
 
 
 class LateLane(Lane):
@@ -80,11 +80,11 @@ class LateLane(Lane):
         self.pending.append(arrival)
         return arrival
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         for arrival in list(self.pending):
             arrival.run()
 
-    close = settle
+    close = wait_idle
 
 
 def run_late(monkeypatch: pytest.MonkeyPatch, seed: int = 0, **mutations: object) -> list[LateLane]:
@@ -97,12 +97,12 @@ def run_late(monkeypatch: pytest.MonkeyPatch, seed: int = 0, **mutations: object
         return Lanes(*lanes)
 
     monkeypatch.setattr("offload.model.open_lanes", open_late_lanes)
-    take, spare = Room.take, Room.spare
+    take, spare = SlotPool.take, SlotPool.spare
 
     def poisoned(slot: torch.Tensor | None) -> torch.Tensor | None:
         # Every float made of these bytes is NaN.
         return slot if slot is None else slot.fill_(255)
 
-    monkeypatch.setattr(Room, "take", lambda self, meter: poisoned(take(self, meter)))
-    monkeypatch.setattr(Room, "spare", lambda self, tenant: poisoned(spare(self, tenant)))
+    monkeypatch.setattr(SlotPool, "take", lambda self, meter: poisoned(take(self, meter)))
+    monkeypatch.setattr(SlotPool, "spare", lambda self, slot_user: poisoned(spare(self, slot_user)))
     return made

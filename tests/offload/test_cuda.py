@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer
-from offload.engine.cell_executor import Crossing
+from offload.engine.cell_executor import CellExecutor
 from offload.streaming.lane import Arrival, StreamLane
 from tests.offload.zoo import WIDTH, build
 
@@ -205,7 +205,7 @@ def test_peak_device_bytes_are_those_of_the_formula(shards: int) -> None:
         model(x).pow(2).mean().backward()
     peak = torch.cuda.max_memory_allocated() - before
     assert abs(peak - model.statistics().peak_device_bytes) <= 64 << 20
-    slot = model._walk.streamer._slot_bytes
+    slot = model._executor.streamer._slot_bytes
     assert model.statistics().peak_device_bytes <= 2 * slot + 2 * slot + (1 << 20) + 8 * rows * width * 4
 
 
@@ -260,8 +260,8 @@ def test_the_host_waits_for_no_event_before_the_end_of_a_pass(
 
         monkeypatch.setattr(owner, name, noted)
 
-    noting(Crossing, "forward", "F")
-    noting(Crossing, "backward", "B")
+    noting(CellExecutor, "forward", "F")
+    noting(CellExecutor, "backward", "B")
     noting(torch.cuda.Event, "synchronize", "wait")
     noting(torch.cuda.Stream, "synchronize", "wait")
     step()
@@ -287,7 +287,7 @@ def test_a_page_locked_input_may_be_filled_anew_as_soon_as_the_call_returns(monk
 def test_homes_in_host_memory_are_page_locked() -> None:
     """Twin: test_tier.py::TestHostTier: a block has exactly the bytes asked for."""
     model = OffloadModel(build(["linear"]), "cuda", num_slices=3)
-    for shard in model._walk.shards:
+    for shard in model._executor.shards:
         assert shard.home is not None
         assert shard.home.tensor.is_pinned()
         assert shard.home.tensor.untyped_storage().nbytes() == shard.home.nbytes

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadModel, save_checkpoint
-from offload.engine.executor import Walk
+from offload.engine.executor import Executor
 from offload.files.tensor_file import TensorFile
 from offload.storage.disk import DiskTier
 from offload.storage.host import HostTier
@@ -54,7 +54,7 @@ def layers(meta: tuple[int, ...] = ()) -> nn.Sequential:
     return model
 
 
-class Before:
+class StateBefore:
     """What a model consists of, to be compared with later."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -109,7 +109,7 @@ def test_a_full_home_at_any_shard_leaves_the_layers_as_they_were(
     home: str, k: int, meta: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = layers(meta)
-    before = Before(model)
+    before = StateBefore(model)
     fail_at(monkeypatch, HostTier if home == "cpu" else DiskTier, "allocate", k, full())
     with pytest.raises(OSError, match="No space left"):
         wrapped(model, home)
@@ -140,7 +140,7 @@ def test_weights_that_cannot_be_read_leave_the_layers_with_their_own(
     if 4 in meta:
         model[4] = layers()[4]
         model[1].scale = nn.Parameter(torch.ones(WIDTH, WIDTH))
-    before = Before(model)
+    before = StateBefore(model)
     fail_at(monkeypatch, TensorFile, "read_into", k, OSError(errno.EIO, "Input/output error"))
     with pytest.raises(OSError, match="Input/output error"):
         wrapped(model, home, pretrained=tmp_path / "weights")
@@ -153,14 +153,14 @@ def test_a_failure_after_all_parameters_moved_leaves_the_layers_as_they_were(
     home: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = layers()
-    before = Before(model)
-    real = Walk.__init__
+    before = StateBefore(model)
+    real = Executor.__init__
 
-    def late(self: Walk, *args: Any, **more: Any) -> None:
+    def late(self: Executor, *args: Any, **more: Any) -> None:
         real(self, *args, **more)
         raise error
 
-    monkeypatch.setattr(Walk, "__init__", late)
+    monkeypatch.setattr(Executor, "__init__", late)
     with pytest.raises(type(error)):
         wrapped(model, home)
     monkeypatch.undo()
@@ -176,7 +176,7 @@ def test_bad_arguments_are_refused_before_anything_moves(
     home: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = layers()
-    before = Before(model)
+    before = StateBefore(model)
     addresses = [p.data_ptr() for p in model.parameters()]
     fail_at(monkeypatch, HostTier if home == "cpu" else DiskTier, "allocate", 0, AssertionError("something moved"))
     with pytest.raises((TypeError, ValueError), match=next(iter(arguments))):
@@ -192,7 +192,7 @@ def test_a_layer_that_cannot_initialise_itself_leaves_those_before_it_on_the_met
             self.weight = nn.Parameter(torch.empty(WIDTH, device="meta"))
 
     model = nn.Sequential(Counting(), Counting().to("meta"), Bare())
-    before = Before(model)
+    before = StateBefore(model)
     with pytest.raises(ValueError, match="no reset_parameters"):
         OffloadModel(model, "cpu", home, num_slices=3)
     before.check()
@@ -206,7 +206,7 @@ def test_an_interrupt_at_any_line_of_a_construction_leaves_the_layers_as_they_we
     made = 0
     for line in first.values():
         model = layers()
-        before, mappings = Before(model), members(model)
+        before, mappings = StateBefore(model), members(model)
         if interrupted(lambda model=model: OffloadModel(model, "cpu", num_slices=3), line) == "raised":  # type: ignore[misc]
             before.check()
             assert all(now is then for now, then in zip(members(model), mappings, strict=True)), line

@@ -181,7 +181,7 @@ def test_what_a_device_holds_is_a_turn_and_one_slot_more_whatever_the_number_of_
         stages = offloaded(blocks(count), home, slices=slices)
         pipe = Pipe(stages, [1] * count, ["cpu"], 2, "never")
         pipe(torch.randn(ROWS, WIDTH)).sum().backward()
-        slot = max(shard.slot_bytes for shard in stages[0]._walk.shards)
+        slot = max(shard.slot_bytes for shard in stages[0]._executor.shards)
         return sum(stage._meter.held_bytes for stage in stages) // slot
 
     # A stage of one shard: that and the next one's. Of four shards in two slots: no more than it has alone.
@@ -195,7 +195,7 @@ def test_the_next_stage_is_on_its_way_while_the_one_before_it_computes(home: str
     resident: list[list[int]] = []
 
     def note(*_: object) -> None:
-        resident.append([k for k, stage in enumerate(stages) if stage._walk.streamer.resident()])
+        resident.append([k for k, stage in enumerate(stages) if stage._executor.streamer.resident()])
 
     for stage in stages:
         stage.register_forward_hook(note)

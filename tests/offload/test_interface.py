@@ -73,7 +73,7 @@ def test_a_backward_after_close_says_that_the_model_was_closed(home: str, recomp
 def test_boundary_bytes_may_be_a_string() -> None:
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     model = OffloadModel(layers, "cpu", num_slices=2, checkpoint_activation=True, boundary_bytes="1MiB")
-    assert model._walk.boundary_bytes == 1 << 20
+    assert model._executor.boundary_bytes == 1 << 20
 
 
 @pytest.mark.parametrize("home", ["host", "disk"])

@@ -17,7 +17,7 @@ from torch import nn
 
 import offload
 from offload import OffloadModel
-from offload.engine.cell_executor import Crossing
+from offload.engine.cell_executor import CellExecutor
 from offload.streaming.shard import State
 from offload.telemetry.statistics import Meter
 from tests.offload.zoo import WIDTH, build
@@ -29,7 +29,7 @@ def batch(rows: int = 6) -> torch.Tensor:
 
 def at_home(model: OffloadModel) -> bool:
     """Whether every parameter and gradient lies in its home, and no slot is taken."""
-    for shard in model._walk.shards:
+    for shard in model._executor.shards:
         if shard.state is not State.HOME:
             return False
         for s in shard.own:
@@ -193,7 +193,7 @@ def peak(depth: int, slices: int, tmp_path: Path) -> tuple[int, int]:
         boundary_bytes=2048,
     )
     model(batch(64)).sum().backward()
-    return model.statistics().peak_device_bytes, model._walk.streamer._slot_bytes
+    return model.statistics().peak_device_bytes, model._executor.streamer._slot_bytes
 
 
 def test_the_peak_is_a_formula_without_the_number_of_shards(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_forward_chunks_and_tape_backward_equal_one_graph(home: str) -> None:
     chunks = list(batch(9).split(3))
     torch.manual_seed(1)
     values = list(chunks)
-    for begin, end in ((s.first, s.first + len(s.layers)) for s in model._walk.shards):
+    for begin, end in ((s.first, s.first + len(s.layers)) for s in model._executor.shards):
         for i, value in enumerate(values):
             for layer in bare[begin:end]:
                 value = layer(value)
@@ -322,7 +322,7 @@ def test_an_exception_in_a_layer_leaves_the_model_usable(home: str, error: BaseE
     failing.error = None
     error.__traceback__ = None  # it holds the frames, which hold the loss, which holds its tape
     assert at_home(model)
-    assert model._meter.held_bytes <= model._walk.streamer.slots * model._walk.streamer._slot_bytes
+    assert model._meter.held_bytes <= model._executor.streamer.slots * model._executor.streamer._slot_bytes
     for p, q in zip(bare.parameters(), model.parameters(), strict=True):
         assert torch.equal(p, q)
     model.zero_grad()
@@ -431,13 +431,13 @@ def test_a_finalizer_never_waits_for_a_thread(tmp_path: Path) -> None:
         entered.set()
         may_end.wait(timeout=30)
 
-    arrival = model._walk._lanes.load.submit("long", copy_that_takes_long)
+    arrival = model._executor._lanes.load.submit("long", copy_that_takes_long)
     assert entered.wait(timeout=30)
     del model
     gc.collect()  # closes the lanes, although one is busy
     assert not arrival._future.done()
     may_end.set()
-    arrival.finish()
+    arrival.synchronize()
 
 
 def test_a_model_that_is_a_global_lets_the_interpreter_exit(tmp_path: Path) -> None:
@@ -501,7 +501,7 @@ def test_a_copy_of_a_page_locked_input_ends_before_the_call() -> None:
             return self
 
     device = torch.device("cuda", 0)
-    crossing = Crossing([], device=device, meter=Meter(torch.device("cpu")), recompute=True, param_dtype=None)
+    cell_executor = CellExecutor([], device=device, meter=Meter(torch.device("cpu")), recompute=True, param_dtype=None)
     for Input.locked in (False, True):
-        crossing._brought(torch.zeros(3).as_subclass(Input))
+        cell_executor._brought(torch.zeros(3).as_subclass(Input))
     assert asked == [True, False]

@@ -167,7 +167,7 @@ def compute_comes_after_what_a_lane_issued(monkeypatch):
     ticket.wait()
     cuda.launch(lambda: read.copy_(batch))
     assert cuda.host_waits == 0
-    cuda.finish()
+    cuda.synchronize()
     assert (read == 7).all()
 
 

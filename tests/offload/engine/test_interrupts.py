@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _python_dispatch as dispatch
 
 from offload import OffloadModel, OffloadOptimizer
-from offload.engine.executor import Walk
+from offload.engine.executor import Executor
 from pipe import Pipe
 from pipe.recompute.phase import phase_of_thread
 from tests.offload.interrupts import Line, interrupted, lines_of
@@ -119,11 +119,11 @@ class Run:
         return became
 
     def check_at_rest(self) -> None:
-        for shard in self.model._walk.shards:
+        for shard in self.model._executor.shards:
             for s in shard.own:
                 assert s.parameter.data_ptr() == shard.home_view(s).data_ptr(), f"{s.name} is not home"
         assert all(module.training for module in self.model.modules())
-        assert not self.model._walk.busy
+        assert not self.model._executor.busy
         assert torch.is_grad_enabled()
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         assert not dispatch._get_current_dispatch_mode_stack()
@@ -189,8 +189,8 @@ def test_an_interrupt_of_the_cleaning_up_is_made_good_by_the_next_call(tmp_path:
 
     failing()
     model(x)  # what is made once is there
-    ends = [line for line in lines_of(failing) if line.file.endswith(("shard.py", "streamer.py", "room.py"))]
-    begin = next(k for k in range(len(ends)) if ends[k].file.endswith("streamer.py") and _is_in("abandon", ends[k]))
+    ends = [line for line in lines_of(failing) if line.file.endswith(("shard.py", "streamer.py", "slot_pool.py"))]
+    begin = next(k for k in range(len(ends)) if ends[k].file.endswith("streamer.py") and _is_in("cancel", ends[k]))
     assert len(ends[begin:]) > 20
     model(x)
     raised = 0
@@ -201,7 +201,7 @@ def test_an_interrupt_of_the_cleaning_up_is_made_good_by_the_next_call(tmp_path:
             assert torch.equal(model(x), expected), line
         assert (
             dict(model.named_parameters())["0.weight"].data_ptr()
-            == model._walk.shards[0].home_view(model._walk.shards[0].own[0]).data_ptr()
+            == model._executor.shards[0].home_view(model._executor.shards[0].own[0]).data_ptr()
         )
 
 
@@ -217,17 +217,17 @@ def test_parameters_that_are_asked_for_after_an_interrupted_cleaning_up_are_home
 ) -> None:
     model = OffloadModel(build(["linear"]), "cpu", num_slices=3)
 
-    def interrupt(_: Walk) -> None:
+    def interrupt(_: Executor) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Walk, "_abandon", interrupt)
+        patch.setattr(Executor, "_cancel", interrupt)
         next(iter(model.children())).register_forward_hook(lambda *_: 1 / 0)
         with pytest.raises(KeyboardInterrupt):
             model(torch.zeros(1, WIDTH))
-    assert any(shard.state.value == "bound" for shard in model._walk.shards)
+    assert any(shard.state.value == "bound" for shard in model._executor.shards)
     list(model.parameters())
-    assert all(shard.state.value == "home" for shard in model._walk.shards)
+    assert all(shard.state.value == "home" for shard in model._executor.shards)
 
 
 def test_a_model_in_the_middle_of_a_pass_is_told_from_an_interrupted_one() -> None:
@@ -235,14 +235,14 @@ def test_a_model_in_the_middle_of_a_pass_is_told_from_an_interrupted_one() -> No
     x = torch.zeros(1, WIDTH)
 
     def again(*_: object) -> None:
-        assert model._walk.busy
+        assert model._executor.busy
         model(x)
 
     handle = next(iter(model.children())).register_forward_hook(again)
     with pytest.raises(RuntimeError, match="in the middle of a forward or backward"):
         model(x)
     handle.remove()
-    assert not model._walk.busy
+    assert not model._executor.busy
     model(x)
 
 
@@ -265,7 +265,7 @@ def test_stages_that_share_a_device_are_usable_after_an_interrupt_at_any_line(tm
     chosen = (
         lines_of(run)
         if EVERY_LINE
-        else [line for line in lines.values() if line.file.endswith(("room.py", "streamer.py"))]
+        else [line for line in lines.values() if line.file.endswith(("slot_pool.py", "streamer.py"))]
     )
     for line in chosen:
         interrupted(run, line)

@@ -189,4 +189,4 @@ class Look(Statement):
     """Everything is compared."""
 
     def run(self, world: World) -> None:
-        world.settle()
+        world.wait_idle()

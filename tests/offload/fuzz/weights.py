@@ -97,7 +97,7 @@ class Average(Statement):
     do: str = "update"
 
     def run(self, world: World) -> Any:
-        world.settle()
+        world.wait_idle()
         if not world.references:
             world.references = world.parameters()
             world.average = [p.detach().clone() for p in world.references]

@@ -12,21 +12,21 @@ from typing import Any
 
 import pytest
 
-from offload.engine.cell import CellRunner
-from offload.engine.executor import Walk
+from offload.engine.cell import ReplayableShard
+from offload.engine.executor import Executor
 from offload.engine.structure import Structure
 from offload.streaming.shard import Shard
-from offload.streaming.slot_pool import Room
+from offload.streaming.slot_pool import SlotPool
 
 __all__ = ["MECHANISMS", "without"]
 
 
 def _lent_slots(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Room, "is_lent", lambda self, slot: False)
+    patch.setattr(SlotPool, "is_lent", lambda self, slot: False)
 
 
 def _own_memory(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CellRunner, "_own_memory", lambda self, tensor: tensor)
+    patch.setattr(ReplayableShard, "_own_memory", lambda self, tensor: tensor)
     _lent_slots(patch)  # which alone would give a view its slot for good
 
 
@@ -35,11 +35,11 @@ def _double_backward(patch: pytest.MonkeyPatch) -> None:
 
 
 def _kept_gradients(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Shard, "leave_gradients", lambda self: None)
+    patch.setattr(Shard, "detach_gradients", lambda self: None)
 
 
 def _weight_writes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CellRunner, "compares_weights", lambda self: False)
+    patch.setattr(ReplayableShard, "compares_weights", lambda self: False)
 
 
 def _accumulated_hooks(patch: pytest.MonkeyPatch) -> None:
@@ -53,13 +53,13 @@ def _structure(patch: pytest.MonkeyPatch) -> None:
 
 
 def _assigned_data(patch: pytest.MonkeyPatch) -> None:
-    bring_home = Walk.bring_home
+    store_assigned_data = Executor.store_assigned_data
 
     def only_in_a_forward(self: Any) -> None:
         if sys._getframe(1).f_code.co_name == "forward":
-            bring_home(self)
+            store_assigned_data(self)
 
-    patch.setattr(Walk, "bring_home", only_in_a_forward)
+    patch.setattr(Executor, "store_assigned_data", only_in_a_forward)
 
 
 def _own_forward(patch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def _own_forward(patch: pytest.MonkeyPatch) -> None:
 
 
 def _requested_parameters(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Walk, "trainable", lambda self, first: [])
+    patch.setattr(Executor, "trainable", lambda self, first: [])
 
 
 #: Name -> what takes the mechanism out, and the claims of the corpus that then fail.

@@ -181,7 +181,7 @@ class World:
             self.kept.append((name, t.detach().clone() if aliases else t))
         del self.kept[:-40]
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """What the documentation asks of a loop that uses references it kept."""
         if isinstance(self.optimizer, OffloadOptimizer):
             self.optimizer.synchronize()

@@ -26,7 +26,7 @@ ACTIONS = [
     tied=st.booleans(),
     grouped=st.booleans(),
     slices=st.integers(1, 6),
-    bite_bytes=st.sampled_from([64, 300, 16 << 20]),
+    update_block_bytes=st.sampled_from([64, 300, 16 << 20]),
     recompute=st.booleans(),
     half=st.booleans(),
     actions=st.lists(st.sampled_from(ACTIONS), min_size=3, max_size=14),
@@ -39,7 +39,7 @@ def test_any_sequence_trains_like_the_plain_optimizer(
     tied: bool,
     grouped: bool,
     slices: int,
-    bite_bytes: int,
+    update_block_bytes: int,
     recompute: bool,
     half: bool,
     actions: list[str],
@@ -50,7 +50,7 @@ def test_any_sequence_trains_like_the_plain_optimizer(
     if name in ("adafactor", "asgd", "sgd", "adagrad") and grouped:
         grouped = False  # they take no weight_decay of this form, or need none
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload.optim.disk_update, "BITE_BYTES", bite_bytes)
+        patch.setattr(offload.optim.disk_update, "BITE_BYTES", update_block_bytes)
         home = folder if on_disk else "cpu"
         pair = Pair(
             name,

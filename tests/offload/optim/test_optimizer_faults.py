@@ -23,15 +23,15 @@ from tests.offload.test_faults import Faults
     method=st.sampled_from(["read_into", "write", "allocate"]),
     fatal=st.integers(1, 40),
     name=st.sampled_from(["adamw", "momentum", "adafactor", "adagrad"]),
-    bite_bytes=st.sampled_from([64, 300, 16 << 20]),
+    update_block_bytes=st.sampled_from([64, 300, 16 << 20]),
     through=st.sampled_from(["eval", "synchronize", "look"]),
     max_norm=st.sampled_from([None, 0.1]),
 )
 def test_a_disk_that_fails_once_costs_nothing(
-    tmp_path: Path, method: str, fatal: int, name: str, bite_bytes: int, through: str, max_norm: float | None
+    tmp_path: Path, method: str, fatal: int, name: str, update_block_bytes: int, through: str, max_norm: float | None
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload.optim.disk_update, "BITE_BYTES", bite_bytes)
+        patch.setattr(offload.optim.disk_update, "BITE_BYTES", update_block_bytes)
         pair = Pair(name, f"{tmp_path}/", max_norm=max_norm)
         for action in ("backward", "step", "zero"):
             pair.do(action)
@@ -58,8 +58,8 @@ def test_a_disk_that_fails_once_costs_nothing(
 
 def failing(pair: Pair, when: Callable[[], bool]) -> None:
     """Makes the arithmetic of the first shard's update fail, before or after it."""
-    piece = pair.ours.pieces[pair.model._walk.shards[0]][0]
-    optimizer = piece.prepare(pair.ours.options())
+    param_block = pair.ours.param_blocks[pair.model._executor.shards[0]][0]
+    optimizer = param_block.prepare(pair.ours.options())
     step = type(optimizer).step
 
     def broken(*args: Any) -> None:
@@ -87,7 +87,7 @@ def test_arithmetic_that_fails_before_it_changed_anything_can_be_repeated(home: 
 
 
 def test_arithmetic_that_fails_half_way_is_noticed(home: str) -> None:
-    """At home in host memory what is half done cannot be undone, and is not done again; on a desk it is thrown away."""
+    """At home in host memory what is half done cannot be undone, and is not done again; on an I/O buffers it is thrown away."""
     pair = Pair("adamw", home)
     for action in ("backward", "step", "zero", "eval", "backward"):
         pair.do(action)

@@ -46,7 +46,7 @@ def test_it_trains_like_the_plain_optimizer(
 def test_gradients_rest_nowhere_and_shards_are_updated_before_backward_ends(tmp_path: Any) -> None:
     pair = Pair("adamw", f"{tmp_path}/", update_in_backward=True)
     order: list[str] = []
-    shards = pair.model._walk.shards
+    shards = pair.model._executor.shards
     original = pair.ours._in_backward.complete  # type: ignore[union-attr]
 
     def complete(shard: Any, kept: Any, after: Any) -> Any:

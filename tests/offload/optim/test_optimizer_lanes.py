@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload.optim.disk_update import StagedPiece
+from offload.optim.disk_update import DiskParamBlock
 from offload.optim.update import Update
 from offload.streaming.lane import Arrival
 from offload.streaming.shard import Shard
@@ -37,7 +37,7 @@ def updates(monkeypatch: pytest.MonkeyPatch) -> Callable[[LateLane], LateLane]:
 class Done(Arrival):
     def wait(self) -> None: ...
 
-    finish = run = wait
+    synchronize = run = wait
 
 
 DONE = Done()
@@ -140,7 +140,7 @@ def test_reading_through_the_model_waits_for_updates(home: str, updates: Any, mo
     pair = Pair("sgd", home)
     pair.backward()
     pair.step()
-    monkeypatch.setattr(Streamer, "catch_up", lambda self: None)
+    monkeypatch.setattr(Streamer, "apply_pending_updates", lambda self: None)
     with pytest.raises(AssertionError):
         pair.compare()
 
@@ -185,18 +185,18 @@ def test_a_disk_home_is_read_once_for_update_and_load(tmp_path: Path, monkeypatc
     monkeypatch.setattr(DiskBlock, "write", counted_write)
     pair.eval()
     names = {id(parameter): name for name, parameter in pair.model.named_parameters()}
-    for shard, pieces in pair.ours.pieces.items():
+    for shard, param_blocks in pair.ours.param_blocks.items():
         assert (times("read", shard.home) == 1).all()  # weights in whole shards, for the update and for the layers
-        for piece in pieces:
-            assert isinstance(piece, StagedPiece)
-            for s in piece.slices:
+        for param_block in param_blocks:
+            assert isinstance(param_block, DiskParamBlock)
+            for s in param_block.slices:
                 trained = int("never" not in names[id(s.parameter)])
                 here = slice(s.offset, s.offset + s.nbytes)
                 assert (times("write", shard.home)[here] == trained).all()
                 if trained:
                     begin = shard.gradient_offsets[s]
                     assert (times("read", shard.gradients)[begin : begin + s.nbytes] == 1).all()
-            for rest in piece._rest.values():  # the moments
+            for rest in param_block._rest.values():  # the moments
                 here = slice(rest.offset, rest.offset + rest.nbytes)
                 assert (times("read", rest.block)[here] == 1).all()
                 assert (times("write", rest.block)[here] == 1).all()

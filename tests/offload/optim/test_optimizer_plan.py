@@ -101,18 +101,18 @@ def test_what_is_executed_are_the_tokens_that_are_printed(
         monkeypatch.setattr(owner, name, noted)
 
     for name in ("load", "drain", "update"):
-        noting(model._walk.streamer, name, name[0].upper())
-    noting(model._walk._crossing, "forward", "F")
-    noting(model._walk._crossing, "backward", "B")
-    streamer, evict = model._walk.streamer, model._walk.streamer.evict
-    follow = model._walk._follow
+        noting(model._executor.streamer, name, name[0].upper())
+    noting(model._executor._cell_executor, "forward", "F")
+    noting(model._executor._cell_executor, "backward", "B")
+    streamer, evict = model._executor.streamer, model._executor.streamer.evict
+    follow = model._executor._follow
 
     def following(plan: Plan, visit: Any) -> None:  # outside a pass, slots are given up without a plan
         monkeypatch.setattr(streamer, "evict", lambda j: (executed.append(f"E{j}"), evict(j))[1])
         follow(plan, visit)
         monkeypatch.setattr(streamer, "evict", evict)
 
-    monkeypatch.setattr(model._walk, "_follow", following)
+    monkeypatch.setattr(model._executor, "_follow", following)
     printed = str(model.plan(batch_rows=2))
     step(model, optimizer)
     assert " ".join(executed) == printed
@@ -171,7 +171,7 @@ def test_gradients_that_wait_in_memory_are_neither_written_nor_read(tmp_path: Pa
     assert after.bytes_stored - before.bytes_stored == (4 - waiting) * shard_bytes
     # Nothing loads these updates' weights: those are read for the update itself.
     assert after.update_bytes_read - before.update_bytes_read == 4 * 3 * shard_bytes + (4 - waiting) * shard_bytes
-    gradients = [shard.gradients for shard in pair.model._walk.shards]
+    gradients = [shard.gradients for shard in pair.model._executor.shards]
     assert [gradient is None for gradient in gradients] == [j < waiting for j in range(4)]
     pair.compare_states()
 

@@ -100,7 +100,7 @@ def test_training_stays_within_the_budget_and_is_exact(
     )
     x = torch.randn(rows, WIDTH)
     cell = -(-rows // min(rows, microbatches)) * WIDTH * 4
-    if 4 * cell > model._walk.boundary_bytes // 2:
+    if 4 * cell > model._executor.boundary_bytes // 2:
         with pytest.raises(ValueError, match="use more micro-batches"):
             model(x).pow(2).sum().backward()
         return

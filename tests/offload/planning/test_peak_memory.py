@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from offload import OffloadModel
 from offload.planning.estimate import Estimate
-from offload.planning.memory_profile import Course, CourseNotes, Turn
-from offload.planning.peak_memory import Footprint
+from offload.planning.memory_profile import MemoryProfile, MemoryProfileRecorder, SavedTensor
+from offload.planning.peak_memory import PeakMemory
 from offload.streaming.lane import Arrival, Lane, Lanes
 from offload.streaming.shard import State
 
@@ -67,17 +67,17 @@ class AtOnce(Lane):
             copy()
         return Here()
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         pass
 
-    close = settle
+    close = wait_idle
 
 
 class Here(Arrival):
     def wait(self) -> None:
         pass
 
-    finish = wait
+    synchronize = wait
 
 
 def model_of(home: str, monkeypatch: pytest.MonkeyPatch, depth: int = DEPTH, **settings: Any) -> OffloadModel:
@@ -118,10 +118,10 @@ def test_the_predicted_peak_is_what_is_alive_at_the_fullest_moment(
     step(model, x)
     step(model, x)
     predicted = estimate_of(model, rows).memory_bytes
-    walk = model._walk
-    fixed = walk.streamer.slots * walk.streamer._slot_bytes
+    executor = model._executor
+    fixed = executor.streamer.slots * executor.streamer._slot_bytes
     if home == "cpu":
-        fixed += sum(shard.home.nbytes for shard in walk.shards if shard.home is not None)
+        fixed += sum(shard.home.nbytes for shard in executor.shards if shard.home is not None)
     model.zero_grad()
     gc.collect()
     with Living() as living:
@@ -133,7 +133,7 @@ def test_the_gradients_of_a_home_in_host_memory_are_counted_once(monkeypatch: py
     """It takes them as they are: they are never on the compute device as well."""
     model, x = model_of("cpu", monkeypatch, num_slices=DEPTH, checkpoint_activation=True), torch.randn(4, WIDTH)
     step(model, x)
-    estimate, slot = estimate_of(model, 4, drain=1e9), model._walk.streamer._slot_bytes
+    estimate, slot = estimate_of(model, 4, drain=1e9), model._executor.streamer._slot_bytes
     boundary = 4 * WIDTH * 4
     assert estimate.peak_bytes["device"] == 2 * slot + (DEPTH - 1) * boundary + 2 * boundary
     assert model.statistics().peak_device_bytes <= estimate.peak_bytes["device"]
@@ -158,7 +158,7 @@ def test_gradients_are_on_their_way_beside_the_next_cell_where_the_home_is_slowe
     model = model_of(str(tmp_path), monkeypatch, num_slices=DEPTH, checkpoint_activation=True)
     step(model, x)
     fast, slow = (estimate_of(model, 4, drain=seconds).memory_bytes for seconds in (0.0, 1e9))
-    gradients = sum(p.numel() * 4 for p in model._walk.shards[0].parameters)
+    gradients = sum(p.numel() * 4 for p in model._executor.shards[0].parameters)
     boundary = 4 * WIDTH * 4
     assert gradients - 2 * boundary <= slow - fast <= gradients
 
@@ -226,10 +226,10 @@ class _Failing(torch.autograd.Function):
 
 
 def test_gradients_are_beside_as_many_cells_as_their_way_takes() -> None:
-    courses = dict.fromkeys(range(2), Course(1, [Turn(0, 0, 1)]))
+    memory_profiles = dict.fromkeys(range(2), MemoryProfile(1, [SavedTensor(0, 0, 1)]))
 
     def peak(cells: int) -> int:
-        return Footprint(0, [1, 50], [0, 7], False, {1: cells}, {}, 0.0, {0: courses[0]}, set()).peak_bytes()
+        return PeakMemory(0, [1, 50], [0, 7], False, {1: cells}, {}, 0.0, {0: memory_profiles[0]}, set()).peak_bytes()
 
     assert [peak(cells) for cells in (0, 1, 2)] == [50, 50, 57]
 
@@ -239,49 +239,56 @@ def test_gradients_are_beside_as_many_cells_as_their_way_takes() -> None:
 
 def test_activations_and_gradients_of_weights_are_not_at_their_most_at_once() -> None:
     """Four layers of 10 bytes of activations and 10 of weights each."""
-    turns = [turn for _ in range(4) for turn in (Turn(10, 0, 0), Turn(0, 10, 10))]
-    course = Course(1, turns)
-    assert course.kept_bytes(1) == 40
+    saved_tensors = [saved_tensor for _ in range(4) for saved_tensor in (SavedTensor(10, 0, 0), SavedTensor(0, 10, 10))]
+    memory_profile = MemoryProfile(1, saved_tensors)
+    assert memory_profile.kept_bytes(1) == 40
     # Always 40 of either kind; one more gradient of a weight, and those of two activations.
-    assert course.peak_bytes(1, 40) == 40 + 10 + 20
+    assert memory_profile.peak_bytes(1, 40) == 40 + 10 + 20
     # What another micro-batch left is there from the start.
-    assert course.peak_bytes(1, 40, adds=True) == 40 + 40 + 10 + 10
+    assert memory_profile.peak_bytes(1, 40, adds=True) == 40 + 40 + 10 + 10
 
 
 def test_activations_grow_with_rows_and_weights_do_not() -> None:
-    course = Course(2, [Turn(100, 0, 0), Turn(0, 10, 10)])
-    assert course.kept_bytes(6) == 30
-    assert course.peak_bytes(6, 100) == 30 + 100 + 30
+    memory_profile = MemoryProfile(2, [SavedTensor(100, 0, 0), SavedTensor(0, 10, 10)])
+    assert memory_profile.kept_bytes(6) == 30
+    assert memory_profile.peak_bytes(6, 100) == 30 + 100 + 30
 
 
 def test_a_weight_that_autograd_does_not_save_has_a_gradient_in_the_end() -> None:
-    assert Course(1, [Turn(0, 10, 10)]).peak_bytes(1, 500) == 500 + 10
+    assert MemoryProfile(1, [SavedTensor(0, 10, 10)]).peak_bytes(1, 500) == 500 + 10
 
 
 def test_what_is_saved_twice_is_kept_once_and_boundaries_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("cpu", monkeypatch, num_slices=1, checkpoint_activation=True)
-    streamer = model._walk.streamer
+    streamer = model._executor.streamer
     streamer.load(0)
     with streamer.visit(0) as shard:
         assert shard.state is State.BOUND
-        notes = CourseNotes(shard)
+        notes = MemoryProfileRecorder(shard)
         boundary, activation = torch.randn(8), torch.randn(8)
         weight = shard.parameters[-2]
         for saved in (boundary, weight, activation, torch.arange(3), weight.t(), activation[:4]):
             notes.saw(saved)
-        turns = notes.turns(elsewhere=[boundary])
+        saved_tensors = notes.saved_tensors(elsewhere=[boundary])
     streamer.release()
     nbytes = weight.numel() * 4
-    assert turns == [Turn(0, 16, 0), Turn(nbytes, 0, 0), Turn(0, 0, 24), Turn(0, 32, 32), Turn(0, 0, 0), Turn(0, 32, 0)]
+    assert saved_tensors == [
+        SavedTensor(0, 16, 0),
+        SavedTensor(nbytes, 0, 0),
+        SavedTensor(0, 0, 24),
+        SavedTensor(0, 32, 32),
+        SavedTensor(0, 0, 0),
+        SavedTensor(0, 32, 0),
+    ]
 
 
 def test_boundaries_beyond_their_budget_are_not_in_memory() -> None:
-    course = Course(1, [Turn(0, 0, 1)])
+    memory_profile = MemoryProfile(1, [SavedTensor(0, 0, 1)])
 
     def peak(most: float) -> int:
         levels = {1: 10.0, 2: 10.0, 3: 10.0}
-        courses = dict.fromkeys(range(3), course)
-        return Footprint(100, [1], [0, 0, 0], False, {}, levels, most, courses, set()).peak_bytes()
+        memory_profiles = dict.fromkeys(range(3), memory_profile)
+        return PeakMemory(100, [1], [0, 0, 0], False, {}, levels, most, memory_profiles, set()).peak_bytes()
 
     assert peak(float("inf")) == 100 + 20 + 10 + 20 + 1
     assert peak(5) == 100 + 5 + 5 + 20 + 1

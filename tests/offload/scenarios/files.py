@@ -16,8 +16,8 @@ from torch import Tensor
 
 from offload.files.running_sum import RunningSum
 from offload.files.tensor_file import TensorFile, write_tensors
-from offload.optim.disk_update import StagedPiece
-from offload.optim.io_buffers import Desk
+from offload.optim.disk_update import DiskParamBlock
+from offload.optim.io_buffers import IOBufferPool
 from offload.optim.io_requests import Copy, Read, Write
 from offload.storage import DiskTier
 from offload.storage.buffer import host_buffer, view_memory
@@ -51,7 +51,7 @@ class LateThreads:
         for future in self.begun:
             future.end()
 
-    settle = end
+    wait_idle = end
 
     def under_way(self) -> int:
         return sum(not future.ended for future in self.begun)
@@ -80,7 +80,7 @@ class Begun:
             except BaseException as error:
                 self._error = error
 
-    settle = end
+    wait_idle = end
 
     def result(self) -> None:
         self.end()
@@ -141,7 +141,7 @@ def a_read_is_done_when_it_returns(monkeypatch: pytest.MonkeyPatch, path: Path) 
         _, _, block, slot = _disk(monkeypatch, path, link=link)
         block.read_into(slot)
         if link is not None:
-            link.finish()
+            link.synchronize()
         assert (slot == 7).all()
 
 
@@ -165,7 +165,7 @@ def few_pieces_are_on_their_way(monkeypatch: pytest.MonkeyPatch, path: Path) -> 
     monkeypatch.setattr(LateThreads, "submit", counted)
     block.read_into(slot)
     assert max(most) <= IN_FLIGHT
-    assert sum(crew.under_way() for crew in threads) == 0
+    assert sum(io_threads.under_way() for io_threads in threads) == 0
 
 
 def where_buffers_are_few_pieces_wait_for_them(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
@@ -180,7 +180,7 @@ def where_buffers_are_few_pieces_wait_for_them(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr("offload.storage.transfer.view_memory", near)
     block.read_into(slot)
-    link.finish()
+    link.synchronize()
     assert (slot == 7).all()
 
 
@@ -205,11 +205,11 @@ def a_transfer_that_failed_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, path
     source = torch.full((block.nbytes,), 9, dtype=torch.uint8)
     with pytest.raises(OSError, match="once"):
         block.write(source, 0)
-    assert sum(crew.under_way() for crew in threads) == 0
+    assert sum(io_threads.under_way() for io_threads in threads) == 0
     before = block.tensor.clone()
     source.fill_(11)
-    for crew in threads:
-        crew.end()
+    for io_threads in threads:
+        io_threads.end()
     assert torch.equal(before, block.tensor)
 
 
@@ -225,7 +225,7 @@ def work_on_parts_is_done_when_it_returns(monkeypatch: pytest.MonkeyPatch, path:
 
     with pytest.raises(OSError, match="once"):
         tier.transfers.together(fails, parts)
-    assert sum(crew.under_way() for crew in threads) == 0
+    assert sum(io_threads.under_way() for io_threads in threads) == 0
 
 
 # --- buffers that lanes share ---------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def a_lane_waits_for_a_buffer_of_another(monkeypatch: pytest.MonkeyPatch, path: 
     staging, condition = _staging(LateLink())
     held = staging.take(wait=True)
     assert held is not None
-    condition.helper = lambda: staging.give(held)
+    condition.helper = lambda: staging.release(held)
     assert staging.take(wait=True) is held
     assert condition.notified == 1, "nobody would wake up"
     assert staging.nbytes == 0
@@ -268,7 +268,7 @@ def a_buffer_is_used_again_after_the_copy_out_of_it(monkeypatch: pytest.MonkeyPa
         assert buffer is not None
         buffer.fill_(piece)
         assert piece == 1 or (device == 1).all()
-        staging.give(buffer, link.copy(device, buffer))
+        staging.release(buffer, link.copy(device, buffer))
 
 
 # --- what several threads look at -----------------------------------------------------------------------------------
@@ -303,38 +303,40 @@ def one_thread_at_a_time_writes_a_trace(monkeypatch: pytest.MonkeyPatch, path: P
             pass
 
 
-# --- the desk of an optimizer ---------------------------------------------------------------------------------------
+# --- the I/O buffers of an optimizer ---------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _desk(monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[tuple[list[LateThreads], Desk, Any, Any]]:
-    """A desk, and two files: of fives and of sixes."""
+def _buffer_pool(
+    monkeypatch: pytest.MonkeyPatch, path: Path
+) -> Iterator[tuple[list[LateThreads], IOBufferPool, Any, Any]]:
+    """An I/O buffers, and two files: of fives and of sixes."""
     threads = late_threads(monkeypatch)
     tier = DiskTier(path, CPU, direct=False)
     fives, sixes = (tier.allocate(PIECE, f"block{k}") for k in (5, 6))
     fives.tensor.fill_(5)
     sixes.tensor.fill_(6)
-    yield threads, Desk(), fives, sixes
+    yield threads, IOBufferPool(), fives, sixes
     tier.close()
 
 
 def a_tray_holds_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    with _desk(monkeypatch, path) as (_, desk, fives, _):
-        tray = desk.lay("bite", [Read("moment", fives, 0, PIECE)], 0)
-        assert (tray.part("moment") == 5).all()
+    with _buffer_pool(monkeypatch, path) as (_, buffer_pool, fives, _):
+        io_buffer = buffer_pool.prepare("update_block", [Read("moment", fives, 0, PIECE)], 0)
+        assert (io_buffer.part("moment") == 5).all()
 
 
 def what_was_read_for_nobody_does_not_arrive_later(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    with _desk(monkeypatch, path) as (threads, desk, fives, sixes):
-        desk.look_ahead("nobody's", [Read("moment", fives, 0, PIECE)], 0)
-        tray = desk.lay("bite", [Read("moment", sixes, 0, PIECE)], 0)
-        for crew in threads:
-            crew.end()
-        assert (tray.part("moment") == 6).all()
+    with _buffer_pool(monkeypatch, path) as (threads, buffer_pool, fives, sixes):
+        buffer_pool.prefetch("nobody's", [Read("moment", fives, 0, PIECE)], 0)
+        io_buffer = buffer_pool.prepare("update_block", [Read("moment", sixes, 0, PIECE)], 0)
+        for io_threads in threads:
+            io_threads.end()
+        assert (io_buffer.part("moment") == 6).all()
 
 
 def what_fails_to_be_written_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    with _desk(monkeypatch, path) as (threads, desk, fives, sixes):
+    with _buffer_pool(monkeypatch, path) as (threads, buffer_pool, fives, sixes):
 
         def fails(source: Tensor, offset: int) -> None:
             raise OSError("full")
@@ -342,10 +344,10 @@ def what_fails_to_be_written_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, pa
         monkeypatch.setattr(fives, "write", fails)
         source = torch.full((PIECE,), 9, dtype=torch.uint8)
         moves: list[Write | Copy] = [Write(source, fives, 0), Write(source, sixes, 0)]
-        desk.send(moves, partial(_take_out, moves))
+        buffer_pool.send(moves, partial(_take_out, moves))
         with pytest.raises(OSError, match="full"):
-            desk.settle()
-        assert sum(crew.under_way() for crew in threads) == 0
+            buffer_pool.wait_idle()
+        assert sum(io_threads.under_way() for io_threads in threads) == 0
         source.fill_(11)
         assert all((move.source == 9).all() for move in moves)
 
@@ -359,7 +361,7 @@ def _take_out(moves: list[Write | Copy], done: Sequence[Write | Copy]) -> None:
 
 @contextlib.contextmanager
 def _pending(monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[tuple[list[LateThreads], Pair]]:
-    """A step of AdamW to be done, in several bites, by threads that come to their end when somebody waits for them."""
+    """A step of AdamW to be done, in several blocks, by threads that come to their end when somebody waits for them."""
     with monkeypatch.context() as patch:
         patch.setattr("offload.optim.disk_update.BITE_BYTES", 16)
         threads = late_threads(patch)
@@ -373,10 +375,10 @@ def _pending(monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[tuple[list
 def an_update_has_arrived_when_it_is_done(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """And nothing of it was written twice: a weight and two moments of four bytes each."""
     with _pending(monkeypatch, path) as (threads, pair):
-        updated = sum(task.nbytes for shard in pair.model._walk.shards for task in shard.pending.tasks)
+        updated = sum(task.nbytes for shard in pair.model._executor.shards for task in shard.pending.tasks)
         before = pair.model.statistics().update_bytes_written
         pair.ours.synchronize()
-        assert sum(crew.under_way() for crew in threads) == 0
+        assert sum(io_threads.under_way() for io_threads in threads) == 0
         assert pair.model.statistics().update_bytes_written - before == 3 * updated
         pair.compare()
         pair.compare_states()
@@ -387,7 +389,7 @@ def an_update_that_failed_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, path:
     for fatal in range(0, 12, 2):
         _fails_once(monkeypatch, path, DiskBlock, "write", OSError("full"), fatal)
         _fails_once(monkeypatch, path, DiskBlock, "read_into", OSError("broken"), fatal)
-    _fails_once(monkeypatch, path, StagedPiece, "look_ahead", MemoryError(), 0)
+    _fails_once(monkeypatch, path, DiskParamBlock, "prefetch", MemoryError(), 0)
 
 
 def _fails_once(
@@ -405,10 +407,10 @@ def _fails_once(
             patch.setattr(owner, name, fails)
             with pytest.raises(type(error)):
                 pair.eval()
-            assert not pair.ours._desk._leaving
+            assert not pair.ours._buffer_pool._leaving
             assert pair.ours._filler._threads.under_way() == 0  # type: ignore[attr-defined]
-        for task in pair.model._walk.shards[0].pending.tasks:
-            task.piece.flush(task)
+        for task in pair.model._executor.shards[0].pending.tasks:
+            task.param_block.flush(task)
             assert not task.unwritten
         pair.eval()
         pair.compare()
@@ -418,7 +420,7 @@ def _fails_once(
 def weights_are_there_when_they_are_updated(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     run_late(monkeypatch, 0)
     monkeypatch.setattr("offload.optim.optimizer.open_update_lane", lambda device: LateLane(0))
-    monkeypatch.setattr("offload.optim.optimizer.Crew", Late)
+    monkeypatch.setattr("offload.optim.optimizer.IOThreadPool", Late)
     pair = Pair("adamw", f"{path}/", max_norm=0.1)
     for action in ("backward", "step", "zero", "eval"):
         pair.do(action)

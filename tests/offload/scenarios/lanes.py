@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.storage.io_thread_pool import Crew
+from offload.storage.io_thread_pool import IOThreadPool
 from offload.storage.io_threads import Future, IOThreads
 from offload.storage.staging import CudaLink
 from offload.streaming.lane import Clock, Lane, StreamLane, ThreadLane
@@ -34,7 +34,7 @@ class LateThread:
         """What has not run yet."""
         return [result for result in self._results if result.job is not None]
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         for result in self._results:
             result.result()
 
@@ -47,7 +47,7 @@ class LateThread:
         def cancel(self) -> bool:
             return False
 
-        def settle(self) -> None:
+        def wait_idle(self) -> None:
             self.result()
 
         def result(self) -> None:
@@ -84,8 +84,8 @@ def _overwrites(make: Callable[[torch.device], Lane], monkeypatch: pytest.Monkey
     """Compute reads a slot, late; a copy into the slot was given later."""
     cuda, slot, read = LateCuda(monkeypatch), torch.zeros(4), torch.ones(4)
     cuda.launch(lambda: read.copy_(slot))
-    make(DEVICE).submit("L0", lambda: cuda.launch(lambda: slot.fill_(7))).finish()
-    cuda.finish()
+    make(DEVICE).submit("L0", lambda: cuda.launch(lambda: slot.fill_(7))).synchronize()
+    cuda.synchronize()
     assert not read.any()
     assert (slot == 7).all()
 
@@ -107,7 +107,7 @@ def bytes_are_there_when_a_thread_says_so(monkeypatch: pytest.MonkeyPatch, path:
 def a_copy_on_a_stream_comes_after_what_it_was_given_after(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     cuda, home, slot = LateCuda(monkeypatch), torch.zeros(4), torch.zeros(4)
     update = StreamLane(DEVICE).submit("U0", lambda: cuda.launch(lambda: home.fill_(7)))
-    StreamLane(DEVICE).submit("L0", lambda: cuda.launch(lambda: slot.copy_(home)), [update]).finish()
+    StreamLane(DEVICE).submit("L0", lambda: cuda.launch(lambda: slot.copy_(home)), [update]).synchronize()
     assert (slot == 7).all()
 
 
@@ -117,13 +117,13 @@ def compute_reads_a_slot_after_its_copy(monkeypatch: pytest.MonkeyPatch, path: P
     arrival.wait()
     cuda.launch(lambda: read.copy_(slot))
     assert cuda.host_waits == 0, "the host waited"
-    cuda.finish()
+    cuda.synchronize()
     assert (read == 7).all()
 
 
 def the_host_reads_a_home_after_its_copy(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     cuda, home = LateCuda(monkeypatch), torch.zeros(4)
-    StreamLane(DEVICE).submit("D0", lambda: cuda.launch(lambda: home.fill_(7))).finish()
+    StreamLane(DEVICE).submit("D0", lambda: cuda.launch(lambda: home.fill_(7))).synchronize()
     assert (home == 7).all()
 
 
@@ -144,11 +144,11 @@ def a_lane_is_at_rest_after_all_its_copies(monkeypatch: pytest.MonkeyPatch, path
     on_thread, on_stream = thread(CPU), StreamLane(DEVICE)
     on_thread.submit("L0", lambda: slots[0].fill_(7))  # type: ignore[arg-type, return-value]
     on_stream.submit("L0", lambda: cuda.launch(lambda: slots[1].fill_(7)))
-    crew = Crew(1)
-    crew._threads = LateThread()  # type: ignore[assignment]
-    crew.give(lambda: slots[2].fill_(7))  # type: ignore[arg-type, return-value]
-    for lane in (on_thread, on_stream, crew):
-        lane.settle()  # type: ignore[attr-defined]
+    io_threads = IOThreadPool(1)
+    io_threads._threads = LateThread()  # type: ignore[assignment]
+    io_threads.submit(lambda: slots[2].fill_(7))  # type: ignore[arg-type, return-value]
+    for lane in (on_thread, on_stream, io_threads):
+        lane.wait_idle()  # type: ignore[attr-defined]
     assert all((slot == 7).all() for slot in slots)
 
 
@@ -174,17 +174,17 @@ def a_result_comes_after_its_work(monkeypatch: pytest.MonkeyPatch, path: Path) -
 
 
 def a_thread_is_at_rest_after_all_its_work(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    go_on, log, settle = threading.Event(), list[str](), Future.settle
+    go_on, log, wait_idle = threading.Event(), list[str](), Future.wait_idle
 
     def late(future: Future) -> None:
         go_on.set()  # not before somebody waits
-        settle(future)
+        wait_idle(future)
 
     threads = IOThreads(1, "late")
     threads.submit(lambda: (go_on.wait(60), log.append("work"))[1])
-    monkeypatch.setattr(Future, "settle", late)
+    monkeypatch.setattr(Future, "wait_idle", late)
     try:
-        threads.settle()
+        threads.wait_idle()
         assert log == ["work"]
     finally:
         go_on.set()
@@ -213,7 +213,7 @@ def a_clock_hoards_no_events_and_never_waits_in_a_step(monkeypatch: pytest.Monke
             cuda.launch(_ones)
     assert cuda.host_waits == 0
     assert len(clock._spans) == 4200, "none of these has ended"
-    cuda.finish()
+    cuda.synchronize()
     with clock.span():
         cuda.launch(_ones)
     assert len(clock._spans) <= 1
@@ -240,5 +240,5 @@ def a_fence_is_passed_after_its_copy(monkeypatch: pytest.MonkeyPatch, path: Path
     fence = CudaLink().copy(slot, buffer)  # type: ignore[arg-type]
     fence()
     buffer.fill_(9)  # the next piece
-    cuda.finish()
+    cuda.synchronize()
     assert (slot.values == 7).all()

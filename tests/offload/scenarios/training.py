@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from offload import OffloadModel
-from offload.engine.cell_executor import Crossing
+from offload.engine.cell_executor import CellExecutor
 from offload.storage.disk import DiskBlock
-from offload.streaming.gradient_offload import Homeward
+from offload.streaming.gradient_offload import GradientOffload
 from offload.streaming.lane import Arrival, Lane, Lanes
 from offload.streaming.streamer import Streamer
 from tests.offload.late import LateLane, run_late
@@ -57,10 +57,10 @@ def updates_in_backward_see_complete_gradients(monkeypatch: pytest.MonkeyPatch, 
 def gradients_do_not_pile_up(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Two sets at a time: those on their way home, or those of an update and of the one before it."""
     waiting: list[int] = []
-    for owner, name in ((Homeward, "drain"), (Homeward, "update")):
+    for owner, name in ((GradientOffload, "drain"), (GradientOffload, "update")):
         method = getattr(owner, name)
 
-        def noted(self: Homeward, *args: Any, method: Any = method) -> None:
+        def noted(self: GradientOffload, *args: Any, method: Any = method) -> None:
             method(self, *args)
             waiting.append(len(self._drains))
 
@@ -142,7 +142,7 @@ def an_update_that_was_cut_off_from_its_load_ends_first(monkeypatch: pytest.Monk
         with pytest.raises(KeyboardInterrupt):
             pair.model(torch.zeros(1, WIDTH))
         monkeypatch.setattr(Streamer, "load", load)
-        assert pair.model._walk.shards[0].pending is None, "it is still to come, in a slot that was given back"
+        assert pair.model._executor.shards[0].pending is None, "it is still to come, in a slot that was given back"
         pair.eval()
 
 
@@ -181,13 +181,13 @@ class _Breaks(LateLane):
 def an_update_whose_start_was_interrupted_runs_once(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """What was queued is over before it is started again: else weights are read while they are being written."""
     for breaks in ("before", "after"):
-        lane, crew = _Breaks(backwards=True), LateThread()
+        lane, io_threads = _Breaks(backwards=True), LateThread()
         update_on(monkeypatch, lane)
         pair = Pair("sgd", f"{path}/{breaks}/", slices=4)
-        pair.ours._filler._threads = crew  # type: ignore[assignment]
+        pair.ours._filler._threads = io_threads  # type: ignore[assignment]
         for action in ("backward", "step", "zero"):
             pair.do(action)
-        update = pair.model._walk.shards[0].pending
+        update = pair.model._executor.shards[0].pending
         assert update is not None
         slot = torch.zeros(4096, dtype=torch.uint8)
         lane.breaks = breaks
@@ -195,8 +195,8 @@ def an_update_whose_start_was_interrupted_runs_once(monkeypatch: pytest.MonkeyPa
             update.start(slot)
         update.start(slot)
         assert [arrival.token for arrival in lane.pending] == ["U0"]
-        assert len(crew.waiting) <= 1, "weights arrive twice"
-        update.settle()
+        assert len(io_threads.waiting) <= 1, "weights arrive twice"
+        update.wait_idle()
         pair.compare()
 
 
@@ -208,7 +208,7 @@ class _Noted(Arrival):
     def wait(self) -> None:
         self._log.append(("compute", self._token))
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         self._log.append(("host", self._token))
 
 
@@ -224,7 +224,7 @@ class NotingLane(Lane):
             copy()
         return _Noted(token, self._log)
 
-    def settle(self) -> None: ...
+    def wait_idle(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -234,13 +234,13 @@ def the_host_waits_at_the_end_of_a_pass_and_never_before(monkeypatch: pytest.Mon
     log: list[tuple[str, str]] = []
     monkeypatch.setattr("offload.model.open_lanes", lambda device, **_: Lanes(*(NotingLane(log) for _ in range(3))))
     for name in ("forward", "backward"):
-        method = getattr(Crossing, name)
+        method = getattr(CellExecutor, name)
 
-        def noted(self: Crossing, *args: Any, method: Any = method, **more: Any) -> Any:
+        def noted(self: CellExecutor, *args: Any, method: Any = method, **more: Any) -> Any:
             log.append(("cell", ""))
             return method(self, *args, **more)
 
-        monkeypatch.setattr(Crossing, name, noted)
+        monkeypatch.setattr(CellExecutor, name, noted)
 
     def waited(run: Callable[[], Any]) -> tuple[set[str], list[str], Any]:
         """What the host waited for in a pass, what was copied, and what the pass returned."""

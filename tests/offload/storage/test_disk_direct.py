@@ -182,7 +182,7 @@ class TestCyclicFiles:
     def test_room_that_was_given_back_is_for_the_next_in_order(self, cache: PageCache) -> None:
         first, second = (cache.claim(600, cyclic=True) for _ in range(2))
         assert [cache.direct(first), cache.direct(second)] == [False, True]
-        cache.leave(first)
+        cache.release(first)
         assert not cache.direct(second)
 
     def test_memory_that_others_take_is_noticed_after_so_many_bytes(self, cache: PageCache) -> None:

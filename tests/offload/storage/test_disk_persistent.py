@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from offload import DiskHome, HomeError, OffloadEmbeddingBag, OffloadModel
-from offload.storage import KeptTier, Tier
+from offload.storage import PersistentTier, Tier
 from offload.storage.buffer import PAGE_BYTES
-from offload.storage.manifest import read_seal, write_seal
+from offload.storage.manifest import read_manifest, write_manifest
 from offload.storage.persistent import Contents
 from tests.offload.persistent import WIDTH, everything, layers, offloaded, train
 from tests.offload.storage.test_tiers import TierContract
@@ -163,14 +163,14 @@ def test_any_changed_byte_of_contents_description_or_seal_is_refused(
     folder, before = left
     path = folder / f"{name}.home"
     whole = bytearray(path.read_bytes())
-    seal = read_seal(path, name)
+    manifest = read_manifest(path, name)
     page = len(whole) - PAGE_BYTES
     places = {
-        "contents": [0, seal.contents_bytes // 2, seal.contents_bytes - 1],
+        "contents": [0, manifest.contents_bytes // 2, manifest.contents_bytes - 1],
         "description": [
-            PAGE_BYTES * -(-seal.contents_bytes // PAGE_BYTES) + k for k in (0, seal.description_bytes - 1)
+            PAGE_BYTES * -(-manifest.contents_bytes // PAGE_BYTES) + k for k in (0, manifest.description_bytes - 1)
         ],
-        "seal": [*range(page, page + 160, 7), len(whole) - 1],
+        "manifest": [*range(page, page + 160, 7), len(whole) - 1],
     }
     for part in places.values():
         for at in part:
@@ -194,7 +194,7 @@ def test_a_changed_field_is_refused_even_if_the_seal_is_consistent(left: tuple[P
 
     folder, _ = left
     path = folder / "shard-00001.home"
-    seal = read_seal(path, "shard 1")
+    manifest = read_manifest(path, "shard 1")
     for change, match in [
         ({"place": 2}, "this is the file of place 2, expected 1"),
         ({"places": 3}, "expected one of 3 shards, got one of 2"),
@@ -204,9 +204,9 @@ def test_a_changed_field_is_refused_even_if_the_seal_is_consistent(left: tuple[P
         ({"description_digest": bytes(32)}, "description of the tensors does not match"),
         ({"contents_digest": bytes(32)}, "contents do not match their checksum"),
     ]:
-        write_seal(path, replace(seal, **change))  # type: ignore[arg-type]
+        write_manifest(path, replace(manifest, **change))  # type: ignore[arg-type]
         refused(folder, match)
-    write_seal(path, seal)
+    write_manifest(path, manifest)
     page = bytearray(path.read_bytes())
     struct.pack_into("<I", page, len(page) - PAGE_BYTES + 8, 2)
     path.write_bytes(page)
@@ -343,7 +343,7 @@ class TestKeptTier(TierContract):
 
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Tier:
-        tier = KeptTier(DiskHome(tmp_path, keep=True), torch.device("cpu"))
+        tier = PersistentTier(DiskHome(tmp_path, keep=True), torch.device("cpu"))
         made: list[int] = []
 
         def allocate(nbytes: int, label: str) -> object:

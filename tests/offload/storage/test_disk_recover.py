@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from offload import DiskHome, HomeError
-from offload.storage.manifest import read_seal, write_seal
+from offload.storage.manifest import read_manifest, write_manifest
 from tests.offload.persistent import everything, layers, offloaded, train
 
 SCRIPT = """
@@ -71,8 +71,8 @@ def of_another_home(folder: Path) -> None:
 
 def of_an_older_generation(folder: Path) -> None:
     path = folder / "shard-00001.home"
-    seal = read_seal(path, "shard 1")
-    write_seal(path, type(seal)(**{**vars(seal), "generation": seal.generation + 2}))
+    manifest = read_manifest(path, "shard 1")
+    write_manifest(path, type(manifest)(**{**vars(manifest), "generation": manifest.generation + 2}))
 
 
 def missing(folder: Path) -> None:
@@ -94,8 +94,8 @@ def test_a_process_that_ended_while_it_opened_a_home_leaves_it_recoverable(tmp_p
     left = everything(model)
     model.close()
     path = tmp_path / "shard-00000.home"  # the first of the seals that are broken when a home is opened
-    seal = read_seal(path, "shard 0")
-    write_seal(path, type(seal)(**{**vars(seal), "clean": False, "generation": seal.generation + 1}))
+    manifest = read_manifest(path, "shard 0")
+    write_manifest(path, type(manifest)(**{**vars(manifest), "clean": False, "generation": manifest.generation + 1}))
     with pytest.warns(RuntimeWarning, match="the contents of shard 0 cannot be verified"):
         model = offloaded(layers("meta"), tmp_path, recover=True)
     assert all(torch.equal(value, left[name]) for name, value in everything(model).items())

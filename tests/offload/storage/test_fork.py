@@ -131,7 +131,7 @@ def test_a_child_is_not_kept_by_work_that_its_parent_has_to_do() -> None:
 
     def child() -> None:
         future.result()
-        threads.settle()
+        threads.wait_idle()
         with pytest.raises(RuntimeError, match="forked child"):
             waiting.result()
         sys.stdout.flush()

@@ -13,7 +13,7 @@ from torch import nn
 
 from offload import OffloadModel
 from offload.storage.buffer import PAGE_BYTES, host_buffer
-from offload.storage.io_thread_pool import Crew
+from offload.storage.io_thread_pool import IOThreadPool
 
 CPU = torch.device("cpu")
 
@@ -49,18 +49,18 @@ def test_slots_on_the_cpu_begin_on_a_page(tmp_path: Path) -> None:
 
 
 def _loaded(model: OffloadModel) -> list[object]:
-    return [shard for shard in model._walk.shards if shard._slot is not None]
+    return [shard for shard in model._executor.shards if shard._slot is not None]
 
 
 def test_a_job_that_no_thread_takes_is_done_by_whoever_waits_for_it() -> None:
-    crew = Crew(1)
+    io_threads = IOThreadPool(1)
     gate, started, done = threading.Event(), threading.Event(), []
-    blocker = crew.give(lambda: (started.set(), gate.wait(60), None)[2])
+    blocker = io_threads.submit(lambda: (started.set(), gate.wait(60), None)[2])
     started.wait(60)
-    crew.give(lambda: done.append(threading.get_ident())).finish()
+    io_threads.submit(lambda: done.append(threading.get_ident())).synchronize()
     assert done == [threading.get_ident()]
     gate.set()
-    blocker.finish()
+    blocker.synchronize()
 
 
 def test_an_error_of_a_job_is_raised_where_it_is_waited_for() -> None:
@@ -68,4 +68,4 @@ def test_an_error_of_a_job_is_raised_where_it_is_waited_for() -> None:
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
-        Crew(1).give(fail).finish()
+        IOThreadPool(1).submit(fail).synchronize()

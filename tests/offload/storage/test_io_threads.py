@@ -27,7 +27,7 @@ def test_an_error_is_raised_by_every_wait() -> None:
     for _ in range(2):
         with pytest.raises(OSError, match="gone"):
             future.result()
-    future.settle()
+    future.wait_idle()
     assert not future.returned
 
 
@@ -60,7 +60,7 @@ def test_a_thread_too_many_goes_without_work() -> None:
     second.join(60)
     assert not second.is_alive()
     go_on.set()
-    threads.settle()
+    threads.wait_idle()
     assert names == ["test", "test"]
     threads.close()
     first.join(60)

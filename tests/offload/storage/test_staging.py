@@ -46,7 +46,7 @@ class LateLink(Link):
 
         return fence
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         while self.pending:
             self.pending.pop(0)()
 
@@ -66,7 +66,7 @@ class TestStagedTier(TierContract):
 
         def read_and_wait(self: DiskBlock, destination: torch.Tensor, offset: int = 0) -> None:
             read(self, destination, offset)
-            link.finish()  # what the lane does before it says that a copy has arrived
+            link.synchronize()  # what the lane does before it says that a copy has arrived
 
         monkeypatch.setattr(DiskBlock, "read_into", read_and_wait)
         return tier
@@ -90,12 +90,12 @@ def test_a_buffer_is_used_again_only_after_the_copy_out_of_it() -> None:
     buffer = staging.take(wait=True)
     assert buffer is not None
     buffer.fill_(1)
-    staging.give(buffer, link.copy(device, buffer))
+    staging.release(buffer, link.copy(device, buffer))
     assert not device.any()  # it is late
     again = staging.take(wait=True)
     assert again is not None
     again.fill_(2)
-    link.finish()
+    link.synchronize()
     assert (device == 1).all()
 
 
@@ -104,7 +104,7 @@ def test_a_lane_that_holds_a_buffer_never_waits_for_another() -> None:
     held = staging.take(wait=True)
     assert staging.take(wait=False) is None
     assert held is not None
-    staging.give(held)
+    staging.release(held)
     assert staging.take(wait=False) is held
 
 
@@ -120,7 +120,7 @@ def test_lanes_that_share_too_few_buffers_all_get_through(direct_folder: Path) -
     for lane in lanes:
         lane.join(60)
         assert not lane.is_alive()
-    link.finish()
+    link.synchronize()
     assert all(torch.equal(slot, block.tensor) for slot in slots)
 
 

@@ -26,46 +26,51 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
                 training.loads_see_the_updates_of_their_homes,
             ),
         ],
-        "Streamer.catch_up": [("arrival.finish()", reading.parameters_are_updated)],
+        "Streamer.apply_pending_updates": [("arrival.synchronize()", reading.parameters_are_updated)],
         "Streamer.evict": [("self._loads.pop(j).wait()", training.a_load_that_nobody_used_does_not_arrive_later)],
         "Streamer.visit": [("self._loads[j].wait()", training.it_trains_like_the_bare_model)],
-        "Streamer.leave_homes": [("arrival.finish()", training.the_host_waits_at_the_end_of_a_pass_and_never_before)],
+        "Streamer.wait_for_home_reads": [
+            ("arrival.synchronize()", training.the_host_waits_at_the_end_of_a_pass_and_never_before)
+        ],
         "Streamer.reset": [
-            ("self._lanes.settle()", training.a_forward_after_one_that_failed_is_right),
-            ("pending.settle()", training.an_update_that_was_cut_off_from_its_load_ends_first),
-            ("self.homeward.abandon()", training.a_store_that_failed_is_told_once),
+            ("self._lanes.wait_idle()", training.a_forward_after_one_that_failed_is_right),
+            ("pending.wait_idle()", training.an_update_that_was_cut_off_from_its_load_ends_first),
+            ("self.gradient_offload.cancel()", training.a_store_that_failed_is_told_once),
         ],
     },
     "offload.streaming.gradient_offload": {
-        "Homeward.update": [
+        "GradientOffload.update": [
             (
                 "self.updater.complete(shard, kept, after=[arrival for arrival, _, _ in self._drains])",
                 training.updates_in_backward_see_complete_gradients,
             ),
-            ("self._finish()", training.gradients_do_not_pile_up),
+            ("self._synchronize()", training.gradients_do_not_pile_up),
         ],
-        "Homeward.settle": [("self._finish(on_host=True)", training.it_trains_like_the_bare_model)],
-        "Homeward._finish": [
-            ("arrival.finish()", training.it_trains_like_the_bare_model),
+        "GradientOffload.wait_idle": [("self._synchronize(on_host=True)", training.it_trains_like_the_bare_model)],
+        "GradientOffload._synchronize": [
+            ("arrival.synchronize()", training.it_trains_like_the_bare_model),
             ("arrival.wait()", training.it_trains_like_the_bare_model),
         ],
-        "Homeward._send": [("self._finish()", training.gradients_do_not_pile_up)],
+        "GradientOffload._send": [("self._synchronize()", training.gradients_do_not_pile_up)],
     },
     "offload.streaming.shard": {
-        "Shard.bring_home": [
-            ("self.pending.start().finish()", reading.data_that_is_assigned_is_not_updated_by_an_earlier_step),
+        "Shard.store_assigned_data": [
+            ("self.pending.start().synchronize()", reading.data_that_is_assigned_is_not_updated_by_an_earlier_step),
         ],
     },
     "offload.engine.executor": {
-        "Walk.forward": [
-            ("self.streamer.leave_homes(tape.first)", training.the_host_waits_at_the_end_of_a_pass_and_never_before),
-            ("self.streamer.leave_homes()", training.the_host_waits_at_the_end_of_a_pass_and_never_before),
+        "Executor.forward": [
+            (
+                "self.streamer.wait_for_home_reads(tape.first)",
+                training.the_host_waits_at_the_end_of_a_pass_and_never_before,
+            ),
+            ("self.streamer.wait_for_home_reads()", training.the_host_waits_at_the_end_of_a_pass_and_never_before),
         ],
-        "Walk.backward": [
-            ("self.streamer.homeward.settle()", training.it_trains_like_the_bare_model),
-            ("self.streamer.leave_homes()", training.the_host_waits_at_the_end_of_a_pass_and_never_before),
+        "Executor.backward": [
+            ("self.streamer.gradient_offload.wait_idle()", training.it_trains_like_the_bare_model),
+            ("self.streamer.wait_for_home_reads()", training.the_host_waits_at_the_end_of_a_pass_and_never_before),
         ],
-        "Walk._abandon": [("self.streamer.abandon()", training.nothing_moves_after_an_exception)],
+        "Executor._cancel": [("self.streamer.cancel()", training.nothing_moves_after_an_exception)],
     },
     "offload.engine.boundary_store": {
         "BoundaryStore.get": [
@@ -81,7 +86,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "BoundaryStore.drop": [
             ("self._lane.submit('release boundary', release, after)", boundaries.room_is_given_away_after_its_last_use),
         ],
-        "BoundaryStore.close": [("arrival.finish()", boundaries.nothing_is_under_way_in_a_place_that_was_closed)],
+        "BoundaryStore.close": [("arrival.synchronize()", boundaries.nothing_is_under_way_in_a_place_that_was_closed)],
         "BoundaryStore._spill": [
             ("self._flush(WRITES_IN_FLIGHT - 1)", boundaries.few_boundaries_are_on_their_way_out),
         ],
@@ -91,7 +96,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "_Future.wait": [("self._future.result()", lanes.a_copy_on_a_thread_is_done_after_its_wait)],
         "ThreadLane.submit": [
             ("torch.cuda.current_stream(device).record_event()", lanes.bytes_are_there_when_a_thread_says_so),
-            ("arrival.finish()", lanes.a_copy_on_a_thread_comes_after_what_it_was_given_after),
+            ("arrival.synchronize()", lanes.a_copy_on_a_thread_comes_after_what_it_was_given_after),
             ("stream.wait_event(given)", lanes.a_thread_fills_a_slot_after_its_readers),
             ("stream.synchronize()", lanes.bytes_are_there_when_a_thread_says_so),
         ],
@@ -101,7 +106,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
                 lanes.compute_reads_a_slot_after_its_copy,
             ),
         ],
-        "_Event.finish": [("self._event.synchronize()", lanes.the_host_reads_a_home_after_its_copy)],
+        "_Event.synchronize": [("self._event.synchronize()", lanes.the_host_reads_a_home_after_its_copy)],
         "StreamLane.submit": [
             (
                 "self._stream.wait_stream(torch.cuda.current_stream(self._device))",
@@ -110,55 +115,72 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("arrival.wait()", lanes.a_copy_on_a_stream_comes_after_what_it_was_given_after),
             ("event.record(self._stream)", lanes.compute_reads_a_slot_after_its_copy),
         ],
-        "ThreadLane.settle": [("self._thread.settle()", lanes.a_lane_is_at_rest_after_all_its_copies)],
-        "StreamLane.settle": [("self._stream.synchronize()", lanes.a_lane_is_at_rest_after_all_its_copies)],
-        "Lanes.settle": [("lane.settle()", training.nothing_moves_after_an_exception)],
+        "ThreadLane.wait_idle": [("self._thread.wait_idle()", lanes.a_lane_is_at_rest_after_all_its_copies)],
+        "StreamLane.wait_idle": [("self._stream.synchronize()", lanes.a_lane_is_at_rest_after_all_its_copies)],
+        "Lanes.wait_idle": [("lane.wait_idle()", training.nothing_moves_after_an_exception)],
         "StreamLane.close": [("self._stream.synchronize()", lanes.a_home_goes_after_the_last_copy_of_it)],
         "Clock.span": [
             ("begin.record(stream)", lanes.a_clock_counts_what_has_ended),
             ("end.record(stream)", lanes.a_clock_counts_what_has_ended),
-            ("self._settle(wait=False)", lanes.a_clock_hoards_no_events_and_never_waits_in_a_step),
+            ("self._wait_idle(wait=False)", lanes.a_clock_hoards_no_events_and_never_waits_in_a_step),
         ],
-        "Clock._settle": [
+        "Clock._wait_idle": [
             ("end.query()", lanes.a_clock_hoards_no_events_and_never_waits_in_a_step),
             ("end.synchronize()", lanes.a_clock_counts_what_has_ended),
         ],
-        "Clock.seconds": [("self._settle(wait=True)", lanes.a_clock_counts_what_has_ended)],
-        "Clock.seconds_each": [("self._settle(wait=True)", lanes.a_forecast_counts_what_has_ended)],
+        "Clock.seconds": [("self._wait_idle(wait=True)", lanes.a_clock_counts_what_has_ended)],
+        "Clock.seconds_each": [("self._wait_idle(wait=True)", lanes.a_forecast_counts_what_has_ended)],
     },
     "offload.storage.io_threads": {
-        "Future.result": [("self.settle()", lanes.a_result_comes_after_its_work)],
-        "IOThreads.settle": [("barrier.settle()", lanes.a_thread_is_at_rest_after_all_its_work)],
+        "Future.result": [("self.wait_idle()", lanes.a_result_comes_after_its_work)],
+        "IOThreads.wait_idle": [("barrier.wait_idle()", lanes.a_thread_is_at_rest_after_all_its_work)],
     },
     "offload.files.running_sum": {
         "RunningSum.add": [("self.wait()", files.a_sum_is_that_of_all_that_was_added)],
         "RunningSum.digits": [("self.wait()", files.a_sum_is_that_of_all_that_was_added)],
-        "RunningSum.wait": [("self._job.finish()", files.a_sum_is_that_of_all_that_was_added)],
-        "RunningSum.__exit__": [("self._job.abandon()", files.a_sum_reads_nothing_after_its_end)],
+        "RunningSum.wait": [("self._job.synchronize()", files.a_sum_is_that_of_all_that_was_added)],
+        "RunningSum.__exit__": [("self._job.cancel()", files.a_sum_reads_nothing_after_its_end)],
     },
     "offload.files.tensor_file": {
         "TensorFile.read_into": [("total.wait()", files.a_window_is_summed_before_it_is_filled_again)],
     },
     "offload.model": {
-        "OffloadModel.close": [("self._walk.streamer.catch_up()", reading.a_closed_model_is_updated)],
+        "OffloadModel.close": [("self._executor.streamer.apply_pending_updates()", reading.a_closed_model_is_updated)],
     },
     "offload.module": {
         "ModuleAtHome.__getitem__": [
-            ("self._walk.streamer.catch_up()", reading.layers_that_are_found_by_their_place_are_updated),
+            (
+                "self._executor.streamer.apply_pending_updates()",
+                reading.layers_that_are_found_by_their_place_are_updated,
+            ),
         ],
         "ModuleAtHome.__iter__": [
-            ("self._walk.streamer.catch_up()", reading.layers_that_are_gone_through_are_updated),
+            ("self._executor.streamer.apply_pending_updates()", reading.layers_that_are_gone_through_are_updated),
         ],
-        "ModuleAtHome.named_modules": [("self._walk.streamer.catch_up()", reading.parameters_are_updated)],
-        "ModuleAtHome._save_to_state_dict": [("self._walk.streamer.catch_up()", reading.a_state_dict_is_updated)],
+        "ModuleAtHome.named_modules": [
+            ("self._executor.streamer.apply_pending_updates()", reading.parameters_are_updated)
+        ],
+        "ModuleAtHome._save_to_state_dict": [
+            ("self._executor.streamer.apply_pending_updates()", reading.a_state_dict_is_updated)
+        ],
         "ModuleAtHome._load_from_state_dict": [
-            ("self._walk.streamer.catch_up()", reading.a_loaded_state_is_not_updated_by_an_earlier_step),
+            (
+                "self._executor.streamer.apply_pending_updates()",
+                reading.a_loaded_state_is_not_updated_by_an_earlier_step,
+            ),
         ],
         "ModuleAtHome.zero_grad": [
-            ("self._walk.streamer.catch_up()", reading.gradients_are_zeroed_after_their_use_by_the_model),
+            (
+                "self._executor.streamer.apply_pending_updates()",
+                reading.gradients_are_zeroed_after_their_use_by_the_model,
+            ),
         ],
-        "ModuleAtHome.__deepcopy__": [("self._walk.streamer.catch_up()", reading.a_deep_copy_is_updated)],
-        "ModuleAtHome.__reduce__": [("self._walk.streamer.catch_up()", reading.a_pickled_copy_is_updated)],
+        "ModuleAtHome.__deepcopy__": [
+            ("self._executor.streamer.apply_pending_updates()", reading.a_deep_copy_is_updated)
+        ],
+        "ModuleAtHome.__reduce__": [
+            ("self._executor.streamer.apply_pending_updates()", reading.a_pickled_copy_is_updated)
+        ],
     },
     "offload.optim.optimizer": {
         "OffloadOptimizer.step": [
@@ -168,72 +190,76 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "OffloadOptimizer.zero_grad": [
             ("self.synchronize()", reading.gradients_are_zeroed_after_their_use_by_the_optimizer),
         ],
-        "OffloadOptimizer.synchronize": [("self._streamer.catch_up()", reading.synchronize_finishes_the_update)],
+        "OffloadOptimizer.synchronize": [
+            ("self._streamer.apply_pending_updates()", reading.synchronize_finishes_the_update)
+        ],
         "OffloadOptimizer.state_dict": [("self.synchronize()", reading.the_state_of_the_optimizer_is_updated)],
         "OffloadOptimizer.load_state_dict": [
             ("self.synchronize()", reading.a_loaded_optimizer_is_not_updated_by_an_earlier_step),
         ],
         "OffloadOptimizer._run_sparse": [
-            ("update.start().finish()", reading.a_gradient_that_a_class_refuses_is_refused_by_the_step),
+            ("update.start().synchronize()", reading.a_gradient_that_a_class_refuses_is_refused_by_the_step),
         ],
     },
     "offload.optim.in_backward": {
         "InBackward.complete": [("update.start(after=after)", training.updates_in_backward_see_complete_gradients)],
     },
     "offload.optim.update": {
-        "Update.settle": [
-            ("self._lane.settle()", training.an_update_whose_start_was_interrupted_runs_once),
-            ("self._crew.settle()", training.an_update_whose_start_was_interrupted_runs_once),
+        "Update.wait_idle": [
+            ("self._lane.wait_idle()", training.an_update_whose_start_was_interrupted_runs_once),
+            ("self._io_threads.wait_idle()", training.an_update_whose_start_was_interrupted_runs_once),
         ],
         "Update.start": [
-            ("self.settle()", training.an_update_whose_start_was_interrupted_runs_once),
+            ("self.wait_idle()", training.an_update_whose_start_was_interrupted_runs_once),
             (
                 "self._lane.submit(f'U{self._shard.index}', partial(self._run, slot, filling), after)",
                 training.updates_in_backward_see_complete_gradients,
             ),
         ],
-        "Update._run": [("task.piece.halt()", files.an_update_that_failed_goes_on_nowhere)],
+        "Update._run": [("job.param_block.cancel_prefetch()", files.an_update_that_failed_goes_on_nowhere)],
         "Update._prepare": [
-            ("filling.finish()", files.weights_are_there_when_they_are_updated),
+            ("filling.synchronize()", files.weights_are_there_when_they_are_updated),
         ],
     },
     "offload.optim.disk_update": {
-        "StagedPiece.flush": [
-            ("self._desk.settle()", files.an_update_has_arrived_when_it_is_done),
-            ("self._desk.settle() #2", files.an_update_that_failed_goes_on_nowhere),
+        "DiskParamBlock.flush": [
+            ("self._buffer_pool.wait_idle()", files.an_update_has_arrived_when_it_is_done),
+            ("self._buffer_pool.wait_idle() #2", files.an_update_that_failed_goes_on_nowhere),
         ],
-        "StagedPiece.halt": [("self._desk.settle()", files.an_update_that_failed_goes_on_nowhere)],
+        "DiskParamBlock.cancel_prefetch": [
+            ("self._buffer_pool.wait_idle()", files.an_update_that_failed_goes_on_nowhere)
+        ],
     },
     "offload.optim.io_buffers": {
-        "Tray.arrive": [("job.finish()", files.a_tray_holds_what_was_asked_for)],
-        "Tray.clear": [("job.abandon()", files.what_was_read_for_nobody_does_not_arrive_later)],
+        "IOBuffer.wait": [("job.synchronize()", files.a_tray_holds_what_was_asked_for)],
+        "IOBuffer.clear": [("job.cancel()", files.what_was_read_for_nobody_does_not_arrive_later)],
         "_Leaving.end": [
-            ("job.finish()", files.what_fails_to_be_written_goes_on_nowhere),
-            ("job.abandon()", files.what_fails_to_be_written_goes_on_nowhere),
+            ("job.synchronize()", files.what_fails_to_be_written_goes_on_nowhere),
+            ("job.cancel()", files.what_fails_to_be_written_goes_on_nowhere),
         ],
     },
     "offload.storage.io_thread_pool": {
-        "Job.finish": [("self._future.result()", files.a_read_is_done_when_it_returns)],
-        "Job.abandon": [("self._future.settle()", files.a_transfer_that_failed_goes_on_nowhere)],
-        "Crew.settle": [("self._threads.settle()", lanes.a_lane_is_at_rest_after_all_its_copies)],
+        "PooledCall.synchronize": [("self._future.result()", files.a_read_is_done_when_it_returns)],
+        "PooledCall.cancel": [("self._future.wait_idle()", files.a_transfer_that_failed_goes_on_nowhere)],
+        "IOThreadPool.wait_idle": [("self._threads.wait_idle()", lanes.a_lane_is_at_rest_after_all_its_copies)],
     },
     "offload.storage.transfer": {
         "Transfers.together": [
-            ("job.finish()", files.work_on_parts_is_done_when_it_returns),
-            ("job.abandon()", files.work_on_parts_is_done_when_it_returns),
+            ("job.synchronize()", files.work_on_parts_is_done_when_it_returns),
+            ("job.cancel()", files.work_on_parts_is_done_when_it_returns),
         ],
         "Transfers._move": [
-            ("flying.popleft().land()", files.where_buffers_are_few_pieces_wait_for_them),
-            ("flying.popleft().land() #2", files.few_pieces_are_on_their_way),
-            ("flying.popleft().land() #3", files.a_read_is_done_when_it_returns),
-            ("flight.leave()", files.a_transfer_that_failed_goes_on_nowhere),
+            ("flying.popleft().complete()", files.where_buffers_are_few_pieces_wait_for_them),
+            ("flying.popleft().complete() #2", files.few_pieces_are_on_their_way),
+            ("flying.popleft().complete() #3", files.a_read_is_done_when_it_returns),
+            ("flight.cancel()", files.a_transfer_that_failed_goes_on_nowhere),
         ],
         "_Flight.start": [("self._fence()", files.a_write_comes_after_the_copy_from_the_device)],
-        "_Flight.land": [
-            ("self._job.finish()", files.a_read_is_done_when_it_returns),
-            ("self.leave()", files.buffers_are_given_back),
+        "_Flight.complete": [
+            ("self._job.synchronize()", files.a_read_is_done_when_it_returns),
+            ("self.cancel()", files.buffers_are_given_back),
         ],
-        "_Flight.leave": [("job.abandon()", files.a_transfer_that_failed_goes_on_nowhere)],
+        "_Flight.cancel": [("job.cancel()", files.a_transfer_that_failed_goes_on_nowhere)],
     },
     "offload.storage.staging": {
         "CudaLink.copy": [
@@ -251,7 +277,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("self._changed.notify()", files.a_buffer_that_could_not_be_made_is_made_by_another),
             ("fence()", files.a_buffer_is_used_again_after_the_copy_out_of_it),
         ],
-        "Staging.give": [
+        "Staging.release": [
             ("with self._changed", files.a_lane_waits_for_a_buffer_of_another),
             ("self._changed.notify()", files.a_lane_waits_for_a_buffer_of_another),
         ],
@@ -290,7 +316,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
 #: What is found by its name and waits for nobody, or what a process does at its end.
 EXCEPTIONS = {
     "offload.storage.io_threads Future.__init__: self._gate.acquire()": "closes a lock that nobody else has yet",
-    "offload.storage.io_threads Future.settle: self._gate.acquire(timeout=LOOK_AGAIN_SECONDS)": "without it the loop asks in vain",
+    "offload.storage.io_threads Future.wait_idle: self._gate.acquire(timeout=LOOK_AGAIN_SECONDS)": "without it the loop asks in vain",
     "offload.storage.io_threads _work: seats.acquire(blocking=False)": "does not wait",
     "offload.storage.io_threads _finish_work: thread.join()": "the process would end in the middle of a copy",
     "offload.telemetry.statistics Meter.__init__: self.wait": "a clock",
@@ -302,7 +328,7 @@ EXCEPTIONS = {
     "offload.engine.layouts fitting: _jagged(output.detach()).join([gradient.values().to(output.device)])": (
         "puts a tensor together of its parts"
     ),
-    "offload.streaming.streamer Streamer.share_room: streamer.room.leave()": "gives memory back that nobody uses",
+    "offload.streaming.streamer Streamer.share_room: streamer.slot_pool.cancel()": "gives memory back that nobody uses",
 }
 
 TABLE = {

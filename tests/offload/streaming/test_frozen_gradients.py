@@ -63,7 +63,7 @@ def test_only_trained_parameters_take_room_for_gradients(tmp_path: Path) -> None
         backward(plain, model, step)
         assert_same_gradients(plain, model)
         assert gradient_files(tmp_path) == [4096] * 4
-        assert all(s.gradients is not None and s.gradients.nbytes == trained for s in model._walk.shards)
+        assert all(s.gradients is not None and s.gradients.nbytes == trained for s in model._executor.shards)
         for one in (optimizer, expected):
             one.step()
             one.zero_grad()
@@ -97,7 +97,7 @@ def test_freezing_and_thawing_between_steps_is_that_of_the_plain_model(
                 one.zero_grad()
             if not thawed:
                 backward(plain, model, step)
-                assert max(s.gradients.nbytes for s in model._walk.shards) == 2 * WIDTH * RANK * 4
+                assert max(s.gradients.nbytes for s in model._executor.shards) == 2 * WIDTH * RANK * 4
                 for one in (optimizer, expected):
                     one.zero_grad()
         torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))

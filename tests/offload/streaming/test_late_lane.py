@@ -53,7 +53,7 @@ def both(
         num_slots=slots,
         boundary_bytes=100,
     )
-    cuts = [len(shard.layers) for shard in model._walk.shards]
+    cuts = [len(shard.layers) for shard in model._executor.shards]
     return train(bare, lambda x: reference(bare, cuts, x, microbatches)), train(model, model)
 
 
@@ -136,7 +136,7 @@ class Finished(Arrival):
         if self.inner is not None:
             self.inner.wait()
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         self.by_host = True
         self.wait()
 
@@ -145,7 +145,7 @@ def test_a_thread_waits_as_a_host_for_what_it_comes_after() -> None:
     """An update on a thread reads gradients at home: that a stream waits for them is not enough."""
     lane, gradients = ThreadLane("update", torch.device("cpu")), Finished()
     seen: list[bool] = []
-    lane.submit("U0", lambda: seen.append(gradients.by_host), [gradients]).finish()
+    lane.submit("U0", lambda: seen.append(gradients.by_host), [gradients]).synchronize()
     lane.close()
     assert seen == [True]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from offload import OffloadModel
 from pipe.checkpoint import checkpoint
 from pipe.recompute.attributes import FORWARDS_NOTED
-from pipe.recompute.module_state import Guard, Watched
+from pipe.recompute.module_state import ModuleState, WatchedModule
 
 WIDTH = 6
 
@@ -93,23 +93,23 @@ def test_a_tensor_that_is_changed_in_place_and_is_no_buffer_is_refused(wrap: Cal
 
 def test_modules_that_change_nothing_in_their_first_forwards_are_not_noted_again() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Recurrent())
-    watched = Watched(model)
+    watched = WatchedModule(model)
     for _ in range(FORWARDS_NOTED):
-        guard = Guard(watched, attributes=True)
+        module_state = ModuleState(watched, attributes=True)
         model(torch.randn(2, WIDTH))
-        guard.seal()
+        module_state.seal()
     assert [module for _, module in watched.stateful.candidates()] == [model[1]]
 
 
 def test_attributes_are_put_back_when_the_recomputation_fails() -> None:
     model = Recurrent()
-    watched = Watched(model)
-    guard = Guard(watched, attributes=True)
+    watched = WatchedModule(model)
+    module_state = ModuleState(watched, attributes=True)
     model(torch.randn(2, WIDTH))
-    guard.seal()
+    module_state.seal()
 
     def fail() -> None:
-        with guard.again():
+        with module_state.again():
             assert (model.calls, model.seen, model.state) == (0, [], None)
             model(torch.randn(2, WIDTH))
             raise ZeroDivisionError
@@ -121,7 +121,7 @@ def test_attributes_are_put_back_when_the_recomputation_fails() -> None:
 
 def test_what_changes_in_a_forward_that_is_only_tried_is_undone() -> None:
     model = Recurrent()
-    with Guard(Watched(model), attributes=True).trial():
+    with ModuleState(WatchedModule(model), attributes=True).trial():
         model(torch.randn(2, WIDTH))
         assert model.calls == 1
     assert (model.calls, model.seen, model.state, model.by_name) == (0, [], None, {"calls": 0})

@@ -7,22 +7,22 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipe.recompute.cheap_ops import Kept, Lean
+from pipe.recompute.cheap_ops import CheapRecompute, Kept
 
 
 def run(block: nn.Module, x: Tensor) -> tuple[Tensor, list[int]]:
     """The result, and the elements of each tensor that the graph keeps besides parameters."""
-    lean = Lean()
+    cheap_recompute = CheapRecompute()
     kept: list[int] = []
     parameters = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
 
     def pack(tensor: Tensor) -> object:
-        packed = lean.pack(tensor)
+        packed = cheap_recompute.pack(tensor)
         if isinstance(packed, (Tensor, Kept)) and tensor.untyped_storage().data_ptr() not in parameters:
             kept.append(tensor.numel())
         return packed
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lean.unpack), lean:
+    with torch.autograd.graph.saved_tensors_hooks(pack, cheap_recompute.unpack), cheap_recompute:
         return block(x), kept
 
 
@@ -91,8 +91,10 @@ def test_what_stands_for_an_argument_is_resolved_when_the_result_is_made_again()
             return norm.weight.detach()
 
     weight = norm.weight.untyped_storage().data_ptr()
-    lean = Lean(lambda tensor: Elsewhere() if tensor.untyped_storage().data_ptr() == weight else tensor)
-    with torch.autograd.graph.saved_tensors_hooks(lean.pack, lean.unpack), lean:
+    cheap_recompute = CheapRecompute(
+        lambda tensor: Elsewhere() if tensor.untyped_storage().data_ptr() == weight else tensor
+    )
+    with torch.autograd.graph.saved_tensors_hooks(cheap_recompute.pack, cheap_recompute.unpack), cheap_recompute:
         result = last(norm(x)).sin().sum()
     found = torch.autograd.grad(result, [norm.weight, last.weight])
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
@@ -115,8 +117,8 @@ def test_a_kept_tensor_that_was_changed_in_place_raises_as_in_any_graph() -> Non
 
 def test_what_is_saved_of_a_tensor_that_is_known_to_change_is_copied() -> None:
     scale, x = torch.ones(2, 8), torch.randn(3, 8, requires_grad=True)
-    lean = Lean(changing=[scale])
-    with torch.autograd.graph.saved_tensors_hooks(lean.pack, lean.unpack), lean:
+    cheap_recompute = CheapRecompute(changing=[scale])
+    with torch.autograd.graph.saved_tensors_hooks(cheap_recompute.pack, cheap_recompute.unpack), cheap_recompute:
         result = x * scale[1]
     scale.add_(1)
     result.sum().backward()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from pipe.recompute.module_state import Guard, Watched
+from pipe.recompute.module_state import ModuleState, WatchedModule
 
 
 class Counter(nn.Module):
@@ -25,20 +25,20 @@ class Counter(nn.Module):
         return self.calls.item()
 
 
-def run(module, guard=None):
-    guard = guard or Guard(Watched(module))
+def run(module, module_state=None):
+    module_state = module_state or ModuleState(WatchedModule(module))
     value = module()
-    return value, guard.seal()
+    return value, module_state.seal()
 
 
 def test_a_repeated_forward_reads_what_the_first_read_and_writes_nothing():
     module = Counter()
-    first, guard = run(module)
+    first, module_state = run(module)
     second, _ = run(module)
     assert (first, second) == (1.0, 2.0)
     calls = module.calls
     for _ in range(2):
-        with guard.again():
+        with module_state.again():
             assert module() == 1.0
     assert module.calls is calls
     assert module.calls == 2
@@ -46,8 +46,8 @@ def test_a_repeated_forward_reads_what_the_first_read_and_writes_nothing():
 
 def test_only_written_buffers_are_kept():
     module = Counter()
-    _, guard = run(module)
-    assert [entry[1] for entry in guard._buffers] == ["calls"]
+    _, module_state = run(module)
+    assert [entry[1] for entry in module_state._buffers] == ["calls"]
 
 
 def test_a_buffer_replaced_by_the_forward_counts_as_written():
@@ -57,16 +57,16 @@ def test_a_buffer_replaced_by_the_forward_counts_as_written():
             return self.calls.item()
 
     module = Replacing()
-    first, guard = run(module)
-    with guard.again():
+    first, module_state = run(module)
+    with module_state.again():
         assert module() == first
     assert module.calls == 1
 
 
 def test_buffers_come_back_after_an_exception():
     module = Counter()
-    _, guard = run(module)
-    with contextlib.suppress(ValueError), guard.again():
+    _, module_state = run(module)
+    with contextlib.suppress(ValueError), module_state.again():
         module()
         raise ValueError
     assert module.calls == 1
@@ -74,22 +74,22 @@ def test_buffers_come_back_after_an_exception():
 
 def test_all_changes_are_named_at_once():
     module = nn.Sequential(Counter(), nn.Dropout())
-    guard = Guard(Watched(module)).seal()
+    module_state = ModuleState(WatchedModule(module)).seal()
     module.eval()
     with torch.no_grad():
         module[0].weight.add_(1)
     with pytest.raises(RuntimeError, match=r"parameter '0.weight'.*module 'itself'.*module '0'.*module '1'"):
-        with guard.again():
+        with module_state.again():
             pass
 
 
 def test_a_parameter_prepared_by_the_forward_itself_is_no_change():
     module = Counter()
-    guard = Guard(Watched(module))
+    module_state = ModuleState(WatchedModule(module))
     with torch.no_grad():
         module.weight.mul_(2)
-    guard.seal()
-    with guard.again():
+    module_state.seal()
+    with module_state.again():
         pass
 
 
@@ -157,10 +157,10 @@ class Table(nn.Module):
 
 
 def guarded(module, watched):
-    guard = Guard(watched)
-    with guard.running():
+    module_state = ModuleState(watched)
+    with module_state.running():
         value = module()
-    return value, guard.seal()
+    return value, module_state.seal()
 
 
 # A library that writes without a word is found out by its first call, not by a later one.
@@ -173,14 +173,14 @@ CASES = [
 def test_each_repeated_forward_meets_the_large_buffer_that_it_met(how, calls):
     """Also the first that writes it, and where only some forwards do."""
     module, plain = Table(WRITES[how], calls), Table(WRITES[how], calls)
-    watched, expected = Watched(module), [plain() for _ in range(4)]
+    watched, expected = WatchedModule(module), [plain() for _ in range(4)]
     runs = [guarded(module, watched) for _ in range(4)]
     assert [value for value, _ in runs] == expected
     after = module.table.clone()
     assert torch.equal(after, plain.table)
-    for k, (value, guard) in enumerate(runs):
+    for k, (value, module_state) in enumerate(runs):
         module.count = k - 1
-        with guard.again():
+        with module_state.again():
             assert module() == value
         assert torch.equal(module.table, after)
 
@@ -188,21 +188,21 @@ def test_each_repeated_forward_meets_the_large_buffer_that_it_met(how, calls):
 def test_a_large_buffer_that_is_only_read_is_never_copied():
     """A queue of 64 MiB, or quantised weights held as buffers, cost a copy of themselves with every chunk."""
     module = Table()
-    for watched in (Watched(module), Watched(module)):
+    for watched in (WatchedModule(module), WatchedModule(module)):
         with Clones() as clones:
             for _ in range(3):
-                value, guard = guarded(module, watched)
-                assert not guard.moved
-                with guard.again():
+                value, module_state = guarded(module, watched)
+                assert not module_state.moved
+                with module_state.again():
                     assert module() == value
-                with Guard(watched).trial():
+                with ModuleState(watched).trial():
                     module()
         assert clones.elements == 0
 
 
 def test_a_large_buffer_that_forwards_write_is_copied_once_for_each():
     module = Table(WRITES["in place"], range(10))
-    watched = Watched(module)
+    watched = WatchedModule(module)
     with Clones() as clones:
         for _ in range(3):
             guarded(module, watched)
@@ -213,7 +213,7 @@ def test_a_large_buffer_that_forwards_write_is_copied_once_for_each():
 def test_a_trial_leaves_no_trace_in_a_large_buffer(how):
     module = Table(WRITES[how], range(10))
     table = module.table
-    with Guard(Watched(module)).trial():
+    with ModuleState(WatchedModule(module)).trial():
         module()
     assert module.table is table
     assert torch.equal(table, torch.zeros(LARGE))
@@ -227,12 +227,12 @@ def test_a_write_that_could_not_be_seen_is_refused_once():
             module.table.add_(1)
 
     module = Table(write, range(10))
-    watched = Watched(module)
+    watched = WatchedModule(module)
     with pytest.raises(RuntimeError, match="run the step again"):
         guarded(module, watched)
     before = module.table.clone()
-    value, guard = guarded(module, watched)
-    with guard.again():
+    value, module_state = guarded(module, watched)
+    with module_state.again():
         assert torch.equal(module.table, before)
         assert module() == value
 
@@ -246,12 +246,12 @@ def test_a_compiled_module_s_large_buffers_are_copied_before_its_first_forward()
 
     module.forward = forward
     module.compile(backend="aot_eager")
-    guard = Guard(Watched(module))
-    with guard.running():
+    module_state = ModuleState(WatchedModule(module))
+    with module_state.running():
         first = module(torch.zeros(()))
-    guard.seal()
+    module_state.seal()
     for _ in range(2):
-        with guard.again():
+        with module_state.again():
             assert module(torch.zeros(())) == first
     assert torch.equal(module.table, torch.ones(LARGE))
 
@@ -260,11 +260,11 @@ def test_a_buffer_of_inference_mode_counts_no_versions_and_is_kept():
     module = Counter()
     with torch.inference_mode():
         module.calls = module.calls + 1
-    guard = Guard(Watched(module))
-    with guard.running(), torch.inference_mode():
+    module_state = ModuleState(WatchedModule(module))
+    with module_state.running(), torch.inference_mode():
         first = module()
-    guard.seal()
-    with guard.again():
+    module_state.seal()
+    with module_state.again():
         with torch.inference_mode():
             assert module() == first
     assert module.calls == 2

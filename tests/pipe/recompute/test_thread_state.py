@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipe.recompute.thread_state import Ambient
+from pipe.recompute.thread_state import ThreadState
 
 
 def in_thread(function):
@@ -64,11 +64,11 @@ def test_defect_pipe_4_a_setting_of_this_thread_is_carried_into_another(name):
     make, reads = SETTINGS[name]
     assert not reads()
     with make():
-        ambient = Ambient.capture({"cpu"})
+        thread_state = ThreadState.capture({"cpu"})
 
     def elsewhere():
         before = reads()
-        with ambient.again():
+        with thread_state.again():
             inside = reads()
         return before, inside, reads()
 
@@ -78,10 +78,10 @@ def test_defect_pipe_4_a_setting_of_this_thread_is_carried_into_another(name):
 def test_defect_pipe_4_saved_tensor_hooks_are_carried_into_another_thread():
     seen, hooks = packs()
     with hooks:
-        ambient = Ambient.capture()
+        thread_state = ThreadState.capture()
 
     def elsewhere():
-        with ambient.again():
+        with thread_state.again():
             torch.ones(1, requires_grad=True).exp()
 
     in_thread(elsewhere)
@@ -91,12 +91,12 @@ def test_defect_pipe_4_saved_tensor_hooks_are_carried_into_another_thread():
 def test_a_set_default_device_is_carried_into_another_thread():
     torch.set_default_device("meta")
     try:
-        ambient = Ambient.capture()
+        thread_state = ThreadState.capture()
     finally:
         torch.set_default_device(None)
 
     def elsewhere():
-        with ambient.again():
+        with thread_state.again():
             return torch.empty(1).device.type
 
     assert in_thread(elsewhere) == "meta"
@@ -105,13 +105,13 @@ def test_a_set_default_device_is_carried_into_another_thread():
 def test_dispatch_modes_are_carried_and_entered_once():
     counting = Counting()
     with counting:
-        ambient = Ambient.capture()
-        with ambient.again():
+        thread_state = ThreadState.capture()
+        with thread_state.again():
             torch.ones(1)
     assert counting.calls == 1
 
     def elsewhere():
-        with ambient.again():
+        with thread_state.again():
             torch.ones(1)
 
     in_thread(elsewhere)
@@ -128,8 +128,8 @@ def test_a_function_mode_that_is_active_is_not_entered_twice():
             return func(*args, **(kwargs or {}))
 
     with Noting():
-        ambient = Ambient.capture()
-        with ambient.again():
+        thread_state = ThreadState.capture()
+        with thread_state.again():
             torch.sin(torch.ones(1))
     assert calls == [1]
 
@@ -137,16 +137,16 @@ def test_a_function_mode_that_is_active_is_not_entered_twice():
 def test_a_mode_is_pushed_without_the_effects_of_entering_it():
     mode = Named()
     with mode:
-        ambient = Ambient.capture()
-    with ambient.again():
+        thread_state = ThreadState.capture()
+    with thread_state.again():
         pass
     assert mode.entered == 1
 
 
 def test_settings_are_restored_after_an_exception():
     with torch.no_grad(), torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
-        ambient = Ambient.capture()
-    with pytest.raises(ValueError, match="inside"), ambient.again():
+        thread_state = ThreadState.capture()
+    with pytest.raises(ValueError, match="inside"), thread_state.again():
         raise ValueError("inside")
     assert torch.is_grad_enabled()
     assert torch.empty(1).device.type == "cpu"
@@ -157,7 +157,7 @@ def test_hooks_of_torch_checkpoint_reach_a_thread_but_not_a_recomputation():
     noted = []
 
     def function(x):
-        noted.append(Ambient.capture())
+        noted.append(ThreadState.capture())
         return x * 2
 
     torch.utils.checkpoint.checkpoint(function, torch.ones(1, requires_grad=True), use_reentrant=False)
