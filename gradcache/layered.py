@@ -13,8 +13,8 @@ Guarantees
     * These bytes first hold what enters layers. A chunk that finds no room keeps no more, and in pass 2 runs forward
       once more from the last thing that it kept; what enters its layers then exists beyond the budget, for one chunk
       at a time. Where room is left, chunks run together (see ``grouping``), and the cells that pass 2 begins with keep
-      their graphs (see ``pipe.recompute.cheap_ops``). The two never need the room at the same time: kept graphs are gone when pass 2
-      recomputes.
+      their graphs (see ``pipe.recompute.cheap_ops``). The two never need the room at the same time: kept graphs are
+      gone when pass 2 recomputes.
     * What was kept for a layer goes as the gradients of its parameters come: the two share their memory.
     * On the CPU the gradient of an ``nn.Embedding`` exists once, whatever the number of chunks; ``tables`` says where
       that is not so.

@@ -21,7 +21,8 @@ Invariants
       autograd, so no gradient can be paired with the wrong output.
     * Any output that the loss reaches starts the recomputation; if none does, nothing is recomputed.
     * Each input tensor is saved once, through the saved-tensor hooks in force.
-    * The second run sees what the first saw: see :mod:`pipe.recompute.replay`, :mod:`pipe.recompute.module_state` and :mod:`pipe.recompute.structure`.
+    * The second run sees what the first saw: see :mod:`pipe.recompute.replay`, :mod:`pipe.recompute.module_state` and
+      :mod:`pipe.recompute.structure`.
 
 After an exception in the recomputation the generators, buffers and settings are restored and the graph is dead.
 
@@ -178,9 +179,9 @@ class _Cell:
     """What the two halves share: the function, the input's structure, and what its second run must see."""
 
     __slots__ = (
-        "_module_state",
         "_leaves",
         "_members",
+        "_module_state",
         "_positions",
         "_replay",
         "_spec",

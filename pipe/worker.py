@@ -5,8 +5,8 @@ the devices one after another.
 
 Guarantees
     * Tasks of one device run one at a time, in the order in which they were put.
-    * A task sees the settings of the thread that called :func:`spawn_workers` (:mod:`pipe.recompute.thread_state`), its context
-      variables and its phase.
+    * A task sees the settings of the thread that called :func:`spawn_workers` (:mod:`pipe.recompute.thread_state`), its
+      context variables and its phase.
     * Whatever a task raises, ``SystemExit`` and ``KeyboardInterrupt`` included, arrives in the out queue.
     * When the context ends, by an exception or not, all threads have ended.
 

@@ -39,7 +39,7 @@ class Way(ABC):
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Names as in an ``nn.ModuleList`` of the blocks, and values with every update applied."""
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027 - most have nothing to finish
         """Finishes what goes on while nobody calls."""
 
     def waited_seconds(self) -> float:

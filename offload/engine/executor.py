@@ -138,7 +138,8 @@ class Executor:
         return count
 
     def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool:
-        """See :meth:`offload.engine.staleness.StalenessTracker.held_elsewhere`; ``known`` is without the engine's own graphs."""
+        """See :meth:`offload.engine.staleness.StalenessTracker.held_elsewhere`; ``known`` is without the engine's own
+        graphs."""
         for node in self.nodes:
             known.update(p for p in node.parameters if p in known)
         return self._untouched.held_elsewhere(known, views)

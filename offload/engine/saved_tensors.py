@@ -3,10 +3,11 @@
 A step without recomputation keeps activations from forward to backward. Layers save their weights along with them,
 but by then the slot holds another shard. While a shard's forward runs, every tensor that autograd saves and that lies
 in the shard's slot is replaced by a note of its place; backward finds the shard in whichever slot it is by then. What
-is a cast of a part of the slot, as autocast makes them, is replaced likewise, and cast again (:mod:`offload.streaming.casts`).
+is a cast of a part of the slot, as autocast makes them, is replaced likewise, and cast again
+(:mod:`offload.streaming.casts`).
 
-Where a graph is kept instead of a recomputation it is lean (:mod:`pipe.recompute.cheap_ops`): what is cheap to compute again is saved
-as its recipe, in which weights are references too.
+Where a graph is kept instead of a recomputation it is lean (:mod:`pipe.recompute.cheap_ops`): what is cheap to compute
+again is saved as its recipe, in which weights are references too.
 
 All else goes through the saved-tensor hooks that the user has put around the model (``save_on_cpu``, say), of which
 torch would call only the innermost.

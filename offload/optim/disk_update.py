@@ -2,8 +2,8 @@
 
 An optimizer could work on the mapped files themselves. But then it reads by page faults in the middle of its
 arithmetic, a full or failing disk is a signal that kills the process, and what was half-written cannot be told from
-what was not. So a block of the piece at a time is read onto an I/O buffers in memory and updated there, while those before it
-are being written, and the next ones read.
+what was not. So a block of the piece at a time is read onto an I/O buffers in memory and updated there, while those
+before it are being written, and the next ones read.
 
 ::
 
@@ -44,8 +44,8 @@ __all__ = ["BITE_BYTES", "DiskParamBlock", "cut", "update_block_bytes"]
 
 #: Bytes of weights that are updated at once, at the most.
 BITE_BYTES = 8 << 20
-#: And where the largest shard is small: such a part of it, so that the I/O buffers, which holds several blocks with their
-#: gradients and moments, does not outgrow the slots. In whole MiB, since a disk takes whole pages.
+#: And where the largest shard is small: such a part of it, so that the I/O buffers, which holds several blocks with
+#: their gradients and moments, does not outgrow the slots. In whole MiB, since a disk takes whole pages.
 BITES_OF_A_SHARD, BITE_UNIT = 6, 1 << 20
 
 #: Classes whose update of one element depends on no other element, and whose states have the parameter's shape.
@@ -87,8 +87,8 @@ def cut(slices: Sequence[Slice], most: int) -> Iterator[list[Slice]]:
 class DiskParamBlock(ParamBlock):
     """In files.
 
-    ``tier`` is where states rest; ``buffer_pool`` is shared by all param_blocks of an optimizer; ``most`` bytes of weights are
-    updated at once.
+    ``tier`` is where states rest; ``buffer_pool`` is shared by all param_blocks of an optimizer; ``most`` bytes of
+    weights are updated at once.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
 """The I/O buffers: memory where what rests in files is updated, a block at a time, while others are being read and written.
 
 Read, compute, write, and only then read again: so the disk would rest while the processor computes, and the processor
-while the disk works. The I/O buffers have several I/O buffers. While a block is worked on in one, those before it are being written
-out of theirs, and those to come are being read into the rest. What is read or written together moves together.
+while the disk works. The I/O buffers have several I/O buffers. While a block is worked on in one, those before it are
+being written out of theirs, and those to come are being read into the rest. What is read or written together moves
+together.
 
 ::
 
@@ -13,10 +14,11 @@ out of theirs, and those to come are being read into the rest. What is read or w
 
 Guarantees
     * Memory is that of :data:`IO_BUFFERS` blocks, however many there are, and however large the model is.
-    * :meth:`IOBufferPool.prepare` returns an I/O buffer that holds everything that was asked for. What was read ahead for somebody who
-      did not come is thrown away. Nobody reads into an I/O buffer before what was written from it is in its file.
-    * After :meth:`IOBufferPool.wait_idle` nothing is on its way. What could not be written is not lost: it has memory of its own,
-      and whoever sent it knows that it has not arrived.
+    * :meth:`IOBufferPool.prepare` returns an I/O buffer that holds everything that was asked for. What was read ahead
+      for somebody who did not come is thrown away. Nobody reads into an I/O buffer before what was written from it is
+      in its file.
+    * After :meth:`IOBufferPool.wait_idle` nothing is on its way. What could not be written is not lost: it has memory
+      of its own, and whoever sent it knows that it has not arrived.
 
 Assumes
     * What is read ahead is not written by anybody else before it is used: it belongs to an update that is decided.
@@ -83,7 +85,8 @@ class IOBuffer:
         """Waits for what is being read; raises what reading raised."""
         try:
             for job in self._jobs:
-                # Reader -> update lane. Without this, moments and gradients are what the block before left on the I/O buffer.
+                # Reader -> update lane. Without this, moments and gradients are what the block before left on the I/O
+                # buffer.
                 job.synchronize()
         except BaseException:
             self.clear()
@@ -153,7 +156,8 @@ class _Leaving:
 
 
 class IOBufferPool:
-    """An I/O buffer to work on, and others that are being filled or emptied. Bites come one after the other, on one lane."""
+    """An I/O buffer to work on, and others that are being filled or emptied. Bites come one after the other, on one
+    lane."""
 
     def __init__(self) -> None:
         self._now: IOBuffer | None = None
@@ -204,7 +208,8 @@ class IOBufferPool:
         io_buffer.prepare(update_block, reads, spare_bytes, self._io_threads)
 
     def send(self, moves: Sequence[Write | Copy], arrived: Callable[[Sequence[Write | Copy]], None]) -> None:
-        """Begins to write what was computed, and leaves the I/O buffer. ``arrived`` is called on this lane, with what has."""
+        """Begins to write what was computed, and leaves the I/O buffer. ``arrived`` is called on this lane, with what
+        has."""
         leaving = _Leaving(self._now, [*moves], arrived)
         self._now = None
         self._leaving.append(leaving)  # at once: what no thread is given is not lost either

@@ -3,7 +3,8 @@
 Guarantees
     * A piece is updated by the very class of ``torch.optim`` that the user named, with its lazy states, on tensors that
       lie where the parameters rest. What it computes is what it would compute on a model that was never cut.
-    * An update that fails has either changed nothing of the piece, and may be tried again, or raises :class:`PartialUpdateError`.
+    * An update that fails has either changed nothing of the piece, and may be tried again, or raises
+      :class:`PartialUpdateError`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a training step has in memory at its fullest moment.
 
 Not everything that a step holds is there at once. Boundaries go while gradients come; the graphs that were kept go one
-by one; and inside a cell activations go while gradients of weights come (:mod:`offload.planning.memory_profile`). So the peak is looked
-for, shard by shard, in backward: forward holds at its end what backward begins with.
+by one; and inside a cell activations go while gradients of weights come (:mod:`offload.planning.memory_profile`). So
+the peak is looked for, shard by shard, in backward: forward holds at its end what backward begins with.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Block(ABC):
     def staged(self) -> Tensor:
         """The bytes in host memory, to be read piece by piece: the block itself, or a copy that was read in one go."""
 
-    def retire(self) -> None:
+    def retire(self) -> None:  # noqa: B027 - most places have nothing to do
         """The engine uses the block no more: its bytes go with the last tensor that views them."""
 
     @abstractmethod

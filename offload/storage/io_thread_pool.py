@@ -1,8 +1,9 @@
 """A few threads that do what blocks, such as a read from a disk, while their caller does more of it.
 
 Guarantees
-    * ``synchronize()`` returns after the job, or raises what it raised. A job that no thread has begun is done by whoever
-      waits for it. So nothing waits for ever, also where the threads are gone: in a forked process, or at the end.
+    * ``synchronize()`` returns after the job, or raises what it raised. A job that no thread has begun is done by
+      whoever waits for it. So nothing waits for ever, also where the threads are gone: in a forked process, or at the
+      end.
     * Nobody ever joins the threads, finalizers least of all. They end when the thread pool is no longer referenced.
 """
 

@@ -10,8 +10,8 @@
 Guarantees
     * Files are adopted only if all of them are whole, sealed, of one home and one generation, and made for the very
       same tensors at the same places. They are neither copied nor initialised. Whatever is refused is left as it is.
-    * From :meth:`PersistentTier.begin` on, before anybody writes, until :meth:`PersistentTier.manifest` no seal is clean. So what a
-      crash may have torn is never taken for whole.
+    * From :meth:`PersistentTier.begin` on, before anybody writes, until :meth:`PersistentTier.manifest` no seal is
+      clean. So what a crash may have torn is never taken for whole.
     * Nothing is overwritten unless asked for, and one model at a time uses a home.
 """
 

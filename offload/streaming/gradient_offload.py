@@ -6,7 +6,8 @@ precision. On the way a gradient may be noted (its norm), or kept back for an op
 Guarantees
     * One set of gradients is on its way while the next is being summed, never more: gradients do not pile up before a
       slow home, and two additions to one tied gradient keep their order.
-    * After :meth:`GradientOffload.wait_idle` every gradient is home. After :meth:`GradientOffload.cancel` none is on its way.
+    * After :meth:`GradientOffload.wait_idle` every gradient is home. After :meth:`GradientOffload.cancel` none is on
+      its way.
 """
 
 from __future__ import annotations

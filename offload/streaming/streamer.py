@@ -1,7 +1,8 @@
 """The streamer: device slots, and the copies that fill them ahead of use.
 
 It does what a plan says (load, evict, drain, update) and hands shards to whoever computes, through
-:meth:`Streamer.visit`. What becomes of the gradients that a visit leaves is :mod:`offload.streaming.gradient_offload`'s.
+:meth:`Streamer.visit`. What becomes of the gradients that a visit leaves is
+:mod:`offload.streaming.gradient_offload`'s.
 
 Guarantees
     * A slot is read only after the copy that fills it, and filled only after its last reader.

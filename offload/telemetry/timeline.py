@@ -1,7 +1,7 @@
 """A picture of a trace: compute and each lane as a row over time with the plan's tokens, and below it bytes by tier.
 
-``python -m offload.telemetry.timeline step.json step.png`` draws what :meth:`OffloadModel.trace <offload.OffloadModel.trace>`
-wrote. Needs matplotlib, which the extra ``bench`` installs.
+``python -m offload.telemetry.timeline step.json step.png`` draws what :meth:`OffloadModel.trace
+<offload.OffloadModel.trace>` wrote. Needs matplotlib, which the extra ``bench`` installs.
 """
 
 from __future__ import annotations

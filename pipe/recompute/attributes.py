@@ -1,7 +1,8 @@
 """Plain attributes that modules change while they run: a hidden state, a counter, a list of features.
 
 A recomputation must start from what a forward started from, and must not leave its traces twice. For buffers
-:mod:`pipe.recompute.module_state` sees to that; this module does the same for what modules keep as ordinary attributes of Python.
+:mod:`pipe.recompute.module_state` sees to that; this module does the same for what modules keep as ordinary attributes
+of Python.
 
 Guarantees
     * Inside :meth:`Attributes.again` an attribute that the forward rebound, and a list, dict or set that it changed,

@@ -14,8 +14,8 @@ A first run is listened to: which storages each operation read and wrote, and wh
 from what was saved, whatever an operation read that had to be done is alive; what no such operation read is dead.
 
 What was learnt from one run is a guess about another one, whose data flow may differ: a layer may read values on the
-host (``tolist()``, NumPy) and choose by them, or exchange two branches at random. So :mod:`pipe.recompute.elimination` trusts it
-only as far as it can be seen to be right.
+host (``tolist()``, NumPy) and choose by them, or exchange two branches at random. So :mod:`pipe.recompute.elimination`
+trusts it only as far as it can be seen to be right.
 
 Guarantees
     * Only operations whose result depends on nothing but their arguments' values, and whose own behaviour depends on

@@ -1,8 +1,8 @@
 """What a recomputation must see again: generator states, thread settings, and nothing that other code drew meanwhile.
 
 A recomputed forward is only the same function if it draws the same random numbers and runs under the same settings
-(autocast, default device, modes, saved-tensor hooks: see :mod:`pipe.recompute.thread_state`). :class:`Replay` notes both before a
-forward runs, and re-creates them around the recomputation.
+(autocast, default device, modes, saved-tensor hooks: see :mod:`pipe.recompute.thread_state`). :class:`Replay` notes
+both before a forward runs, and re-creates them around the recomputation.
 
 Guarantees
     * Inside :meth:`Replay.again` the first draw of every noted generator equals the first draw of the noted forward.
@@ -117,7 +117,7 @@ class Replay:
     Source: GPipe (Huang et al., 2019), section 2.3; torchgpipe saves the CPU's and one device's state only.
     """
 
-    __slots__ = ("_thread_state", "_states")
+    __slots__ = ("_states", "_thread_state")
 
     def __init__(self, states: list[tuple[_Generator, Any]], thread_state: ThreadState) -> None:
         self._states = states

@@ -1,8 +1,8 @@
 """What a checkpointed module is made of, so that a recomputation runs the same modules on the same parameters.
 
-Versions (:mod:`pipe.recompute.module_state`) tell of a parameter that was written. They do not tell of a parameter, or a module, that
-another one replaced: the recomputation would run the new one, and hand its gradient to a tensor that the forward never
-saw.
+Versions (:mod:`pipe.recompute.module_state`) tell of a parameter that was written. They do not tell of a parameter, or
+a module, that another one replaced: the recomputation would run the new one, and hand its gradient to a tensor that the
+forward never saw.
 
 Invariant: a recomputation meets the modules and parameters of the forward, or :class:`RuntimeError` names what was
 replaced.

@@ -4,8 +4,8 @@ They are thread-local. A forward that runs in a worker thread, or again inside b
 of what the user wrote around the call, and silently computes something else. :class:`ThreadState` notes them where the
 user stands and re-creates them where the forward runs.
 
-Invariant: inside :meth:`ThreadState.again` every noted setting reads as it did at :meth:`ThreadState.capture`; afterwards
-every setting of the thread is what it was. A mode that is active already is not entered twice.
+Invariant: inside :meth:`ThreadState.again` every noted setting reads as it did at :meth:`ThreadState.capture`;
+afterwards every setting of the thread is what it was. A mode that is active already is not entered twice.
 
 This is the only module that touches torch's mode stacks and default hooks.
 """

@@ -11,8 +11,8 @@ Guarantees
       job's work on its own stream. The host never waits for a device.
     * An exception of a job, ``BaseException`` included, is raised by :meth:`Ticket.wait`, every time it is called.
     * A :class:`ThreadLane` owns a thread only while it has work: nothing to close, nothing alive when it rests.
-    * A job in another thread sees the settings of the thread that submitted it (:mod:`pipe.recompute.thread_state`: grad mode,
-      autocast, inference mode, default device), its context variables and its current CUDA device.
+    * A job in another thread sees the settings of the thread that submitted it (:mod:`pipe.recompute.thread_state`:
+      grad mode, autocast, inference mode, default device), its context variables and its current CUDA device.
 
 Assumes
     * A job on a lane never waits for a ticket of a later job of the same lane.

@@ -149,7 +149,7 @@ def test_rand_context_repeats_draws_and_can_be_entered_again() -> None:
         with context:
             assert torch.equal(torch.rand(3), first)
         assert torch.equal(torch.get_rng_state(), following)
-    with pytest.raises(ZeroDivisionError), context:
+    with pytest.raises(ZeroDivisionError), context:  # noqa: PT012
         torch.rand(1)
-        1 / 0
+        1 / 0  # noqa: B018
     assert torch.equal(torch.get_rng_state(), following)

@@ -10,9 +10,9 @@ import pytest
 
 jax = pytest.importorskip("jax", reason="needs the extra jax")
 
-from jax import numpy as jnp
+from jax import numpy as jnp  # noqa: E402
 
-from gradcache.jax import (
+from gradcache.jax import (  # noqa: E402
     cache_grad,
     cache_train_step,
     chunk_encode,

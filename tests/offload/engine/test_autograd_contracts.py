@@ -265,8 +265,8 @@ def test_hooks_of_a_parameter_without_a_gradient_do_not_run(wrap: Callable[..., 
     for run in (bare, model):
         seen: list[str] = []
         for name, p in run.named_parameters():
-            p.register_hook(lambda _, name=name: seen.append(name))
-            p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(f"{name} {p.grad is None}"))
+            p.register_hook(lambda _, name=name: seen.append(name))  # noqa: B023
+            p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(f"{name} {p.grad is None}"))  # noqa: B023
         run(batch()).sum().backward()
         # and where the gradient comes from elsewhere they do
         unused = run.get_parameter("1.unused.weight")

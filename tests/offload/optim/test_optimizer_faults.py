@@ -87,7 +87,8 @@ def test_arithmetic_that_fails_before_it_changed_anything_can_be_repeated(home: 
 
 
 def test_arithmetic_that_fails_half_way_is_noticed(home: str) -> None:
-    """At home in host memory what is half done cannot be undone, and is not done again; on an I/O buffers it is thrown away."""
+    """At home in host memory what is half done cannot be undone, and is not done again; on an I/O buffers it is thrown
+    away."""
     pair = Pair("adamw", home)
     for action in ("backward", "step", "zero", "eval", "backward"):
         pair.do(action)

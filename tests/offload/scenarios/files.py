@@ -303,7 +303,8 @@ def one_thread_at_a_time_writes_a_trace(monkeypatch: pytest.MonkeyPatch, path: P
             pass
 
 
-# --- the I/O buffers of an optimizer ---------------------------------------------------------------------------------------
+# --- the I/O buffers of an optimizer
+# ---------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -136,7 +136,7 @@ def test_each_use_of_a_weight_sums_its_gradient_in_the_weight_s_own_type(
     """With its cache, autocast sums gradients of several uses of one weight in bfloat16; without it, in float32."""
     bare = build(tied=tied)
     model = offloaded(bare, home, checkpoint_activation=recompute, num_microbatches=microbatches)
-    whole = lambda x: reference(bare, [2, 2, 2], x, microbatches)
+    whole = lambda x: reference(bare, [2, 2, 2], x, microbatches)  # noqa: E731
     assert_equal(gradients(model, model), gradients(bare, whole, cache=False))
 
 

@@ -252,7 +252,7 @@ def test_hooks_that_step_inside_backward_are_refused_where_they_would_step_on_a_
 def test_fused_optimizers_are_refused_under_accumulation_and_under_gradient_scaling():
     class Fused(Counting):
         class fused_optimizer:
-            params = {"table": None}
+            params = {"table": None}  # noqa: RUF012
 
     model = Fused()
     with pytest.raises(ValueError, match=r"accumulates 2 batches.*fused optimizer"):
