@@ -7,8 +7,8 @@ and together they must leave the same traces as a single forward:
 what                 how it is kept the same
 ===================  =============================================================================================
 generators, casts    :class:`pipe.recompute.replay.Replay`
-modes, buffers,      :class:`pipe.recompute.module_state.ModuleState`: a running mean counts each micro-batch once, and a power iteration
-attributes           starts again from the same vector
+modes, buffers,      :class:`pipe.recompute.module_state.ModuleState`: a running mean counts each micro-batch once, and
+attributes           a power iteration starts again from the same vector
 kernels              the first run has grad mode on too, with every tensor that its graph would save dropped: layers
                      take the same path twice, and it is known exactly which outputs need a gradient
 input, in place      a cell that was seen to write into its input, or was never seen, runs on a copy of it

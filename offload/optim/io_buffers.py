@@ -1,4 +1,4 @@
-"""The I/O buffers: memory where what rests in files is updated, a block at a time, while others are being read and written.
+"""I/O buffers of the on-disk optimizer: one block is updated while others are read and written back.
 
 Read, compute, write, and only then read again: so the disk would rest while the processor computes, and the processor
 while the disk works. The I/O buffers have several I/O buffers. While a block is worked on in one, those before it are

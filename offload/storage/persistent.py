@@ -222,15 +222,15 @@ class PersistentTier(DiskTier):
                 part = contents[place]
                 raise HomeError(
                     f"{self._path(part)} ({part.what}): expected generation {first.generation} of home "
-                    f"{first.home.hex()[:8]}, got generation {manifest.generation} of home {manifest.home.hex()[:8]}: the "
-                    f"files are not of one moment. {RESTORE}"
+                    f"{first.home.hex()[:8]}, got generation {manifest.generation} of home {manifest.home.hex()[:8]}: "
+                    f"the files are not of one moment. {RESTORE}"
                 )
         partial = [contents[place].what for place, manifest in self._manifests.items() if not manifest.clean]
         if partial:
             warnings.warn(
                 f"recovering the home in {str(self._root)!r}, whose model ended without close(): the contents of "
-                f"{', '.join(partial)} cannot be verified. Shards may be of different steps, and buffers are those of the "
-                f"last close(); compare with a checkpoint or an evaluation before you go on",
+                f"{', '.join(partial)} cannot be verified. Shards may be of different steps, and buffers are those of "
+                f"the last close(); compare with a checkpoint or an evaluation before you go on",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -1,4 +1,4 @@
-"""A trace of steps: what each lane and compute did when, for https://ui.perfetto.dev or a picture (offload.telemetry.timeline).
+"""A trace of steps: what each lane and compute did when, for https://ui.perfetto.dev or a picture.
 
 Events carry the plan's tokens. On the CPU a lane's span is the time of its copy; on a CUDA device the host only queues
 work, so there use ``torch.profiler``, whose ranges carry the same tokens.

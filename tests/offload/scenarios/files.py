@@ -321,13 +321,13 @@ def _buffer_pool(
     tier.close()
 
 
-def a_tray_holds_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+def an_io_buffer_holds_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     with _buffer_pool(monkeypatch, path) as (_, buffer_pool, fives, _):
         io_buffer = buffer_pool.prepare("update_block", [Read("moment", fives, 0, PIECE)], 0)
         assert (io_buffer.part("moment") == 5).all()
 
 
-def what_was_read_for_nobody_does_not_arrive_later(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+def a_discarded_prefetch_never_lands(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     with _buffer_pool(monkeypatch, path) as (threads, buffer_pool, fives, sixes):
         buffer_pool.prefetch("nobody's", [Read("moment", fives, 0, PIECE)], 0)
         io_buffer = buffer_pool.prepare("update_block", [Read("moment", sixes, 0, PIECE)], 0)

@@ -231,8 +231,9 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         ],
     },
     "offload.optim.io_buffers": {
-        "IOBuffer.wait": [("job.synchronize()", files.a_tray_holds_what_was_asked_for)],
-        "IOBuffer.clear": [("job.cancel()", files.what_was_read_for_nobody_does_not_arrive_later)],
+        "IOBuffer.wait": [("job.synchronize()", files.an_io_buffer_holds_what_was_asked_for)],
+        "IOBuffer.clear": [("job.cancel()", files.a_discarded_prefetch_never_lands)],
+        "IOBufferPool.prepare": [("io_buffer.wait()", files.an_io_buffer_holds_what_was_asked_for)],
         "_Leaving.end": [
             ("job.synchronize()", files.what_fails_to_be_written_goes_on_nowhere),
             ("job.cancel()", files.what_fails_to_be_written_goes_on_nowhere),
@@ -316,19 +317,21 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
 #: What is found by its name and waits for nobody, or what a process does at its end.
 EXCEPTIONS = {
     "offload.storage.io_threads Future.__init__: self._gate.acquire()": "closes a lock that nobody else has yet",
-    "offload.storage.io_threads Future.wait_idle: self._gate.acquire(timeout=LOOK_AGAIN_SECONDS)": "without it the loop asks in vain",
+    "offload.storage.io_threads Future.wait_idle: self._gate.acquire(timeout=LOOK_AGAIN_SECONDS)": (
+        "without it the loop asks in vain"
+    ),
+    "offload.storage.io_thread_pool PooledCall.cancel: self._future.cancel()": "does not wait",
+    "offload.storage.io_thread_pool PooledCall.synchronize: self._future.cancel()": "does not wait",
     "offload.storage.io_threads _work: seats.acquire(blocking=False)": "does not wait",
     "offload.storage.io_threads _finish_work: thread.join()": "the process would end in the middle of a copy",
     "offload.telemetry.statistics Meter.__init__: self.wait": "a clock",
     "offload.telemetry.statistics Meter.waiting: self.wait": "the same clock",
     "offload.telemetry.statistics Meter.read: self.wait": "the same clock",
-    "offload.engine.boundary_store BoundaryStore._fetch: away.join([scratch.fetch(ticket) for ticket in away.tickets])": (
-        "puts a tensor together of its parts"
-    ),
+    "offload.engine.boundary_store BoundaryStore._fetch: "
+    "away.join([scratch.fetch(ticket) for ticket in away.tickets])": "puts a tensor together of its parts",
     "offload.engine.layouts fitting: _jagged(output.detach()).join([gradient.values().to(output.device)])": (
         "puts a tensor together of its parts"
     ),
-    "offload.streaming.streamer Streamer.share_room: streamer.slot_pool.cancel()": "gives memory back that nobody uses",
 }
 
 TABLE = {
