@@ -93,7 +93,7 @@ def test_ties_are_cut_early_and_evenly():
     assert solve([5, 1, 1, 1, 1], 3) == [[5], [1, 1], [1, 1]]
 
 
-def test_one_limit_stands_for_all():
+def test_a_single_limit_applies_to_all_devices():
     assert solve([1, 1, 1], 2, sizes=[2, 2, 2], limits=4) in ([[1], [1, 1]], [[1, 1], [1]])
 
 

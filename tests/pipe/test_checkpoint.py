@@ -200,7 +200,7 @@ def test_phases_read_true_in_their_own_run_only():
     assert (is_checkpointing(), is_recomputing()) == (False, False)
 
 
-def test_the_recomputation_precedes_what_stands_between_the_halves():
+def test_recomputation_runs_before_operations_between_recompute_and_checkpoint():
     timeline = []
 
     def function(x):

@@ -171,7 +171,7 @@ class Logged(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_every_copy_stands_between_two_waits_and_recomputation_comes_before_the_wait(monkeypatch, checkpoint):
+def test_every_copy_has_a_wait_on_both_sides_and_recomputation_precedes_the_wait(monkeypatch, checkpoint):
     timeline = Timeline(monkeypatch, checkpoint)
     y = timeline.pipe(torch.ones(1, 1))
     assert timeline.take() == ["run A", "wait compute0>copy0", "copy copy0>copy1", "wait copy1>compute1", "run B"]

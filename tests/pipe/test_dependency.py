@@ -33,7 +33,7 @@ def test_a_phony_has_no_elements_and_is_made_once():
         assert get_phony(CPU, requires_grad=requires_grad) is phony
 
 
-def test_a_phony_first_made_in_inference_mode_or_on_a_default_device_serves_everybody(monkeypatch):
+def test_a_phony_first_made_in_inference_mode_or_on_a_default_device_is_usable_everywhere(monkeypatch):
     monkeypatch.setattr(phonies, "_phonies", {})
     with torch.inference_mode(), torch.device("meta"):
         phony = get_phony(CPU, requires_grad=True)
@@ -62,7 +62,7 @@ def backward_order(*, dependent):
     return log
 
 
-def test_the_joined_goes_back_before_the_forked():
+def test_backward_of_the_joined_runs_before_backward_of_the_forked():
     assert backward_order(dependent=True) == ["b", "a"]
 
 

@@ -115,7 +115,7 @@ def test_hooks_that_would_see_parts_of_a_gradient_are_refused_before_a_layer_run
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when the optimizers are imported
-def test_optimizers_that_hang_on_the_graph_are_refused_before_a_layer_runs() -> None:
+def test_optimizers_hooked_into_the_graph_are_refused_before_a_layer_runs() -> None:
     from torch.distributed.optim import _apply_optimizer_in_backward
 
     pipe, _ = pair(checkpoint="always")
@@ -155,7 +155,7 @@ def test_gradients_of_a_sum_with_its_count_pass_hooks_once_and_in_their_final_si
     assert_same(pipe, bare)
 
 
-def test_a_sum_with_its_count_is_refused_where_gradients_go_home_before_the_count_is_known() -> None:
+def test_a_sum_with_its_count_is_refused_where_gradients_are_offloaded_before_the_count_is_known() -> None:
     pipe = Pipe(nn.Sequential(Turner(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)), [1, 1], chunks=3)
     x = torch.randn(6, WIDTH)
 

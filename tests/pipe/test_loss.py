@@ -239,7 +239,7 @@ def test_a_mean_of_a_foreign_loss_that_leaves_targets_out_is_refused_before_a_la
         (lambda y, t: (y, 3), None, "expected loss_fn to return"),
     ],
 )
-def test_what_contradicts_itself_is_refused(loss_fn: LossFn, reduction: str | None, message: str) -> None:
+def test_contradictory_loss_arguments_are_refused(loss_fn: LossFn, reduction: str | None, message: str) -> None:
     pipe = Pipe(model(), [1, 2], chunks=2)
     with pytest.raises(ValueError, match=message):
         pipe.train_step(

@@ -47,7 +47,7 @@ def test_scalars_and_objects_go_to_every_micro_batch():
     assert all(part[2] is marker for part in parts)
 
 
-def test_no_chunk_goes_whole_to_every_micro_batch_and_does_not_count_as_rows():
+def test_no_chunk_is_passed_whole_to_every_micro_batch_and_does_not_count_as_rows():
     mask = torch.ones(5, 5)
     for chunks in (1, 2):
         parts = split_nested((torch.zeros(4), NoChunk(mask)), chunks)

@@ -273,7 +273,7 @@ class TestCheckpointModes:
         pipe(torch.randn(2, WIDTH))
         assert seen == [False] * 4
 
-    def test_a_cell_that_goes_back_at_once_is_not_recomputed_in_a_step(self):
+    def test_a_cell_whose_backward_follows_its_forward_is_not_recomputed(self):
         runs = []
 
         class Probe(nn.Module):
@@ -308,7 +308,7 @@ class Back(torch.autograd.Function):
 class TestOrderAndMemory:
     @pytest.mark.parametrize("threads", [False, True])
     @pytest.mark.parametrize("mode", MODES)
-    def test_a_micro_batch_goes_back_before_the_previous_one_is_recomputed(self, threads, mode, monkeypatch):
+    def test_backward_of_a_micro_batch_runs_before_the_previous_one_is_recomputed(self, threads, mode, monkeypatch):
         """In threads nodes are numbered apart, and autograd by itself would recompute all micro-batches first."""
         monkeypatch.setattr(workers, "needs_threads", lambda devices: threads)
         timeline = []
@@ -369,7 +369,7 @@ class TestOrderAndMemory:
 
 
 class TestInputs:
-    def test_no_chunk_goes_whole_to_every_micro_batch(self):
+    def test_no_chunk_is_passed_whole_to_every_micro_batch(self):
         class Add(nn.Module):
             def forward(self, value):
                 x, mask = value
@@ -401,7 +401,7 @@ class TestInputs:
         assert torch.equal(x, before)
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_an_input_may_need_a_gradient_and_come_from_a_graph(self, mode):
+    def test_an_input_may_require_grad_and_have_a_graph(self, mode):
         x = torch.randn(4, WIDTH, requires_grad=True)
         Pipe(linears(), [1, 2], chunks=2, checkpoint=mode).train_step(x * 2, torch.zeros(4, WIDTH), nn.MSELoss())
         y = x.detach().clone().requires_grad_()

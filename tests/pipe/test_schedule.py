@@ -17,7 +17,7 @@ sizes = {"m": st.integers(1, 9), "n": st.integers(1, 6)}
 
 
 @given(**sizes)
-def test_fill_drain_goes_forward_in_the_clock_cycles(m, n):
+def test_fill_drain_runs_forward_in_clock_cycles(m, n):
     forward = [
         cells
         for clock in fill_drain(m, n).clocks()
@@ -108,12 +108,12 @@ def test_all_violations_are_named_at_once_with_the_schedule():
         Schedule.parse("F0.0 B0.0 F0.1 F0.1").validate()
 
 
-def test_what_is_no_action_is_refused():
+def test_unknown_actions_are_refused():
     with pytest.raises(ValueError, match="expected an action such as"):
         Action.parse("X1.2")
 
 
-def test_a_cell_that_goes_back_at_once_is_known():
+def test_a_cell_whose_backward_follows_its_forward_is_known():
     schedule = one_forward_one_backward(3, 2)
     assert all(schedule.follows_at_once(1, i) for i in range(3))
     assert not any(schedule.follows_at_once(0, i) for i in range(2))

@@ -140,20 +140,20 @@ def test_a_turn_is_announced_when_the_one_before_has_begun():
     assert pipe[0].log == [a, f"next is {b}", a, b, f"next is {c}", b, c, c]
 
 
-def test_a_step_announces_turns_that_go_back():
+def test_a_step_announces_turns_of_its_backward():
     pipe = Pipe(turners(2), [1, 1], ["cpu"], chunks=2, checkpoint="never")
     pipe.train_step(torch.randn(4, WIDTH), torch.zeros(4, WIDTH), nn.MSELoss(), schedule="fill_drain")
     a, b = "0 of 2", "1 of 2"
     assert pipe[0].log == [a, f"next is {b}", a, b, f"next is {a}, back", b]
 
 
-def test_a_stage_with_an_entry_of_its_own_shares_with_nobody():
+def test_a_stage_with_a_device_entry_of_its_own_takes_no_turns():
     pipe = Pipe(turners(3), [1, 1, 1], ["cpu", "cpu", "cpu"])
     assert [turner.name for turner in pipe] == ["0 of 1"] * 3
     assert len({id(turner.log) for turner in pipe}) == 3
 
 
-def test_stages_are_dealt_in_rounds():
+def test_stages_are_assigned_round_robin():
     pipe = Pipe(turners(5), [1] * 5, ["cpu", "cpu"], chunks=3)
     assert [turner.name for turner in pipe] == ["0 of 3", "0 of 2", "1 of 3", "1 of 2", "2 of 3"]
     assert [str(device) for device in pipe.devices] == ["cpu"] * 5
@@ -170,12 +170,12 @@ def test_a_copy_takes_turns_of_its_own(again):
 
 
 class TestRefusals:
-    def test_layers_that_stand_still_need_a_device_each(self):
+    def test_layers_that_take_no_turns_need_a_device_each(self):
         mixed = nn.Sequential(*turners(2), nn.Linear(WIDTH, WIDTH))
         with pytest.raises(IndexError, match="offload every stage so that they take turns"):
             Pipe(mixed, [1, 1, 1], ["cpu", "cpu"])
 
-    def test_layers_without_parameters_may_stand_between(self):
+    def test_layers_without_parameters_may_be_stages_beside_those_that_take_turns(self):
         pipe = Pipe(nn.Sequential(*turners(2), nn.ReLU()), [1, 1, 1], ["cpu"], chunks=2)
         assert pipe(torch.randn(4, WIDTH)).min() >= 0
 

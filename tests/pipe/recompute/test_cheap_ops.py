@@ -67,7 +67,7 @@ def test_an_argument_that_is_changed_before_backward_raises() -> None:
 
 
 @pytest.mark.parametrize("goes_back", [True, False])
-def test_a_graph_that_is_used_or_dropped_frees_all_that_it_kept(goes_back: bool) -> None:
+def test_a_used_or_dropped_graph_frees_all_saved_tensors(goes_back: bool) -> None:
     made: list[StorageWeakRef] = []
     layers: list[nn.Module] = [nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh(), nn.GELU(), nn.Softmax(1), nn.Linear(8, 8)]
     for layer in layers:
@@ -79,7 +79,7 @@ def test_a_graph_that_is_used_or_dropped_frees_all_that_it_kept(goes_back: bool)
     assert [storage.expired() for storage in made] == [True] * len(layers)
 
 
-def test_what_stands_for_an_argument_is_resolved_when_the_result_is_made_again() -> None:
+def test_argument_placeholders_are_resolved_at_recomputation() -> None:
     torch.manual_seed(0)
     norm, last, x = nn.LayerNorm(8), nn.Linear(8, 8), torch.randn(3, 8)
     expected = torch.autograd.grad(last(norm(x)).sin().sum(), [norm.weight, last.weight])
@@ -115,7 +115,7 @@ def test_a_kept_tensor_that_was_changed_in_place_raises_as_in_any_graph() -> Non
         result.sum().backward()
 
 
-def test_what_is_saved_of_a_tensor_that_is_known_to_change_is_copied() -> None:
+def test_saved_tensors_that_are_known_to_be_written_in_place_are_copied() -> None:
     scale, x = torch.ones(2, 8), torch.randn(3, 8, requires_grad=True)
     cheap_recompute = CheapRecompute(changing=[scale])
     with torch.autograd.graph.saved_tensors_hooks(cheap_recompute.pack, cheap_recompute.unpack), cheap_recompute:

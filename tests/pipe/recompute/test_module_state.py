@@ -63,7 +63,7 @@ def test_a_buffer_replaced_by_the_forward_counts_as_written():
     assert module.calls == 1
 
 
-def test_buffers_come_back_after_an_exception():
+def test_buffers_are_restored_after_an_exception():
     module = Counter()
     _, module_state = run(module)
     with contextlib.suppress(ValueError), module_state.again():

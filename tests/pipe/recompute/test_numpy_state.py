@@ -53,7 +53,7 @@ def test_it_is_moved_exactly_if_the_whole_state_is_another(draws, before):
     assert not numpy_state.moved(states[0][1])
 
 
-def test_a_generator_that_nobody_draws_from_is_read_once(reads):
+def test_an_unused_generator_is_read_once(reads):
     np.random.seed(0)
     state = numpy_state.read()
     reads[0] = 0

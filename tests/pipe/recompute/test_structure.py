@@ -150,7 +150,9 @@ def test_a_deferred_batch_norm_that_is_put_in_later_counts_mini_batches(chunks: 
         (lambda m: setattr(m, "1", Turner(nn.Tanh())), "layers that take turns"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_before_a_layer_runs(change: Callable[[Pipe], object], message: str) -> None:
+def test_structural_changes_that_cannot_be_followed_are_refused_before_a_layer_runs(
+    change: Callable[[Pipe], object], message: str
+) -> None:
     model = pipe()
     change(model)
     x = torch.randn(4, WIDTH)
@@ -171,7 +173,9 @@ def test_what_cannot_be_followed_is_refused_before_a_layer_runs(change: Callable
         lambda m: m.register_parameter("scale", nn.Parameter(torch.ones(()))),
     ],
 )
-def test_what_a_sequential_has_besides_its_layers_is_refused_not_dropped(own: Callable[[nn.Module], object]) -> None:
+def test_attributes_of_a_sequential_besides_its_layers_are_refused_not_dropped(
+    own: Callable[[nn.Module], object],
+) -> None:
     module = layers()
     own(module)
     with pytest.raises(TypeError, match="of layers alone"):
@@ -190,7 +194,7 @@ def replace_module(model: nn.Module) -> None:
     ("replace", "message"), [(replace_parameter, "place of parameter '2.0.weight'"), (replace_module, "module '2.0'")]
 )
 @pytest.mark.parametrize("mode", ["always", "except_last"])
-def test_what_is_replaced_between_forward_and_backward_is_named(
+def test_layers_replaced_between_forward_and_backward_are_named(
     replace: Callable[[nn.Module], None], message: str, mode: str
 ) -> None:
     model = pipe(mode)
@@ -203,7 +207,7 @@ def test_what_is_replaced_between_forward_and_backward_is_named(
     assert model[2][0].weight.grad is not None  # type: ignore[index]
 
 
-def test_without_checkpointing_gradients_go_to_the_parameter_of_the_forward() -> None:
+def test_without_checkpointing_gradients_accumulate_in_the_parameter_of_the_forward() -> None:
     model = pipe("never")
     old = model[2][0].weight  # type: ignore[index]
     y = model(torch.randn(4, WIDTH))

@@ -76,7 +76,7 @@ def test_default_factories_and_read_only_mappings_survive():
     assert move(MappingProxyType({"a": ones()}), META)["a"].device == META
 
 
-def test_what_has_nothing_to_move_is_returned_as_it_is():
+def test_a_batch_without_tensors_is_returned_unchanged():
     for batch in ({"a": 1}, [ones()], (ones(), {"k": ones()}), "text", None, object(), Frozen(ones(), "n")):
         assert move(batch, torch.device("cpu")) is batch
 

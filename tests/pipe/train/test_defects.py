@@ -124,7 +124,7 @@ def test_a_loader_that_has_ended_is_not_touched_again_before_the_caller_knows(ma
 
 
 @BOTH
-def test_the_loaders_exception_comes_after_the_batches_before_it_and_the_loader_may_go_on(lab, make):
+def test_a_loader_exception_is_raised_after_earlier_batches_and_the_loader_may_continue(lab, make):
     class Loader:
         """Fails at its third batch, and can go on."""
 
@@ -272,7 +272,7 @@ def test_an_optimizer_that_says_that_it_updates_inside_backward_is_refused_under
 
 
 @pytest.mark.parametrize("options", [{"grad_accum": 2}, {"amp_dtype": torch.float16}])
-def test_a_hook_that_came_after_construction_is_refused_before_the_next_batch_runs(lab, options):
+def test_a_hook_added_after_construction_is_refused_before_the_next_batch_runs(lab, options):
     model = Counting()
     pipeline = TrainPipelineBase(model, Recording(model), "cpu", **options)
     batches = iter(numbers(6))

@@ -143,7 +143,7 @@ def test_the_protocol_is_duck_typed_and_only_the_outermost_module_takes_part(lab
     assert list(pipeline._distribution._modules) == ["whole", "other"]
 
 
-def test_a_replaced_forward_of_somebody_else_is_kept(lab):
+def test_a_forward_replaced_by_other_code_is_kept(lab):
     model = lab.sparse_model()
     sparse = model.inner["sparse"]
     own = sparse.forward

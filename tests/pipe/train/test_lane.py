@@ -59,7 +59,7 @@ def test_an_interrupt_in_the_callers_thread_is_raised_at_once():
         InlineLane().submit(interrupt)
 
 
-def test_a_lane_at_rest_has_no_thread_and_keeps_nothing_alive():
+def test_an_idle_lane_has_no_thread_and_keeps_nothing_alive():
     class Batch:
         pass
 

@@ -182,7 +182,7 @@ def test_replicated_tables_are_averaged_before_the_steps_whose_turn_it_is(lab, i
     "make", [TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist, EvalPipelineSparseDist]
 )
 @pytest.mark.parametrize("calls", [0, 1, 4, 5])
-def test_a_reset_drops_batches_in_flight_and_goes_on_with_any_iterator(lab, make, calls):
+def test_reset_drops_batches_in_flight_and_continues_with_any_iterator(lab, make, calls):
     model = Summing()
     pipeline = pipeline_of(make, model)
     batches = numbers(*range(1, 9))
