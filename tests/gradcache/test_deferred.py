@@ -69,7 +69,7 @@ def test_two_batches_may_be_encoded_before_the_first_backward(assert_same_gradie
     assert_same_gradients([bare], [ours])
 
 
-def test_masks_of_the_first_pass_are_met_although_the_caller_draws_in_between() -> None:
+def test_masks_of_the_first_pass_repeat_although_the_caller_draws_in_between() -> None:
     model = tower(dropout=0.5)
     seen: list[Tensor] = []
     model.register_forward_hook(lambda _m, _x, out: seen.append(out.detach()))

@@ -95,13 +95,15 @@ def test_bfloat16_gradients_of_many_chunks_are_summed_over_processes_in_32_bits(
     assert all(report["narrow"]["error"] < 0.01 for report in reports)
 
 
-def test_offloaded_tower_in_a_wrapper_is_refused_since_nobody_would_average_its_gradients(
+def test_an_offloaded_tower_in_a_data_parallel_wrapper_is_refused_because_its_gradients_would_not_be_averaged(
     reports: list[dict[str, Any]],
 ) -> None:
     assert all("average them after the step" in report["offloaded"] for report in reports)
 
 
-def test_what_a_function_trains_is_averaged_however_the_function_is_spelt(reports: list[dict[str, Any]]) -> None:
+def test_parameters_trained_by_a_function_are_averaged_for_every_kind_of_function(
+    reports: list[dict[str, Any]],
+) -> None:
     """A process_fn, a bound method of a loss and a lambda over a head kept each process's own gradient."""
     for report in reports:
         assert len(report["heads"]) == 15

@@ -125,7 +125,7 @@ def test_only_the_first_chunk_makes_a_gradient_of_the_table_s_size(kind: str, de
 
 
 @pytest.mark.parametrize("listens", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_who_listens_to_a_table_s_gradient_hears_every_chunk(listens: str) -> None:
+def test_hooks_on_the_gradient_of_a_table_see_every_chunk(listens: str) -> None:
     model = model_of("plain")
     heard: list[float] = []
     getattr(model[0].weight, listens)(lambda t: heard.append(float(t.detach().abs().sum())))

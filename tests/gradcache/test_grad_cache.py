@@ -82,7 +82,7 @@ def test_second_pass_draws_the_first_pass_masks_also_inside_get_rep_fn(streamed:
     assert not torch.equal(first[0], first[1])
 
 
-def test_generator_goes_on_where_the_whole_batch_in_the_same_chunks_would_leave_it() -> None:
+def test_a_step_leaves_the_generator_in_the_state_of_the_whole_batch_in_the_same_chunks() -> None:
     model = tower(dropout=0.3)
     x = torch.randn(6, 8)
     torch.manual_seed(5)

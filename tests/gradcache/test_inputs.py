@@ -172,13 +172,13 @@ def test_a_callable_keeps_gradients_of_before_after_an_exception_and_can_be_eval
         assert not GradCache([clip.encode_image], 4, lambda r: r.sum())(torch.randn(8, 8)).requires_grad
 
 
-def test_what_is_no_model_is_named() -> None:
+def test_an_argument_that_is_no_model_is_named() -> None:
     for models, error in (([3], "int among models"), ([nn.Linear], "type among models"), (Clip().encode_text, "list")):
         with pytest.raises(TypeError, match=error):
             GradCache(models, 2, SimpleContrastiveLoss())  # type: ignore[arg-type]
 
 
-def test_sizes_of_another_library_are_sizes() -> None:
+def test_integer_types_of_another_library_are_accepted_as_sizes() -> None:
     x = torch.randn(6, 8)
     for sizes in ([np.int64(3)], np.int32(2), np.array([4]), (torch.tensor(3),)):
         model = nn.Linear(8, 4)

@@ -120,7 +120,7 @@ def test_layered_walk_equals_the_two_pass_walk_for_every_combination_of_layers(
         torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
 
 
-def test_layers_run_forward_once_where_graphs_find_room_and_the_first_chunk_twice_in_the_first_step() -> None:
+def test_layers_run_forward_once_where_graphs_fit_and_the_first_chunk_twice_in_the_first_step() -> None:
     model = layers("linear", "tanh", "linear")
     watch = Watch(model)
     step = GradCache([model], 2, energy, boundary_bytes=PLENTY, regroup=False)
@@ -185,7 +185,7 @@ def order_of_gradients(model: nn.Sequential) -> list[int]:
         (0, [2, 1, 0] * 3),
     ],
 )
-def test_chunks_that_kept_all_go_back_side_by_side_and_the_others_one_at_a_time(
+def test_backward_of_chunks_with_kept_graphs_runs_together_and_of_others_one_at_a_time(
     budget: int, expected: list[int]
 ) -> None:
     model = layers("linear", "linear", "linear")
@@ -195,7 +195,7 @@ def test_chunks_that_kept_all_go_back_side_by_side_and_the_others_one_at_a_time(
 
 
 @pytest.mark.parametrize("budget", [9 * 64, PLENTY])
-def test_what_layers_kept_goes_as_gradients_come(budget: int) -> None:
+def test_kept_activations_are_freed_as_gradients_are_computed(budget: int) -> None:
     """So that the two share their memory. What enters a layer is also the result that the graph before it holds."""
     model = layers("linear", "linear", "linear", "linear")
     step = GradCache([model], 2, energy, boundary_bytes=budget, regroup=False)
@@ -229,7 +229,7 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", ["block", "dropping"])
-def test_a_product_that_nobody_reads_is_not_recomputed(kind: str) -> None:
+def test_an_unused_product_is_not_recomputed(kind: str) -> None:
     """Of the two products of a block the second, unless the block is the last, whose result is looked at."""
     model = layers(kind, kind)
     step = GradCache([model], 2, energy, boundary_bytes=8 * 8 * 4)  # what enters the second block, and no graph
@@ -251,7 +251,7 @@ def test_a_layer_that_is_thawed_after_a_step_gets_its_gradient(assert_same_gradi
     assert_same_gradients([bare], [ours], tolerance=1e-5)
 
 
-def test_a_layer_that_does_other_operations_than_when_it_was_surveyed_is_repeated_in_full_and_only_once_in_vain(
+def test_a_layer_whose_operations_differ_from_its_survey_is_recomputed_in_full_after_one_wasted_attempt(
     assert_same_gradients: Any,
 ) -> None:
     class Fickle(nn.Sequential):
@@ -276,7 +276,7 @@ def test_a_layer_that_does_other_operations_than_when_it_was_surveyed_is_repeate
     assert counts[1] > counts[2]
 
 
-def test_without_room_a_layer_runs_forward_a_third_time_and_never_a_fourth() -> None:
+def test_without_a_budget_a_layer_runs_forward_a_third_time_and_never_a_fourth() -> None:
     model = layers("linear", "tanh", "linear")
     step = GradCache([model], 2, energy, boundary_bytes=0, regroup=False)
     step(torch.randn(8, 8))
@@ -285,7 +285,7 @@ def test_without_room_a_layer_runs_forward_a_third_time_and_never_a_fourth() -> 
     assert watch.rows() == [24, 24, 16]
 
 
-def test_chunks_that_are_larger_than_the_first_keep_what_fits_and_find_the_rest_again() -> None:
+def test_chunks_larger_than_the_first_keep_graphs_that_fit_and_recompute_the_rest() -> None:
     """What is planned for them is too small, so that graphs may find room before and behind one that did not."""
 
     class Wide(nn.Module):
@@ -356,7 +356,7 @@ def test_learning_from_a_first_chunk_leaves_no_trace() -> None:
     assert calls == [(True, 2)] + [(False, 2)] * 4
 
 
-def test_budget_is_never_exceeded_and_what_fits_is_kept() -> None:
+def test_the_budget_is_never_exceeded_and_graphs_that_fit_are_kept() -> None:
     """Each chunk of 2 rows keeps 64 bytes before each layer but the first: 128 for three layers."""
     x = torch.randn(8, 8)
     for budget, kept in [(0, 0), (63, 0), (64, 64), (200, 192)]:
@@ -386,7 +386,7 @@ def test_chunks_run_together_from_the_second_step_on_as_many_as_one_chunk_s_acti
     assert len({tuple(runs) for runs in watch.runs}) == 1
 
 
-def test_chunks_run_together_only_in_room_that_the_budget_leaves() -> None:
+def test_chunks_run_together_only_within_the_remaining_budget() -> None:
     """A chunk of 2 rows keeps 64 bytes before each of 3 layers; the largest layer's graph keeps 64 more."""
     kinds = ["linear", "tanh"] * 2
     for extra, most in [(0, 1), (63, 1), (64, 2), (128, 3)]:
@@ -441,7 +441,7 @@ def test_dropout_in_layers_and_in_get_rep_fn_draws_the_same_masks_in_both_passes
         assert step.step_result.greatest_difference < 1e-5
 
 
-def test_what_the_trial_of_grouping_draws_does_not_move_the_generator() -> None:
+def test_the_trial_of_grouping_leaves_the_generator_as_it_was() -> None:
     class Noisy(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x + torch.rand(()) * 0
@@ -572,7 +572,7 @@ class Exchanging(nn.Module):
 
 
 @pytest.mark.parametrize("boundary_bytes", [0, 1 << 20])
-def test_chunks_whose_data_flows_in_another_way_than_the_first_are_recomputed_as_they_ran(boundary_bytes: int) -> None:
+def test_chunks_with_other_data_flow_than_the_first_are_recomputed_as_they_ran(boundary_bytes: int) -> None:
     """What one chunk's recomputation may leave out, another one's needs: its gradients were not-a-number."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Exchanging(), nn.Linear(8, 8), Exchanging(), nn.Linear(8, 4)).double()

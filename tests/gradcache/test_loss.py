@@ -109,7 +109,7 @@ def test_no_tensor_of_a_tiled_loss_is_larger_than_a_tile_of_scores(kind: str) ->
     assert largest.elements == 64 * 64
 
 
-def test_what_a_tiled_loss_leaves_for_its_backward_is_as_small_as_the_representations() -> None:
+def test_a_tiled_loss_saves_no_more_for_backward_than_the_representations() -> None:
     x, y = representations(64, 64, width=4)
     loss = SimpleContrastiveLoss(tile_rows=8)(x, y)
     seen: set[Any] = set()
@@ -197,7 +197,7 @@ def test_bad_arguments_of_a_loss_are_named() -> None:
         ContrastiveLossWithQueryClosure()(x, y, query_closure=lambda: x)
 
 
-def test_gradient_is_not_taken_where_nobody_asks_for_it() -> None:
+def test_no_gradient_is_computed_where_none_is_required() -> None:
     x, y = representations(4, 4)
     with torch.no_grad():
         assert not SimpleContrastiveLoss(tile_rows=2)(x, y).requires_grad

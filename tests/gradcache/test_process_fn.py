@@ -65,7 +65,7 @@ def test_a_chunk_is_processed_when_it_enters_and_no_two_results_are_alive(walk: 
 
 
 @pytest.mark.parametrize("walk", WALKS)
-def test_what_process_fn_draws_is_drawn_again_in_the_second_pass(walk: str) -> None:
+def test_random_numbers_of_process_fn_repeat_in_the_second_pass(walk: str) -> None:
     _, step = make(walk, layers(), lambda chunk: nn.functional.dropout(chunk, 0.5), audit=True)
     for _ in range(2):
         step(torch.randn(7, 8))

@@ -276,7 +276,7 @@ def test_a_wrapper_that_weighs_gradients_of_representations_alone_refuses_a_simi
         loss(batch)
 
 
-def test_a_forward_that_was_put_back_before_the_second_pass_is_refused() -> None:
+def test_a_forward_restored_before_the_second_pass_is_refused() -> None:
     """As AdaptiveLayerLoss does around any loss: the second pass would run another model."""
     model = Encoder()
     loss = CachedMultipleNegativesRankingLoss(model)

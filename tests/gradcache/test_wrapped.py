@@ -159,7 +159,7 @@ def test_an_offload_optimizer_trains_a_wrapped_model_as_the_plain_one(update_in_
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13, msg=name)
 
 
-def test_gradients_that_rest_in_16_bits_take_the_sum_of_all_chunks() -> None:
+def test_gradients_stored_in_16_bits_receive_the_sum_of_all_chunks() -> None:
     class Tower(nn.Module):
         def __init__(self, body: nn.Module) -> None:
             super().__init__()

@@ -281,7 +281,7 @@ class TellsOffloaded(TellsLayers):
         return self.body(x)
 
 
-def test_layers_that_are_told_something_for_one_call_run_in_that_call_and_it_is_said_once() -> None:
+def test_layers_configured_for_one_call_run_in_that_call_with_one_warning() -> None:
     plain = TellsOffloaded()
     ours = with_offload(plain)
     square(plain(rows(6))).backward()
@@ -294,7 +294,7 @@ def test_layers_that_are_told_something_for_one_call_run_in_that_call_and_it_is_
     assert_same(plain, ours)
 
 
-def test_arguments_that_the_next_chunk_overwrites_are_used_in_their_call_and_it_is_said_once() -> None:
+def test_arguments_that_the_next_chunk_overwrites_are_used_in_their_call_with_one_warning() -> None:
     class Static(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -341,7 +341,7 @@ class EitherOrder(TwoBodies):
         return self.body(self.second(x))
 
 
-def test_chunks_that_call_models_in_different_orders_are_right_and_it_is_said_once() -> None:
+def test_chunks_that_call_models_in_different_orders_are_right_with_one_warning() -> None:
     plain = EitherOrder()
     ours = with_offload(plain)
     parts = rows(12, 6).split(2)
@@ -371,7 +371,7 @@ def test_chunks_that_call_a_model_another_number_of_times_share_the_visits_of_ea
     assert max(loads(ours)) <= 2 * 2 * SHARDS
 
 
-def test_a_subclass_that_calls_models_in_its_own_way_goes_on_chunk_by_chunk_and_it_is_said_once() -> None:
+def test_a_subclass_with_a_model_call_of_its_own_runs_chunk_by_chunk_and_warns_once() -> None:
     class Doubled(GradCache):
         def model_call(self, model: nn.Module, model_input: Any) -> Any:
             return 2 * super().model_call(model, model_input)
