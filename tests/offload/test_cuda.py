@@ -108,8 +108,8 @@ def test_homes_may_be_written_as_soon_as_an_inference_returns(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("in_backward", [True, False])
-def test_updates_wait_for_gradients_that_come_late(in_backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twin: test_late_lane.py::test_a_thread_waits_as_a_host_for_what_it_comes_after."""
+def test_updates_wait_for_late_gradients(in_backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twin: test_late_lane.py::test_a_copy_on_a_thread_waits_on_the_host_for_its_predecessors."""
     submit = StreamLane.submit
 
     def slow_submit(self: StreamLane, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:

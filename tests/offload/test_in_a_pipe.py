@@ -176,7 +176,7 @@ def test_a_stage_is_loaded_once_for_each_turn_whatever_the_number_of_micro_batch
         assert [stage.statistics().shard_loads for stage in stages] == [2 * step, 2 * step, step, step]
 
 
-def test_what_a_device_holds_is_a_turn_and_one_slot_more_whatever_the_number_of_stages(home: str) -> None:
+def test_device_memory_is_one_turn_and_one_slot_whatever_the_number_of_stages(home: str) -> None:
     def held(count: int, slices: int) -> int:
         stages = offloaded(blocks(count), home, slices=slices)
         pipe = Pipe(stages, [1] * count, ["cpu"], 2, "never")
@@ -189,7 +189,7 @@ def test_what_a_device_holds_is_a_turn_and_one_slot_more_whatever_the_number_of_
     assert [held(count, 4) for count in (2, 3, 6)] == [2, 2, 2]
 
 
-def test_the_next_stage_is_on_its_way_while_the_one_before_it_computes(home: str) -> None:
+def test_the_next_stage_loads_while_the_one_before_it_computes(home: str) -> None:
     stages = offloaded(blocks(3), home)
     pipe = Pipe(stages, [1] * 3, ["cpu"], 3, "never")
     resident: list[list[int]] = []
@@ -204,7 +204,7 @@ def test_the_next_stage_is_on_its_way_while_the_one_before_it_computes(home: str
     assert resident == [[0], [0, 1], [0, 1], [0, 1], [1, 2], [1, 2], [1, 2], [1, 2], [1, 2]]
 
 
-def test_as_many_loads_as_the_table_says_turns(home: str) -> None:
+def test_the_number_of_loads_is_the_number_of_turns_in_the_table(home: str) -> None:
     stages = offloaded(blocks(4), home)
     pipe = Pipe(stages, [1] * 4, ["cpu", "cpu"], 2, "never")
     pipe.train_step(torch.randn(ROWS, WIDTH), torch.zeros(ROWS, WIDTH), nn.MSELoss(), schedule="fill_drain")
@@ -215,7 +215,7 @@ def test_as_many_loads_as_the_table_says_turns(home: str) -> None:
     assert loads == [1, 1, 1, 1]
 
 
-def test_a_stage_of_its_own_place_is_loaded_once_for_a_step(home: str) -> None:
+def test_a_stage_with_a_device_entry_of_its_own_is_loaded_once_a_step(home: str) -> None:
     stages = offloaded(blocks(2), home)
     pipe = Pipe(stages, [1, 1], ["cpu", "cpu"], 3, "never")
     pipe.train_step(torch.randn(ROWS, WIDTH), torch.zeros(ROWS, WIDTH), nn.MSELoss())
@@ -238,7 +238,7 @@ def test_weights_written_between_two_calls_are_loaded_anew(home: str, write: Any
     torch.testing.assert_close(pipe(x), expected)
 
 
-def test_gradients_at_home_accumulate_over_steps(home: str) -> None:
+def test_offloaded_gradients_accumulate_over_steps(home: str) -> None:
     parts = blocks(2, dropout=0.0)
     bare = nn.Sequential(*copy.deepcopy(parts))
     pipe = Pipe(offloaded(parts, home), [1, 1], ["cpu"], 1)
@@ -290,7 +290,7 @@ def test_after_an_exception_in_a_turn_the_pipe_is_usable(home: str, mode: str) -
     assert all(p.grad is not None for p in pipe.parameters())
 
 
-def test_two_models_of_a_room_cannot_compute_at_once(home: str) -> None:
+def test_two_models_that_share_slots_cannot_compute_at_once(home: str) -> None:
     first, second = offloaded(blocks(2), home)
     Pipe(nn.Sequential(first, second), [1, 1], ["cpu"])
     next(iter(first.children())).register_forward_hook(lambda *_: second(torch.ones(2, WIDTH)))

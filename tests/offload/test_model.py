@@ -124,7 +124,7 @@ def test_moving_or_casting_is_refused_and_changes_nothing() -> None:
     assert at_home(model)
 
 
-def test_new_layers_are_refused() -> None:
+def test_layers_added_after_construction_are_refused() -> None:
     model = OffloadModel(build(["linear"]), "cpu")
     with pytest.raises(TypeError, match="layers are fixed"):
         model.head = nn.Linear(2, 2)
@@ -360,7 +360,7 @@ def test_the_input_is_never_changed() -> None:
     assert torch.equal(x, kept)
 
 
-def test_a_layer_that_starts_to_write_into_its_input_is_noticed_once() -> None:
+def test_a_layer_that_starts_to_write_into_its_input_is_refused_once() -> None:
     class Moody(nn.Module):
         moody = False
 
@@ -380,7 +380,7 @@ def test_a_layer_that_starts_to_write_into_its_input_is_noticed_once() -> None:
         assert torch.equal(p.grad, q.grad)
 
 
-def test_a_layer_that_calls_its_own_model_is_told() -> None:
+def test_a_layer_that_calls_its_own_model_is_refused() -> None:
     layers = build(["linear"])
     model = OffloadModel(layers, "cpu")
     handle = layers[1].register_forward_pre_hook(lambda _, args: model(args[0]))
@@ -408,7 +408,7 @@ def test_layers_that_are_not_deterministic_are_named() -> None:
 # --- ends -----------------------------------------------------------------------------------------------------------
 
 
-def test_threads_and_files_go_with_the_model(tmp_path: Path) -> None:
+def test_threads_and_files_are_released_with_the_model(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     model = OffloadModel(build(["linear"]), "cpu", f"{tmp_path}/", checkpoint_activation=True)
     model(batch()).sum().backward()

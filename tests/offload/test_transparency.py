@@ -261,7 +261,9 @@ def test_autograd_grad_on_inputs_leaves_parameters_alone(pair: tuple[nn.Sequenti
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_no_grad_output_needs_none_and_nothing_stays(pair: tuple[nn.Sequential, OffloadModel], context: type) -> None:
+def test_an_output_under_no_grad_requires_none_and_no_tape_is_kept(
+    pair: tuple[nn.Sequential, OffloadModel], context: type
+) -> None:
     bare, model = pair
     outputs = []
     for run in pair:
@@ -346,7 +348,7 @@ def test_save_on_cpu_and_other_saved_tensor_hooks_around_the_model_are_harmless(
     assert_same(bare, model, exact=True)
 
 
-def test_a_model_dropped_before_backward_still_goes_back(home: str) -> None:
+def test_backward_runs_after_the_model_was_dropped(home: str) -> None:
     bare = build(["linear", "dropout"])
     model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=3, checkpoint_activation=True)
     parameters = list(model.parameters())

@@ -243,7 +243,7 @@ def test_rows_that_no_gradient_reached_are_not_read_again():
     assert ours.statistics().rows_read == 20
 
 
-def test_a_loaded_state_reaches_rows_that_are_on_their_way():
+def test_a_loaded_state_reaches_prefetched_rows():
     _, ours = pair(mode="sum")
     request = ours.input_dist(None, torch.tensor([[1, 2]])).wait().wait()
     ours.load_state_dict({"weight": torch.ones(ROWS, DIM)})
@@ -259,7 +259,7 @@ def test_an_optimizer_that_changes_rows_without_a_gradient_is_refused(options):
 
 
 @both_homes
-def test_the_table_stays_at_home_when_the_module_moves_and_a_copy_has_its_own(home):
+def test_the_table_is_not_moved_with_the_module_and_a_copy_has_its_own(home):
     _, ours = pair(home, mode="sum")
     address = ours.weight.data_ptr()
     nn.ModuleList([ours]).to("cpu")
@@ -275,7 +275,7 @@ def test_the_table_stays_at_home_when_the_module_moves_and_a_copy_has_its_own(ho
         nn.ModuleList([ours]).double()
 
 
-def test_where_lookups_run_may_be_another_device():
+def test_lookups_may_run_on_another_device():
     _, ours = pair(mode="sum")
     ours.to("meta")
     assert ours.device.type == "meta"

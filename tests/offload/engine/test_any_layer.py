@@ -258,7 +258,7 @@ class Decaying(nn.Module):
         return x @ self.weight
 
 
-def test_weights_that_are_written_in_every_forward_are_home_afterwards(wrap: Callable[..., OffloadModel]) -> None:
+def test_weights_that_are_written_in_every_forward_keep_the_written_values(wrap: Callable[..., OffloadModel]) -> None:
     torch.manual_seed(0)
     bare = nn.Sequential(Renormed(), nn.Linear(WIDTH, WIDTH), Renormed())
     model = wrap(bare)
@@ -391,7 +391,7 @@ def swap(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", [adapt, assign, normalise, swap])
-def test_parameters_that_come_after_wrapping_are_refused_at_the_next_forward(
+def test_parameters_added_after_wrapping_are_refused_at_the_next_forward(
     wrap: Callable[..., OffloadModel], change: Callable[[nn.Module], None]
 ) -> None:
     model = wrap(mlp())
@@ -402,7 +402,7 @@ def test_parameters_that_come_after_wrapping_are_refused_at_the_next_forward(
         model.forward_chunks([batch()])
 
 
-def test_load_state_dict_that_assigns_is_refused_and_one_that_copies_goes_on(
+def test_load_state_dict_with_assign_is_refused_and_one_that_copies_works(
     wrap: Callable[..., OffloadModel],
 ) -> None:
     model = wrap(mlp())
@@ -498,7 +498,7 @@ def test_data_that_was_assigned_may_be_used_outside_of_the_model_before_the_next
     assert_same([p.grad for p in model.parameters()], [p.grad for p in bare.parameters()])  # type: ignore[misc]
 
 
-def test_weights_that_a_hook_begins_to_write_later_are_home_afterwards(wrap: Callable[..., OffloadModel]) -> None:
+def test_weights_that_a_hook_begins_to_write_later_keep_the_written_values(wrap: Callable[..., OffloadModel]) -> None:
     def halve(module: nn.Module, args: Any) -> None:
         if not is_recomputing():
             module[0].weight.data.mul_(0.5)  # type: ignore[index]

@@ -226,7 +226,7 @@ def test_gradients_kept_across_zero_grad_are_not_overwritten(runs: tuple[nn.Modu
     assert_equal(kept[1], kept[0], atol=1e-5)
 
 
-def test_accumulation_goes_on_in_a_gradient_whose_neighbours_are_kept(runs: tuple[nn.Module, OffloadModel]) -> None:
+def test_accumulation_continues_in_a_gradient_whose_neighbours_are_kept(runs: tuple[nn.Module, OffloadModel]) -> None:
     results = []
     for run in runs:
         first, second = list(run.parameters())[:2]

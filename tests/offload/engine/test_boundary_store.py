@@ -57,7 +57,7 @@ def store(boxes: int, shelf: Scratch | None = None, seed: int = 0) -> tuple[Boun
     return BoundaryStore(shelf, LateLane(seed), (boxes + MOVING) * BYTES, meter), meter
 
 
-def test_within_the_budget_nothing_leaves() -> None:
+def test_within_the_budget_no_boundary_is_spilled() -> None:
     shelf = Shelf()
     boundaries, meter = store(3, shelf)
     for k in range(3):
@@ -67,7 +67,7 @@ def test_within_the_budget_nothing_leaves() -> None:
     assert meter.bytes_spilled == 0
 
 
-def test_the_one_needed_last_leaves() -> None:
+def test_the_boundary_needed_last_is_spilled() -> None:
     shelf = Shelf()
     boundaries, _ = store(2, shelf)
     for k, use in ((0, 5), (1, 9), (2, 7)):

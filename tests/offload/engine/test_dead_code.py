@@ -249,7 +249,7 @@ def test_a_product_whose_dropout_is_followed_by_another_layer_is_recomputed() ->
 
 
 @pytest.mark.parametrize("kind", [Looking, FromNumPy, FromNumbers, Deciding, Unseen, Stashing, AddedInPlace])
-def test_a_layer_that_looks_at_its_last_product_is_recomputed_in_full(kind: Callable[[], nn.Module]) -> None:
+def test_a_layer_that_reads_its_last_product_is_recomputed_in_full(kind: Callable[[], nn.Module]) -> None:
     bare = nn.Sequential(kind(), kind())
     model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True)
     x = torch.randn(4, WIDTH)
@@ -284,7 +284,7 @@ class Stopping(Fickle):
 
 
 @pytest.mark.parametrize("kind", [Fickle, Swapping, Stopping])
-def test_a_recomputation_that_does_other_things_is_not_trusted(kind: Callable[[], Fickle]) -> None:
+def test_a_recomputation_with_other_operations_runs_in_full(kind: Callable[[], Fickle]) -> None:
     """Nothing is left out of it: it meets the same checks as before, and runs again in full."""
     layer = kind()
     layer.calls = iter([True, False, False])
@@ -440,7 +440,7 @@ def test_a_buffer_that_a_dead_value_is_added_to_in_place_is_computed() -> None:
     torch.testing.assert_close(next(model.children()).total, bare[0].total)
 
 
-def test_what_is_dead_in_one_run_and_saved_in_another_is_found_out() -> None:
+def test_a_value_dead_in_one_run_and_saved_in_another_is_detected() -> None:
     """The same operations in the same order, of which autograd saves more where another factor needs a gradient."""
 
     class Factors(Block):
@@ -473,7 +473,7 @@ def test_a_layer_behind_that_saves_a_product_keeps_it_alive() -> None:
     assert counts["ours"] == counts["bare"] + 2
 
 
-def test_what_a_subclass_of_tensor_meets_is_alive() -> None:
+def test_operands_of_a_tensor_subclass_are_never_dead() -> None:
     """It does as it likes with what it is given."""
     x, weight = torch.randn(4, WIDTH, requires_grad=True), torch.randn(WIDTH, WIDTH)
     other = TwoTensor(torch.ones(4, WIDTH), torch.ones(4, WIDTH))

@@ -12,7 +12,7 @@ from offload import OffloadModel
 from pipe.interception import intercepting
 
 
-def test_an_offloaded_model_puts_the_answers_to_its_micro_batches_together_and_loads_nothing() -> None:
+def test_intercepted_micro_batches_are_gathered_without_loads() -> None:
     model = OffloadModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "cpu", num_slices=2, num_microbatches=3)
     seen: list[Any] = []
 

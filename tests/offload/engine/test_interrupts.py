@@ -162,7 +162,7 @@ def test_after_an_interrupt_at_any_line_the_model_is_usable(configuration: str, 
     assert raised > 0.9 * len(lines) - 20  # some are reached in the first step only
 
 
-def test_an_interrupt_of_the_cleaning_up_is_made_good_by_the_next_call(tmp_path: Path) -> None:
+def test_an_interrupted_clean_up_is_completed_by_the_next_call(tmp_path: Path) -> None:
     """A layer fails, and what is done about it is interrupted in turn, at each of its lines."""
     layers = build(["linear", "dropout"])
     bare = copy.deepcopy(layers)
@@ -212,7 +212,7 @@ def _is_in(function: str, line: Line) -> bool:
     return line.number in {number for _, _, number in code.co_lines()}
 
 
-def test_parameters_that_are_asked_for_after_an_interrupted_cleaning_up_are_home(
+def test_parameters_read_after_an_interrupted_clean_up_hold_their_stored_values(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = OffloadModel(build(["linear"]), "cpu", num_slices=3)

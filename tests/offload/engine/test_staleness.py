@@ -65,7 +65,7 @@ def test_a_training_step_begins_with_what_inference_left_and_inference_after_it_
     assert loads(model) == 4
 
 
-def test_training_steps_inside_held_still_load_once_although_somebody_holds_the_parameters(home: str) -> None:
+def test_training_steps_inside_held_still_load_once_although_parameters_are_referenced_elsewhere(home: str) -> None:
     bare, model = make(home)
     held = list(model.parameters())
     before = model.statistics().shard_loads
@@ -165,7 +165,7 @@ HOLDS: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("when", ["before wrapping", "after", "between calls"])
 @pytest.mark.parametrize("hold", list(HOLDS))
-def test_who_holds_a_parameter_can_write_at_any_time(hold: str, when: str, home: str) -> None:
+def test_a_held_parameter_may_be_written_at_any_time(hold: str, when: str, home: str) -> None:
     bare = build(["linear"])
     layers = copy.deepcopy(bare)
     held = HOLDS[hold](layers) if when == "before wrapping" else None
@@ -184,7 +184,7 @@ def test_who_holds_a_parameter_can_write_at_any_time(hold: str, when: str, home:
     assert torch.equal(infer(model), infer(bare))
 
 
-def test_a_hook_that_keeps_a_parameter_is_somebody(home: str) -> None:
+def test_a_hook_that_references_a_parameter_counts_as_a_holder(home: str) -> None:
     bare, model = make(home)
     kept: list[nn.Parameter] = []
     layer = next(model.children())

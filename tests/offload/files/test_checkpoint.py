@@ -92,7 +92,7 @@ def test_a_resumed_run_is_bit_by_bit_the_run_that_never_stopped(tmp_path: Path, 
     assert_same_state(state_of(model, optimizer), expected)
 
 
-def test_a_save_finishes_what_is_pending(tmp_path: Path, home: str) -> None:
+def test_a_save_finishes_pending_updates(tmp_path: Path, home: str) -> None:
     pair = Pair("adamw", home)
     for action in ("backward", "step", "zero"):
         pair.do(action)
@@ -302,7 +302,7 @@ def test_a_process_killed_at_any_moment_resumes_from_a_whole_checkpoint_to_the_s
 # --- the files --------------------------------------------------------------------------------------------------------
 
 
-def test_every_type_and_layout_goes_to_the_file_and_back(tmp_path: Path) -> None:
+def test_every_type_and_layout_survives_a_save_and_load(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     tensors = {

@@ -91,7 +91,7 @@ def assert_equal(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("form", ["file", "directory of one file", "index", "directory", "our own checkpoint"])
-def test_every_form_in_which_weights_come_is_read(home: str, form: str, tmp_path: Path) -> None:
+def test_every_supported_form_of_weights_is_read(home: str, form: str, tmp_path: Path) -> None:
     source = model_of(1)
     tensors, folder = saved(source), tmp_path / "weights"
     folder.mkdir()
@@ -174,7 +174,7 @@ class Counted(nn.Linear):
         super().reset_parameters()
 
 
-def test_what_the_files_supply_is_never_initialised(tmp_path: Path) -> None:
+def test_tensors_found_in_the_files_are_never_initialised(tmp_path: Path) -> None:
     bare = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     safetensors.torch.save_file(bare.state_dict(), tmp_path / "a.safetensors")
     with torch.device("meta"):
@@ -199,7 +199,7 @@ def test_each_tensor_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sorted(names) == sorted(tensors)
 
 
-def test_what_the_files_lack_initialises_itself_and_nothing_else_does(tmp_path: Path) -> None:
+def test_only_tensors_missing_from_the_files_are_initialised(tmp_path: Path) -> None:
     """The last layer's bias is in no file, and its weight is the first one's, which rests already."""
     tensors = {name: tensor for name, tensor in saved(model_of(1)).items() if name != "3.bias"}
     write_sharded(tmp_path / "weights", tensors)
@@ -219,7 +219,7 @@ class Assigning(nn.Linear):
         self.bias.data = torch.full_like(self.bias, 3.0)
 
 
-def test_a_layer_that_assigns_its_initial_values_has_them_at_home(home: str) -> None:
+def test_initial_values_that_a_layer_assigns_are_stored(home: str) -> None:
     with torch.device("meta"):
         bare = nn.Sequential(Assigning(WIDTH, WIDTH), Assigning(WIDTH, WIDTH))
         bare[1].weight = bare[0].weight
@@ -379,7 +379,7 @@ def test_files_that_are_not_whole_are_named(
         load_pretrained(model_of(2), folder)
 
 
-def test_of_several_indices_the_one_of_the_model_is_meant(tmp_path: Path) -> None:
+def test_of_several_indices_the_one_of_the_model_is_read(tmp_path: Path) -> None:
     tensors = saved(model_of(1))
     write_sharded(tmp_path, tensors)
     write_sharded(tmp_path, {"x": torch.ones(1)}, files=1, stem="adapter")

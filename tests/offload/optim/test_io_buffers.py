@@ -78,7 +78,7 @@ def reads_of(*blocks: Recorded) -> list[Read]:
     return [Read(block.name, block, 0, block.nbytes) for block in blocks]
 
 
-def test_what_is_read_ahead_is_not_read_again(buffer_pool: IOBufferPool) -> None:
+def test_prefetched_parts_are_not_read_again(buffer_pool: IOBufferPool) -> None:
     events: list[str] = []
     first, second = Recorded("first", [1, 2], events), Recorded("second", [3], events)
     io_buffer = buffer_pool.prepare("a", reads_of(first), 0)
@@ -91,7 +91,7 @@ def test_what_is_read_ahead_is_not_read_again(buffer_pool: IOBufferPool) -> None
     assert events == ["read first", "read second"]
 
 
-def test_what_was_read_ahead_for_nobody_is_thrown_away(buffer_pool: IOBufferPool) -> None:
+def test_unused_prefetches_are_discarded(buffer_pool: IOBufferPool) -> None:
     events: list[str] = []
     blocks = [Recorded(name, [k], events) for k, name in enumerate(("a", "b", "c"))]
     buffer_pool.prepare("a", reads_of(blocks[0]), 0)
@@ -102,7 +102,7 @@ def test_what_was_read_ahead_for_nobody_is_thrown_away(buffer_pool: IOBufferPool
         io_buffer.part("b")
 
 
-def test_what_was_read_ahead_for_nobody_does_not_arrive_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_discarded_prefetch_never_lands(monkeypatch: pytest.MonkeyPatch) -> None:
     given_up: list[list[Callable[[], None]]] = []
 
     class Slow(Late):
@@ -121,7 +121,7 @@ def test_what_was_read_ahead_for_nobody_does_not_arrive_later(monkeypatch: pytes
     assert io_buffer.part("c").tolist() == [2]
 
 
-def test_a_bite_that_is_laid_again_is_read_again(buffer_pool: IOBufferPool) -> None:
+def test_a_bite_that_is_requested_again_is_read_again(buffer_pool: IOBufferPool) -> None:
     """What lies on the I/O buffer of a block that failed may be half computed."""
     block = Recorded("a", [7], [])
     for _ in range(3):
@@ -150,7 +150,7 @@ def write(buffer_pool: IOBufferPool, moves: list[Write | Copy]) -> None:
     buffer_pool.wait_idle()
 
 
-def test_a_write_that_fails_stays_and_what_is_written_goes(buffer_pool: IOBufferPool) -> None:
+def test_a_failed_write_stays_queued_and_a_finished_one_is_released(buffer_pool: IOBufferPool) -> None:
     blocks = [Recorded(name, [0], []) for name in ("a", "b", "c")]
     blocks[1].fails = 1
     memory = torch.tensor([1, 2, 3], dtype=torch.uint8)
@@ -165,7 +165,7 @@ def test_a_write_that_fails_stays_and_what_is_written_goes(buffer_pool: IOBuffer
     assert [block.tensor.tolist() for block in blocks] == [[1], [2], [3]]
 
 
-def test_while_a_tray_is_being_written_nobody_reads_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_read_fills_a_tray_that_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even when all I/O buffers are on their way: then the oldest arrives first, and only the oldest."""
     monkeypatch.setattr("offload.optim.io_buffers.IOThreadPool", Late)
     buffer_pool, home, rest = IOBufferPool(), Recorded("home", [5], []), Recorded("rest", [0] * 2 * IO_BUFFERS, [])
@@ -181,7 +181,7 @@ def test_while_a_tray_is_being_written_nobody_reads_into_it(monkeypatch: pytest.
     assert rest.tensor.tolist() == [5 + k for k in range(2 * IO_BUFFERS)]
 
 
-def test_what_no_thread_could_be_given_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_no_thread_accepted_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing(Late):
         def submit(self, work: Callable[[], None]) -> PooledCall:
             if not next(refusals):
@@ -204,7 +204,7 @@ def test_what_no_thread_could_be_given_is_not_lost(monkeypatch: pytest.MonkeyPat
     assert rest.tensor[200] == 6
 
 
-def test_what_has_arrived_makes_room_while_others_are_on_their_way() -> None:
+def test_finished_writes_free_trays_while_others_are_in_flight() -> None:
     buffer_pool = IOBufferPool()
     home, rest = Recorded("home", [5], []), Recorded("rest", [0], [])
     go_on = threading.Event()
@@ -230,7 +230,7 @@ def test_what_has_arrived_makes_room_while_others_are_on_their_way() -> None:
     assert late.tensor.tolist() == [2]
 
 
-def test_what_lies_side_by_side_is_read_in_one_call(buffer_pool: IOBufferPool) -> None:
+def test_contiguous_ranges_are_read_in_one_call(buffer_pool: IOBufferPool) -> None:
     events: list[str] = []
     first, second = Recorded("first", [k % 251 for k in range(400)], events), Recorded("second", [7] * 64, events)
     # Padding up to the next multiple of 64 belongs to nobody; at 256 somebody else's bytes are in between.
@@ -242,7 +242,7 @@ def test_what_lies_side_by_side_is_read_in_one_call(buffer_pool: IOBufferPool) -
     assert io_buffer.bytes_read == sum(nbytes for *_, nbytes in places)
 
 
-def test_what_lies_side_by_side_in_memory_and_in_the_file_is_written_in_one_call(buffer_pool: IOBufferPool) -> None:
+def test_ranges_contiguous_in_memory_and_file_are_written_in_one_call(buffer_pool: IOBufferPool) -> None:
     events: list[str] = []
     block = Recorded("block", [0] * 512, events)
     memory = torch.arange(512).remainder(251).to(torch.uint8)
@@ -264,7 +264,7 @@ def test_what_lies_side_by_side_in_memory_and_in_the_file_is_written_in_one_call
     assert rest.tolist() == [9, 9, 9]
 
 
-def test_memory_that_two_tensors_own_side_by_side_is_not_one_source(buffer_pool: IOBufferPool) -> None:
+def test_adjacent_memory_of_two_tensors_is_not_one_source(buffer_pool: IOBufferPool) -> None:
     events: list[str] = []
     block, owned = Recorded("block", [0] * 128, events), bytearray([3] * 64 + [4] * 64)
     halves = [torch.frombuffer(owned, dtype=torch.uint8, offset=begin, count=64) for begin in (0, 64)]
@@ -274,7 +274,7 @@ def test_memory_that_two_tensors_own_side_by_side_is_not_one_source(buffer_pool:
     assert len(events) == 2
 
 
-def test_of_a_group_that_cannot_be_written_all_stays(buffer_pool: IOBufferPool) -> None:
+def test_a_group_that_cannot_be_written_stays_queued_whole(buffer_pool: IOBufferPool) -> None:
     block = Recorded("block", [0] * 128, [])
     block.fails = 1
     memory = torch.ones(128, dtype=torch.uint8)
@@ -288,7 +288,9 @@ def test_of_a_group_that_cannot_be_written_all_stays(buffer_pool: IOBufferPool) 
 
 
 @given(st.lists(st.tuples(st.integers(0, 9000), st.integers(0, 9000)), max_size=5), st.integers(0, 5000))
-def test_parts_lie_as_their_bytes_do_in_the_file_and_do_not_overlap(places: list[tuple[int, int]], room: int) -> None:
+def test_parts_have_the_order_of_their_bytes_in_the_file_and_do_not_overlap(
+    places: list[tuple[int, int]], room: int
+) -> None:
     block = Recorded("block", [0] * 18_000, [])
     io_buffer = IOBuffer()
     io_buffer.prepare(
@@ -302,7 +304,7 @@ def test_parts_lie_as_their_bytes_do_in_the_file_and_do_not_overlap(places: list
         assert end <= begin
 
 
-def test_bites_to_come_are_read_as_far_as_there_are_trays_and_laid_in_their_order(buffer_pool: IOBufferPool) -> None:
+def test_upcoming_bites_are_prefetched_in_order_into_free_trays(buffer_pool: IOBufferPool) -> None:
     events: list[str] = []
     blocks = [Recorded(str(k), [k], events) for k in range(IO_BUFFERS + 1)]
     buffer_pool.prepare(0, reads_of(blocks[0]), 0)

@@ -106,7 +106,7 @@ def test_arithmetic_that_fails_half_way_is_noticed(home: str) -> None:
     pair.compare_states()
 
 
-def test_a_forward_that_fails_leaves_what_is_pending_to_the_next(home: str) -> None:
+def test_a_failed_forward_leaves_pending_updates_to_the_next_one(home: str) -> None:
     pair = Pair("adamw", home)
     for action in ("backward", "step", "zero"):
         pair.do(action)

@@ -177,7 +177,7 @@ def test_a_norm_is_read_again_when_a_gradient_was_written_to(home: str) -> None:
     pair.compare()
 
 
-def test_norms_come_with_the_gradients(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_are_computed_as_gradients_are_offloaded(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Defect: clipping by global norm turns the overlap off, or is refused. Here step() reads no gradient: norms were
     noted while gradients went home, over two backwards and tied layers."""
     pair = Pair("sgd", home, max_norm=0.1, tied=True, kinds=("linear",), slices=2)

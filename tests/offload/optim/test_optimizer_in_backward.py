@@ -43,7 +43,7 @@ def test_it_trains_like_the_plain_optimizer(
     pair.compare_states()
 
 
-def test_gradients_rest_nowhere_and_shards_are_updated_before_backward_ends(tmp_path: Any) -> None:
+def test_no_gradient_is_stored_and_shards_are_updated_before_backward_ends(tmp_path: Any) -> None:
     pair = Pair("adamw", f"{tmp_path}/", update_in_backward=True)
     order: list[str] = []
     shards = pair.model._executor.shards
@@ -147,9 +147,7 @@ def test_one_optimizer_per_model_updates_in_backward() -> None:
     OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
 
 
-def test_an_update_waits_for_the_gradients_that_went_home(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, late: Any
-) -> None:
+def test_an_update_waits_for_offloaded_gradients(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, late: Any) -> None:
     """A tied weight's other gradient is on its way home when its owner is updated."""
 
     def train(forgetful: bool) -> bool:

@@ -204,7 +204,7 @@ def test_a_disk_home_is_read_once_for_update_and_load(tmp_path: Path, monkeypatc
     assert all(int(count.max()) <= 1 for count in moved.values())  # nor any padding twice
 
 
-def test_updates_stand_in_the_trace_beside_compute(home: str, tmp_path: Path) -> None:
+def test_updates_appear_in_the_trace_beside_compute(home: str, tmp_path: Path) -> None:
     pair = Pair("adamw", home)
     pair.backward()
     with pair.model.trace(tmp_path / "trace.json") as events:

@@ -57,7 +57,7 @@ def test_step_returns_before_anything_is_updated(home: str, held: list[str]) -> 
         lambda pair: pair.model(torch.zeros(1, WIDTH)),
     ],
 )
-def test_whoever_reads_through_the_model_finishes_what_is_pending(home: str, held: list[str], read: Any) -> None:
+def test_any_read_through_the_model_finishes_pending_updates(home: str, held: list[str], read: Any) -> None:
     pair = Pair("adamw", home)
     pair.backward()
     pair.step()
@@ -68,7 +68,7 @@ def test_whoever_reads_through_the_model_finishes_what_is_pending(home: str, hel
     pair.compare()
 
 
-def test_zero_grad_does_not_finish_what_is_pending(home: str, held: list[str]) -> None:
+def test_zero_grad_does_not_finish_pending_updates(home: str, held: list[str]) -> None:
     pair = Pair("adamw", home)
     pair.backward()
     pair.step()

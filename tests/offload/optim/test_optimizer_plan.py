@@ -72,7 +72,7 @@ def test_updates_run_in_the_order_of_the_plan(home: str, tmp_path: Path, in_back
 
 @pytest.mark.parametrize("slots", [2, 4])
 @pytest.mark.parametrize("how", ["none", "before a load", "in backward"])
-def test_what_is_executed_are_the_tokens_that_are_printed(
+def test_the_executed_actions_are_the_printed_plan(
     tmp_path: Path, how: str, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = OffloadModel(
@@ -176,7 +176,7 @@ def test_gradients_that_wait_in_memory_are_neither_written_nor_read(tmp_path: Pa
     pair.compare_states()
 
 
-def test_an_update_at_home_in_host_memory_moves_nothing() -> None:
+def test_an_update_in_host_memory_moves_no_bytes() -> None:
     model, optimizer = make("cpu")
     step(model, optimizer)
     optimizer.synchronize()

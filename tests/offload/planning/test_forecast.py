@@ -59,7 +59,7 @@ def test_a_span_weighs_what_it_moved() -> None:
     assert clock.seconds_each() == 0.01
 
 
-def test_between_two_that_are_alike_the_forecast_is_in_the_middle() -> None:
+def test_the_forecast_of_two_similar_spans_is_their_mean() -> None:
     clock = Told(CPU)
     clock.took(1.0, 10)
     clock.took(3.0, 10)
@@ -88,7 +88,7 @@ def test_the_first_micro_batch_of_each_visit_counts_although_it_is_in_the_minori
     assert meter.cell_seconds_per_row("B", 0) == (5.0 + 3 * 1.0) / 8
 
 
-def test_what_failed_says_nothing_of_how_long_it_takes() -> None:
+def test_failed_copies_do_not_enter_the_forecast() -> None:
     meter = Meter(CPU)
     with pytest.raises(OSError), meter.on_lane("load", "L0", 8):
         raise OSError

@@ -165,7 +165,7 @@ def test_casts_of_weights_are_not_counted_among_what_kept_graphs_hold() -> None:
     loss.backward()
 
 
-def test_under_hooks_of_the_user_all_that_a_kept_graph_holds_goes_through_them() -> None:
+def test_saved_tensor_hooks_of_the_user_see_every_tensor_of_a_kept_graph() -> None:
     seen: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:

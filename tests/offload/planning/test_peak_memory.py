@@ -143,7 +143,7 @@ def test_the_gradients_of_a_home_in_host_memory_are_counted_once(monkeypatch: py
     assert estimate.memory_bytes < 2 * slot + 2 * weights + estimate.activation_bytes + 10 * boundary
 
 
-def test_a_tied_weight_rests_once() -> None:
+def test_a_tied_weight_is_stored_once() -> None:
     first, second = Block(), Block()
     second.widen.weight = first.widen.weight
     model = OffloadModel(nn.Sequential(first, second), "cpu", num_slices=2, checkpoint_activation=True)
@@ -151,7 +151,7 @@ def test_a_tied_weight_rests_once() -> None:
     assert model.estimate(2).peak_bytes["host"] == 2 * sum(p.numel() * 4 for p in model.parameters())
 
 
-def test_gradients_are_on_their_way_beside_the_next_cell_where_the_home_is_slower(
+def test_gradient_offload_overlaps_the_next_cell_where_the_home_is_slower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(4, WIDTH)
@@ -163,7 +163,7 @@ def test_gradients_are_on_their_way_beside_the_next_cell_where_the_home_is_slowe
     assert gradients - 2 * boundary <= slow - fast <= gradients
 
 
-def test_a_backward_gives_up_what_the_forward_kept_piece_by_piece(home: str) -> None:
+def test_backward_frees_saved_activations_one_by_one(home: str) -> None:
     """As plain autograd does: what is kept until the last gradient is home stands beside all gradients."""
     model = OffloadModel(nn.Sequential(*(Block() for _ in range(DEPTH))), "cpu", home, num_slices=DEPTH)
     alive: list[int] = []
@@ -183,7 +183,7 @@ def test_a_backward_gives_up_what_the_forward_kept_piece_by_piece(home: str) -> 
 
 
 @pytest.mark.parametrize("checkpoint", [True, False])
-def test_a_backward_that_failed_on_its_way_is_not_tried_again_in_vain(home: str, checkpoint: bool) -> None:
+def test_a_backward_that_failed_midway_is_refused_the_second_time(home: str, checkpoint: bool) -> None:
     blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
     model = OffloadModel(blocks, "cpu", home, num_slices=DEPTH, checkpoint_activation=checkpoint)
     x, failing = torch.randn(3, WIDTH), [True]
@@ -225,7 +225,7 @@ class _Failing(torch.autograd.Function):
         return gradient, None
 
 
-def test_gradients_are_beside_as_many_cells_as_their_way_takes() -> None:
+def test_gradients_in_flight_are_counted_beside_the_cells_they_overlap() -> None:
     memory_profiles = dict.fromkeys(range(2), MemoryProfile(1, [SavedTensor(0, 0, 1)]))
 
     def peak(cells: int) -> int:
@@ -237,7 +237,7 @@ def test_gradients_are_beside_as_many_cells_as_their_way_takes() -> None:
 # --- the course of one cell -----------------------------------------------------------------------------------------
 
 
-def test_activations_and_gradients_of_weights_are_not_at_their_most_at_once() -> None:
+def test_peaks_of_activations_and_of_weight_gradients_are_not_added() -> None:
     """Four layers of 10 bytes of activations and 10 of weights each."""
     saved_tensors = [saved_tensor for _ in range(4) for saved_tensor in (SavedTensor(10, 0, 0), SavedTensor(0, 10, 10))]
     memory_profile = MemoryProfile(1, saved_tensors)

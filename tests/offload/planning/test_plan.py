@@ -18,7 +18,7 @@ def test_the_plan_of_three_shards_in_two_slots_reads_like_the_design() -> None:
     assert str(plan) == ("L0 L1 F0.0 F0.1 E0 L2 F1.0 F1.1 F2.0 F2.1 B2.0 B2.1 D2 E2 L0 B1.0 B1.1 D1 B0.0 B0.1 D0")
 
 
-def test_an_update_stands_before_the_next_load_of_its_shard_or_behind_its_drain() -> None:
+def test_an_update_is_planned_before_the_next_load_of_its_shard_or_after_its_drain() -> None:
     before = plan_step(3, slots=2, pending=range(3), clips=True)
     assert str(before) == "U0 L0 U1 L1 F0.0 E0 U2 L2 F1.0 F2.0 B2.0 D2 E2 L0 B1.0 D1 B0.0 D0"
     behind = plan_step(3, slots=2, updates=True)

@@ -53,7 +53,7 @@ class TestDirectTier(TierContract):
         return DiskTier(direct_folder, CPU, direct=True)
 
     @pytest.mark.parametrize("shift", [0, 64])
-    def test_whole_pages_go_past_the_page_cache_and_the_rest_does_not(
+    def test_whole_pages_bypass_the_page_cache_and_the_remainder_does_not(
         self, tier: Tier, shift: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         block = tier.allocate(MANY, "weights")
@@ -122,7 +122,7 @@ class TestDirectTier(TierContract):
         assert calls.bytes_moved(direct=True) == MANY
         assert sum(not direct for _, direct, _, _ in calls.log) > 3
 
-    def test_what_the_user_writes_between_steps_is_streamed(self, direct_folder: Path) -> None:
+    def test_values_written_by_the_user_between_steps_are_streamed(self, direct_folder: Path) -> None:
         torch.manual_seed(0)
         layers = [nn.Linear(700, 700) for _ in range(3)]
         bare = nn.Sequential(*layers)
@@ -143,9 +143,7 @@ class TestDirectTier(TierContract):
 # --- which way ------------------------------------------------------------------------------------------------------
 
 
-def test_files_go_past_the_page_cache_once_they_are_too_large_for_it(
-    direct_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_too_large_for_the_page_cache_bypass_it(direct_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_module, "available_bytes", lambda: 2_000_000)
     tier = DiskTier(direct_folder, CPU)
     first = tier.allocate(3_000_000, "weights")
@@ -168,24 +166,24 @@ class TestCyclicFiles:
 
     available = 1000
 
-    def test_those_that_do_not_fit_go_past_first_and_others_stay(self, cache: PageCache) -> None:
+    def test_files_that_do_not_fit_bypass_the_page_cache_first_and_others_stay(self, cache: PageCache) -> None:
         states = [cache.claim(100, cyclic=True) for _ in range(8)]
         weights = [cache.claim(300, cyclic=False) for _ in range(2)]
         # 900 stay in the cache: 600 of weights, and 300 of states, for those that come first in a step
         assert [cache.direct(claim) for claim in states] == 3 * [False] + 5 * [True]
         assert [cache.direct(claim) for claim in weights] == [False, False]
 
-    def test_they_stay_where_everything_fits(self, cache: PageCache) -> None:
+    def test_files_stay_in_the_page_cache_where_everything_fits(self, cache: PageCache) -> None:
         claims = [cache.claim(300, cyclic=cyclic) for cyclic in (False, True, True)]
         assert not any(cache.direct(claim) for claim in claims)
 
-    def test_room_that_was_given_back_is_for_the_next_in_order(self, cache: PageCache) -> None:
+    def test_released_page_cache_is_given_to_the_next_file_in_order(self, cache: PageCache) -> None:
         first, second = (cache.claim(600, cyclic=True) for _ in range(2))
         assert [cache.direct(first), cache.direct(second)] == [False, True]
         cache.release(first)
         assert not cache.direct(second)
 
-    def test_memory_that_others_take_is_noticed_after_so_many_bytes(self, cache: PageCache) -> None:
+    def test_memory_taken_by_other_processes_is_noticed_after_a_fixed_number_of_bytes(self, cache: PageCache) -> None:
         claim = cache.claim(800, cyclic=True)
         assert not cache.direct(claim)
         self.available = 500
@@ -212,7 +210,7 @@ class TestCyclicFiles:
         assert calls.bytes_moved(direct=True) > 0
 
     @pytest.mark.parametrize("direct", [True, False])
-    def test_a_choice_is_for_them_too(self, direct_folder: Path, direct: bool) -> None:
+    def test_an_explicit_choice_applies_to_cyclic_and_other_files(self, direct_folder: Path, direct: bool) -> None:
         cache = PageCache(direct_folder, direct)
         assert {cache.direct(cache.claim(1 << 50, cyclic=cyclic)) for cyclic in (True, False)} == {direct}
 
@@ -236,7 +234,7 @@ class TestCyclicFiles:
         assert calls.bytes_moved(direct=True) == 4 * (nbytes // PAGE_BYTES) * PAGE_BYTES
         assert {name for name, past, *_ in calls.log if past} == {"preadv", "pwritev"}
 
-    def test_states_that_change_their_way_between_steps_keep_their_values(
+    def test_states_that_switch_between_cached_and_direct_transfers_keep_their_values(
         self, direct_folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         torch.manual_seed(0)

@@ -42,7 +42,7 @@ def the_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 # --- adopted ----------------------------------------------------------------------------------------------------------
 
 
-def test_training_goes_on_in_an_adopted_home_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+def test_training_continues_in_an_adopted_home_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     bare, folder = layers(), tmp_path / "home"
     losses = train(bare, range(9))
     ours: list[float] = []
@@ -283,7 +283,7 @@ def test_a_home_whose_process_was_killed_is_refused(left: tuple[Path, dict[str, 
         offloaded(layers("meta"), left[0])
 
 
-def test_a_model_that_goes_without_close_warns_and_its_home_is_refused(tmp_path: Path) -> None:
+def test_a_model_collected_without_close_warns_and_its_home_is_refused(tmp_path: Path) -> None:
     def lose() -> None:
         offloaded(layers(), tmp_path)
         gc.collect()

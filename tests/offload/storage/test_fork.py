@@ -108,7 +108,7 @@ def test_a_child_that_ends_or_collects_the_model_leaves_the_files(tmp_path: Path
     holder[0].close()
 
 
-def test_a_table_of_rows_says_so_too(tmp_path: Path) -> None:
+def test_a_forked_embedding_table_says_that_it_is_forked(tmp_path: Path) -> None:
     table = OffloadEmbeddingBag(9, 4, offload_device=tmp_path)
     indices = torch.tensor([[1, 2]])
     table(indices)
@@ -121,7 +121,7 @@ def test_a_table_of_rows_says_so_too(tmp_path: Path) -> None:
     table(indices)
 
 
-def test_a_child_is_not_kept_by_work_that_its_parent_has_to_do() -> None:
+def test_a_forked_child_does_not_wait_for_work_of_its_parent() -> None:
     threads = IOThreads(1, "test")
     future = threads.submit(lambda: None)
     future.result()

@@ -26,7 +26,7 @@ def test_a_host_buffer_is_zero_on_a_page_and_has_exactly_its_bytes(nbytes: int) 
     assert not buffer.any()
 
 
-def test_a_host_buffer_goes_with_the_last_view_of_it() -> None:
+def test_a_host_buffer_is_freed_with_its_last_view() -> None:
     def mapped() -> int:
         return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * os.sysconf("SC_PAGESIZE")
 
@@ -52,7 +52,7 @@ def _loaded(model: OffloadModel) -> list[object]:
     return [shard for shard in model._executor.shards if shard._slot is not None]
 
 
-def test_a_job_that_no_thread_takes_is_done_by_whoever_waits_for_it() -> None:
+def test_a_job_that_no_thread_takes_is_run_by_the_waiting_thread() -> None:
     io_threads = IOThreadPool(1)
     gate, started, done = threading.Event(), threading.Event(), []
     blocker = io_threads.submit(lambda: (started.set(), gate.wait(60), None)[2])

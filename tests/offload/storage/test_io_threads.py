@@ -48,7 +48,7 @@ def test_work_is_taken_back_or_done_but_never_both() -> None:
     assert log == ["work"]
 
 
-def test_a_thread_too_many_goes_without_work() -> None:
+def test_an_excess_thread_gets_no_work() -> None:
     """An interrupt between the start of a thread and its note leads to a second start."""
     threads, names = IOThreads(1, "test"), list[str]()
     go_on = threading.Event()

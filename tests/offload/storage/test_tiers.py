@@ -66,7 +66,7 @@ class TierContract:
         assert block.tensor[9:14].tolist() == [0, 1, 2, 3, 0]
 
     @pytest.mark.parametrize("nbytes", [MANY, MANY + 4096, MANY + 100])
-    def test_large_blocks_come_back_bit_for_bit_whichever_way_they_were_written(self, tier: Tier, nbytes: int) -> None:
+    def test_large_blocks_are_read_bit_equal_whichever_way_they_were_written(self, tier: Tier, nbytes: int) -> None:
         """Through the tensor and by calls, in turn: each way sees what the other one wrote."""
         block = tier.allocate(nbytes, "weights")
         expected = torch.zeros(nbytes, dtype=torch.uint8)
@@ -135,7 +135,7 @@ class TestHostTier(TierContract):
     def tier(self, tmp_path: Path) -> Tier:
         return HostTier(CPU)
 
-    def test_boundaries_of_the_cpu_are_home_already(self, tier: Tier) -> None:
+    def test_boundaries_in_host_memory_are_not_copied(self, tier: Tier) -> None:
         assert tier.scratch() is None
 
 
@@ -172,7 +172,7 @@ class TestDiskTier(TierContract):
             assert torch.equal(back, tensor)
         assert scratch.fetch(tickets[6]).stride() == tensors[6].stride()
 
-    def test_what_scratch_remembers_of_a_tensor_is_no_tensor(self, tier: Tier) -> None:
+    def test_scratch_keeps_no_reference_to_a_stored_tensor(self, tier: Tier) -> None:
         """One for each boundary of each chunk would lie in the heap between blocks that come and go."""
         scratch = tier.scratch()
         assert scratch is not None
@@ -182,7 +182,7 @@ class TestDiskTier(TierContract):
 
     @settings(max_examples=30, deadline=None)
     @given(steps=st.lists(st.tuples(st.booleans(), st.integers(1, 3)), max_size=30))
-    def test_released_room_is_used_again_and_never_while_it_is_taken(self, steps: list[tuple[bool, int]]) -> None:
+    def test_released_space_is_reused_and_never_while_it_is_taken(self, steps: list[tuple[bool, int]]) -> None:
         import tempfile
 
         with tempfile.TemporaryDirectory() as folder:
@@ -202,7 +202,7 @@ class TestDiskTier(TierContract):
             assert scratch._end <= 240 * most  # type: ignore[attr-defined] - room for each size at most
             scratch.close()
 
-    def test_nothing_that_lies_in_the_directory_is_read_or_lost(self, tmp_path: Path) -> None:
+    def test_other_files_of_the_directory_are_neither_read_nor_lost(self, tmp_path: Path) -> None:
         """A stale file with the right name is never trusted."""
         (tmp_path / "0000-weights").write_bytes(b"stale")
         tier = DiskTier(tmp_path, CPU)
@@ -210,7 +210,7 @@ class TestDiskTier(TierContract):
         tier.close()
         assert (tmp_path / "0000-weights").read_bytes() == b"stale"
 
-    def test_files_go_with_the_tier(self, tmp_path: Path) -> None:
+    def test_files_are_removed_with_the_tier(self, tmp_path: Path) -> None:
         tier = DiskTier(tmp_path, CPU)
         tier.allocate(100, "weights")
         assert len(list(tmp_path.iterdir())) == 1
@@ -218,7 +218,7 @@ class TestDiskTier(TierContract):
         gc.collect()
         assert list(tmp_path.iterdir()) == []
 
-    def test_what_a_killed_process_left_goes_at_the_next_start(self, tmp_path: Path) -> None:
+    def test_files_of_a_killed_process_are_removed_at_the_next_start(self, tmp_path: Path) -> None:
         code = (
             "import os, sys, torch\n"
             "from offload.storage import DiskTier\n"
@@ -271,12 +271,12 @@ def test_bytes_of_sees_dense_memory_in_any_layout() -> None:
         ("folder", ValueError, "such as './folder'"),
     ],
 )
-def test_a_home_that_is_none_is_refused(value: object, error: type[Exception], match: str) -> None:
+def test_an_invalid_home_is_refused(value: object, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         open_tier(value, CPU)  # type: ignore[arg-type]
 
 
-def test_homes_by_name(tmp_path: Path) -> None:
+def test_homes_are_found_by_name(tmp_path: Path) -> None:
     assert isinstance(open_tier("cpu", CPU), HostTier)
     assert isinstance(open_tier(torch.device("cpu"), CPU), HostTier)
     assert isinstance(open_tier(tmp_path, CPU), DiskTier)

@@ -218,7 +218,7 @@ def test_a_graph_that_is_used_twice_keeps_no_cast_after_either_use() -> None:
         assert counts.alive() == 0
 
 
-def test_a_cast_refers_to_its_place_only_while_nobody_writes_there() -> None:
+def test_a_cast_refers_to_its_slot_only_while_the_slot_is_not_overwritten() -> None:
     """What a layer wrote after using its weight does not reach a gradient (``WritesAfterUse``, above)."""
     slot = torch.arange(4, dtype=torch.float32).view(torch.uint8)
     cast = Cast(slot.view(torch.float32), {"dtype": torch.bfloat16})

@@ -54,7 +54,7 @@ def assert_same_gradients(plain: nn.Module, model: nn.Module) -> None:
             torch.testing.assert_close(other.grad, one.grad, rtol=0, atol=0)
 
 
-def test_only_trained_parameters_take_room_for_gradients(tmp_path: Path) -> None:
+def test_only_trained_parameters_take_memory_for_gradients(tmp_path: Path) -> None:
     plain, model = adapted(tmp_path)
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
     expected = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)

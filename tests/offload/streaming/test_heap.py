@@ -55,7 +55,7 @@ def test_anonymous_memory_counts_what_is_written_to_and_not_what_a_file_backs(tm
     del ours
 
 
-def test_a_gradient_is_free_as_soon_as_it_is_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_is_freed_as_soon_as_it_is_offloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = offload.streaming.gradient_offload._store
     alive: list[int] = []
     earlier: list[weakref.ref[torch.UntypedStorage]] = []

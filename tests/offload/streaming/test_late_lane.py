@@ -101,7 +101,7 @@ def test_each_wait_is_needed(late: Late, tmp_path: Path, forgotten: str, why: st
     assert not same, f"expected a difference, since {why}"
 
 
-def test_a_fetch_needs_to_come_after_its_spill(late: Late, tmp_path: Path) -> None:
+def test_a_fetch_must_run_after_its_spill(late: Late, tmp_path: Path) -> None:
     def train_with_every_adversary() -> None:
         for seed in range(5):
             late(seed, forgets_after=True)
@@ -141,7 +141,7 @@ class Finished(Arrival):
         self.wait()
 
 
-def test_a_thread_waits_as_a_host_for_what_it_comes_after() -> None:
+def test_a_copy_on_a_thread_waits_on_the_host_for_its_predecessors() -> None:
     """An update on a thread reads gradients at home: that a stream waits for them is not enough."""
     lane, gradients = ThreadLane("update", torch.device("cpu")), Finished()
     seen: list[bool] = []
