@@ -10,7 +10,7 @@ __all__ = ["Condition", "Guarded"]
 
 
 class Condition:
-    """A lock, or a condition. Whoever waits for it is helped by ``helper``, once, and then waits for ever."""
+    """A lock, or a condition. A thread that waits for it is helped by ``helper``, once, and then waits for ever."""
 
     def __init__(self) -> None:
         self.held = False
@@ -18,14 +18,14 @@ class Condition:
         self.helper: Callable[[], None] | None = None
 
     def __enter__(self) -> None:
-        assert not self.held
+        assert not self.held, "a thread would wait for itself"
         self.held = True
 
     def __exit__(self, *_: object) -> None:
         self.held = False
 
     def wait(self) -> None:
-        assert self.held
+        assert self.held, "waited for without the lock"
         helper, self.helper = self.helper, None
         assert helper is not None, "it would wait for ever"
         self.held = False
@@ -33,7 +33,7 @@ class Condition:
         self.held = True
 
     def notify(self) -> None:
-        assert self.held
+        assert self.held, "notified without the lock"
         self.notified += 1
 
 

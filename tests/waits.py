@@ -1,15 +1,17 @@
-"""Finds every wait and event in the engine's sources, and takes one of them out.
+"""Mutation tests of waits: finds every wait and event in the engine's sources, and removes one of them.
 
-A wait that no test misses is a wait that somebody removes one day. So tests hold a table with an entry for each, and
-run a scenario of copies that are as late as they may be, once as the code stands and once without that wait.
+A wait that no test misses will be removed one day. So tests hold a table with an entry for each, and run a
+:class:`Scenario` of copies that are as late as they may be, once with all waits and once without that one. Only the
+order is removed: receivers and arguments are still evaluated, and where the value of a wait is used a stand-in keeps
+it. The scenario names its failure, so that a mutation that merely crashes proves nothing.
 
 What counts is found in the syntax tree, by name:
 
 ===========  ==========================================================================================
 kind         what, and what is left in its place
 ===========  ==========================================================================================
-call         a call such as ``arrival.wait()`` or ``event.record(stream)``: the statement goes, and a loop
-             that it alone ends goes with it; where its value is used, None is
+call         a call such as ``arrival.wait()`` or ``event.record(stream)``: its receiver and arguments; where
+             its value is used, what the stand-in returns for them; a loop that it alone ends is removed
 reference    ``event.synchronize`` handed on to be called later: something that returns at once
 order        the arrivals that a copy is submitted ``after``: none
 lock         ``with self._lock``: nothing is locked
@@ -19,10 +21,9 @@ lock         ``with self._lock``: nothing is locked
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -30,11 +31,11 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Site", "find_sites", "take_out"]
+__all__ = ["Scenario", "Site", "fails_with", "find_sites", "is_value_used", "take_out"]
 
 ROOT = Path(__file__).parent.parent
 
-#: Methods and functions that make somebody wait for somebody, or give him something to wait for.
+#: Methods and functions that wait, or that make something to wait for.
 CALLED = {
     *("wait", "finish", "result", "join", "acquire", "synchronize", "wait_event", "wait_stream", "fence", "_fence"),
     *("record", "record_event", "record_stream", "notify", "notify_all", "set", "query"),
@@ -131,17 +132,84 @@ def _order_of(call: ast.Call) -> ast.keyword | int | None:
     return 2 if _name(call.func) == "submit" and len(call.args) == 3 else None
 
 
+# --- scenarios ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run in which copies are as late as they may be, and how it fails if they are not waited for."""
+
+    run: Callable[..., None]
+    #: Patterns of messages, one of which the failure has.
+    messages: tuple[str, ...]
+    errors: tuple[type[BaseException], ...]
+
+    @property
+    def __name__(self) -> str:
+        return self.run.__name__
+
+    def __call__(self, *arguments: object) -> None:
+        self.run(*arguments)
+
+    def fails(self, *arguments: object) -> None:
+        """Asserts that it fails as announced."""
+        with pytest.raises(self.errors, match="|".join(self.messages)):
+            self.run(*arguments)
+
+
+def fails_with(
+    *messages: str, error: type[BaseException] | tuple[type[BaseException], ...] = AssertionError
+) -> Callable[[Callable[..., None]], Scenario]:
+    """Decorates a scenario.
+
+    Args:
+        messages: patterns, one of which is found in the message of the failure without one of its waits.
+        error: the type of that failure, or several.
+    """
+    assert all(messages), "a failure without a name proves nothing"
+    return lambda run: Scenario(run, messages, error if isinstance(error, tuple) else (error,))
+
+
 # --- taking one out -------------------------------------------------------------------------------------------------
 
+#: The name of a stand-in, in the module whose wait is taken out.
+STAND_IN = "_stand_in_for_a_wait"
 
-def take_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the function that holds ``site`` without it from now on."""
-    file = ROOT / Path(*site.module.split(".")).with_suffix(".py")
-    tree, way = next((tree, way) for found, tree, way in _sites_in(file) if found == site)
+
+def take_out(site: Site, monkeypatch: pytest.MonkeyPatch, stand_in: Callable[..., object] | None = None) -> None:
+    """Runs the function that holds ``site`` without it from now on.
+
+    Args:
+        site: the wait.
+        monkeypatch: puts it back.
+        stand_in: called with the receiver (of a method) and the arguments of a call whose value is used; returns
+            that value without waiting.
+    """
+    file, tree, way = _find(site)
+    assert (stand_in is not None) == _is_value_used(site, way), f"{site}: a stand-in is for values that are used"
     _remove(way, site.kind)
     code = compile(ast.fix_missing_locations(tree), str(file), "exec")
     function = _function(site)
-    monkeypatch.setattr(function, "__code__", _code_in(code, function.__qualname__))
+    found = _codes_in(code, function.__qualname__)
+    assert found, f"{site}: no code of {function.__qualname__}"
+    if stand_in is not None:
+        monkeypatch.setitem(function.__globals__, STAND_IN, stand_in)
+    monkeypatch.setattr(function, "__code__", found[-1])  # the last one: overloads come first
+
+
+def is_value_used(site: Site) -> bool:
+    """Whether the call is part of a larger expression, so that removing it asks for a stand-in."""
+    return _is_value_used(site, _find(site)[2])
+
+
+def _find(site: Site) -> tuple[Path, ast.Module, list[ast.AST]]:
+    file = ROOT / Path(*site.module.split(".")).with_suffix(".py")
+    tree, way = next((tree, way) for found, tree, way in _sites_in(file) if found == site)
+    return file, tree, way
+
+
+def _is_value_used(site: Site, way: list[ast.AST]) -> bool:
+    return site.kind == "call" and not isinstance(way[-2], ast.Expr)
 
 
 def _remove(way: list[ast.AST], kind: str) -> None:
@@ -159,12 +227,16 @@ def _remove(way: list[ast.AST], kind: str) -> None:
         node.context_expr = ast.parse("__import__('contextlib').nullcontext()", mode="eval").body
     elif kind == "reference":
         _replace(parent, node, ast.parse("lambda *_: None", mode="eval").body)
-    elif not isinstance(parent, ast.Expr):
-        _replace(parent, node, ast.Constant(None))
-    elif isinstance(way[-3], ast.While) and way[-3].body == [parent]:
-        _replace(way[-4], way[-3], ast.Pass())
     else:
-        _replace(way[-3], parent, ast.Pass())
+        assert isinstance(node, ast.Call)
+        operands = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+        operands += [*node.args, *(keyword.value for keyword in node.keywords)]
+        if isinstance(parent, ast.Expr) and isinstance(way[-3], ast.While) and way[-3].body == [parent]:
+            _replace(way[-4], way[-3], ast.Pass())  # it would never end
+        elif isinstance(parent, ast.Expr):
+            parent.value = ast.Tuple(elts=operands, ctx=ast.Load())
+        else:
+            _replace(parent, node, ast.Call(ast.Name(STAND_IN, ast.Load()), operands, []))
 
 
 def _replace(parent: ast.AST, old: ast.AST, new: ast.AST) -> None:
@@ -187,11 +259,6 @@ def _function(site: Site) -> FunctionType:
     return found
 
 
-def _code_in(code: CodeType, qualname: str) -> CodeType:
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            if constant.co_qualname == qualname:
-                return constant
-            with contextlib.suppress(LookupError):
-                return _code_in(constant, qualname)
-    raise LookupError(qualname)
+def _codes_in(code: CodeType, qualname: str) -> list[CodeType]:
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return [found for c in inner for found in ([c] if c.co_qualname == qualname else _codes_in(c, qualname))]

@@ -155,7 +155,7 @@ class Pair:
     def compare_states(self) -> None:
         expected, actual = self.plain.state_dict(), self.ours.state_dict()
         assert actual["param_groups"] == expected["param_groups"]
-        assert actual["state"].keys() == expected["state"].keys()
+        assert actual["state"].keys() == expected["state"].keys(), "states of other parameters"
         for key, state in expected["state"].items():
             assert actual["state"][key].keys() == state.keys()
             for name, value in state.items():

@@ -12,6 +12,7 @@ from offload.telemetry.statistics import Meter
 from tests.late_cuda import LateCuda
 from tests.offload.engine.test_boundary_store import BYTES, MOVING, Shelf, value
 from tests.offload.late import LateLane
+from tests.waits import fails_with
 
 SEEDS = range(6)
 
@@ -29,6 +30,7 @@ def _store(seed: int = 0, boxes: int = 0) -> tuple[BoundaryStore, Strict, LateLa
     return BoundaryStore(shelf, lane, (boxes + MOVING) * BYTES, Meter(torch.device("cpu"))), shelf, lane
 
 
+@fails_with("`leaves` has length 0", error=ValueError)
 def every_use_sees_its_value(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     for seed in SEEDS:
         boundaries, _, _ = _store(seed)
@@ -41,6 +43,7 @@ def every_use_sees_its_value(monkeypatch: pytest.MonkeyPatch, path: Path) -> Non
         boundaries.close()
 
 
+@fails_with("a boundary was released before its last use")
 def room_is_given_away_after_its_last_use(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     boundaries, shelf, lane = _store()
     boundaries.put(0, value(0), [9])
@@ -50,10 +53,13 @@ def room_is_given_away_after_its_last_use(monkeypatch: pytest.MonkeyPatch, path:
     spill, fetch, release = lane.pending
     release.run()  # the adversary has it run as early as it may
     lane.close()
-    assert [arrival.error for arrival in (spill, fetch, release)] == [None] * 3
-    assert shelf.rest == {}
+    assert [arrival.error for arrival in (spill, fetch, release)] == [None] * 3, (
+        "a boundary was released before its last use"
+    )
+    assert shelf.rest == {}, "a boundary was released before its last use"
 
 
+@fails_with("a boundary was stored after the close")
 def nothing_is_under_way_in_a_place_that_was_closed(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     boundaries, shelf, lane = _store()
     boundaries.put(0, value(0), [9])
@@ -62,15 +68,16 @@ def nothing_is_under_way_in_a_place_that_was_closed(monkeypatch: pytest.MonkeyPa
     boundaries.close()
     assert shelf.closed
     lane.close()
-    assert spill.error is None
+    assert spill.error is None, "a boundary was stored after the close"
 
 
+@fails_with("too many boundaries are on their way")
 def few_boundaries_are_on_their_way_out(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Each of them keeps its memory, which the budget knows of."""
     boundaries, _, lane = _store()
     for key in range(8):
         boundaries.put(key, value(key), [20 + key])
-        assert len(lane.pending) <= WRITES_IN_FLIGHT
+        assert len(lane.pending) <= WRITES_IN_FLIGHT, "too many boundaries are on their way"
     boundaries.close()
 
 
@@ -84,6 +91,7 @@ class OnDevice(torch.Tensor):
         self.users.append(stream)
 
 
+@fails_with("the allocator does not know its user")
 def memory_made_on_the_lane_is_known_to_be_used_by_compute(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Without this its memory is reused on the lane's stream while layers read it."""
     cuda = LateCuda(monkeypatch)
@@ -100,5 +108,5 @@ def memory_made_on_the_lane_is_known_to_be_used_by_compute(monkeypatch: pytest.M
     boundaries.put(0, value(0), [9])
     boundaries.put(1, value(1), [5])
     boundaries.get(0, 9)
-    assert [tensor.users for tensor in fetched] == [[cuda.compute]]
+    assert [tensor.users for tensor in fetched] == [[cuda.compute]], "the allocator does not know its user"
     boundaries.close()

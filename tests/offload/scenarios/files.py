@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from offload.files.running_sum import RunningSum
-from offload.files.tensor_file import TensorFile, write_tensors
+from offload.files.tensor_file import ChecksumError, TensorFile, write_tensors
 from offload.optim.disk_update import DiskParamBlock
 from offload.optim.io_buffers import IOBufferPool
 from offload.optim.io_requests import Copy, Read, Write
@@ -31,6 +31,7 @@ from tests.offload.late import LateLane, run_late
 from tests.offload.optim.test_io_buffers import Late
 from tests.offload.pair import Pair
 from tests.offload.storage.test_staging import LateLink
+from tests.waits import fails_with
 
 CPU = torch.device("cpu")
 PIECE = 1 << 14
@@ -99,23 +100,27 @@ def late_threads(monkeypatch: pytest.MonkeyPatch) -> list[LateThreads]:
     return made
 
 
+@fails_with("the sum is that of other bytes")
 def a_sum_is_that_of_all_that_was_added(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     late_threads(monkeypatch)
     parts = [bytes([k]) * (1 << 17) for k in range(3)]
     with RunningSum(b"first") as total:
         for part in parts:
             total.add(memoryview(part))
-        assert total.digits() == f"{zlib.crc32(b'first' + b''.join(parts)):08x}"
+        expected = f"{zlib.crc32(b'first' + b''.join(parts)):08x}"
+        assert total.digits() == expected, "the sum is that of other bytes"
 
 
+@fails_with("it reads after its end")
 def a_sum_reads_nothing_after_its_end(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     threads = late_threads(monkeypatch)
     with contextlib.suppress(OSError), RunningSum(b"") as total:
         total.add(memoryview(bytes(1 << 17)))
         raise OSError("the write beside it failed")
-    assert threads[0].under_way() == 0
+    assert threads[0].under_way() == 0, "it reads after its end"
 
 
+@fails_with("are not those that were written", error=ChecksumError)
 def a_window_is_summed_before_it_is_filled_again(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     write_tensors(path / "x", {"a": torch.randn(1 << 17)})
     late_threads(monkeypatch)
@@ -136,21 +141,24 @@ def _disk(
     return threads, tier, block, host_buffer(pieces * PIECE)
 
 
+@fails_with("a read returned before its bytes")
 def a_read_is_done_when_it_returns(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     for link in (None, LateLink()):
         _, _, block, slot = _disk(monkeypatch, path, link=link)
         block.read_into(slot)
         if link is not None:
             link.synchronize()
-        assert (slot == 7).all()
+        assert (slot == 7).all(), "a read returned before its bytes"
 
 
+@fails_with("written before the copy from the device")
 def a_write_comes_after_the_copy_from_the_device(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     _, _, block, _ = _disk(monkeypatch, path, link=LateLink())
     block.write(torch.full((block.nbytes,), 9, dtype=torch.uint8), 0)
-    assert (block.tensor == 9).all()
+    assert (block.tensor == 9).all(), "written before the copy from the device"
 
 
+@fails_with("too many pieces are on their way")
 def few_pieces_are_on_their_way(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     link = LateLink()
     threads, tier, block, slot = _disk(monkeypatch, path, pieces=3 * IN_FLIGHT, link=link)
@@ -164,10 +172,11 @@ def few_pieces_are_on_their_way(monkeypatch: pytest.MonkeyPatch, path: Path) -> 
 
     monkeypatch.setattr(LateThreads, "submit", counted)
     block.read_into(slot)
-    assert max(most) <= IN_FLIGHT
+    assert max(most) <= IN_FLIGHT, "too many pieces are on their way"
     assert sum(io_threads.under_way() for io_threads in threads) == 0
 
 
+@fails_with("a call of the system cannot reach a device")
 def where_buffers_are_few_pieces_wait_for_them(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     link = LateLink()
     _, tier, block, slot = _disk(monkeypatch, path, link=link)
@@ -184,6 +193,7 @@ def where_buffers_are_few_pieces_wait_for_them(monkeypatch: pytest.MonkeyPatch, 
     assert (slot == 7).all()
 
 
+@fails_with("it would wait for ever")
 def buffers_are_given_back(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     _, tier, block, slot = _disk(monkeypatch, path, link=LateLink())
     tier.transfers.staging._changed = Condition()  # type: ignore[assignment]
@@ -191,6 +201,7 @@ def buffers_are_given_back(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
         block.read_into(slot)
 
 
+@fails_with("a transfer goes on after its failure")
 def a_transfer_that_failed_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     threads, _, block, _ = _disk(monkeypatch, path, link=LateLink())
     first = [True]
@@ -205,14 +216,15 @@ def a_transfer_that_failed_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, path
     source = torch.full((block.nbytes,), 9, dtype=torch.uint8)
     with pytest.raises(OSError, match="once"):
         block.write(source, 0)
-    assert sum(io_threads.under_way() for io_threads in threads) == 0
+    assert sum(io_threads.under_way() for io_threads in threads) == 0, "a transfer goes on after its failure"
     before = block.tensor.clone()
     source.fill_(11)
     for io_threads in threads:
         io_threads.end()
-    assert torch.equal(before, block.tensor)
+    assert torch.equal(before, block.tensor), "a transfer goes on after its failure"
 
 
+@fails_with(r"^0$", "work goes on after a failure", error=(KeyError, AssertionError))
 def work_on_parts_is_done_when_it_returns(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     threads, tier, _, _ = _disk(monkeypatch, path)
     parts = [memoryview(bytes([k])) for k in range(4)]
@@ -225,7 +237,7 @@ def work_on_parts_is_done_when_it_returns(monkeypatch: pytest.MonkeyPatch, path:
 
     with pytest.raises(OSError, match="once"):
         tier.transfers.together(fails, parts)
-    assert sum(io_threads.under_way() for io_threads in threads) == 0
+    assert sum(io_threads.under_way() for io_threads in threads) == 0, "work goes on after a failure"
 
 
 # --- buffers that lanes share ---------------------------------------------------------------------------------------
@@ -238,6 +250,7 @@ def _staging(link: Link, count: int = 1) -> tuple[Staging, Condition]:
     return staging, condition
 
 
+@fails_with("nobody would wake up", "somebody else may be changing it", "instead of waiting")
 def a_lane_waits_for_a_buffer_of_another(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     staging, condition = _staging(LateLink())
     held = staging.take(wait=True)
@@ -248,6 +261,7 @@ def a_lane_waits_for_a_buffer_of_another(monkeypatch: pytest.MonkeyPatch, path: 
     assert staging.nbytes == 0
 
 
+@fails_with("nobody would wake up", "notified without the lock")
 def a_buffer_that_could_not_be_made_is_made_by_another(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     class Full(LateLink):
         def prepare(self, buffer: Tensor) -> None:
@@ -259,6 +273,7 @@ def a_buffer_that_could_not_be_made_is_made_by_another(monkeypatch: pytest.Monke
     assert condition.notified == 1, "nobody would wake up"
 
 
+@fails_with("overwritten before it was copied")
 def a_buffer_is_used_again_after_the_copy_out_of_it(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     link = LateLink()
     staging, _ = _staging(link)
@@ -267,13 +282,14 @@ def a_buffer_is_used_again_after_the_copy_out_of_it(monkeypatch: pytest.MonkeyPa
         buffer = staging.take(wait=True)
         assert buffer is not None
         buffer.fill_(piece)
-        assert piece == 1 or (device == 1).all()
+        assert piece == 1 or (device == 1).all(), "overwritten before it was copied"
         staging.release(buffer, link.copy(device, buffer))
 
 
 # --- what several threads look at -----------------------------------------------------------------------------------
 
 
+@fails_with("two threads would write the same probe")
 def one_thread_finds_out_what_the_file_system_can(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     cache, lock = PageCache(path, True), Condition()
     cache._lock = lock  # type: ignore[assignment]
@@ -286,13 +302,14 @@ def one_thread_finds_out_what_the_file_system_can(monkeypatch: pytest.MonkeyPatc
     assert cache.direct()
 
 
+@fails_with("somebody else may be changing it")
 def one_thread_at_a_time_writes_a_trace(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     tracer, lock = Tracer(), Condition()
     tracer._lock = lock  # type: ignore[assignment]
 
     class Samples(dict[str, Any]):
         def setdefault(self, key: str, default: Any) -> Any:
-            assert lock.held
+            assert lock.held, "somebody else may be changing it"
             return super().setdefault(key, default)
 
     with tracer.recording():
@@ -321,21 +338,26 @@ def _buffer_pool(
     tier.close()
 
 
+@fails_with("an I/O buffer was handed out before its bytes")
 def an_io_buffer_holds_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     with _buffer_pool(monkeypatch, path) as (_, buffer_pool, fives, _):
         io_buffer = buffer_pool.prepare("update_block", [Read("moment", fives, 0, PIECE)], 0)
-        assert (io_buffer.part("moment") == 5).all()
+        assert (io_buffer.part("moment") == 5).all(), "an I/O buffer was handed out before its bytes"
 
 
+@fails_with("a discarded prefetch landed")
 def a_discarded_prefetch_never_lands(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     with _buffer_pool(monkeypatch, path) as (threads, buffer_pool, fives, sixes):
-        buffer_pool.prefetch("nobody's", [Read("moment", fives, 0, PIECE)], 0)
+        buffer_pool.prefetch("unused", [Read("moment", fives, 0, PIECE)], 0)
         io_buffer = buffer_pool.prepare("update_block", [Read("moment", sixes, 0, PIECE)], 0)
         for io_threads in threads:
             io_threads.end()
-        assert (io_buffer.part("moment") == 6).all()
+        assert (io_buffer.part("moment") == 6).all(), "a discarded prefetch landed"
 
 
+@fails_with(
+    "DID NOT RAISE .*OSError", "a write goes on after its failure", error=(pytest.fail.Exception, AssertionError)
+)
 def what_fails_to_be_written_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     with _buffer_pool(monkeypatch, path) as (threads, buffer_pool, fives, sixes):
 
@@ -348,7 +370,7 @@ def what_fails_to_be_written_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, pa
         buffer_pool.send(moves, partial(_take_out, moves))
         with pytest.raises(OSError, match="full"):
             buffer_pool.wait_idle()
-        assert sum(io_threads.under_way() for io_threads in threads) == 0
+        assert sum(io_threads.under_way() for io_threads in threads) == 0, "a write goes on after its failure"
         source.fill_(11)
         assert all((move.source == 9).all() for move in moves)
 
@@ -373,18 +395,21 @@ def _pending(monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[tuple[list
         yield threads, pair
 
 
+@fails_with("an update is done before its writes", "written twice or not at all")
 def an_update_has_arrived_when_it_is_done(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """And nothing of it was written twice: a weight and two moments of four bytes each."""
     with _pending(monkeypatch, path) as (threads, pair):
         updated = sum(task.nbytes for shard in pair.model._executor.shards for task in shard.pending.tasks)
         before = pair.model.statistics().update_bytes_written
         pair.ours.synchronize()
-        assert sum(io_threads.under_way() for io_threads in threads) == 0
-        assert pair.model.statistics().update_bytes_written - before == 3 * updated
+        assert sum(io_threads.under_way() for io_threads in threads) == 0, "an update is done before its writes"
+        written = pair.model.statistics().update_bytes_written - before
+        assert written == 3 * updated, "written twice or not at all"
         pair.compare()
         pair.compare_states()
 
 
+@fails_with("transfers go on after a failure", "bytes are left unwritten")
 def an_update_that_failed_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Neither what was sent before, nor the weights that were being read; and what is left is written by the next."""
     for fatal in range(0, 12, 2):
@@ -408,16 +433,18 @@ def _fails_once(
             patch.setattr(owner, name, fails)
             with pytest.raises(type(error)):
                 pair.eval()
-            assert not pair.ours._buffer_pool._leaving
-            assert pair.ours._filler._threads.under_way() == 0  # type: ignore[attr-defined]
+            assert not pair.ours._buffer_pool._leaving, "transfers go on after a failure"
+            filling = pair.ours._filler._threads.under_way()  # type: ignore[attr-defined]
+            assert filling == 0, "transfers go on after a failure"
         for task in pair.model._executor.shards[0].pending.tasks:
             task.param_block.flush(task)
-            assert not task.unwritten
+            assert not task.unwritten, "bytes are left unwritten"
         pair.eval()
         pair.compare()
         pair.compare_states()
 
 
+@fails_with("Tensor-likes are not")
 def weights_are_there_when_they_are_updated(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     run_late(monkeypatch, 0)
     monkeypatch.setattr("offload.optim.optimizer.open_update_lane", lambda device: LateLane(0))

@@ -15,6 +15,7 @@ from offload.storage.io_threads import Future, IOThreads
 from offload.storage.staging import CudaLink
 from offload.streaming.lane import Clock, Lane, StreamLane, ThreadLane
 from tests.late_cuda import DEVICE, LateCuda
+from tests.waits import fails_with
 
 CPU = torch.device("cpu")
 
@@ -67,17 +68,19 @@ def _ones() -> Tensor:
     return torch.ones(4)
 
 
+@fails_with("read before the copy")
 def a_copy_on_a_thread_is_done_after_its_wait(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     there = torch.zeros(4)
     thread(CPU).submit("L0", lambda: there.fill_(1)).wait()  # type: ignore[arg-type, return-value]
-    assert there.all()
+    assert there.all(), "read before the copy"
 
 
+@fails_with("copied before its predecessor")
 def a_copy_on_a_thread_comes_after_what_it_was_given_after(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     lane, log = thread(CPU), list[str]()
     first = thread(CPU).submit("D0", lambda: log.append("D0"))
     lane.submit("U0", lambda: log.append("U0"), [first]).wait()
-    assert log == ["D0", "U0"]
+    assert log == ["D0", "U0"], "copied before its predecessor"
 
 
 def _overwrites(make: Callable[[torch.device], Lane], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,31 +89,36 @@ def _overwrites(make: Callable[[torch.device], Lane], monkeypatch: pytest.Monkey
     cuda.launch(lambda: read.copy_(slot))
     make(DEVICE).submit("L0", lambda: cuda.launch(lambda: slot.fill_(7))).synchronize()
     cuda.synchronize()
-    assert not read.any()
-    assert (slot == 7).all()
+    assert not read.any(), "overwritten while it is read"
+    assert (slot == 7).all(), "the copy is missing"
 
 
+@fails_with("overwritten while it is read")
 def a_stream_fills_a_slot_after_its_readers(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     _overwrites(StreamLane, monkeypatch)
 
 
+@fails_with("overwritten while it is read")
 def a_thread_fills_a_slot_after_its_readers(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     _overwrites(thread, monkeypatch)
 
 
+@fails_with("read before the copy")
 def bytes_are_there_when_a_thread_says_so(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     cuda, slot = LateCuda(monkeypatch), torch.zeros(4)
     thread(DEVICE).submit("L0", lambda: cuda.launch(lambda: slot.fill_(7))).wait()
-    assert (slot == 7).all()
+    assert (slot == 7).all(), "read before the copy"
 
 
+@fails_with("copied before its predecessor")
 def a_copy_on_a_stream_comes_after_what_it_was_given_after(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     cuda, home, slot = LateCuda(monkeypatch), torch.zeros(4), torch.zeros(4)
     update = StreamLane(DEVICE).submit("U0", lambda: cuda.launch(lambda: home.fill_(7)))
     StreamLane(DEVICE).submit("L0", lambda: cuda.launch(lambda: slot.copy_(home)), [update]).synchronize()
-    assert (slot == 7).all()
+    assert (slot == 7).all(), "copied before its predecessor"
 
 
+@fails_with("read before the copy")
 def compute_reads_a_slot_after_its_copy(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     cuda, slot, read = LateCuda(monkeypatch), torch.zeros(4), torch.zeros(4)
     arrival = StreamLane(DEVICE).submit("L0", lambda: cuda.launch(lambda: slot.fill_(7)))
@@ -118,15 +126,17 @@ def compute_reads_a_slot_after_its_copy(monkeypatch: pytest.MonkeyPatch, path: P
     cuda.launch(lambda: read.copy_(slot))
     assert cuda.host_waits == 0, "the host waited"
     cuda.synchronize()
-    assert (read == 7).all()
+    assert (read == 7).all(), "read before the copy"
 
 
+@fails_with("read before the copy")
 def the_host_reads_a_home_after_its_copy(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     cuda, home = LateCuda(monkeypatch), torch.zeros(4)
     StreamLane(DEVICE).submit("D0", lambda: cuda.launch(lambda: home.fill_(7))).synchronize()
-    assert (home == 7).all()
+    assert (home == 7).all(), "read before the copy"
 
 
+@fails_with("copied after the close")
 def a_home_goes_after_the_last_copy_of_it(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """A load that nobody used; then the model goes, and its memory is somebody else's."""
     cuda, home, slot = LateCuda(monkeypatch), torch.full((4,), 7.0), torch.zeros(4)
@@ -136,9 +146,10 @@ def a_home_goes_after_the_last_copy_of_it(monkeypatch: pytest.MonkeyPatch, path:
     home.fill_(9)
     slot_then = slot.clone()
     lane._stream.synchronize()
-    assert torch.equal(slot, slot_then)
+    assert torch.equal(slot, slot_then), "copied after the close"
 
 
+@fails_with("a copy is still to come")
 def a_lane_is_at_rest_after_all_its_copies(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     cuda, slots = LateCuda(monkeypatch), [torch.zeros(4) for _ in range(3)]
     on_thread, on_stream = thread(CPU), StreamLane(DEVICE)
@@ -149,7 +160,7 @@ def a_lane_is_at_rest_after_all_its_copies(monkeypatch: pytest.MonkeyPatch, path
     io_threads.submit(lambda: slots[2].fill_(7))  # type: ignore[arg-type, return-value]
     for lane in (on_thread, on_stream, io_threads):
         lane.wait_idle()  # type: ignore[attr-defined]
-    assert all((slot == 7).all() for slot in slots)
+    assert all((slot == 7).all() for slot in slots), "a copy is still to come"
 
 
 class _Opens:
@@ -165,14 +176,16 @@ class _Opens:
     def release(self) -> None: ...
 
 
+@fails_with("the result came before the work")
 def a_result_comes_after_its_work(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     log: list[str] = []
     future = Future(lambda: log.append("work"))
     future._gate = _Opens(future)  # type: ignore[assignment]
     future.result()
-    assert log == ["work"]
+    assert log == ["work"], "the result came before the work"
 
 
+@fails_with("the thread is still at work")
 def a_thread_is_at_rest_after_all_its_work(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     go_on, log, wait_idle = threading.Event(), list[str](), Future.wait_idle
 
@@ -185,38 +198,41 @@ def a_thread_is_at_rest_after_all_its_work(monkeypatch: pytest.MonkeyPatch, path
     monkeypatch.setattr(Future, "wait_idle", late)
     try:
         threads.wait_idle()
-        assert log == ["work"]
+        assert log == ["work"], "the thread is still at work"
     finally:
         go_on.set()
         threads.close()
 
 
+@fails_with("spans are missing", "both events must be recorded and completed", error=(AssertionError, RuntimeError))
 def a_clock_counts_what_has_ended(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     cuda, clock = LateCuda(monkeypatch), Clock(DEVICE)
     for _ in range(3):
         with clock.span():
             cuda.launch(_ones)
-    assert clock.seconds == pytest.approx(3e-3)
+    assert clock.seconds == pytest.approx(3e-3), "spans are missing"
 
 
+@fails_with("spans are missing")
 def a_forecast_counts_what_has_ended(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     cuda, clock = LateCuda(monkeypatch), Clock(DEVICE)
     with clock.span(4):
         cuda.launch(_ones)
-    assert clock.seconds_each() == pytest.approx(1e-3 / 4)
+    assert clock.seconds_each() == pytest.approx(1e-3 / 4), "spans are missing"
 
 
+@fails_with("the host waited", "events are hoarded")
 def a_clock_hoards_no_events_and_never_waits_in_a_step(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     cuda, clock = LateCuda(monkeypatch), Clock(DEVICE)
     for _ in range(4200):
         with clock.span():
             cuda.launch(_ones)
-    assert cuda.host_waits == 0
+    assert cuda.host_waits == 0, "the host waited"
     assert len(clock._spans) == 4200, "none of these has ended"
     cuda.synchronize()
     with clock.span():
         cuda.launch(_ones)
-    assert len(clock._spans) <= 1
+    assert len(clock._spans) <= 1, "events are hoarded"
 
 
 class OnDevice:
@@ -234,6 +250,7 @@ class OnDevice:
         self.cuda.launch(lambda: self.values.copy_(source))
 
 
+@fails_with("a buffer was used again before its copy")
 def a_fence_is_passed_after_its_copy(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     cuda, buffer = LateCuda(monkeypatch), torch.full((4,), 7.0)
     slot = OnDevice(cuda, torch.zeros(4))
@@ -241,4 +258,4 @@ def a_fence_is_passed_after_its_copy(monkeypatch: pytest.MonkeyPatch, path: Path
     fence()
     buffer.fill_(9)  # the next piece
     cuda.synchronize()
-    assert (slot.values == 7).all()
+    assert (slot.values == 7).all(), "a buffer was used again before its copy"

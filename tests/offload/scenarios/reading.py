@@ -15,8 +15,7 @@ from offload import OffloadModel, OffloadOptimizer
 from tests.offload.late import LateLane
 from tests.offload.pair import Pair
 from tests.offload.scenarios.training import update_on
-
-Scenario = Callable[[pytest.MonkeyPatch, Path], None]
+from tests.waits import Scenario, fails_with
 
 
 def after_a_step(look: Callable[[Pair], None]) -> Scenario:
@@ -31,7 +30,7 @@ def after_a_step(look: Callable[[Pair], None]) -> Scenario:
         look(pair)
 
     scenario.__name__ = look.__name__
-    return scenario
+    return fails_with("Tensor-likes are not", "states of other parameters")(scenario)
 
 
 def _same(pair: Pair, parameters: list[torch.Tensor]) -> None:
@@ -54,6 +53,7 @@ def layers_that_are_gone_through_are_updated(pair: Pair) -> None:
     _same(pair, [p for layer in pair.model for p in layer.parameters()])
 
 
+@fails_with("Tensor-likes are not")
 def a_step_that_others_can_see_is_finished(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     update_on(monkeypatch, LateLane(0))
     pair = Pair("momentum", f"{path}/")
@@ -147,6 +147,7 @@ def a_loaded_optimizer_is_not_updated_by_an_earlier_step(pair: Pair) -> None:
     pair.compare_states()
 
 
+@fails_with("DID NOT RAISE .*RuntimeError", error=pytest.fail.Exception)
 def a_gradient_that_a_class_refuses_is_refused_by_the_step(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     layers = [nn.EmbeddingBag(5, 4, sparse=True), nn.Linear(4, 2)]
     model = OffloadModel(layers, "cpu", f"{path}/", checkpoint_activation=True)

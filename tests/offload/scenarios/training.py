@@ -22,6 +22,7 @@ from tests.offload.prompt import PromptLane
 from tests.offload.scenarios.lanes import LateThread
 from tests.offload.streaming.test_late_lane import both, equal
 from tests.offload.zoo import WIDTH, build
+from tests.waits import fails_with
 
 SEEDS = range(4)
 
@@ -30,12 +31,14 @@ def update_on(monkeypatch: pytest.MonkeyPatch, lane: LateLane) -> None:
     monkeypatch.setattr("offload.optim.optimizer.open_update_lane", lambda device: lane)
 
 
+@fails_with("weights differ from the bare model's")
 def it_trains_like_the_bare_model(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     for seed in SEEDS:
         run_late(monkeypatch, seed)
-        assert equal(both(f"{path}/"))
+        assert equal(both(f"{path}/")), "weights differ from the bare model's"
 
 
+@fails_with("Tensor-likes are not")
 def loads_see_the_updates_of_their_homes(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     for seed in SEEDS:
         run_late(monkeypatch, seed)
@@ -45,6 +48,7 @@ def loads_see_the_updates_of_their_homes(monkeypatch: pytest.MonkeyPatch, path: 
             pair.do(action)
 
 
+@fails_with("Tensor-likes are not")
 def updates_in_backward_see_complete_gradients(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Some rest at home from the backward before, and are added to there; the update is as early as it may be."""
     run_late(monkeypatch, 0)
@@ -54,6 +58,7 @@ def updates_in_backward_see_complete_gradients(monkeypatch: pytest.MonkeyPatch, 
         pair.do(action)
 
 
+@fails_with("gradients pile up")
 def gradients_do_not_pile_up(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Two sets at a time: those on their way home, or those of an update and of the one before it."""
     waiting: list[int] = []
@@ -70,9 +75,10 @@ def gradients_do_not_pile_up(monkeypatch: pytest.MonkeyPatch, path: Path) -> Non
         update_on(monkeypatch, LateLane(0))
         pair = Pair("sgd", f"{path}/", slices=6, kinds=("linear",) * 4, update_in_backward=in_backward)
         pair.backward()
-    assert max(waiting) <= 2
+    assert max(waiting) <= 2, "gradients pile up"
 
 
+@fails_with("a gradient changed after the exception")
 def nothing_moves_after_an_exception(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     lanes = run_late(monkeypatch, 0)
     model = OffloadModel(build(["linear"] * 3), "cpu", f"{path}/", num_slices=5, checkpoint_activation=True)
@@ -91,9 +97,10 @@ def nothing_moves_after_an_exception(monkeypatch: pytest.MonkeyPatch, path: Path
     for lane in lanes:
         lane.close()  # whatever was left behind arrives now
     for before, p in zip(gradients, model.parameters(), strict=True):
-        assert before is None or torch.equal(before, p.grad)
+        assert before is None or torch.equal(before, p.grad), "a gradient changed after the exception"
 
 
+@fails_with("the next forward is wrong")
 def a_forward_after_one_that_failed_is_right(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     for seed in SEEDS:
         lanes = run_late(monkeypatch, seed)
@@ -107,11 +114,12 @@ def a_forward_after_one_that_failed_is_right(monkeypatch: pytest.MonkeyPatch, pa
         handle.remove()
         for lane in lanes:
             lane.backwards = True  # what was left behind comes last
-        assert torch.equal(model(x), expected)
+        assert torch.equal(model(x), expected), "the next forward is wrong"
 
 
-def a_load_that_nobody_used_does_not_arrive_later(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    """A model looks ahead; then somebody writes to the homes, and what was loaded is not used."""
+@fails_with("Tensor-likes are not")
+def an_unused_load_never_lands(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """A model looks ahead; then its homes are written to, and what was loaded is not used."""
     run_late(monkeypatch, backwards=True)
     bare = build(["linear"] * 2)
     model = OffloadModel(build(["linear"] * 2), "cpu", f"{path}/", num_slices=4, checkpoint_activation=True)
@@ -125,6 +133,7 @@ def a_load_that_nobody_used_does_not_arrive_later(monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(model(x), bare(x))
 
 
+@fails_with("it is still to come")
 def an_update_that_was_cut_off_from_its_load_ends_first(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """An interrupt between the two: the update works in a slot that is about to be given away."""
     for seed in SEEDS:
@@ -146,6 +155,7 @@ def an_update_that_was_cut_off_from_its_load_ends_first(monkeypatch: pytest.Monk
         pair.eval()
 
 
+@fails_with("storing gradients .* No space left", error=OSError)
 def a_store_that_failed_is_told_once(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """The gradients of the pass that failed are not waited for by the next."""
     run_late(monkeypatch, 0)
@@ -178,6 +188,7 @@ class _Breaks(LateLane):
         return arrival
 
 
+@fails_with("updated twice", "weights arrive twice")
 def an_update_whose_start_was_interrupted_runs_once(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """What was queued is over before it is started again: else weights are read while they are being written."""
     for breaks in ("before", "after"):
@@ -194,7 +205,7 @@ def an_update_whose_start_was_interrupted_runs_once(monkeypatch: pytest.MonkeyPa
         with pytest.raises(KeyboardInterrupt):
             update.start(slot)
         update.start(slot)
-        assert [arrival.token for arrival in lane.pending] == ["U0"]
+        assert [arrival.token for arrival in lane.pending] == ["U0"], "updated twice"
         assert len(io_threads.waiting) <= 1, "weights arrive twice"
         update.wait_idle()
         pair.compare()
@@ -229,6 +240,7 @@ class NotingLane(Lane):
     def close(self) -> None: ...
 
 
+@fails_with("the pass returned before its", "what is frozen in front")
 def the_host_waits_at_the_end_of_a_pass_and_never_before(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """On a device the host is ahead. What it may read or write after a call must be done when the call returns."""
     log: list[tuple[str, str]] = []
@@ -272,12 +284,12 @@ def the_host_waits_at_the_end_of_a_pass_and_never_before(monkeypatch: pytest.Mon
     x = torch.randn(6, WIDTH)
     model = make(slots=4, frozen=2)
     with torch.no_grad():
-        assert waited(lambda: model(x))[0] == {"L0", "L1", "L2", "L3"}
+        assert waited(lambda: model(x))[0] == {"L0", "L1", "L2", "L3"}, "the pass returned before its loads"
     model = make(slots=4, frozen=2)
     by_host, _, output = waited(lambda: model(x))
     assert by_host == {"L0", "L1"}, "what is frozen in front may be changed before the backward"
-    assert "D2" in waited(output.sum().backward)[0]  # which came after D3
+    assert "D2" in waited(output.sum().backward)[0], "the pass returned before its drains"  # D2 is the last
     model = make(slots=2, frozen=4)
     output = model(x.clone().requires_grad_()).sum()
     by_host, copies, _ = waited(output.backward)
-    assert [token for token in copies if token[0] == "L"][-1] in by_host
+    assert [token for token in copies if token[0] == "L"][-1] in by_host, "the pass returned before its loads"
