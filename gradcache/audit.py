@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipe.module_hooks import EngineHook
 from pipe.nested import tensors_in
 
 __all__ = ["LayerAudit"]
@@ -51,7 +52,7 @@ class LayerAudit:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 note(j, [tensor.detach().to("cpu", copy=True) for tensor in tensors_in(output)])
 
-            return hook
+            return EngineHook(hook)
 
         handles = [layer.register_forward_hook(hook_of(j)) for j, layer in enumerate(self._layers)]
         try:

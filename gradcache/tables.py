@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipe.module_hooks import EngineHook
+
 __all__ = ["rows_in_place", "tables_of"]
 
 
@@ -31,7 +33,7 @@ def tables_of(module: nn.Module) -> list[nn.Embedding]:
 @contextlib.contextmanager
 def rows_in_place(tables: Sequence[nn.Embedding]) -> Iterator[None]:
     """What looks rows up inside will add to gradients of ``tables`` in place, whenever its backward runs."""
-    handles = [table.register_forward_hook(_looked_up) for table in tables]
+    handles = [table.register_forward_hook(EngineHook(_looked_up)) for table in tables]
     try:
         yield
     finally:

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "HOOKS_OF_MODULES",
     "accumulates_everywhere",
+    "global_module_hooks",
     "has_hooks",
     "hidden_hooks",
     "is_requested",
@@ -122,6 +124,25 @@ def run_hooks_with_gradient_only(leaf: Tensor) -> None:
     leaf_._backward_hooks = OrderedDict({0: gradient_hooks})
     leaf_._post_accumulate_grad_hooks = OrderedDict({0: accumulation_hooks})
     torch.autograd.Variable._execution_engine.queue_callback(restore)
+
+
+#: The attributes of a module that hold its hooks by number, and for some of those numbers how they are called.
+HOOKS_OF_MODULES = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+
+
+def global_module_hooks() -> list[dict[int, Any]]:
+    """The hooks that run for every module."""
+    module: Any = torch.nn.modules.module
+    names = "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks"
+    return [getattr(module, name) for name in names]
 
 
 def outside_of_compiled_graphs(function: F) -> F:

@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradcache import representations
 from gradcache.reach import Reach, leaves_of
+from pipe.module_hooks import EngineHook
 from pipe.nested import tensors_in
 
 __all__ = ["Reduction", "after_backward", "unwrapped", "watch", "wrappers_in"]
@@ -61,7 +62,7 @@ def watch(modules: Iterable[nn.Module]) -> None:
     for wrapper in wrappers_in(modules):
         if wrapper not in _pending:
             _pending[wrapper] = 0
-            wrapper.register_forward_hook(_note_forward)
+            wrapper.register_forward_hook(EngineHook(_note_forward))
 
 
 def _note_forward(wrapper: nn.Module, args: Any, output: Any) -> None:

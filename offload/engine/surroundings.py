@@ -1,4 +1,4 @@
-"""What a pass must leave as it was, whatever ended it: settings of the thread, phase, modes, buffers, generators.
+"""What a pass must leave as it was, whatever ended it: settings of the thread, phase, modules, generators.
 
 Layers run inside contexts that change these and put them back. An exception that is raised between the body of a
 ``with`` statement and its end, as Ctrl-C can raise it, skips the second half. So a pass notes everything once when it
@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from pipe.module_hooks import HookAttributes
 from pipe.recompute.module_state import WatchedModule
 from pipe.recompute.phase import phase_of_thread, set_phase_of_thread
 from pipe.recompute.replay import Replay
@@ -33,7 +34,9 @@ class StateBefore:
         self._phase = phase_of_thread()
         self._modes: list[tuple[nn.Module, bool]] = []
         self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
-        for watched in recomputed:
+        found = list(recomputed)
+        self._hooks = HookAttributes(module for watched in found for _, module in watched.modules)
+        for watched in found:
             self._modes += [(module, module.training) for _, module in watched.modules]
             self._buffers += [(owner._buffers, name, owner._buffers.get(name)) for owner, name, _ in watched.buffers]
         self._settings: ThreadState | Replay
@@ -46,5 +49,6 @@ class StateBefore:
         for module, training in self._modes:
             if module.training != training:
                 module.training = training
+        self._hooks.restore()
         for buffers, name, buffer in self._buffers:
             buffers[name] = buffer

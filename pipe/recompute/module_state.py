@@ -5,7 +5,8 @@ gradient wrong without a word; a layer switched to ``eval()`` becomes another fu
 itself updates (running statistics, the vectors of spectral norm) would be read in their new state and be updated twice.
 
 Invariants
-    * A recomputation meets parameters and modes of the forward, or :class:`RuntimeError` names what changed.
+    * A recomputation meets parameters and modes of the forward, or :class:`RuntimeError` names what changed. It runs
+      the hooks of the forward (:mod:`pipe.module_hooks`).
     * Buffers that the forward or a later one wrote hold, during the recomputation, what they held before it; writes go
       to copies, so the buffers of the module count every forward once. The same holds for plain attributes, where it is
       asked for.
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from pipe.module_hooks import Hooks
 from pipe.recompute.attributes import Attributes, Stateful
 from pipe.recompute.first_write import FirstWrites
 from pipe.recompute.generators import held_generators
@@ -223,11 +225,12 @@ class ModuleState:
             output = module(input)
     """
 
-    __slots__ = ("_attributes", "_buffers", "_epochs", "_modes", "_noted", "_versions", "_watched")
+    __slots__ = ("_attributes", "_buffers", "_epochs", "_hooks", "_modes", "_noted", "_versions", "_watched")
 
     def __init__(self, watched: WatchedModule, *, attributes: bool = False) -> None:
         self._watched = watched
         self._attributes = Attributes(watched.stateful) if attributes else None
+        self._hooks = Hooks(watched.modules)
         self._modes = [module.training for _, module in watched.modules]
         self._versions: list[int] = []
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
@@ -271,6 +274,7 @@ class ModuleState:
         """
         if self._attributes is not None:
             self._attributes.seal()
+        self._hooks.seal(add=self._attributes is None)
         noted, self._noted = self._noted, []
         for buffer in noted:
             if buffer.was_written(self._watched.compared):
@@ -309,7 +313,8 @@ class ModuleState:
             for owner, name, snapshot in [*self._buffers, *read]:
                 before.append((owner._buffers, name, owner._buffers[name]))
                 owner._buffers[name] = snapshot.clone()  # a retained graph may ask for the snapshot again
-            with self._attributes.again() if self._attributes is not None else contextlib.nullcontext():
+            attributes = contextlib.nullcontext() if self._attributes is None else self._attributes.again()
+            with attributes, self._hooks.again():
                 yield
         finally:
             for buffers, name, buffer in before:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tests.offload.fuzz.hooks import Hook, RemoveHooks
+from tests.offload.fuzz.hooks import Hook
 from tests.offload.fuzz.passes import Backward, Grad
 from tests.offload.fuzz.program import Setup, Statement
 from tests.offload.fuzz.weights import Average, Copy, SaveState, Swap, Write
@@ -68,23 +68,6 @@ KNOWN: list[Known] = [
             and s.how == "file"
             and (setup.model == "mixed" or (setup.optimizer == "changing" and setup.updates != "plain"))
         ),
-    ),
-    Known(
-        "hooks that come or go between forward and backward change a recomputation",
-        (
-            "a_hook_that_comes_after_the_forward_is_not_in_its_recomputation",
-            "a_hook_that_is_removed_after_the_forward_is_in_its_recomputation",
-            "another_forward_of_a_layer_is_not_in_a_recomputation",
-        ),
-        lambda setup, s: (
-            setup.checkpoint
-            and (
-                (isinstance(s, Hook) and s.on in ("forward", "forward_pre", "backward", "backward_pre"))
-                or isinstance(s, RemoveHooks)
-                or (isinstance(s, Swap) and s.how == "forward")
-            )
-        ),
-        waiting=True,
     ),
 ]
 
