@@ -6,8 +6,10 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from benchmarks.frame.extra import MissingExtraError
+from benchmarks.harness import claims
 from benchmarks.questions import QUESTIONS
 
 __all__ = ["main"]
@@ -18,9 +20,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     width = max(len(question.name) for question in QUESTIONS)
     listing = "\n".join(f"  {question.name:<{width}}  {question.summary}" for question in QUESTIONS)
+    if words[:1] == ["table"]:
+        return _table(words[1:])
     if not words:
         print(f"usage: python -m benchmarks QUESTION [--out STEM] [options]\n\n{listing}")
         print("\npython -m benchmarks QUESTION --help shows the options of one.")
+        print("python -m benchmarks table prints the README's table of claims from benchmarks/results/*.jsonl.")
         return 0
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
@@ -52,6 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (MissingExtraError, ValueError) as error:
         print(f"python -m benchmarks: {error}", file=sys.stderr)
         return 2
+
+
+def _table(words: Sequence[str]) -> int:
+    """Prints the table of claims."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks table", description=claims.__doc__)
+    parser.add_argument("--results", type=Path, default=claims.RESULTS, metavar="DIR", help="where the JSON lines are")
+    parser.add_argument("--links", default="benchmarks/results/", metavar="PREFIX", help="what each link begins with")
+    arguments = parser.parse_args(words)
+    print(claims.claims_table(arguments.results, arguments.links))
+    return 0
 
 
 if __name__ == "__main__":
