@@ -1,0 +1,94 @@
+"""The README is short, its quick start is two commands, and its figures are those that were recorded."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MOST_WORDS = 900
+MOST_LINES = 10
+GLOSSARY = [
+    *("layer", "home", "tier", "lane", "slot", "shard", "cell"),
+    *("tape", "boundary", "replay", "drain", "plan", "chunk", "micro-batch"),
+]
+
+
+def section(title: str) -> str:
+    """What stands below a heading, up to the next one of the same level."""
+    _, found, rest = README.partition(f"\n## {title}\n")
+    assert found, f"README.md has no section {title!r}"
+    return re.split(r"^## ", rest, flags=re.MULTILINE)[0]
+
+
+def blocks(text: str, language: str) -> list[list[str]]:
+    """The lines of each fenced block."""
+    return [body.splitlines() for body in re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)]
+
+
+def pictures() -> ModuleType:
+    """The script that draws the pictures."""
+    pytest.importorskip("matplotlib")
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "tools" / "pictures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_outside_of_code_the_readme_has_at_most_900_words() -> None:
+    prose = re.sub(r"^```.*?^```$|<!--.*?-->", "", README, flags=re.DOTALL | re.MULTILINE)
+    words = [word for word in prose.split() if re.search(r"\w", word)]
+    assert len(words) <= MOST_WORDS
+
+
+def test_the_quick_start_is_two_commands_of_one_line_each() -> None:
+    commands = blocks(section("Quick start"), "sh")
+    assert [len(lines) for lines in commands] == [1, 1]
+    assert all(lines[0].startswith("python3 -m venv ") for lines in commands)
+    assert "python -m benchmarks " in commands[0][0]
+    assert commands[1][0].endswith("python -m pytest") or "python -m pytest -n" in commands[1][0]
+
+
+def test_continuous_integration_runs_the_commands_of_the_quick_start() -> None:
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    (function,) = re.findall(r"^quick_start\(\) \{$.*?^\}$", script, re.DOTALL | re.MULTILINE)
+    for number, (command,) in enumerate(blocks(section("Quick start"), "sh"), start=1):
+        assert re.search(rf"quick_start {number}\b", script)
+        shown = subprocess.run(
+            ["bash", "-c", f"{function}\nquick_start {number}"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
+        assert shown == command + "\n"
+
+
+@pytest.mark.parametrize("title", ["A model larger than memory", "A batch larger than memory"])
+def test_an_example_has_ten_lines_besides_its_imports(title: str) -> None:
+    # That it runs, tests/test_documents.py checks.
+    (example,) = blocks(section("When to use it").split(f"### {title}\n")[1].split("\n### ")[0], "python")
+    assert len([line for line in example if line and not line.startswith(("import ", "from "))]) <= MOST_LINES
+
+
+@pytest.mark.parametrize("word", GLOSSARY)
+def test_the_glossary_explains_each_word_in_one_line(word: str) -> None:
+    assert len(re.findall(rf"^\* \*\*{word}\*\*: .+$", section("How it works"), re.MULTILINE)) == 1
+
+
+def test_the_picture_shows_the_recorded_ratios() -> None:
+    module = pictures()
+    image = pytest.importorskip("PIL.Image").open(module.PICTURE)
+    drawn = {case: tuple(point) for case, point in json.loads(image.text[module.POINTS]).items()}
+    assert drawn == module.recorded_points()
+
+
+def test_the_table_of_results_is_the_generated_one() -> None:
+    claims = pytest.importorskip("benchmarks.harness.claims", reason="the generator of the table is not there")
+    table = README.split("<!-- results -->")[1].split("<!-- /results -->")[0]
+    assert table.strip() == claims.claims_table(), "run `python -m benchmarks table` and paste what it prints"
