@@ -186,7 +186,9 @@ def cache_train_step(loss_fn: Callable[..., Any], state: Any, ss: Tree, tt: Tree
         loss_fn: ``loss_fn(x, y, axis=axis)`` on whole batches of representations; its mean is the loss. Without an
             ``axis`` it is called as ``loss_fn(x, y)``.
         state: has ``params``, ``apply_fn(params=..., **chunk)`` and ``apply_gradients(grads=...)``, like a TrainState.
-        ss, tt: keyword arguments of ``apply_fn`` with a leading dimension of chunks, see :func:`tree_chunk`.
+        ss: keyword arguments of ``apply_fn`` for the first side, with a leading dimension of chunks, see
+            :func:`tree_chunk`.
+        tt: the same for the second side.
         axis: name of the axis of ``pmap`` that loss and gradients are averaged over; None: a single device.
 
     Returns:

@@ -98,7 +98,8 @@ class OffloadEmbeddingBag(nn.Module):
         num_embeddings: rows of the table.
         embedding_dim: columns.
         mode: ``"sum"``, ``"mean"`` or ``"max"``.
-        include_last_offset, padding_idx: as in ``torch.nn.EmbeddingBag``.
+        include_last_offset: as in ``torch.nn.EmbeddingBag``.
+        padding_idx: as in ``torch.nn.EmbeddingBag``.
         offload_device: the home: ``"cpu"``, or a directory.
         device: where lookups run.
         dtype: of the table.

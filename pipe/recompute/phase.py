@@ -72,11 +72,13 @@ def is_checkpointing() -> bool:
 
 
 def is_recomputing() -> bool:
-    """Whether this forward repeats an earlier one to get its activations back. Guard side effects with it::
+    """Whether this forward repeats an earlier one to get its activations back.
 
-    def forward(self, input):
-        if not is_recomputing():
-            self.calls += 1
-        return input
+    It guards side effects::
+
+        def forward(self, input):
+            if not is_recomputing():
+                self.calls += 1
+            return input
     """
     return _phase.recomputing or torch._C._current_graph_task_id() != -1
