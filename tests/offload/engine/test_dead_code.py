@@ -324,7 +324,7 @@ def test_a_result_that_was_left_out_cannot_be_read() -> None:
         copy.deepcopy,
     ]
     for read in readers:
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError, match="a recomputation left out|LeftOut|its data is not allocated"):
             read(again)
 
 

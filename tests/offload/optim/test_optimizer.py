@@ -85,7 +85,7 @@ def test_an_optimizer_that_does_nothing_is_noticed_for_every_tensor() -> None:
     pair.plain.step()
     for (name, b), c in zip(pair.bare.named_parameters(), pair.model.parameters(), strict=True):
         if b.grad is not None:
-            with pytest.raises(AssertionError):
+            with pytest.raises(AssertionError, match="Tensor-likes are not close"):
                 pair.close(c, b)
         else:
             assert name.endswith("never")

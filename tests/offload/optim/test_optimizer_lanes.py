@@ -115,7 +115,8 @@ def test_a_load_of_a_tied_layer_waits_for_the_update_of_the_owner(
                 pair.do(action)
             try:
                 pair.eval()
-            except AssertionError:
+            except AssertionError as error:
+                assert "Tensor-likes are not close" in str(error)
                 results.append(False)
         return all(results)
 
@@ -134,14 +135,14 @@ def test_reading_through_the_model_waits_for_updates(home: str, updates: Any, mo
     pair.backward()
     pair.step()
     pair.zero()
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="Tensor-likes are not"):
         pair.compare()
     updates(LateLane(0))
     pair = Pair("sgd", home)
     pair.backward()
     pair.step()
     monkeypatch.setattr(Streamer, "apply_pending_updates", lambda self: None)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="Tensor-likes are not"):
         pair.compare()
 
 

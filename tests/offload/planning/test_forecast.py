@@ -90,8 +90,8 @@ def test_the_first_micro_batch_of_each_visit_counts_although_it_is_in_the_minori
 
 def test_failed_copies_do_not_enter_the_forecast() -> None:
     meter = Meter(CPU)
-    with pytest.raises(OSError), meter.on_lane("load", "L0", 8):
-        raise OSError
+    with pytest.raises(OSError, match="unplugged"), meter.on_lane("load", "L0", 8):
+        raise OSError("unplugged")
     assert meter.copy_seconds_per_byte("load") == 0.0
 
 

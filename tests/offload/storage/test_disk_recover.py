@@ -80,11 +80,21 @@ def missing(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the model whose home is kept:RuntimeWarning")
-@pytest.mark.parametrize("damage", [cut_short, of_another_home, of_an_older_generation, missing])
-def test_what_can_be_verified_is_verified_in_a_recovery(damage: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut_short, "expected a file that ends with a seal"),
+        (of_another_home, "expected generation 1 of home .* got generation 1 of home"),
+        (of_an_older_generation, "expected generation 1 of home .* got generation 3 of home"),
+        (missing, "expected a file, there is none"),
+    ],
+)
+def test_recovery_verifies_size_home_and_generation_of_every_file(
+    damage: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
     unsealed(tmp_path / "home")
     damage(tmp_path / "home")
-    with pytest.raises(HomeError):
+    with pytest.raises(HomeError, match=message):
         offloaded(layers("meta"), tmp_path / "home", recover=True)
 
 

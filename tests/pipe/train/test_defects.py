@@ -200,7 +200,7 @@ def test_waiting_for_a_loader_that_fails_does_not_destroy_the_accumulated_gradie
     batches = loader()
     pipeline.progress(batches)
     pipeline.progress(batches)
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="connection lost"):
         pipeline.progress(batches)
     assert model.weight.grad.item() == pytest.approx(11 / 3)
     lab.run(pipeline, iter([torch.tensor(2)]))
