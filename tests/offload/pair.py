@@ -17,7 +17,9 @@ CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
     "amsgrad": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True, "maximize": True, "eps": 1e-4}),
     "foreach": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
-    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True, "eps": 1e-4}),
+    # Gradients of tied weights are added up in another order than autograd's, and where a gradient is small the update
+    # magnifies that rounding by lr / eps: 1e-4 differed by up to 3e-6, 1e-2 by 3e-7.
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True, "eps": 1e-2}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}),
     "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
     "nadam": (torch.optim.NAdam, {"lr": 0.01, "eps": 1e-4}),
