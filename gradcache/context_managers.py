@@ -44,12 +44,13 @@ class RandContext:
     Args:
         *tensors: inputs of the forward that is about to run; their devices are noted besides those in use.
         generators: generators of random numbers that the model holds itself.
+        replay: what was noted already, instead.
 
     Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (2021), section 3.
     """
 
-    def __init__(self, *tensors: Any, generators: Iterable[Any] = ()) -> None:
-        self._replay = Replay.capture(devices_in_use(*tensors), generators)
+    def __init__(self, *tensors: Any, generators: Iterable[Any] = (), replay: Replay | None = None) -> None:
+        self._replay = Replay.capture(devices_in_use(*tensors), generators) if replay is None else replay
         self._entered: list[Any] = []
 
     def seal(self) -> RandContext:

@@ -12,17 +12,19 @@ Invariant: pass 2 computes what pass 1 computed. It sees the same random numbers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradcache import representations
-from gradcache.context_managers import RandContext
+from gradcache.context_managers import RandContext, devices_in_use
 from gradcache.nested import map_tensors, tensors_in
-from pipe.recompute.module_state import ModuleState, WatchedModule
-from pipe.recompute.replay import autocast_without_cache, devices_of
+from pipe.input_writes import InputWrites
+from pipe.recompute.module_state import WatchedModule
+from pipe.rerun import RepeatableLayers, Rerun
 
 __all__ = ["ChunkState", "FirstPass", "InputGradients", "backward", "encode", "is_trainable"]
 
@@ -63,12 +65,11 @@ class InputGradients:
 class ChunkState(RandContext):
     """What one chunk's first pass leaves behind for its second. Entered as a context it replays the random states."""
 
-    def __init__(self, *tensors: Any, generators: Iterable[Any] = ()) -> None:
-        super().__init__(*tensors, generators=generators)
+    def __init__(self, rerun: Rerun) -> None:
+        super().__init__(replay=rerun.replay)
+        self._rerun = rerun
         self.rows = 0
         self.requires_grad = True
-        self.module_state: ModuleState | None = None
-        self.copy_input = False
         self.first: Any = None
 
     def second_pass(self, chunk: Any, encoder: Encoder, gradient: Any, check: Check | None = None) -> float:
@@ -77,12 +78,9 @@ class ChunkState(RandContext):
         Returns:
             The greatest difference from the first pass's representations, where they were kept (else 0).
         """
-        # Buffers stay as they were until backward is done, which may read them. Not strict: a layer that prepares its
-        # own weights in place (an embedding with max_norm) does so for every chunk.
-        assert self.module_state is not None
-        with self.module_state.again(strict=False), torch.enable_grad():
-            with self:
-                output = encoder(_copied(chunk) if self.copy_input else chunk)
+        # Buffers stay as they were until backward is done, which may read them.
+        with contextlib.ExitStack() as until_backward, torch.enable_grad():
+            output = self._rerun.repeat(encoder, chunk, until=until_backward)
             difference = 0.0 if self.first is None else representations.greatest_difference(self.first, output)
             self.first = None
             if check is not None:
@@ -92,48 +90,26 @@ class ChunkState(RandContext):
 
 
 class FirstPass:
-    """Runs the chunks of one model without a graph and notes what each second pass needs.
-
-    A model that writes over its input is met on a copy: the first chunk always runs on one, and if it was written to,
-    so does every other chunk, in both passes. The user's input stays as it is.
-    """
+    """Runs the chunks of one model without a graph and notes what each second pass needs."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())
-        self._watched = WatchedModule(model)
-        self._chunks_run = 0
-        self._copy_input = False
+        inputs = InputWrites(f"the model ({type(model).__name__})", map_tensors, tensors_in)
+        self._layers = RepeatableLayers(WatchedModule(model), (), inputs)
 
     def run(
         self, chunk: Any, encoder: Encoder, tensors: Any = None, with_graph: bool = False
     ) -> tuple[Any, ChunkState]:
         """One chunk's representation, detached, and its state. ``with_graph``: tell whether it wants a gradient."""
-        given_tensors = tensors_in(chunk) if tensors is None else tensors
-        state = ChunkState(given_tensors, self._parameters, generators=self._watched.generators)
-        module_state = ModuleState(self._watched)
-        # Tensors of inference mode do not count their changes, so that nothing could be learnt from them.
-        copies = self._copy_input or self._chunks_run == 0 or torch.is_inference_mode_enabled()
-        given = _copied(chunk) if copies or any(tensor.is_inference() for tensor in tensors_in(chunk)) else chunk
-        versions = _versions(given)
-        with (
-            module_state.running(),
-            torch.set_grad_enabled(with_graph),
-            autocast_without_cache(devices_of(self._parameters, tensors_in(chunk))),
-        ):
-            output = encoder(given)
+        layers = self._layers
+        # Wherever a wrapper may move the chunk to.
+        layers.devices = devices_in_use(tensors_in(chunk) if tensors is None else tensors, self._parameters)
+        rerun = layers.rerun()
+        with rerun.first(), torch.set_grad_enabled(with_graph):
+            output, _ = layers.run(encoder, chunk, rerun=rerun)
+        state = ChunkState(rerun)
         if with_graph:
             state.requires_grad = any(tensor.requires_grad for tensor in tensors_in(output))
-        if _versions(given) != versions:
-            if self._chunks_run > 0 and not self._copy_input:
-                raise ValueError(
-                    f"expected a model that treats all chunks alike, but chunk {self._chunks_run} was changed in place "
-                    f"and earlier ones were not; pass a process_fn that clones what the model writes over"
-                )
-            self._copy_input = True
-        self._chunks_run += 1
-        state.seal()
-        state.module_state = module_state.seal()
-        state.copy_input = self._copy_input
         output = representations.detached(output)
         state.rows = representations.rows_in(output)
         return output, state
@@ -192,11 +168,3 @@ def backward(
                 output = encoder(chunk)
             representations.backward(output, gradient)
     return difference
-
-
-def _copied(chunk: Any) -> Any:
-    return map_tensors(torch.clone, chunk)
-
-
-def _versions(chunk: Any) -> list[int]:
-    return [tensor._version for tensor in tensors_in(chunk) if not tensor.is_inference()]

@@ -21,8 +21,7 @@ Invariants
       autograd, so no gradient can be paired with the wrong output.
     * Any output that the loss reaches starts the recomputation; if none does, nothing is recomputed.
     * Each input tensor is saved once, through the saved-tensor hooks in force.
-    * The second run sees what the first saw: see :mod:`pipe.recompute.replay`, :mod:`pipe.recompute.module_state` and
-      :mod:`pipe.recompute.structure`.
+    * The second run sees what the first saw: see :mod:`pipe.rerun` and :mod:`pipe.recompute.structure`.
 
 After an exception in the recomputation the generators, buffers and settings are restored and the graph is dead.
 
@@ -31,20 +30,19 @@ Source: GPipe (Huang et al., 2019); torchgpipe (Kim et al., 2020), section 3.2.3
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipe.input_writes import refuse_writes
 from pipe.microbatch import Batch
 from pipe.nested import TreeSpec, flatten, unflatten
 from pipe.phony import get_phony
-from pipe.recompute.module_state import ModuleState
 from pipe.recompute.phase import enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing
-from pipe.recompute.replay import Replay
 from pipe.recompute.structure import Members, WatchedLayers
+from pipe.rerun import Rerun
 from pipe.torch_private import accumulates_everywhere
 
 __all__ = [
@@ -181,9 +179,8 @@ class _Cell:
     __slots__ = (
         "_leaves",
         "_members",
-        "_module_state",
         "_positions",
-        "_replay",
+        "_rerun",
         "_spec",
         "_watched",
         "differentiable",
@@ -197,16 +194,15 @@ class _Cell:
         leaves: list[Any],
         positions: list[tuple[int, int]],
         spec: TreeSpec,
-        replay: Replay,
+        rerun: Rerun,
         watched: WatchedLayers | None,
     ) -> None:
         self.function = function
         self._leaves = leaves
         self._positions = positions
         self._spec = spec
-        self._replay = replay
+        self._rerun = rerun
         self._watched = watched
-        self._module_state = ModuleState(watched, attributes=True) if watched else None
         self._members: Members = []
         self.differentiable: list[int] = []
         self.recomputed: tuple[list[Tensor], list[Tensor]] | None = None
@@ -227,26 +223,16 @@ class _Cell:
                 leaves[position] = None
         inputs = list(tensors.values())
         devices = {tensor.device for tensor in inputs} | (watched.devices if watched else set())
-        replay = Replay.capture(devices, watched.generators if watched else ())
-        return cls(function, leaves, positions, spec, replay, watched), inputs
+        return cls(function, leaves, positions, spec, Rerun(watched, devices), watched), inputs
 
     def compute(self, inputs: list[Tensor]) -> Any:
         """The first run."""
-        versions = [tensor._version for tensor in inputs]
-        running = contextlib.nullcontext() if self._module_state is None else self._module_state.running()
-        with running, enable_checkpointing(), torch.autograd.graph.saved_tensors_hooks(_dropped, _never):
-            output = self._run(_as_leaves(inputs))
-        self._replay.seal()
-        if self._module_state is not None and self._watched is not None:
-            self._module_state.seal()
+        hooks = torch.autograd.graph.saved_tensors_hooks(_dropped, _never)
+        with refuse_writes("a checkpointed function", inputs):
+            with self._rerun.first(), enable_checkpointing(), hooks:
+                output = self._run(_as_leaves(inputs))
+        if self._watched is not None:
             self._members = self._watched.members()
-        for k, (tensor, version) in enumerate(zip(inputs, versions, strict=True)):
-            if tensor._version != version:
-                raise RuntimeError(
-                    f"expected a checkpointed function to leave its input as it is, got input tensor {k} changed in "
-                    f"place (shape={tuple(tensor.shape)}); the recomputation would start from the changed value: use "
-                    f"inplace=False in its first layer"
-                )
         return output
 
     def recompute(self, inputs: tuple[Tensor, ...]) -> None:
@@ -258,12 +244,7 @@ class _Cell:
         if self._watched is not None:
             self._watched.check(self._members)
         leaves = _as_leaves(inputs)
-        with contextlib.ExitStack() as stack:
-            if self._module_state is not None:
-                stack.enter_context(self._module_state.again())
-            stack.enter_context(self._replay.again())
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(enable_checkpointing(False))
+        with self._rerun.again(strict=True), torch.enable_grad():
             outputs = flatten(self._run(leaves))[0]
         found = [k for k, y in enumerate(outputs) if isinstance(y, Tensor) and y.requires_grad]
         if found != self.differentiable:

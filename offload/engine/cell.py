@@ -1,9 +1,5 @@
 """A cell: one shard applied to one micro-batch, in a way that can be repeated exactly.
 
-The forward of a cell keeps nothing but what entered it; its backward computes it again. Both must be the same function,
-and together they must leave the same traces as a single forward:
-
-===================  =============================================================================================
 what                 how it is kept the same
 ===================  =============================================================================================
 generators, casts    :class:`pipe.recompute.replay.Replay`
@@ -13,6 +9,10 @@ kernels              the first run has grad mode on too, with every tensor that 
                      take the same path twice, and it is known exactly which outputs need a gradient
 input, in place      a cell that was seen to write into its input, or was never seen, runs on a copy of it
 ===================  =============================================================================================
+=======
+The forward of a cell keeps nothing but what entered it; its backward computes it again (:mod:`pipe.rerun`). The first
+run has grad mode on too, with every tensor that its graph would save dropped: layers take the same path twice, and it
+is known exactly which outputs need a gradient.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,15 +34,15 @@ from offload.planning.memory_profile import MemoryProfileRecorder, SavedTensor
 from offload.streaming.casts import Casts, CastsSeen
 from offload.streaming.shard import Shard
 from pipe.checkpoint import enable_checkpointing, enable_recomputing
+from pipe.input_writes import InputWrites
 from pipe.nested import flatten, map_distinct, parts_of, tensors_in
 from pipe.recompute.cheap_ops import CheapRecompute
-from pipe.recompute.dead_code import DeadCode, Listener, listened_to
-from pipe.recompute.elimination import leaving_out, stop_leaving_out
-from pipe.recompute.module_state import ModuleState, WatchedModule
-from pipe.recompute.replay import Replay, autocast_without_cache
+from pipe.recompute.dead_code import Listener
+from pipe.recompute.module_state import WatchedModule
+from pipe.rerun import RepeatableLayers, Rerun
 from pipe.torch_private import uncompiled_hooks
 
-__all__ = ["Cell", "OutputFn", "Record", "ReplayableShard"]
+__all__ = ["Cell", "OutputFn", "ReplayableShard"]
 
 OutputFn = Callable[[Any], Any]
 
@@ -59,17 +60,6 @@ class Cell:
         return f"{self.j}.{self.i}"
 
 
-@dataclass(frozen=True)
-class Record:
-    """What the recomputation of one cell needs besides its boundary."""
-
-    replay: Replay
-    module_state: ModuleState
-    copies_input: bool
-    #: What the recomputation leaves out, since nobody reads it.
-    dead_code: DeadCode | None
-
-
 @dataclass(eq=False)
 class ReplayableShard:
     """Runs the cells of one shard. Their input is (args, kwargs) in the first shard, one value in every other."""
@@ -78,6 +68,7 @@ class ReplayableShard:
     names: list[str]
     device: torch.device
     watched: WatchedModule = field(init=False)
+    layers: RepeatableLayers = field(init=False)
     #: Bytes that autograd would have kept of the last recorded forward.
     activation_bytes: int = 0
     #: The course that its backward takes.
@@ -95,10 +86,9 @@ class ReplayableShard:
     _forwards: Counter[tuple[int, ...]] = field(default_factory=Counter)
     #: Whether its recomputations turned out to need what no gradient does, or to differ from their first runs.
     _reads_values: bool = False
-    #: Whether the shard writes into its input, as seen under each combination of ``training`` flags.
-    _writes_input: dict[tuple[bool, ...], bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._inputs = InputWrites(f"shard {self.shard.index}")
         self.watch()
 
     def watch(self) -> None:
@@ -106,6 +96,7 @@ class ReplayableShard:
         group = nn.Module()
         group._modules.update(zip(self.names, self.shard.layers, strict=True))
         self.watched = WatchedModule(group)
+        self.layers = RepeatableLayers(self.watched, [self.device], self._inputs)
 
     def compares_weights(self) -> bool:
         """Whether the forward of this visit is one after which parameters are compared with their homes.
@@ -124,13 +115,12 @@ class ReplayableShard:
         with torch.no_grad():
             return self._first_run(boundary, output_fn)[0]
 
-    def forward_recorded(self, boundary: Any, output_fn: OutputFn | None = None) -> tuple[Any, Record]:
+    def forward_recorded(self, boundary: Any, output_fn: OutputFn | None = None) -> tuple[Any, Rerun]:
         """Runs the cell without keeping activations; its output tells what needs a gradient.
 
         ``boundary`` holds fresh leaves. The output must be detached, which frees its graph.
         """
-        replay = Replay.capture([self.device], self.watched.generators)
-        module_state = ModuleState(self.watched, attributes=True)
+        rerun = self.layers.rerun()
         sizes: dict[StorageWeakRef, int] = {}
         made_again: set[StorageWeakRef] = set()
         notes = MemoryProfileRecorder(self.shard)
@@ -160,60 +150,38 @@ class ReplayableShard:
             raise used_outside(self.shard.index)
 
         with (
-            module_state.running(),
+            rerun.first(),
             enable_checkpointing(),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(drop, never)),
         ):
             others = [mode for mode in (casts, cheap_recompute) if mode is not None]
-            output, copied, given = self._first_run(boundary, output_fn, *others, listener=listener)
+            output, given = self._first_run(boundary, output_fn, *others, listener=listener, rerun=rerun)
         sizes.pop(StorageWeakRef(self.shard.slot.untyped_storage()), None)
         self.activation_bytes = sum(sizes.values())
         # A copy that only showed that none is needed stands for the boundary itself.
-        own = tensors_in(boundary if copied else given)
+        own = tensors_in(boundary if rerun.copies_input else given)
         self.saved_tensors = notes.saved_tensors(elsewhere=own)
         entered = {count(part) for t in own for part in parts_of(t)} if self.shard.index else set()
         self.graph_bytes = sum(nbytes for reference, nbytes in sizes.items() if reference not in made_again - entered)
-        seen = self._reads_values or listened_to(module for _, module in self.watched.modules)
-        dead_code = None if seen else listener.dead_code()
-        return output, Record(replay.seal(), module_state.seal(), copied, dead_code)
+        if not (self._reads_values or self.layers.listened_to):
+            rerun.dead_code = listener.dead_code()
+        return output, rerun
 
-    def recompute(self, boundary: Any, record: Record, output_fn: OutputFn | None = None) -> Any:
+    def recompute(self, boundary: Any, rerun: Rerun, output_fn: OutputFn | None = None) -> Any:
         """Runs the cell once more, with a graph from ``boundary`` and the parameters to its output.
 
         The output is of the right shape, but its values may be left out.
         """
-        output, as_before = leaving_out(
-            record.dead_code, lambda mode: self._recompute(boundary, record, output_fn, mode)
-        )
+        output, as_before = rerun.repeat_for_gradients(self._with(output_fn), boundary)
         self._reads_values |= not as_before
         return output
 
-    def repeat(self, boundary: Any, record: Record, output_fn: OutputFn | None = None) -> Any:
+    def repeat(self, boundary: Any, rerun: Rerun, output_fn: OutputFn | None = None) -> Any:
         """Runs the cell once more with a graph, as if for the first time."""
-        output = self._recompute(boundary, record, output_fn, enable_recomputing(False))
         with torch.enable_grad():
+            output = rerun.repeat(self._with(output_fn), boundary, enable_recomputing(False))
             return map_distinct(self._own_memory, output)
-
-    def _recompute(
-        self,
-        boundary: Any,
-        record: Record,
-        output_fn: OutputFn | None,
-        mode: contextlib.AbstractContextManager[Any],
-    ) -> Any:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(record.module_state.again(strict=False))
-            stack.enter_context(record.replay.again())
-            stack.enter_context(enable_checkpointing(False))
-            stack.enter_context(torch.enable_grad())
-            value = map_distinct(Tensor.clone, boundary) if record.copies_input else boundary
-            try:
-                with mode:
-                    return self._call(value, output_fn)
-            except BaseException:
-                stop_leaving_out(mode)
-                raise
 
     def forward_with_graph(self, boundary: Any, output_fn: OutputFn | None = None) -> Any:
         """Runs the cell once and for all, with its graph: what a step without recomputation does."""
@@ -226,56 +194,18 @@ class ReplayableShard:
         output_fn: OutputFn | None,
         *around: contextlib.AbstractContextManager[Any],
         listener: Listener | None = None,
-    ) -> tuple[Any, bool, Any]:
-        """Output, whether the input must be copied to survive it, and what was run on.
-
-        ``around`` are around the layers only, and ``listener`` within them.
-        """
-        modes = tuple(module.training for _, module in self.watched.modules)
-        copies_input = self._writes_input.get(modes, True)
-        value = map_distinct(Tensor.clone, boundary) if copies_input else boundary
-        counted = not any(t.is_inference() for t in tensors_in(value))  # inference tensors do not count their changes
-        before = [(t, t._version) for t in tensors_in(value)] if counted else []
-        # The cache of casted weights would hold all shards' weights at once, and casts whose graph is gone.
-        with autocast_without_cache([self.device]), contextlib.ExitStack() as stack:
-            for mode in around:
-                stack.enter_context(mode)
-            if listener is not None:
-                listener.meets([*tensors_in(value), *self.watched.tensors()])
-                stack.enter_context(listener)
-            output = self._call(value, output_fn)
+        rerun: Rerun | None = None,
+    ) -> tuple[Any, Any]:
+        """Output, and what was run on. ``around`` are around the layers only, and ``listener`` within them."""
+        output, given = self.layers.run(self._with(output_fn), boundary, *around, listener=listener, rerun=rerun)
         # Without this, an output that is a parameter or a view of one would show what the slot holds next.
         output = map_distinct(self._own_memory, output)
         if not isinstance(output, Tensor):
             refuse_hidden(flatten(output)[0], f"the output of shard {self.shard.index}")
-        writes = any(t._version != version for t, version in before)
-        if writes and not copies_input:
-            self._writes_input[modes] = True
-            raise RuntimeError(
-                f"shard {self.shard.index} wrote into its input in place, which it did not do when it ran first; this "
-                f"forward is spoilt, but the model is as before and will copy that input from now on: run it again"
-            )
-        if writes:
-            self._check_apart(boundary, [t._version != version for t, version in before])
-        if before:
-            self._writes_input.setdefault(modes, writes)
-        return output, self._writes_input.get(modes, True), value
+        return output, given
 
-    def _check_apart(self, boundary: Any, written: Sequence[bool]) -> None:
-        """Raises if a tensor of the boundary that was written in place shares memory with another one of it.
-
-        Each is copied, and gets its gradient, by itself; in the bare model a write to one shows in the other.
-        """
-        tensors = tensors_in(boundary)
-        memory = [t.untyped_storage().data_ptr() if t.layout is torch.strided and t.numel() else None for t in tensors]
-        for k, (t, wrote) in enumerate(zip(tensors, written, strict=True)):
-            others = (memory[n] for n, other in enumerate(tensors) if other is not t)
-            if wrote and memory[k] is not None and memory[k] in others:
-                raise RuntimeError(
-                    f"a layer of shard {self.shard.index} writes in place into tensor {k} of its input, which shares "
-                    f"memory with another tensor of the same input; pass clones on, or use an operation that does not "
-                    f"write in place"
-                )
+    def _with(self, output_fn: OutputFn | None) -> Callable[[Any], Any]:
+        return partial(self._call, output_fn=output_fn)
 
     def _call(self, boundary: Any, output_fn: OutputFn | None) -> Any:
         first, *rest = self.shard.layers

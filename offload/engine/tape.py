@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from offload.engine.boundary_store import BoundaryStore
-from offload.engine.cell import Cell, Record
+from offload.engine.cell import Cell
 from offload.engine.source import Source
 from pipe.nested import TreeSpec, flatten
+from pipe.rerun import Rerun
 from pipe.torch_private import has_hooks
 
 __all__ = ["KeptCell", "Tape"]
@@ -62,7 +63,7 @@ class Tape:
     output_fns: Sequence[Callable[[Any], Any] | None] = ()
     #: Where the other cells are recomputed: those that keep their graphs.
     graphs: frozenset[Cell] = frozenset()
-    cells: dict[Cell, Record] = field(default_factory=dict)
+    cells: dict[Cell, Rerun] = field(default_factory=dict)
     kept: dict[Cell, KeptCell] = field(default_factory=dict)
     #: For the boundary that enters each cell, and for the outputs: which of its leaves need a gradient.
     requires: dict[Cell, list[bool]] = field(default_factory=dict)

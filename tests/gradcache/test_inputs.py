@@ -337,3 +337,22 @@ def test_a_generator_that_a_layer_holds_draws_the_same_in_the_second_pass(how: s
         GradCache([ours], 6, lambda r: r.pow(2).sum(), **options)(x)
     for p, q in zip(bare.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad)
+
+
+def test_a_model_that_counts_in_an_attribute_counts_each_chunk_once_and_computes_the_same_in_both_passes() -> None:
+    class Numbered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.calls = nn.Linear(4, 4), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            numbered: Tensor = self.linear(x) * self.calls
+            return numbered
+
+    model = Numbered()
+    step = GradCache([model], 2, lambda reps: reps.square().sum(), audit=True)
+    step(torch.randn(6, 4))
+    assert model.calls == 3
+    assert step.step_result is not None
+    assert step.step_result.greatest_difference == 0

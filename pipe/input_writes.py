@@ -1,0 +1,145 @@
+"""Layers that write into their input in place: the one rule for all who run layers a second time.
+
+The second run starts from what entered the first one, and that may be the caller's own tensor. So
+
+* no run changes the value that it was given: layers that write into their input run on a copy of it, every time;
+* whether they write is learnt from their first run (in each combination of ``training`` flags), which is on a copy;
+* layers that begin to write later have changed a value of which there is no copy: that run raises, later ones copy.
+
+What cannot be learnt, because tensors of inference mode do not count their changes, is copied.
+
+A function that runs only twice has no first run to learn from, and its input is part of the caller's graph:
+:func:`refuse_writes`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipe import nested
+
+__all__ = ["InputWrites", "copy_of", "refuse_writes"]
+
+MapTensors = Callable[[Callable[[Tensor], Any], Any], Any]
+
+
+def copy_of(value: Any, map_tensors: MapTensors = nested.map_tensors) -> Any:
+    """A copy of a nested value. A tensor that stands at several places is one tensor in the copy as well."""
+    copies: dict[int, Tensor] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.clone()
+        return copies[id(tensor)]
+
+    return map_tensors(copied, value)
+
+
+class InputWrites:
+    """What is known about some layers' writes into their input.
+
+    Args:
+        name: of the layers, in errors.
+        map_tensors: how nested inputs are mapped.
+        tensors_in: how their tensors are found.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        map_tensors: MapTensors = nested.map_tensors,
+        tensors_in: Callable[[Any], list[Tensor]] = nested.tensors_in,
+    ) -> None:
+        self._name = name
+        self._map = map_tensors
+        self._tensors_in = tensors_in
+        self._writes: dict[Hashable, bool] = {}
+
+    def copies(self, kind: Hashable) -> bool:
+        """Whether runs of a kind (of the same ``training`` flags) are on copies."""
+        return self._writes.get(kind, True)
+
+    def copy(self, value: Any) -> Any:
+        """A copy for one run."""
+        return copy_of(value, self._map)
+
+    @contextlib.contextmanager
+    def survived(self, value: Any, kind: Hashable) -> Iterator[Any]:
+        """Inside, layers run on what this gives, which is ``value`` or a copy of it; ``value`` is not changed.
+
+        Raises:
+            RuntimeError: if it was changed all the same; or if the layers wrote into a tensor that shares memory with
+                another one of the input, whose copies do not.
+        """
+        copies = self.copies(kind)
+        given = self.copy(value) if copies else value
+        tensors = self._tensors_in(given)
+        counted = bool(tensors) and not any(tensor.is_inference() for tensor in tensors)
+        before = [tensor._version for tensor in tensors] if counted else []
+        yield given
+        if not counted:
+            return
+        written = [tensor._version != version for tensor, version in zip(tensors, before, strict=True)]
+        writes = any(written)
+        if writes and not copies:
+            self._writes[kind] = True
+            raise RuntimeError(
+                f"{self._name} wrote into its input in place, which it did not do when it ran first. Discard this "
+                f"forward and run it again: the input is copied from now on"
+            )
+        if writes:
+            self._check_apart(self._tensors_in(value), written)
+        self._writes.setdefault(kind, writes)
+
+    def _check_apart(self, tensors: Sequence[Tensor], written: Sequence[bool]) -> None:
+        """Raises if a tensor that was written shares memory with another one: only in the bare model the other sees it.
+
+        Each is copied, and gets its gradient, by itself.
+        """
+        places = [_place(tensor) for tensor in tensors]
+        for k, (tensor, place) in enumerate(zip(tensors, places, strict=True)):
+            if not written[k] or place is None:
+                continue
+            for other, there in zip(tensors, places, strict=True):
+                if other is not tensor and there is not None and _overlap(place, there):
+                    raise RuntimeError(
+                        f"{self._name} writes in place into tensor {k} of its input, which shares memory with another "
+                        f"tensor of the same input; pass clones on, or use an operation that does not write in place"
+                    )
+
+
+@contextlib.contextmanager
+def refuse_writes(name: str, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, ``name`` runs on ``tensors``, or on views of them.
+
+    Raises:
+        RuntimeError: if it wrote into one in place.
+    """
+    before = [tensor._version for tensor in tensors]
+    yield
+    for k, (tensor, version) in enumerate(zip(tensors, before, strict=True)):
+        if tensor._version != version:
+            raise RuntimeError(
+                f"expected {name} to leave its input as it is, got input tensor {k} changed in place "
+                f"(shape={tuple(tensor.shape)}); the recomputation would start from the changed value: use "
+                f"inplace=False in its first layer"
+            )
+
+
+def _place(tensor: Tensor) -> tuple[int, int, int] | None:
+    """Storage of a strided tensor, and its first and last byte there; None if it has none."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps) * tensor.element_size()
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    return tensor.untyped_storage().data_ptr(), begin, begin + int(last) + tensor.element_size()
+
+
+def _overlap(a: tuple[int, int, int], b: tuple[int, int, int]) -> bool:
+    return a[0] == b[0] and a[1] < b[2] and b[1] < a[2]
