@@ -17,9 +17,9 @@ from torch import nn
 
 from gradcache.chunks import call_arguments
 from gradcache.context_managers import devices_in_use
-from gradcache.grouping import SavedBytes
 from gradcache.nested import map_tensors, tensors_in
 from gradcache.streamed import StreamedModel
+from offload.engine.saved_bytes import SavedBytes
 from pipe.microbatch import rows_of
 from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.replay import Replay

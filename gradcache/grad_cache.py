@@ -31,9 +31,9 @@ from gradcache.callables import CallableModel, Towers
 from gradcache.deferred import attach
 from gradcache.distributed.reduction import unwrapped, watch
 from gradcache.distributed.sharded import check_equal_chunks
-from gradcache.layered import LayeredModel
 from gradcache.nested import map_tensors, tensors_in
 from gradcache.reach import Reach
+from gradcache.sequential import SequentialModel
 from gradcache.step import Step, Tower
 from gradcache.streamed import StreamedModel
 
@@ -76,7 +76,7 @@ class GradCache:
         broadcast: keys or positions of input members that every chunk sees whole.
         boundary_bytes: walk plain ``nn.Sequential`` towers layer by layer, as if each layer were checkpointed, and keep
             up to this many bytes of what enters layers between the passes; what is left of them holds chunks that run
-            together, and graphs, which need not run again; see ``layered``. None: chunk by chunk.
+            together, and graphs, which need not run again; see ``sequential``. None: chunk by chunk.
         regroup: whether that walk may run several chunks together.
         memory_budget: bytes that the graph of a chunk may keep (over an OffloadModel: of one shard at a time), for
             ``chunk_sizes="auto"``; default: half of what is free.
@@ -141,7 +141,7 @@ class GradCache:
         self._check: Callable[[Any, Any], None] | None = None
         self._adapters = Towers()
         self._difference = 0.0
-        self.layered: WeakKeyDictionary[nn.Module, LayeredModel] = WeakKeyDictionary()
+        self.layered: WeakKeyDictionary[nn.Module, SequentialModel] = WeakKeyDictionary()
         self._check_towers()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:

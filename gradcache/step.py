@@ -5,7 +5,7 @@ model                               walk
 ==================================  =================================================================================
 has ``forward_chunks``              ``streamed``: all chunks of all towers that are this model share each shard's visit
 contains such a model               ``wrapped``: the same for the model inside, chunk by chunk around it
-plain ``nn.Sequential``, and        ``layered``: the same walk over layers in memory
+plain ``nn.Sequential``, and        ``sequential``: the same engine over layers in memory
 ``boundary_bytes`` is set
 any other; or a subclass replaces   ``two_pass``: chunk by chunk, through the hooks ``forward_no_grad`` and
 a hook that walks                   ``forward_backward``
@@ -29,9 +29,9 @@ from gradcache.accumulation import Accumulation
 from gradcache.callables import CallableModel
 from gradcache.distributed.reduction import Reduction, after_backward
 from gradcache.entering import has_graph
-from gradcache.layered import LayeredModel, is_plain_sequential
 from gradcache.nested import tensors_in
 from gradcache.reach import Reach
+from gradcache.sequential import SequentialModel, is_plain_sequential
 from gradcache.streamed import StreamedModel, StreamedWalk
 from gradcache.two_pass import InputGradients, is_trainable
 from gradcache.wrapped.walk import WrappedWalk, say_once, streamed_inside
@@ -54,7 +54,7 @@ class Owner(Protocol):
     regroup: bool
     audit: bool
     #: What was learnt about the layers of each plain model.
-    layered: WeakKeyDictionary[nn.Module, LayeredModel]
+    layered: WeakKeyDictionary[nn.Module, SequentialModel]
 
     def replaced(self, *hooks: str) -> bool:
         """Whether one of these hooks is not the class's own."""
@@ -244,5 +244,5 @@ class Step:
         if known is None or known.layers != list(model) or known.boundary_bytes != budget:
             # Members that every chunk sees whole cannot be put below each other.
             regroup = self._owner.regroup and not self._owner.broadcast
-            self._owner.layered[model] = known = LayeredModel(model, budget, regroup)
+            self._owner.layered[model] = known = SequentialModel(model, budget, regroup)
         return known

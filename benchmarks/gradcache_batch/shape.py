@@ -26,7 +26,7 @@ class Shape:
     depth: int
     pairs: int
     chunk: int  #: rows of a chunk
-    kept_mebibytes: int  #: what the layered walk may keep between its passes
+    kept_mebibytes: int  #: what may be kept between its passes
     graph_mebibytes: int  #: what kept graphs may take over an OffloadModel
     activation_mebibytes: int  #: what a cell of chunks that run together may take there
     dropout: float = 0.1

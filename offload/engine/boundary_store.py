@@ -29,7 +29,7 @@ from offload.streaming.lane import Arrival, Lane, error_context
 from offload.telemetry.statistics import Meter
 from pipe.nested import TreeSpec, flatten, unflatten
 
-__all__ = ["BoundaryStore"]
+__all__ = ["BoundaryStore", "versions_in"]
 
 WRITES_IN_FLIGHT = 2
 
@@ -50,7 +50,8 @@ class _Entry:
         return self.uses[0] if self.uses else float("inf")
 
 
-def _versions(leaves: Sequence[Any]) -> tuple[int, ...]:
+def versions_in(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """Counts of in-place changes of the tensors among these leaves that count them."""
     return tuple(leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference())
 
 
@@ -80,7 +81,7 @@ class BoundaryStore:
         leaves, spec = flatten(value)
         tensors = {_memory_of(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         nbytes = sum(bytes_of_boundary(tensor) for tensor in tensors.values())
-        entry = _Entry(spec, leaves, _versions(leaves), nbytes, deque(uses))
+        entry = _Entry(spec, leaves, versions_in(leaves), nbytes, deque(uses))
         self._entries[key] = entry
         self._arrive(entry, entry.next_use)
         return nbytes
@@ -114,8 +115,8 @@ class BoundaryStore:
                     # It was allocated on the lane's stream. Without this, its memory is reused there while layers read.
                     leaf.record_stream(torch.cuda.current_stream(leaf.device))
             entry.leaves, entry.arriving = leaves, None
-            entry.versions = _versions(leaves)
-        elif _versions(entry.leaves) != entry.versions:
+            entry.versions = versions_in(leaves)
+        elif versions_in(entry.leaves) != entry.versions:
             raise RuntimeError(
                 f"the activation that enters shard {key} was changed in place after the forward that needs it for its "
                 f"backward; clone it before changing it"

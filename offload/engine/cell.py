@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.engine.layouts import refuse_hidden, refuse_strided_nested
+from offload.engine.saved_tensors import weights_by_reference
 from offload.engine.source import used_outside
 from offload.planning.memory_profile import MemoryProfileRecorder, SavedTensor
 from offload.streaming.casts import Casts, CastsSeen
@@ -40,7 +41,7 @@ from pipe.recompute.cheap_ops import CheapRecompute
 from pipe.recompute.dead_code import Listener
 from pipe.recompute.module_state import WatchedModule
 from pipe.rerun import RepeatableLayers, Rerun
-from pipe.torch_private import uncompiled_hooks
+from pipe.torch_private import hidden_hooks, uncompiled_hooks
 
 __all__ = ["Cell", "OutputFn", "ReplayableShard"]
 
@@ -85,7 +86,7 @@ class ReplayableShard:
     compares_always: bool = False
     _forwards: Counter[tuple[int, ...]] = field(default_factory=Counter)
     #: Whether its recomputations turned out to need what no gradient does, or to differ from their first runs.
-    _reads_values: bool = False
+    reads_values: bool = False
 
     def __post_init__(self) -> None:
         self._inputs = InputWrites(f"shard {self.shard.index}")
@@ -97,6 +98,11 @@ class ReplayableShard:
         group._modules.update(zip(self.names, self.shard.layers, strict=True))
         self.watched = WatchedModule(group)
         self.layers = RepeatableLayers(self.watched, [self.device], self._inputs)
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a recomputation may leave out what no gradient needs."""
+        return not (self.reads_values or self.layers.listened_to)
 
     def compares_weights(self) -> bool:
         """Whether the forward of this visit is one after which parameters are compared with their homes.
@@ -120,7 +126,6 @@ class ReplayableShard:
 
         ``boundary`` holds fresh leaves. The output must be detached, which frees its graph.
         """
-        rerun = self.layers.rerun()
         sizes: dict[StorageWeakRef, int] = {}
         made_again: set[StorageWeakRef] = set()
         notes = MemoryProfileRecorder(self.shard)
@@ -146,17 +151,8 @@ class ReplayableShard:
                 if (cheap_recompute and cheap_recompute.knows(tensor)) or (casts and casts.find(tensor)):
                     made_again.add(reference)
 
-        def never(_: None) -> Tensor:
-            raise used_outside(self.shard.index)
-
-        with (
-            rerun.first(),
-            enable_checkpointing(),
-            torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(drop, never)),
-        ):
-            others = [mode for mode in (casts, cheap_recompute) if mode is not None]
-            output, given = self._first_run(boundary, output_fn, *others, listener=listener, rerun=rerun)
+        others = [mode for mode in (casts, cheap_recompute) if mode is not None]
+        output, given, rerun = self._recorded(boundary, output_fn, drop, *others, listener=listener)
         sizes.pop(StorageWeakRef(self.shard.slot.untyped_storage()), None)
         self.activation_bytes = sum(sizes.values())
         # A copy that only showed that none is needed stands for the boundary itself.
@@ -164,29 +160,79 @@ class ReplayableShard:
         self.saved_tensors = notes.saved_tensors(elsewhere=own)
         entered = {count(part) for t in own for part in parts_of(t)} if self.shard.index else set()
         self.graph_bytes = sum(nbytes for reference, nbytes in sizes.items() if reference not in made_again - entered)
-        if not (self._reads_values or self.layers.listened_to):
+        if self.leaves_out:
             rerun.dead_code = listener.dead_code()
         return output, rerun
 
-    def recompute(self, boundary: Any, rerun: Rerun, output_fn: OutputFn | None = None) -> Any:
+    def _recorded(
+        self,
+        boundary: Any,
+        output_fn: OutputFn | None,
+        saved: Callable[[Tensor], None],
+        *around: contextlib.AbstractContextManager[Any],
+        listener: Listener | None = None,
+    ) -> tuple[Any, Any, Rerun]:
+        """A first run whose graph keeps nothing: output, what was run on, and what a second run needs.
+
+        ``saved`` is called with each tensor that the graph would keep.
+        """
+
+        def never(_: None) -> Tensor:
+            raise used_outside(self.shard.index)
+
+        rerun = self.layers.rerun()
+        hooks = torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(saved, never))
+        with rerun.first(), enable_checkpointing(), torch.enable_grad(), hooks:
+            output, given = self._first_run(boundary, output_fn, *around, listener=listener, rerun=rerun)
+        return output, given, rerun
+
+    def until_backward(self) -> contextlib.AbstractContextManager[contextlib.ExitStack | None]:
+        """Around a recomputation and its backward; what it gives keeps the module's state of the forward meanwhile.
+
+        None: a layer that is run again within that backward (a checkpoint of its own) meets the state of now, and
+        changes it, as in plain torch.
+        """
+        return contextlib.nullcontext()
+
+    def recompute(
+        self,
+        boundary: Any,
+        rerun: Rerun,
+        output_fn: OutputFn | None = None,
+        until: contextlib.ExitStack | None = None,
+    ) -> Any:
         """Runs the cell once more, with a graph from ``boundary`` and the parameters to its output.
 
-        The output is of the right shape, but its values may be left out.
+        The output is of the right shape, but its values may be left out. For ``until`` see :meth:`until_backward`.
         """
-        output, as_before = rerun.repeat_for_gradients(self._with(output_fn), boundary)
-        self._reads_values |= not as_before
+        output, as_before = rerun.repeat_for_gradients(self.call(output_fn), boundary, until=until)
+        self.reads_values |= not as_before
         return output
+
+    def push_back(self, roots: Sequence[Tensor], gradients: Sequence[Tensor], *, retain_graph: bool) -> None:
+        """Backward through a cell's graph: adds to the parameters' gradients on the device."""
+        # Hooks of parameters run once, on the whole gradient; this is the part of one micro-batch.
+        with hidden_hooks(self.shard.parameters):
+            torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
+        self.shard.widen_gradients()
 
     def repeat(self, boundary: Any, rerun: Rerun, output_fn: OutputFn | None = None) -> Any:
         """Runs the cell once more with a graph, as if for the first time."""
         with torch.enable_grad():
-            output = rerun.repeat(self._with(output_fn), boundary, enable_recomputing(False))
+            output = rerun.repeat(self.call(output_fn), boundary, enable_recomputing(False))
             return map_distinct(self._own_memory, output)
 
-    def forward_with_graph(self, boundary: Any, output_fn: OutputFn | None = None) -> Any:
-        """Runs the cell once and for all, with its graph: what a step without recomputation does."""
-        with torch.enable_grad():
-            return self._first_run(boundary, output_fn)[0]
+    def forward_with_graph(
+        self, boundary: Any, output_fn: OutputFn | None = None, *, cheap_recompute: bool = False
+    ) -> tuple[Any, Sequence[SavedTensor]]:
+        """Runs the cell once and for all, with its graph; what is cheap to compute again is not kept if ``cheap_recompute``.
+
+        Returns:
+            Its output, and the course that its backward takes.
+        """
+        notes = MemoryProfileRecorder(self.shard)
+        with weights_by_reference(self.shard, notes, cheap_recompute=cheap_recompute), torch.enable_grad():
+            return self._first_run(boundary, output_fn)[0], notes.saved_tensors()
 
     def _first_run(
         self,
@@ -197,14 +243,15 @@ class ReplayableShard:
         rerun: Rerun | None = None,
     ) -> tuple[Any, Any]:
         """Output, and what was run on. ``around`` are around the layers only, and ``listener`` within them."""
-        output, given = self.layers.run(self._with(output_fn), boundary, *around, listener=listener, rerun=rerun)
+        output, given = self.layers.run(self.call(output_fn), boundary, *around, listener=listener, rerun=rerun)
         # Without this, an output that is a parameter or a view of one would show what the slot holds next.
         output = map_distinct(self._own_memory, output)
         if not isinstance(output, Tensor):
             refuse_hidden(flatten(output)[0], f"the output of shard {self.shard.index}")
         return output, given
 
-    def _with(self, output_fn: OutputFn | None) -> Callable[[Any], Any]:
+    def call(self, output_fn: OutputFn | None) -> Callable[[Any], Any]:
+        """The layers, and ``output_fn`` behind them, as a function of the boundary."""
         return partial(self._call, output_fn=output_fn)
 
     def _call(self, boundary: Any, output_fn: OutputFn | None) -> Any:

@@ -15,7 +15,6 @@ Either mode sees the same values: what was changed in between (an input, a param
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,16 +22,15 @@ from torch import Tensor
 
 from offload.engine.cell import Cell, OutputFn, ReplayableShard
 from offload.engine.layouts import fitting
-from offload.engine.raw_chunk import RawChunk
+from offload.engine.raw_chunk import MadeInput
 from offload.engine.saved_tensors import weights_by_reference
 from offload.engine.source import Source
-from offload.engine.tape import KeptCell, Tape
+from offload.engine.tape import CellNotes, KeptCell, Tape
 from offload.engine.weight_writes import differs_from_home, find_writes, holds, put_back, values_at_home, values_in_slot
 from offload.planning.memory_profile import MemoryProfile, MemoryProfileRecorder
 from offload.streaming.shard import Shard
 from offload.telemetry.statistics import Meter
 from pipe.nested import flatten, map_distinct, unflatten
-from pipe.torch_private import hidden_hooks
 
 __all__ = ["CellExecutor", "requires", "rows_of", "versions_of"]
 
@@ -63,13 +61,13 @@ class CellExecutor:
         self._recompute = recompute
         self._param_dtype = param_dtype
 
-    def keeps_graph(self, tape: Tape, cell: Cell) -> bool:
+    def keeps_graph(self, tape: CellNotes, cell: Cell) -> bool:
         """Whether a cell runs forward once and for all."""
         return not self._recompute or cell in tape.graphs
 
     # --- forward ------------------------------------------------------------------------------------------------
 
-    def forward(self, tape: Tape, cell: Cell, boundary: Any) -> Any:
+    def forward(self, tape: CellNotes, cell: Cell, boundary: Any) -> Any:
         """The detached output of a cell; the tape notes what backward needs of it."""
         replayable = self._replayables[cell.j]
         output_fn = self._output_fn(tape, cell)
@@ -83,11 +81,9 @@ class CellExecutor:
                 self._meter.saw_course(cell.j, MemoryProfile(tape.rows[cell.i], replayable.saved_tensors), keeps=False)
                 replayable.graph_bytes_per_row = replayable.graph_bytes / max(tape.rows[cell.i], 1)
             else:
-                notes = MemoryProfileRecorder(replayable.shard)
-                with weights_by_reference(replayable.shard, notes, cheap_recompute=self._recompute):
-                    output = replayable.forward_with_graph(value, output_fn)
-                self._meter.saw_course(cell.j, MemoryProfile(tape.rows[cell.i], notes.saved_tensors()), keeps=True)
-                tape.kept[cell] = KeptCell(source, flatten(output)[0])
+                output, saved_tensors = replayable.forward_with_graph(value, output_fn, cheap_recompute=self._recompute)
+                self._meter.saw_course(cell.j, MemoryProfile(tape.rows[cell.i], saved_tensors), keeps=True)
+                tape.kept[cell] = KeptCell(source, *flatten(output))
             tape.requires[Cell(cell.j + 1, cell.i)] = requires(flatten(output)[0])
             return map_distinct(Tensor.detach, output)
 
@@ -140,13 +136,13 @@ class CellExecutor:
         notes = MemoryProfileRecorder(replayable.shard)
         with weights_by_reference(replayable.shard, notes):
             output = replayable.repeat(value, tape.cells.pop(cell), self._output_fn(tape, cell))
-        tape.kept[cell] = KeptCell(source, flatten(output)[0])
+        tape.kept[cell] = KeptCell(source, *flatten(output))
         tape.graphs |= {cell}
 
     # --- backward -----------------------------------------------------------------------------------------------
 
     def backward(
-        self, tape: Tape, cell: Cell, boundary: Any, given: Sequence[Any], *, consume: bool, accumulate: bool
+        self, tape: CellNotes, cell: Cell, boundary: Any, given: Sequence[Any], *, consume: bool, accumulate: bool
     ) -> list[Any]:
         """Pushes the gradients of a cell's output, ``given`` flat, through it.
 
@@ -163,10 +159,10 @@ class CellExecutor:
         """
         replayable = self._replayables[cell.j]
         keeps_graph = self.keeps_graph(tape, cell)
-        with self._meter.cell("B", cell.j, cell.i, tape.rows[cell.i]):
+        with self._meter.cell("B", cell.j, cell.i, tape.rows[cell.i]), replayable.until_backward() as until:
             if not keeps_graph:
                 source, value = _source(tape, cell, boundary)
-                outputs = flatten(replayable.recompute(value, tape.cells[cell], self._output_fn(tape, cell)))[0]
+                outputs = flatten(replayable.recompute(value, tape.cells[cell], self._output_fn(tape, cell), until))[0]
                 _check_same(tape, cell, outputs)
                 if replayable.writes_weights and differs_from_home(replayable.shard):
                     raise RuntimeError(
@@ -190,11 +186,9 @@ class CellExecutor:
             retain = keeps_graph and not consume
             back: list[Tensor | None] = [None] * len(source.leaves)
             if roots and accumulate:
-                # Hooks of parameters run once, on the whole gradient; this is the part of one micro-batch.
-                with hidden_hooks(replayable.shard.parameters), source.expecting():
-                    torch.autograd.backward(roots, gradients, retain_graph=retain)
+                with source.expecting():
+                    replayable.push_back(roots, gradients, retain_graph=retain)
                 back = source.take()
-                replayable.shard.widen_gradients()
             elif roots and source.wanted:
                 found = torch.autograd.grad(roots, source.wanted, gradients, retain_graph=retain, allow_unused=True)
                 back = source.take(found)
@@ -202,9 +196,15 @@ class CellExecutor:
             replayable.shard.set_versions(tape.versions[cell.j])
             return back
 
+    def again(self, tape: CellNotes, cell: Cell, boundary: Any) -> Any:
+        """What a cell that ran forward returned then, detached: runs it once more without a graph."""
+        with torch.no_grad():
+            output = tape.cells[cell].repeat(self._replayables[cell.j].call(self._output_fn(tape, cell)), boundary)
+        return map_distinct(Tensor.detach, output)
+
     # --- what enters, and what must not have changed --------------------------------------------------------------
 
-    def enter(self, tape: Tape, cell: Cell, now: int, *, last: bool) -> Any:
+    def enter(self, tape: CellNotes, cell: Cell, now: int, *, last: bool) -> Any:
         """What enters a cell; it is dropped afterwards if ``last``.
 
         The user's own inputs are not stored once more: they are the first shard's boundaries.
@@ -220,8 +220,8 @@ class CellExecutor:
                 f"an input of the model (micro-batch {cell.i}) was changed in place between the forward and its "
                 f"backward; clone it before changing it"
             )
-        if len(leaves) == 1 and isinstance(leaves[0], RawChunk):
-            return partial(leaves[0].call, self._brought)  # made inside the cell, so that it is replayed with it
+        if len(leaves) == 1 and isinstance(leaves[0], MadeInput):
+            return leaves[0].entering(self._brought)
         moved = [self._brought(x) if isinstance(x, Tensor) else x for x in leaves]
         return unflatten(moved, tape.input_specs[cell.i])
 
@@ -233,7 +233,7 @@ class CellExecutor:
         goes_on = x.layout is torch.strided and x.is_pinned()
         return x.detach().to(self._device, dtype, non_blocking=not goes_on)
 
-    def _output_fn(self, tape: Tape, cell: Cell) -> OutputFn | None:
+    def _output_fn(self, tape: CellNotes, cell: Cell) -> OutputFn | None:
         return tape.output_fns[cell.i] if cell.j == len(self._replayables) - 1 else None
 
     @staticmethod
@@ -260,7 +260,7 @@ class CellExecutor:
                     )
 
 
-def _check_same(tape: Tape, cell: Cell, outputs: Sequence[Any]) -> None:
+def _check_same(tape: CellNotes, cell: Cell, outputs: Sequence[Any]) -> None:
     expected = tape.requires[Cell(cell.j + 1, cell.i)]
     if requires(outputs) != expected:
         raise RuntimeError(
@@ -270,7 +270,7 @@ def _check_same(tape: Tape, cell: Cell, outputs: Sequence[Any]) -> None:
         )
 
 
-def _source(tape: Tape, cell: Cell, boundary: Any) -> tuple[Source, Any]:
+def _source(tape: CellNotes, cell: Cell, boundary: Any) -> tuple[Source, Any]:
     """The beginning of a cell's graph, and the boundary as that graph sees it."""
     leaves, spec = flatten(boundary)
     source = Source(leaves, tape.requires.get(cell, [False] * len(leaves)), cell.j)
@@ -289,5 +289,5 @@ def versions_of(leaves: Sequence[Any]) -> list[int]:
 
 def rows_of(leaves: Sequence[Any]) -> int:
     """Rows of a micro-batch: the largest dimension 0, since not every input has one."""
-    raw = (x.rows for x in leaves if isinstance(x, RawChunk))
+    raw = (x.rows for x in leaves if isinstance(x, MadeInput))
     return max((*(x.size(0) for x in leaves if isinstance(x, Tensor) and x.dim()), *raw), default=1)

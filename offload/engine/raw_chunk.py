@@ -6,7 +6,9 @@ kept; the random numbers it was made with are those of the cell, and are replaye
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -14,10 +16,24 @@ from torch import Tensor
 from offload.arguments import as_call
 from pipe.nested import map_tensors, parts_of, tensors_in
 
-__all__ = ["RawChunk"]
+__all__ = ["MadeInput", "RawChunk"]
 
 
-class RawChunk:
+class MadeInput(ABC):
+    """What stands for an input of the first shard that is made when it is needed. To the engine it is one leaf."""
+
+    #: Rows of the input.
+    rows: int
+
+    @abstractmethod
+    def entering(self, bring: Callable[[Tensor], Tensor]) -> Any:
+        """(args, kwargs) of the first layer; or a function that makes them, called inside of the cell.
+
+        ``bring`` brings a tensor to the compute device.
+        """
+
+
+class RawChunk(MadeInput):
     """A chunk, and the function that turns it into a tensor or (args, kwargs).
 
     To the engine it is one leaf of an input: nothing in it is moved, cast or differentiated.
@@ -31,6 +47,10 @@ class RawChunk:
         self._versions = [tensor._version for tensor in self._tensors if not tensor.is_inference()]
         #: Rows of the largest tensor in it; 1 if there is none.
         self.rows = max((tensor.size(0) for tensor in self._tensors if tensor.dim()), default=1)
+
+    def entering(self, bring: Callable[[Tensor], Tensor]) -> Any:
+        """A function, so that it is replayed with the cell."""
+        return partial(self.call, bring)
 
     def call(self, bring: Callable[[Tensor], Tensor]) -> Any:
         """(args, kwargs) for the first layer, each tensor brought to the compute device.

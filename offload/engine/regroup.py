@@ -21,7 +21,16 @@ from offload.engine.tape import Tape
 from pipe.microbatch import gather_nested
 from pipe.nested import flatten, unflatten
 
-__all__ = ["RegroupedTape", "by_chunk", "join_chunks", "looks_across_rows", "split_output"]
+__all__ = [
+    "RegroupedTape",
+    "by_chunk",
+    "join_chunks",
+    "joined",
+    "looks_across_rows",
+    "rows_in",
+    "runs_alike",
+    "split_output",
+]
 
 
 def looks_across_rows(layers: Sequence[nn.Module]) -> bool:
@@ -45,38 +54,49 @@ def _alike(a: Any, b: Any) -> bool:
     return type(a) is type(b) and not isinstance(a, Tensor) and (a is b or bool(a == b))
 
 
+def runs_alike(chunks: Sequence[Any], most_rows: int) -> list[list[int]]:
+    """Neighbouring chunks that may be joined, at most ``most_rows`` rows at a time, as lists of their numbers.
+
+    A single chunk may have more; one without a common number of rows stays alone.
+    """
+    runs: list[list[int]] = []
+    rows, before = most_rows, None
+    for i, chunk in enumerate(chunks):
+        leaves, spec = flatten(chunk)
+        count = _rows(leaves)
+        joins = before is not None and count is not None and rows + count <= most_rows
+        if joins and before is not None and spec == before[1] and all(map(_alike, leaves, before[0])):
+            runs[-1].append(i)
+            rows += count or 0
+        else:
+            runs.append([i])
+            rows = most_rows if count is None else count
+        before = leaves, spec
+    return runs
+
+
+def joined(chunks: Sequence[Any]) -> Any:
+    """Chunks that are alike as one, rows below each other."""
+    if len(chunks) == 1:
+        return chunks[0]
+    columns = zip(*(flatten(chunk)[0] for chunk in chunks), strict=True)
+    return unflatten([_cat(column) for column in columns], flatten(chunks[0])[1])
+
+
+def rows_in(chunk: Any) -> int | None:
+    """Rows of a chunk all of whose tensors have the same; else None."""
+    return _rows(flatten(chunk)[0])
+
+
 def join_chunks(chunks: Sequence[Any], most_rows: int) -> tuple[list[Any], list[list[int]]]:
     """Joins neighbours into groups of at most ``most_rows`` rows (a single chunk may have more).
 
     Returns:
         The groups, and for each the rows of the chunks in it.
     """
-    groups: list[list[list[Any]]] = []
-    specs: list[Any] = []
-    rows: list[list[int]] = []
-    for chunk in chunks:
-        leaves, spec = flatten(chunk)
-        count = _rows(leaves)
-        last = groups[-1][-1] if groups else []
-        if (
-            groups
-            and count is not None
-            and sum(rows[-1]) + count <= most_rows
-            and spec == specs[-1]
-            and all(map(_alike, leaves, last))
-        ):
-            groups[-1].append(leaves)
-            rows[-1].append(count)
-        else:
-            groups.append([leaves])
-            specs.append(spec)
-            # A chunk without a common number of rows stays alone.
-            rows.append([most_rows if count is None else count])
-    joined = [
-        unflatten([_cat(column) for column in zip(*group, strict=True)], spec)
-        for group, spec in zip(groups, specs, strict=True)
-    ]
-    return joined, rows
+    groups = [[chunks[i] for i in run] for run in runs_alike(chunks, most_rows)]
+    rows = [[most_rows if (count := rows_in(chunk)) is None else count for chunk in group] for group in groups]
+    return [joined(group) for group in groups], rows
 
 
 def _cat(column: Sequence[Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from offload.engine.boundary_store import BoundaryStore
 from offload.engine.cell import Cell
 from offload.engine.source import Source
-from pipe.nested import TreeSpec, flatten
+from pipe.nested import TreeSpec, flatten, unflatten
 from pipe.rerun import Rerun
 from pipe.torch_private import has_hooks
 
-__all__ = ["KeptCell", "Tape"]
+__all__ = ["CellNotes", "KeptCell", "Tape"]
 
 
 @dataclass
@@ -25,6 +25,11 @@ class KeptCell:
 
     source: Source
     outputs: list[Any]
+    spec: TreeSpec
+
+    def output(self) -> Any:
+        """What the cell returned, with its graph."""
+        return unflatten(list(self.outputs), self.spec)
 
 
 class GoesBack(Protocol):
@@ -45,21 +50,28 @@ class GoesBack(Protocol):
         """See :meth:`offload.engine.executor.Executor.trainable`."""
 
 
-@dataclass(eq=False)
-class Tape:
-    """Boundaries and replays of one forward.
+class Boundaries(Protocol):
+    """Where what enters cells rests between forward and backward."""
 
-    Made by :meth:`OffloadModel.forward_chunks <offload.OffloadModel.forward_chunks>`; :meth:`backward` may be called
-    once. A tape that is dropped instead frees all it holds.
-    """
+    def get(self, key: Hashable, now: int, *, last: bool = False) -> Any:
+        """See :meth:`offload.engine.boundary_store.BoundaryStore.get`."""
 
-    executor: GoesBack
-    boundaries: BoundaryStore
-    microbatches: int
+    def drop(self, key: Hashable) -> None:
+        """Forgets a value."""
+
+    def close(self) -> None:
+        """Forgets everything."""
+
+
+@dataclass(eq=False, kw_only=True)
+class CellNotes:
+    """What the cells of one forward leave to those of its backward."""
+
     #: Whether the forward noted what a backward needs.
     records: bool
     #: The first shard that backward has to reach: shards before it have nothing to train, nor has the input.
     first: int
+    boundaries: Boundaries
     output_fns: Sequence[Callable[[Any], Any] | None] = ()
     #: Where the other cells are recomputed: those that keep their graphs.
     graphs: frozenset[Cell] = frozenset()
@@ -69,12 +81,25 @@ class Tape:
     requires: dict[Cell, list[bool]] = field(default_factory=dict)
     #: Counts of in-place changes of each shard's parameters, as the forward met them.
     versions: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    #: Times that assigned data had been brought home by then.
-    assignments: int = 0
     inputs: list[list[Any]] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     input_specs: list[TreeSpec] = field(default_factory=list)
     input_versions: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(eq=False, kw_only=True)
+class Tape(CellNotes):
+    """Boundaries and replays of one forward.
+
+    Made by :meth:`OffloadModel.forward_chunks <offload.OffloadModel.forward_chunks>`; :meth:`backward` may be called
+    once. A tape that is dropped instead frees all it holds.
+    """
+
+    executor: GoesBack
+    boundaries: BoundaryStore
+    microbatches: int
+    #: Times that assigned data had been brought home by then.
+    assignments: int = 0
     output_specs: list[TreeSpec] = field(default_factory=list)
     output_shapes: list[list[torch.Size | None]] = field(default_factory=list)
     used: bool = False

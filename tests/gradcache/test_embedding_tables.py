@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from gradcache import GradCache
-from gradcache.tables import rows_in_place, tables_of
+from offload.engine.tables import rows_in_place, tables_of
 
 ROWS, WIDTH = 20, 4
 PLENTY = 1 << 20
@@ -99,7 +99,7 @@ def test_gradients_are_those_of_autograd(kind: str, budget: int, monkeypatch: py
     bare, ours = model_of(kind), model_of(kind)
     for model in (bare, ours):
         if model is bare:
-            monkeypatch.setattr("gradcache.tables._takes_rows", lambda weight, total: False)
+            monkeypatch.setattr("offload.engine.tables._takes_rows", lambda weight, total: False)
         else:
             monkeypatch.undo()
         cache = GradCache([model], 2, energy, boundary_bytes=budget, regroup=False)

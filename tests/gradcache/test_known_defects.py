@@ -125,13 +125,17 @@ def test_cache_follows_a_split_function_that_does_not_follow_the_chunk_size(
 # -- 3: generators -------------------------------------------------------------------------------------------------
 
 
+class Notes(list[Any]):
+    """What both passes note. A plain list would be put back, so that it tells of one forward for each chunk."""
+
+
 class Fickle(nn.Module):
     """Draws from three generators, in the model and (through ``rep``) behind it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = tower()
-        self.seen: list[float] = []
+        self.seen = Notes()
 
     def forward(self, x: Tensor) -> Tensor:
         draw = random.random() + float(np.random.rand()) + float(torch.rand(()))

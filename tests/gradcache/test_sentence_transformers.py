@@ -14,6 +14,10 @@ from torch.nn import functional as F
 from gradcache.sentence_transformers import CachedMultipleNegativesRankingLoss, cos_sim
 
 
+class Notes(list[Any]):
+    """What both passes note. A plain list would be put back, so that it tells of one forward for each chunk."""
+
+
 class Encoder(nn.Module):
     """Speaks as a SentenceTransformer does: features in, features with an embedding out."""
 
@@ -21,7 +25,7 @@ class Encoder(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.table, self.out, self.dropout = nn.Embedding(20, 8), nn.Linear(8, 6), nn.Dropout(dropout)
-        self.rows: list[int] = []
+        self.rows = Notes()
 
     def forward(self, features: dict[str, Any]) -> dict[str, Any]:
         assert features.get("prompt_length") in (None, 3)
@@ -124,7 +128,7 @@ class Widths(Encoder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shapes: list[tuple[int, ...]] = []
+        self.shapes = Notes()
         self.keys: set[str] = set()
 
     def forward(self, features: dict[str, Any]) -> dict[str, Any]:
