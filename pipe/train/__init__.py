@@ -1,4 +1,4 @@
-"""Pipelines over a data loader: the next batches are loaded, copied and distributed while one computes."""
+"""Training loops over a data loader that load, copy and distribute the next batches while one batch computes."""
 
 from pipe.train.base import TrainPipelineBase
 from pipe.train.distribute import Distributes

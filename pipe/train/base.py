@@ -1,14 +1,15 @@
-"""A training loop that loads and copies the next batches while one computes, and loses none of them.
+"""A training loop that loads the next batches and copies them to the device while one batch computes.
 
-:class:`TrainPipelineBase` carries out a :class:`~pipe.train.schedule.Schedule`: it hands each stage of each batch to
-its lane, waits where the schedule says, and speaks to the caller in the words of a plain loop: one batch, one output;
-``StopIteration`` after the last one; the loader's exception in the loader's place.
+:class:`TrainPipelineBase` executes a :class:`~pipe.train.schedule.Schedule`: it submits each stage of each batch to
+its lane and waits where the schedule says. The caller sees a plain loop: each call of ``progress`` runs one batch and
+returns its output, ``StopIteration`` follows the last batch, and an exception of the loader is raised after the
+batches that the loader yielded before it.
 
 Invariant: each batch that was read from a loader is trained on exactly once, in order, and the parameters after it are
 those of a plain loop.
 
-After an exception of the model, the optimizer or a stage: the batch that it struck is not run again, the open window
-is abandoned (see :mod:`pipe.train.window`), batches in flight are kept, and the next call goes on with the next batch.
+After an exception in the model, the optimizer or a stage, the failed batch is not run again, the open accumulation
+window is discarded (see :mod:`pipe.train.window`), batches in flight are kept, and the next call runs the next batch.
 """
 
 from __future__ import annotations
@@ -53,37 +54,38 @@ class TrainPipelineBase:
 
     Args:
         model: called with one batch, returns ``(losses, output)``. Losses may have any shape; their sum is minimised.
-        optimizer: zeroed and stepped by the pipeline. Several are stepped together, such as one for an embedding
-            table and one for the rest.
-        device: where batches go. The model is there already.
-        grad_accum: batches per optimizer step; the step sees their mean. None: every batch.
+        optimizer: the pipeline calls its ``zero_grad`` and ``step``. Several optimizers are stepped together, such as
+            one for an embedding table and one for the other parameters.
+        device: the device that batches are copied to. The model must be on it already.
+        grad_accum: batches per optimizer step; the gradient is their mean. None: one batch.
         amp_dtype: autocast to this type, or None.
         grad_scaling: scale the loss where ``amp_dtype`` is fp16 (never otherwise: bf16 has the range of fp32).
-        ahead: by stage name, how many batches it runs ahead, where that is to differ from :attr:`default_ahead`.
-            0 everywhere is a plain loop: a batch is read after the one before it has been trained on. With
-            ``grad_accum`` a loader's last window may then step when ``progress`` raises ``StopIteration``, and
-            replicas communicate after each batch.
-        lanes: where the stages run; by default the loader and the copies run in threads. ``Lanes.serial()`` reads the
-            loader in the caller's thread.
-        process_group: ranks of this group (CPU backend, used for nothing else) agree that all of them have another
-            batch. None: made when the model is replicated or sharded over the whole world, by the first ``progress``
-            (for a replicated model: the first that trains; evaluation on one rank alone needs no agreement).
+        ahead: stage names with the number of batches that the stage runs ahead, where it differs from
+            :attr:`default_ahead`. 0 everywhere is a plain loop: a batch is read after the batch before it has been
+            trained on. With ``grad_accum`` a loader's last window may then step when ``progress`` raises
+            ``StopIteration``, and replicas communicate after each batch.
+        lanes: the queues that the stages run on; by default the loader and the copies run in threads.
+            ``Lanes.serial()`` reads the loader in the caller's thread.
+        process_group: before each batch, the ranks of this group (CPU backend, used for nothing else) check that all
+            of them have one. None: the first ``progress`` makes a group if the model is replicated or sharded over the
+            whole world (for a replicated model: the first ``progress`` that trains; evaluation on one rank alone
+            needs no agreement).
         uneven: what ranks do when one loader ends early, ``"raise"`` or ``"stop"``; see
             :class:`~pipe.train.source.Agreement`.
-        custom_model_fwd: called with a batch in the model's place, returns ``(losses, output)``.
-        execute_all_batches: run the batches that were read ahead when the loader ends. False: ``progress`` raises
-            ``StopIteration`` as soon as a read ahead finds the loader's end. The batches in flight then wait for the
-            next iterator, before whose batches they run, or for :meth:`reset`, which drops them.
-        enqueue_batch_after_forward: copy the batch ahead behind the forward and not before it, so that the copy does
-            not take the bus from a forward that reads host memory.
+        custom_model_fwd: called with a batch instead of the model, returns ``(losses, output)``.
+        execute_all_batches: when the loader ends, run the batches that were read ahead. False: ``progress`` raises
+            ``StopIteration`` as soon as a read ahead finds the loader's end. The batches in flight then run before the
+            batches of the next iterator, or are dropped by :meth:`reset`.
+        enqueue_batch_after_forward: copy a later batch after the forward and not before it, so that the copy does
+            not take bus bandwidth from a forward that reads host memory.
 
-    A loader must give each batch memory of its own: several batches are in flight. It is read ahead in another thread,
-    under the caller's grad mode and autocast. If it draws random numbers from a generator that the model draws from as
-    well, its batches are read in turn instead, so that one seed gives one result: that of a plain loop. See
+    Several batches are in flight, so a loader must allocate new memory for each batch. It is read ahead in another
+    thread, under the caller's grad mode and autocast. If loader and model draw random numbers from the same generator,
+    batches are read on demand instead, so that a seed gives the same result as a plain loop. See
     :mod:`pipe.train.draws`; a loader with a generator of its own is read ahead.
 
-    The model in ``eval`` mode, or under ``no_grad``, only runs forward. Use one pipeline for training and one for
-    evaluation: batches in flight belong to the mode in which they were asked for.
+    A model in ``eval`` mode, or under ``no_grad``, only runs forward. Use one pipeline for training and one for
+    evaluation: batches in flight belong to the mode in which they were requested.
 
     Source: torchrec's ``TrainPipelineBase`` (Meta, 2022).
     """
@@ -125,12 +127,12 @@ class TrainPipelineBase:
             raise ValueError(f"expected stages of {sorted(self.default_ahead)} in ahead, got {unknown} (ahead={ahead})")
         self._ahead = {**self.default_ahead, **(ahead or {})}
         self._schedule = Schedule(self.stages())
-        # Reads in the caller's thread are in one order with all else; so are those that are never ahead.
+        # Reads in the caller's thread are ordered with everything else in it; so are reads that never run ahead.
         beside_compute = not isinstance(self._lanes.load, InlineLane) and any(self._ahead.values())
         self._reader = Reader(self._compute, self._device, (process_group, uneven), beside_compute=beside_compute)
         self._flights: dict[int, Flight] = {}
         self._position = 0  # index of the flight that computes next
-        self._window_iterator: Iterator[Any] | None = None  # that the open window's latest batch came from
+        self._window_iterator: Iterator[Any] | None = None  # yielded the latest batch of the open window
         self._batches = 0
         self._batches_in_turn = 0
         self._pageable_bytes = 0
@@ -140,7 +142,7 @@ class TrainPipelineBase:
     # ---------------------------------------------------------------------------------------------- stages
 
     def stages(self) -> list[Stage]:
-        """The pipeline as data. A subclass adds its own."""
+        """The stages, in the order of the schedule. Subclasses add stages."""
         lanes, ahead = self._lanes, self._ahead
         load = Stage("load", lanes.load, self._load, ahead["load"])
         copy = Stage("copy", lanes.copy, self._copy, ahead["copy"], after=("load",))
@@ -184,10 +186,10 @@ class TrainPipelineBase:
         flight.computing = False
 
     def _before_step(self) -> None:
-        """What a subclass does between a window's last backward and the step."""
+        """Called between a window's last backward and the optimizer step; subclasses override it."""
 
     def _use(self, value: Any) -> None:
-        """Says that the current stream uses memory that the copy stream allocated."""
+        """Records that the current stream uses memory that was allocated on the copy stream."""
         if self._lanes.copy.stream is not None:
             record_stream(value, torch.cuda.current_stream(self._device))
 
@@ -197,20 +199,20 @@ class TrainPipelineBase:
         """Runs the next batch and returns the model's output for it.
 
         Args:
-            dataloader_iter: an iterator over batches; up to ``ahead`` batches are read from it in advance. With
-                another one than before, the batches in flight run first.
+            dataloader_iter: an iterator over batches; up to ``ahead`` batches are read from it in advance. If it is
+                another iterator than in the call before, the batches in flight run first.
 
         Raises:
             StopIteration: after the last batch of this iterator has run (or before: ``execute_all_batches``).
-            ValueError: if batches in flight were asked for in another mode (``train`` or ``eval``).
-            Exception: what the loader raised, after the batches that it gave before; what the model raised.
+            ValueError: if batches in flight were requested in another mode (``train`` or ``eval``).
+            Exception: an exception of the loader, after the batches that it yielded before; an exception of the model.
         """
         if self._reader.connect(dataloader_iter, self._flights.values()):
-            self._window_iterator = dataloader_iter  # of the window that may have been restored as well
+            self._window_iterator = dataloader_iter  # also of a window that was restored
         while True:
             in_turn = self._reader.in_turn
             flight = self._tick()
-            if flight is None:  # the end is in sight, and no more is to be run
+            if flight is None:  # the end has been read ahead, and execute_all_batches is False
                 self._reader.disconnect()
                 raise StopIteration
             if flight.read is not None and flight.read.kind is Kind.BATCH:
@@ -223,57 +225,57 @@ class TrainPipelineBase:
                 if ended is flight.source.iterator:
                     self._window.finish(self._before_step)
                 raise StopIteration
-            # Nothing to run here: an iterator that was left, or told of its end or failure. Never the present one.
+            # A flight without a batch, of an earlier iterator: the caller replaced it, or has seen its end or failure.
             assert flight.source is not self._reader.source
 
     def _tick(self) -> Flight | None:
-        """One tick of the schedule; returns the flight that has now been through all stages.
+        """Runs one tick of the schedule; returns the flight that has now passed all stages.
 
-        None if nothing was run because the end is in sight.
+        None if nothing was run because the loader's end has been read ahead (``execute_all_batches=False``).
         """
         i = self._position
         try:
-            if not self._execute_all_batches and self._end_in_sight(i):
+            if not self._execute_all_batches and self._end_was_read(i):
                 return None
             for action in self._schedule.tick(i, self._may_run_ahead):
                 self._run(action)
         except BaseException:
-            # An interrupt of this thread: failures of stages wait in their tickets. Whatever it struck is done again
-            # by the next call, save a forward or backward, which cannot be taken back.
+            # An interrupt of this thread: failures of stages are kept in their tickets. The next call repeats the
+            # interrupted action, except a forward or backward, whose effects cannot be undone.
             if i in self._flights and self._flights[i].computing:
-                self._land(i)
-                self._window.abandon()
-            # Whose reading may have been interrupted: the next call makes another source of the iterator.
+                self._pop_flight(i)
+                self._window.discard()
+            # A read may have been interrupted: the next call makes another source of the iterator.
             self._reader.disconnect()
             raise
-        flight = self._land(i)
+        flight = self._pop_flight(i)
         try:
             tickets = [flight.tickets[stage.name] for stage in self._schedule.stages]
-            # Last stage first: a wait that is missing among the stages must not be made up for here.
+            # Last stage first, so that this loop does not hide a wait that is missing between two stages.
             if not all(ticket.succeeded() for ticket in reversed(tickets)):
                 for ticket in tickets:
                     with contextlib.suppress(SkippedStage):
                         ticket.wait()
         except BaseException as error:
             if flight.computing:
-                self._window.abandon()
+                self._window.discard()
             if flight.read is None and flight.source is self._reader.source:
-                self._reader.disconnect()  # the caller knows of the loader's failure now, and may go on reading
+                self._reader.disconnect()  # this raises the loader's failure; the caller may read the iterator again
             if isinstance(error, StopIteration):
-                # Without this, a StopIteration inside the model would pass for the end of the loader.
+                # Without this, a StopIteration inside the model would look like the end of the loader.
                 raise RuntimeError(f"a stage of batch {i} raised StopIteration") from error
             raise
         return flight
 
-    def _land(self, i: int) -> Flight:
+    def _pop_flight(self, i: int) -> Flight:
         self._position = i + 1
         return self._flights.pop(i)
 
     def _run(self, action: Action) -> None:
-        """Hands one stage of one batch to its lane."""
+        """Submits one stage of one batch to its lane."""
         stage, k = action
         if k < self._position:
-            return  # an interrupt struck this batch
+            return  # an interrupt ended this batch
         if k not in self._flights:
             assert self._reader.source is not None
             self._flights[k] = Flight(k, self._reader.source)
@@ -285,11 +287,11 @@ class TrainPipelineBase:
         flight.tickets[stage.name] = ticket
         if alone:
             start = time.perf_counter()
-            # Without this, what the read draws and what this thread draws could not be told apart.
+            # Without this, random numbers drawn by the read could not be told from those drawn by this thread.
             ticket.succeeded()
             self._wait_seconds[stage.name] += time.perf_counter() - start
 
-    def _end_in_sight(self, i: int) -> bool:
+    def _end_was_read(self, i: int) -> bool:
         """Whether one of the reads ahead of batch ``i`` has found the end of the present iterator."""
         k, ahead = i, 0
         while ahead <= self._ahead["load"] and (k == i or self._may_run_ahead()):
@@ -298,7 +300,7 @@ class TrainPipelineBase:
             flight = self._flights[k]
             if flight.source is self._reader.source and not flight.holds_batch():  # it has ended or failed
                 return flight.found_end() and self._flights[i].holds_batch()
-            # The end of an iterator before takes a place, but is no batch.
+            # The end of an earlier iterator has a flight, but is no batch.
             ahead += k == i or flight.holds_batch()
             k += 1
         return False
@@ -309,7 +311,7 @@ class TrainPipelineBase:
     def _work(self, stage: Stage, flight: Flight, caller: int) -> None:
         for name in stage.after:
             start = time.perf_counter()
-            # Without this, the stage would read what stage `name` has yet to write: on the host, or on its stream.
+            # Without this, the stage would read before stage `name` has written: on the host, or on its stream.
             succeeded = flight.tickets[name].succeeded()
             if threading.get_ident() == caller:
                 self._wait_seconds[name] += time.perf_counter() - start
@@ -319,10 +321,10 @@ class TrainPipelineBase:
             stage.work(flight)
 
     def _is_last(self, i: int) -> bool | None:
-        """Whether the loader ends after batch ``i``, if its next read is under way; waits for it then.
+        """Whether the loader ends after batch ``i``, if its next read is under way; waits for that read.
 
-        None if nothing has been read beyond ``i``, since the next batch may depend on what becomes of this one; or if
-        the next read failed.
+        None if nothing was read beyond ``i``, since the next batch may depend on how this one ends; or if the next
+        read failed.
         """
         if self._ahead["load"] and self._may_run_ahead():
             for action in self._schedule.reach("load", i + 1):
@@ -336,8 +338,8 @@ class TrainPipelineBase:
     def reset(self) -> None:
         """Drops the batches in flight and the open window; parameters and optimizer stay as they are.
 
-        For training that starts again from a checkpoint. The next ``progress`` reads the iterator that it is given,
-        where that stands: behind the batches that were dropped. Waits for reads and copies that are under way.
+        For training that starts again from a checkpoint. The next ``progress`` continues to read its iterator at the
+        present position, which is behind the dropped batches. Waits for reads and copies that are under way.
         """
         for flight in self._flights.values():
             for ticket in flight.tickets.values():
@@ -345,14 +347,14 @@ class TrainPipelineBase:
         self._drop_flights()
         self._window_iterator = None
         self._reader.reset()
-        self._window.abandon()
+        self._window.discard()
 
     def _drop_flights(self) -> None:
-        # Stages are behind the flights by different numbers of batches: none of them is to run for what is dropped.
+        # Each stage has run for a different number of flights; none of them may run for a dropped flight.
         self._position = max([self._position - 1, *self._flights]) + 1
         self._flights.clear()
 
-    # ----------------------------------------------------------------------------------- what users look at
+    # ------------------------------------------------------------------------------- statistics and state
 
     def statistics(self) -> Statistics:
         """Counts since construction, among them whether and why overlap is missing."""
@@ -366,10 +368,10 @@ class TrainPipelineBase:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a new pipeline needs to go on: the open window, the scaler, and the batches in flight.
+        """The state that a new pipeline needs to continue: the open window, the scaler, and the batches in flight.
 
-        Model, optimizer and loader have states of their own. The loader's position is the one *behind* the batches in
-        flight: they are kept here as the loader gave them. Waits for reads that are under way.
+        Model, optimizer and loader have states of their own. The loader's position is *behind* the batches in flight:
+        this state keeps those as the loader yielded them. Waits for reads that are under way.
         """
         flights = [self._flights[k] for k in sorted(self._flights)]
         batches = [flight.read.batch for flight in flights if flight.holds_batch() and flight.read is not None]
@@ -381,7 +383,7 @@ class TrainPipelineBase:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where :meth:`state_dict` was taken: the next iterator is read behind the batches in flight.
+        """Continues where :meth:`state_dict` was called; the restored batches run before those of the next iterator.
 
         Raises:
             ValueError: if this pipeline has batches in flight itself, or other settings; nothing is changed then.
@@ -390,7 +392,7 @@ class TrainPipelineBase:
             raise ValueError("expected a pipeline without batches in flight to load a state into; make a new one")
         self._window.load_state_dict(state["window"])
         self._batches = state["batches"]
-        # The batches of the first iterator come behind these.
+        # The batches of the first iterator follow these.
         restored = self._reader.restore(ended=state["ended"])
         self._drop_flights()
         reads = [Read(Kind.BATCH, batch) for batch in state["in_flight"]] + [Read(Kind.END)] * state["ended"]

@@ -1,7 +1,7 @@
-"""Batches of any kind: to a device, and what can be reached inside them.
+"""Copies batches of any structure to a device, and walks the objects inside them.
 
-A loader yields what its author liked: a tensor, nested dicts, lists and tuples, named tuples, dataclasses, or an
-object with a ``.to`` method. Nothing here looks at meaning; a container keeps its type, and what is no tensor stays.
+A loader may yield a tensor, nested dicts, lists and tuples, named tuples, dataclasses, or an object with a ``.to``
+method. A container keeps its type, and values that are no tensors stay as they are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _takes_non_blocking(to: Callable[..., Any]) -> bool:
 def move(batch: Any, device: torch.device) -> Any:
     """The batch with every tensor on ``device``, copied without blocking the host where the memory is pinned.
 
-    A container none of whose items moved is returned as it is. A batch with nothing to move passes unchanged.
+    A container none of whose items moved is returned itself, and so is a batch with nothing to move.
     """
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
@@ -58,7 +58,7 @@ def move(batch: Any, device: torch.device) -> Any:
         new_fields = {name: move(value, device) for name, value in fields.items()}
         if all(new_fields[name] is value for name, value in fields.items()):
             return batch
-        # Not dataclasses.replace: it calls __init__ again, which refuses init=False fields and may compute anew.
+        # Not dataclasses.replace: it calls __init__ again, which refuses init=False fields and may compute values.
         moved = copy.copy(batch)
         for name, value in new_fields.items():
             object.__setattr__(moved, name, value)
@@ -80,7 +80,7 @@ class Step(NamedTuple):
 
 
 _OPAQUE = (str, bytes, int, float, complex, bool, type(None), type, torch.device, torch.dtype, torch.nn.Module)
-_DEEPEST = 8  # containers inside containers; beyond it a batch is no batch but a graph of objects
+_DEEPEST = 8  # levels of containers that are walked; deeper values are taken for object graphs, not for a batch
 
 
 def _children(value: Any) -> Iterator[tuple[Step, Any]]:
@@ -127,7 +127,7 @@ def follow(batch: Any, path: tuple[Step, ...]) -> Any:
 
 
 def pageable_bytes(batch: Any, device: torch.device) -> int:
-    """Bytes of host tensors whose copy to ``device`` cannot be asynchronous because their memory is not pinned."""
+    """Bytes of host tensors that cannot be copied to ``device`` asynchronously because their memory is not pinned."""
     if device.type == "cpu":
         return 0
     tensors = (value for _, value in walk(batch) if isinstance(value, Tensor))
@@ -135,9 +135,9 @@ def pageable_bytes(batch: Any, device: torch.device) -> int:
 
 
 def record_stream(batch: Any, stream: torch.cuda.Stream | None) -> None:
-    """Tells the allocator that ``stream`` uses the batch's memory, until the work it has now been given is done.
+    """Tells the allocator that ``stream`` uses the batch's memory until the work queued on it by now is done.
 
-    Without this, memory allocated on a copy stream could be given to the next copy while kernels still read it.
+    Without this, memory allocated on a copy stream could be reused by the next copy while kernels still read it.
     """
     if stream is None:
         return

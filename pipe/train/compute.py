@@ -1,4 +1,4 @@
-"""What is done with one batch that is on its device: forward, backward and, at the end of a window, the step."""
+"""Calls the model with one batch under autocast, and checks that it returns ``(losses, output)``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Compute"]
 
 
 class Compute:
-    """Runs a model under autocast, and its backward as a part of a window.
+    """Runs the forward of a model under autocast; inside a window, replicas do not synchronize before its end.
 
     Args:
-        model: called with one batch; its mode says whether it is trained.
-        window: accumulates and steps.
+        model: called with one batch; trained if it is in ``train`` mode.
+        window: the gradient accumulation window.
         device_type: of autocast.
         amp_dtype: autocast to this type, or None.
-        custom_model_fwd: called with one batch in the model's place, or None.
+        custom_model_fwd: called with one batch instead of the model, or None.
         forward_only: whether nothing is trained, whatever the model's mode.
     """
 
@@ -49,11 +49,11 @@ class Compute:
         self._forward_only = forward_only
 
     def trains(self) -> bool:
-        """Whether a batch that computes now is trained on."""
+        """Whether a batch that is run now is trained on."""
         return not self._forward_only and self.model.training and torch.is_grad_enabled()
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The context that the model runs in."""
+        """The autocast context of the model, or a null context."""
         if self._amp_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device_type, dtype=self._amp_dtype)
@@ -72,8 +72,8 @@ class Compute:
         Raises:
             TypeError: if it does not return a pair.
         """
-        silence = contextlib.nullcontext() if micro is None else self._window.synchronization(micro)
-        with silence, self.autocast():
+        synchronization = contextlib.nullcontext() if micro is None else self._window.synchronization(micro)
+        with synchronization, self.autocast():
             returned = call()
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise TypeError(

@@ -1,16 +1,16 @@
-"""Input distribution of sparse features ahead of the forward that needs it.
+"""Starts the input distribution of sharded embedding modules before the forward that uses it.
 
-A module takes part that speaks the protocol of :class:`Distributes` (the one of torchrec's sharded modules): its
-forward is ``compute_and_output_dist(context, input_dist(context, ...).wait().wait())``. The first half needs only the
-batch, so it can run while an earlier batch computes. For this one must know which part of the batch the module will
-be called with. That is *observed*: the first forward shows which objects of the batch each module received. It is a
-prediction, and each call checks it by identity: a module that is called with anything else runs its own forward.
+Modules that implement the protocol :class:`Distributes` (that of torchrec's sharded modules) take part: their forward
+is ``compute_and_output_dist(context, input_dist(context, ...).wait().wait())``. ``input_dist`` needs only the batch,
+so it can run while an earlier batch computes. It must know which part of the batch the module will be called with.
+The first forward records this: which objects of the batch each module received. Later batches are distributed by that
+record, and each call checks it by identity: a module that is called with other objects runs its own forward.
 
 Guarantees
-    * What a module computes never depends on the prediction; only when its distribution began does.
+    * The result of a module never depends on the prediction; only the time at which its distribution starts does.
     * A started distribution is used once. A recomputation in backward runs the module's own forward.
-    * The model is rewritten only while its forward runs. Between calls it is the user's, with nothing left in it.
-    * Modules are known by their place in the model, never by an ``id``.
+    * ``forward`` of participating modules is replaced only while the model's forward runs, and restored after it.
+    * Modules are identified by their qualified name in the model, never by an ``id``.
 
 Assumes
     * ``input_dist`` reads no parameter that the optimizer updates (or keeps its own result up to date).
@@ -35,20 +35,20 @@ __all__ = ["Distributes", "Distribution", "Request"]
 
 @runtime_checkable
 class Distributes(Protocol):
-    """What a module must offer to take part.
+    """The protocol of modules whose input distribution can run ahead of their forward.
 
-    ``input_dist`` returns an awaitable whose ``wait()`` starts the second half and returns another awaitable, whose
-    ``wait()`` returns the distributed input. Both are called on the distribute lane.
+    ``input_dist`` returns an awaitable whose ``wait()`` starts the exchange of the features and returns another
+    awaitable, whose ``wait()`` returns the distributed input. Both are called on the distribute lane.
     """
 
     def create_context(self) -> Any:
-        """A fresh context for one forward."""
+        """A new context for one forward."""
 
     def input_dist(self, ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        """Starts to bring the input to where it is needed."""
+        """Starts to distribute the input over ranks."""
 
     def compute_and_output_dist(self, ctx: Any, dist_input: Any) -> Any:
-        """The rest of the forward."""
+        """Looks up the distributed input and returns the output of the forward."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ class Request:
     kwargs: dict[str, Any]
     context: Any
     awaitable: Any
-    second: bool = field(default=False)  # whether the first wait is over
-    arrived: bool = field(default=False)  # whether the second is over as well
-    dist_input: Any = None  # once it has arrived
-    prefetched: bool = field(default=False)  # whether the module has been told to fetch its rows
+    exchanging: bool = field(default=False)  # whether the first wait has returned
+    distributed: bool = field(default=False)  # whether the second wait has returned as well
+    dist_input: Any = None  # the result of the second wait
+    prefetched: bool = field(default=False)  # whether the module's prefetch was called for it
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the module is called with the very objects that were distributed."""
+        """Whether these are the same objects that were distributed."""
         return _same(self.args, args) and _same(self.kwargs, kwargs)
 
 
@@ -126,10 +126,10 @@ def _fill(template: Any, batch: Any) -> Any:
 
 
 class Distribution:
-    """Starts the distributions of a batch, and serves them to the forward.
+    """Starts the input distributions of a batch, and gives their results to the modules in the forward.
 
     Attributes:
-        undistributed: for each module that does not run ahead, why.
+        undistributed: for each module whose distribution does not run ahead, the reason.
     """
 
     def __init__(self, model: nn.Module, lane: Lane) -> None:
@@ -139,20 +139,20 @@ class Distribution:
         self.undistributed: dict[str, str] = {}
 
     def serves(self, model: nn.Module) -> bool:
-        """Whether the participating modules of ``model`` are the very ones of this distribution."""
+        """Whether the participating modules of ``model`` are those of this distribution."""
         modules = dict(_outermost(model))
         return modules.keys() == self._modules.keys() and all(modules[k] is self._modules[k] for k in modules)
 
     @property
     def observed(self) -> bool:
-        """Whether a forward has shown how the modules are called."""
+        """Whether a forward has recorded the arguments of the modules."""
         return self._calls is not None
 
     def check_caches(self) -> None:
-        """Refuses modules whose caches would forget which rows were fetched for which batch.
+        """Refuses modules whose row caches do not track which rows were fetched for which batch.
 
         Raises:
-            ValueError: if a table is cached (UVM caching) and was not made to be prefetched.
+            ValueError: if a table is cached (UVM caching) and was made with ``prefetch_pipeline=False``.
         """
         for name, module in self._modules.items():
             for part in _parts(module):
@@ -161,20 +161,20 @@ class Distribution:
                 if cached and getattr(part, "prefetch_pipeline", None) is False:
                     raise ValueError(
                         f"expected tables that can be prefetched, but a {type(part).__name__} of module {name!r} "
-                        f"caches rows with prefetch_pipeline=False, so that its backward would use the places of "
+                        f"caches rows with prefetch_pipeline=False, so that its backward would use the cache slots of "
                         f"another batch's rows; shard it with fused_params={{'prefetch_pipeline': True}}, or use "
                         f"TrainPipelineSparseDist"
                     )
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Lets each module that has something to say about the optimizer (``check_optimizer``) refuse it."""
+        """Calls ``check_optimizer`` of each module that has it; a module raises there to refuse the optimizer."""
         for module in self._modules.values():
             check = getattr(module, "check_optimizer", None)
             if callable(check):
                 check(optimizer)
 
     def start(self, batch: Any) -> list[Request]:
-        """Starts what can be started for a batch, in the order in which the forward will ask for it."""
+        """Starts the distributions of a batch, in the order in which the first forward called the modules."""
         requests = []
         for call in self._calls or ():
             try:
@@ -189,13 +189,13 @@ class Distribution:
         return requests
 
     def exchange(self, requests: list[Request]) -> None:
-        """The first wait of each request: after it, all that was to be sent is under way."""
+        """Waits for the sizes of each request, which starts the exchange of its features."""
         for request in requests:
-            if not request.second:
-                request.awaitable, request.second = request.awaitable.wait(), True
+            if not request.exchanging:
+                request.awaitable, request.exchanging = request.awaitable.wait(), True
 
     def prefetch(self, requests: list[Request], forward_stream: torch.cuda.Stream | None) -> None:
-        """Lets each module that has ``prefetch`` fetch the rows of its request. Called on the prefetch lane.
+        """Calls ``prefetch`` of each module that has it, to fetch the rows of its request. Called on the prefetch lane.
 
         Args:
             requests: of one batch, exchanged.
@@ -205,7 +205,7 @@ class Distribution:
             prefetch = getattr(self._modules[request.name], "prefetch", None)
             if not callable(prefetch):
                 continue
-            dist_input = self._arrived(request)
+            dist_input = self._distributed(request)
             if forward_stream is not None:
                 record_stream((dist_input, request.context), forward_stream)
             prefetch(ctx=request.context, dist_input=dist_input, forward_stream=forward_stream)
@@ -213,7 +213,7 @@ class Distribution:
 
     @contextlib.contextmanager
     def serving(self, requests: list[Request] | None, batch: Any) -> Iterator[None]:
-        """While inside, participating modules use ``requests``; the first time, it is observed what they are given."""
+        """A context in which participating modules use ``requests``; the first one records their arguments."""
         waiting = list(requests or ())
         seen: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         with contextlib.ExitStack() as stack:
@@ -226,7 +226,7 @@ class Distribution:
     @contextlib.contextmanager
     def _served(self, name: str, module: Any, waiting: list[Request], seen: list[Any]) -> Iterator[None]:
         plain = module.forward
-        replaced = vars(module).get("forward")  # somebody else's replacement; usually forward is the class's
+        replaced = vars(module).get("forward")  # an instance attribute set by other code, or None for the class's
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             request = next((r for r in waiting if r.name == name and r.fits(args, kwargs)), None)
@@ -234,7 +234,7 @@ class Distribution:
                 if any(r.name == name and r.prefetched for r in waiting):
                     raise RuntimeError(
                         f"module {name!r} has prefetched rows for other objects than it is called with, and would "
-                        f"compute with those; call it with the same part of every batch, or use "
+                        f"compute with those rows; call it with the same part of every batch, or use "
                         f"TrainPipelineSparseDist, which prefetches nothing"
                     )
                 if self.observed:
@@ -242,7 +242,7 @@ class Distribution:
                 seen.append((name, args, kwargs))
                 return plain(*args, **kwargs)
             waiting.remove(request)
-            return module.compute_and_output_dist(request.context, self._arrived(request))
+            return module.compute_and_output_dist(request.context, self._distributed(request))
 
         module.forward = forward
         try:
@@ -253,12 +253,12 @@ class Distribution:
             else:
                 module.forward = replaced
 
-    def _arrived(self, request: Request) -> Any:
-        """The distributed input, safe to use on the current stream."""
-        if not request.arrived:
-            # Without this wait, the lookup would read indices (or rows) that have not arrived.
+    def _distributed(self, request: Request) -> Any:
+        """Waits for the distributed input; the result is safe to use on the current stream."""
+        if not request.distributed:
+            # Without this wait, the lookup would read indices (or rows) before they are received.
             request.dist_input = self._lane.submit(request.awaitable.wait).wait()
-            request.arrived = True
+            request.distributed = True
         if self._lane.stream is not None:
             stream = torch.cuda.current_stream(self._lane.stream.device)
             record_stream(request.dist_input, stream)
@@ -287,7 +287,7 @@ def _outermost(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Modu
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """All modules inside, also those that are kept in plain lists, as torchrec keeps its lookups."""
+    """All modules inside, those in plain list attributes included, where torchrec keeps its lookups."""
     for part in module.modules():
         yield part
         for value in vars(part).values():

@@ -1,4 +1,4 @@
-"""The loop that only runs forward, with the sparse features of the next batch distributed while one computes."""
+"""An evaluation loop (forward only) that distributes the sparse features of the next batch while one computes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist):
 
     Args:
         model: called with one batch, returns ``(losses, output)``; the losses are dropped.
-        optimizer: taken for torchrec's sake and never touched; None will do.
-        device: where batches go.
+        optimizer: unused; accepted because torchrec has it. May be None.
+        device: the device that batches are copied to.
         enable_amp: run forward under autocast to ``amp_dtype``.
-        **options: as for :class:`~pipe.train.sparse.TrainPipelineSparseDist`, ``grad_accum`` and gradient scaling
-            excepted.
+        **options: as for :class:`~pipe.train.sparse.TrainPipelineSparseDist`, except ``grad_accum`` and gradient
+            scaling.
 
     Source: torchrec's ``EvalPipelineSparseDist`` (Meta, 2022).
     """

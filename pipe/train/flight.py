@@ -1,4 +1,4 @@
-"""One batch on its way through the stages of a train pipeline."""
+"""The state of one batch in flight: its tickets, and the result of each stage that has run on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SkippedStage(Exception):
 
 
 class Flight:
-    """One batch on its way through the stages. Each stage fills in what it is responsible for."""
+    """One batch in flight. Each stage writes its result here."""
 
     __slots__ = ("batch", "computing", "index", "losses", "micro", "output", "read", "requests", "source", "tickets")
 
@@ -34,7 +34,7 @@ class Flight:
 
     @classmethod
     def loaded(cls, index: int, source: Source, read: Read) -> Flight:
-        """A flight whose batch was read before, in a run that left it in its state."""
+        """A flight whose batch was read in an earlier run and restored from that run's ``state_dict``."""
         flight = cls(index, source)
         flight.read = read
         flight.tickets["load"] = Ticket()

@@ -1,7 +1,7 @@
-"""Optimizers that update inside backward, refused where a gradient is not complete when they see it.
+"""Refuses optimizers that update inside backward where they would update with an incomplete gradient.
 
-Such an optimizer steps as soon as a gradient has been accumulated. That is too early in three cases: the gradient is a
-part of a window's (``grad_accum``), it is scaled (fp16), or it is that of one micro-batch of several.
+Such an optimizer steps as soon as a gradient has been accumulated. That is too early in three cases: the gradient is
+one part of an accumulation window (``grad_accum``), it is scaled (fp16), or it is that of one micro-batch of several.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["refuse_updates_between_micro_batches", "refuse_updates_in_backward"]
 def refuse_updates_in_backward(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], because: str, *, deferred: bool = False
 ) -> None:
-    """Looks for optimizers that update inside backward, among ``optimizers`` and at the parameters of ``model``.
+    """Refuses optimizers that update inside backward, among ``optimizers`` and in parameter hooks of ``model``.
 
     Args:
-        model: whose parameters and modules are looked at.
+        model: its parameters and modules are searched.
         optimizers: those of the pipeline.
-        because: what the pipeline does that such an optimizer does not know of.
-        deferred: whether those that can be told to wait (``accumulate()``) are told so.
+        because: for the error, what makes gradients incomplete: ``f"this pipeline {because}"``.
+        deferred: whether optimizers with an ``accumulate()`` context are allowed, because the caller enters it.
 
     Raises:
         ValueError: if there are any.
@@ -60,7 +60,7 @@ def refuse_updates_between_micro_batches(model: nn.Module, optimizers: Sequence[
                 if getattr(optimizer, "update_in_backward", False)
                 and any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
             ]
-            if module.checkpoint != "never":  # else autograd adds micro-batches up before any hook sees their gradient
+            if module.checkpoint != "never":  # else autograd sums over micro-batches before it calls any hook
                 reasons += _at_parameters(module)
             _refuse(reasons, f"runs micro-batches inside each backward (Pipe(chunks={module.chunks}))")
 
@@ -76,7 +76,7 @@ def _at_parameters(model: nn.Module) -> list[str]:
 
 
 def _may_update(hook: Any) -> bool:
-    """Whether a hook on an accumulated gradient may be an optimizer: all but those with which replicas reduce it."""
+    """Whether a hook on an accumulated gradient may be an optimizer: all except those of torch.distributed."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return not str(getattr(hook, "__module__", "")).startswith("torch.distributed.")

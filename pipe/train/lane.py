@@ -1,16 +1,16 @@
-"""Lanes: ordered queues of work that run beside the compute.
+"""Lanes: ordered queues of jobs that run in a thread or on a CUDA stream, beside the compute.
 
-A stage of a train pipeline is handed to a lane and leaves a :class:`Ticket`. Whoever needs the result waits for the
-ticket, in front of the first use and nowhere else. This is the only module of ``pipe.train`` that touches
-``torch.cuda``: a lane with a stream issues its work on it and records an event, a lane without one is a plain queue.
-On the CPU an I/O thread is the twin of the copy stream, so the same pipeline overlaps on any machine.
+Submitting a job to a lane returns a :class:`Ticket` (a future). Each consumer of the result waits for the ticket
+before its first use of the result, and not earlier. This is the only module of ``pipe.train`` that touches
+``torch.cuda``: a lane with a stream issues its work on that stream and records an event, a lane without one is a plain
+queue. On the CPU a thread takes the part of the copy stream, so the same pipeline overlaps on any machine.
 
 Guarantees
     * The jobs of one lane run in the order of submission, never two at a time.
     * :meth:`Ticket.wait` returns after its job has run on the host, and orders the caller's current stream behind the
       job's work on its own stream. The host never waits for a device.
     * An exception of a job, ``BaseException`` included, is raised by :meth:`Ticket.wait`, every time it is called.
-    * A :class:`ThreadLane` owns a thread only while it has work: nothing to close, nothing alive when it rests.
+    * A :class:`ThreadLane` owns a thread only while it has jobs: an idle lane has no thread and needs no close.
     * A job in another thread sees the settings of the thread that submitted it (:mod:`pipe.recompute.thread_state`:
       grad mode, autocast, inference mode, default device), its context variables and its current CUDA device.
 
@@ -45,7 +45,7 @@ _fresh: dict[str, ThreadState] = {}  # the settings of a new thread, by device t
 
 
 def _in_settings_of_this_thread(job: Callable[[], T], device_type: str) -> Callable[[], T]:
-    """The job as it would run here, to be called in another thread, whose own settings are those of a new one."""
+    """The job with this thread's settings around it, for another thread (with the settings of a new thread)."""
     device_types = {"cuda", device_type}
     thread_state, context = ThreadState.capture(device_types), contextvars.copy_context()
     # The current device belongs to a thread as well: without this, a loader's "cuda" would be device 0.
@@ -63,12 +63,12 @@ def _in_settings_of_this_thread(job: Callable[[], T], device_type: str) -> Calla
 
 
 def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
-    """Makes ``stream`` current, and with it the pipeline's device, whichever one the caller is on."""
+    """Makes ``stream`` and its device current, whichever device is current in the caller."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class Ticket(Generic[T]):
-    """The promise of one job."""
+    """The future of one job."""
 
     __slots__ = ("_done", "_error", "_event", "_stream", "_value")
 
@@ -85,7 +85,7 @@ class Ticket(Generic[T]):
         return self._done.is_set()
 
     def run(self, job: Callable[[], T], stream: torch.cuda.Stream | None = None) -> None:
-        """Runs the job on ``stream`` and keeps what it returns or raises. Called once, by the lane."""
+        """Runs the job on ``stream`` and keeps its result or its exception. Called once, by the lane."""
         try:
             with _on(stream):
                 self._value = job()
@@ -97,16 +97,16 @@ class Ticket(Generic[T]):
         self._done.set()
 
     def succeeded(self) -> bool:
-        """Waits as :meth:`wait` does, but says whether the job returned instead of raising what it raised."""
-        # Without this, the value of a job that another thread still works on would be read.
+        """Waits as :meth:`wait` does, but returns whether the job succeeded instead of raising its exception."""
+        # Without this, the result would be read while another thread still runs the job.
         self._done.wait()
         if self._event is not None and self._stream is not None:
-            # Without this, kernels of the current stream would read memory that the lane's stream has yet to write.
+            # Without this, kernels of the current stream would read memory before the lane's stream has written it.
             torch.cuda.current_stream(self._stream.device).wait_event(self._event)
         return self._error is None
 
     def wait(self) -> T:
-        """What the job returned, safe to use on the current stream; raises what the job raised."""
+        """Waits for the job. Returns its result, safe to use on the current stream, or raises its exception."""
         if not self.succeeded():
             assert self._error is not None
             raise self._error
@@ -114,14 +114,14 @@ class Ticket(Generic[T]):
 
 
 def fence(device: torch.device) -> Ticket[None]:
-    """A ticket for all that has been issued on the current stream of ``device`` up to now."""
+    """A ticket for all work issued on the current stream of ``device`` up to now."""
     ticket: Ticket[None] = Ticket()
     ticket.run(lambda: None, torch.cuda.current_stream(device) if device.type == "cuda" else None)
     return ticket
 
 
 class Lane(ABC):
-    """An ordered queue of jobs; ``stream`` is the one that they issue their device work on, if there is one."""
+    """An ordered queue of jobs; ``stream`` is the stream of their device work, or None."""
 
     stream: torch.cuda.Stream | None = None
 
@@ -131,9 +131,9 @@ class Lane(ABC):
 
 
 class InlineLane(Lane):
-    """Runs each job at once in the caller's thread; asynchronous only as far as ``stream`` is.
+    """Runs each job at once in the caller's thread; only its work on ``stream`` is asynchronous.
 
-    The right lane for collectives: every rank issues them in one thread, hence in one order.
+    The right lane for collectives: every rank issues them in one thread, and therefore in one order.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -154,14 +154,14 @@ class ThreadLane(Lane):
     def __init__(self, name: str, stream: torch.cuda.Stream | None = None, device_type: str = "cuda") -> None:
         self.stream = stream
         self._name = name
-        self._device_type = device_type  # whose autocast jobs see, beside that of the CPU and of CUDA
+        self._device_type = device_type  # jobs run under its autocast, beside that of the CPU and of CUDA
         self._lock = threading.Lock()
         self._jobs: deque[tuple[Callable[[], Any], Ticket[Any]]] = deque()
         self._thread: threading.Thread | None = None
         _lanes.add(self)
 
     def submit(self, job: Callable[[], T]) -> Ticket[T]:
-        """Queues the job, and starts the thread if it rests."""
+        """Queues the job, and starts the thread if there is none."""
         ticket: Ticket[T] = Ticket()
         job = _in_settings_of_this_thread(job, self._device_type)
         with self._lock:
@@ -181,7 +181,7 @@ class ThreadLane(Lane):
                 job, ticket = self._jobs.popleft()
             ticket.run(job, self.stream)
 
-    def _abandon(self) -> threading.Thread | None:
+    def _cancel(self) -> threading.Thread | None:
         with self._lock:
             self._jobs.clear()
             return self._thread
@@ -192,9 +192,9 @@ _EXIT_SECONDS = 5.0
 
 
 @atexit.register
-def _leave() -> None:
-    """At interpreter exit: drops queued jobs and gives running ones a moment, so that none dies inside a kernel."""
-    for thread in [lane._abandon() for lane in list(_lanes)]:
+def _cancel_at_exit() -> None:
+    """Drops queued jobs and waits for running ones (at most 5 s a lane), so that no thread dies inside a kernel."""
+    for thread in [lane._cancel() for lane in list(_lanes)]:
         if thread is not None:
             thread.join(_EXIT_SECONDS)
 
@@ -205,10 +205,10 @@ class Lanes:
 
     Attributes:
         load: calls ``next()`` on the loader.
-        copy: brings batches to the device.
+        copy: copies batches to the device.
         distribute: input distribution of sparse features (collectives).
         compute: forward, backward and optimizer step.
-        prefetch: rows of embedding tables into the caches of their modules.
+        prefetch: copies rows of embedding tables into the caches of their modules.
     """
 
     load: Lane
@@ -234,6 +234,6 @@ class Lanes:
 
     @classmethod
     def serial(cls) -> Lanes:
-        """Everything in the caller's thread, in order: the baseline to compare with, and for loaders bound to it."""
+        """Everything in the caller's thread, in order: a baseline, and for loaders that are bound to that thread."""
         lane = InlineLane()
         return cls(load=lane, copy=lane, distribute=lane, compute=lane, prefetch=lane)

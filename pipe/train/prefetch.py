@@ -1,12 +1,12 @@
-"""The sparse training loop whose modules also fetch the rows of the next batch while one computes.
+"""A training loop for sparse models that also prefetches embedding rows of the next batch while one batch computes.
 
-A sharded table that is too large for its device keeps its rows elsewhere and a cache of them on the device (torchrec's
+A sharded table that is too large for its device stores its rows elsewhere and a cache of them on the device (torchrec's
 UVM caching; on the CPU a module may do the same with a file). Once the distributed features of a batch are known, the
-module can fetch their rows ahead of the forward. With the defaults a call of ``progress`` reads::
+module can fetch their rows before the forward. With the defaults a call of ``progress`` runs::
 
     load.i+2  copy.i+2  exchange.i+1  forward.i  prefetch.i+1  distribute.i+2  backward.i
 
-so the features of batch i+1 travel beside the forward of batch i, and its rows beside the backward.
+so the features of batch i+1 are exchanged during the forward of batch i, and its rows are fetched during the backward.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ __all__ = ["PrefetchTrainPipelineSparseDist"]
 class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
     """Copies batch i+2, starts its distribution, and prefetches the rows of batch i+1 while batch i computes.
 
-    Modules that take part in the distribution and have ``prefetch(ctx=, dist_input=, forward_stream=)`` are called
-    with the context and the distributed input of their next forward, and with the stream that this will run on (None
-    on the CPU); others are distributed as in :class:`~pipe.train.sparse.TrainPipelineSparseDist`.
+    If a participating module has ``prefetch(ctx=, dist_input=, forward_stream=)``, it is called with the context and
+    the distributed input of the module's next forward, and with the stream that this forward will run on (None on the
+    CPU). Other modules are distributed as in :class:`~pipe.train.sparse.TrainPipelineSparseDist`.
 
-    Arguments are those of :class:`~pipe.train.sparse.TrainPipelineSparseDist`; ``ahead`` knows ``"prefetch"`` too, and
-    ``Lanes`` have a lane for it.
+    Arguments are those of :class:`~pipe.train.sparse.TrainPipelineSparseDist`; ``ahead`` accepts ``"prefetch"`` too,
+    and ``Lanes`` have a lane for it.
 
-    The caches of fbgemm hand rows out in the order in which they were fetched. So between two calls of ``progress``
-    such a model must not be called otherwise (to evaluate, run the iterator to its end first), and a module that is
+    The caches of fbgemm return rows in the order in which they were fetched. Therefore such a model must not be called
+    directly between two calls of ``progress`` (to evaluate, run the iterator to its end first), and a module that is
     called with other objects than were prefetched for it raises a ``RuntimeError``.
 
     Raises:
-        ValueError: if a table is cached and was not made to be prefetched (``prefetch_pipeline=False``).
+        ValueError: if a table is cached and was made with ``prefetch_pipeline=False``.
 
     Source: torchrec's ``PrefetchTrainPipelineSparseDist`` (Meta, 2023).
     """
@@ -54,7 +54,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
         return distribution
 
     def stages(self) -> list[Stage]:
-        """The stages of the sparse pipeline, with prefetch behind the forward."""
+        """The stages of the sparse pipeline, with prefetch after the forward."""
         stage = {stage.name: stage for stage in super().stages()}
         ahead = self._ahead["prefetch"]
         exchange = replace(stage["exchange"], ahead=ahead)
@@ -68,12 +68,12 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
 
     def _prefetch(self, flight: Flight) -> None:
         if not flight.requests and self._distribution.observed:
-            # While the pipeline fills, the exchange comes before the first forward, which shows what to distribute.
+            # While the pipeline fills, the exchange runs before the first forward, which records what to distribute.
             self._lanes.distribute.submit(partial(self._exchange, flight)).wait()
         self._distribution.prefetch(flight.requests, self._forward_stream)
 
     def _run(self, action: Action) -> None:
         if self._device.type == "cuda":
-            # In the caller's thread and outside of every lane: the stream that the forward will run on.
+            # Read in the caller's thread and outside of every lane: the stream that the forward will run on.
             self._forward_stream = torch.cuda.current_stream(self._device)
         super()._run(action)

@@ -1,4 +1,4 @@
-"""Which iterator a pipeline reads at present, and what a change of iterator or of mode means for batches in flight."""
+"""Tracks the iterator that a train pipeline reads, and handles a change of iterator or of the model's mode."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Reader:
     """Makes a :class:`~pipe.train.source.Source` of each iterator that ``progress`` is called with.
 
     Args:
-        compute: whose mode batches are read for.
-        device: whose generator loaders may draw from.
+        compute: holds the model; batches are read for the mode that it is in.
+        device: the device whose generator loaders may draw from.
         ranks: the process group whose ranks agree about each read, or None, and what they do when one loader ends
             early; see :class:`~pipe.train.source.Agreement`.
-        beside_compute: whether reads may run while something computes.
+        beside_compute: whether reads may run while the model computes.
 
     Attributes:
-        source: the present one; None before the first iterator, and once the caller knows of an iterator's end.
+        source: the present source; None before the first iterator, and after an iterator's end has been reported.
     """
 
     def __init__(
@@ -45,23 +45,23 @@ class Reader:
         self._agreement = Agreement.for_model(compute.model, *ranks)
         self._device = device
         self._beside_compute = beside_compute
-        self._restored: Source | None = None  # of a loaded state; waits for the first iterator
-        self._training = True  # the mode that the flights of the present source were asked for in
+        self._restored: Source | None = None  # of a loaded state; replaced by the source of the first iterator
+        self._training = True  # the mode in which the flights of the present source were requested
         self._trained = True  # whether the latest call trained
 
     @property
     def in_turn(self) -> bool:
-        """Whether no batch is read before it is needed (:mod:`pipe.train.draws`)."""
+        """Whether batches are read on demand only (:mod:`pipe.train.draws`)."""
         return self.source is not None and self.source.in_turn
 
     def connect(self, iterator: Iterator[Any], flights: Collection[Flight]) -> bool:
         """Makes ``iterator`` the present source.
 
         Returns:
-            whether it goes on where a loaded state was taken.
+            whether it continues a loaded state.
 
         Raises:
-            ValueError: if batches in flight were asked for in another mode (``train`` or ``eval``).
+            ValueError: if batches in flight were requested in another mode (``train`` or ``eval``).
         """
         trains, training = self._compute.trains(), self._compute.model.training
         restored, self._restored = self._restored, None
@@ -80,7 +80,7 @@ class Reader:
             self.source = self._new_source(iterator)
             self._training = training
         elif trains is not self._trained and self.source.draws:
-            # The model may draw other random numbers in this mode, and no read may run beside them unobserved.
+            # The model may use other generators in this mode: wait for the reads ahead, then observe again.
             for flight in flights:
                 flight.holds_batch()
             self.source.change_mode()
@@ -88,7 +88,7 @@ class Reader:
         return restored is not None
 
     def attach(self, model: nn.Module) -> None:
-        """The next sources are read for this model."""
+        """Reads the next sources for this model."""
         agreement = Agreement.for_model(model, *self._ranks)
         if agreement is not None and self._agreement is not None:
             agreement.group = self._agreement.group
@@ -100,14 +100,14 @@ class Reader:
         return Source(iterator, agreement, draws, stopped=stopped)
 
     def disconnect(self) -> None:
-        """The next call makes another source of its iterator, also of the present one."""
+        """Forgets the present source: the next call makes a new one of its iterator, even if it is the same."""
         self.source = None
 
     def restore(self, *, ended: bool) -> Source:
-        """A source for batches that were loaded before; the first iterator adopts it. If it had ended, no more come."""
+        """A source for batches of a loaded state, to be continued by the first iterator unless ``ended``."""
         self._restored = Source(iter(()), stopped=ended)
         return self._restored
 
     def reset(self) -> None:
-        """Forgets the present iterator and what was restored."""
+        """Forgets the present source and a restored one."""
         self.source = self._restored = None

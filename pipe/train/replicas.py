@@ -1,7 +1,7 @@
-"""Embedding tables that are replicated over groups of ranks, each of which shards them (torchrec's 2D sharding).
+"""Averages embedding tables over their replicas every few optimizer steps (torchrec's 2D sharding, DMPCollection).
 
-A ``DMPCollection`` trains each replica on its own; who runs the training loop has to call its ``sync``, which averages
-tables and the states of their fused optimizers.
+A ``DMPCollection`` replicates tables over groups of ranks, each of which shards them, and trains each replica on its
+own. The training loop has to call its ``sync``, which averages tables and the states of their fused optimizers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class ReplicatedTables:
     """Averages the tables of a model that is a ``DMPCollection``, and does nothing to other models.
 
     Args:
-        interval: every so many steps, the first one included; None: never.
+        interval: optimizer steps between two averages; the first step averages as well. None: never.
 
     Raises:
         TypeError: if ``interval`` is neither None nor an int.
@@ -31,9 +31,9 @@ class ReplicatedTables:
         self._steps = 0
 
     def average(self, model: nn.Module) -> None:
-        """Called before each optimizer step: a collective call if it is the turn of an average."""
+        """Averages the tables if this step is due (a collective call). Called before each optimizer step."""
         due = self._interval is not None and self._steps % self._interval == 0
         self._steps += 1
-        # By name: torchrec is not imported, since a user who has no torchrec has no such model either.
+        # Compared by name, so that torchrec need not be imported (or installed).
         if due and any(kind.__name__ == "DMPCollection" for kind in type(model).__mro__):
             model.sync()  # type: ignore[operator]

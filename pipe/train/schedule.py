@@ -1,17 +1,17 @@
-"""Which stage runs on which batch, and when: a train pipeline as plain data.
+"""The schedule of a train pipeline as data: which stage runs on which batch in each call of ``progress``.
 
 A pipeline is a list of :class:`Stage`. Each says how many batches it runs *ahead* of the batch that computes, and
-*after* which stages of the same batch it may start. One call of ``progress`` is one tick; tick ``i`` brings every
-stage, in the order of the list, to batch ``i + ahead``. That one rule is the whole schedule::
+*after* which stages of the same batch it may start. One call of ``progress`` is one tick; tick ``i`` runs every stage,
+in the order of the list, on its next batches up to batch ``i + ahead``::
 
     load  ahead 2    tick 0   load.0 load.1 load.2  copy.0 copy.1 copy.2  forward.0 backward.0     fill
     copy  ahead 2    tick 1   load.3 copy.3  forward.1 backward.1                                  steady state
     forward          tick 2   load.4 copy.4  forward.2 backward.2
-    backward         tick 3   ...            where the loader has ended, load and copy find        drain
-                                             nothing, and the batches in flight compute
+    backward         tick 3   ...            after the loader's end, load and copy do nothing,     drain
+                                             and the batches in flight compute
 
 A stage that a batch needs but that is listed later (the exchange of sparse lengths runs between forward and backward
-of the batch before) is brought forward on demand while the pipeline fills.
+of the batch before) runs earlier on demand while the pipeline fills.
 
 Invariant: every stage runs once for every batch, in the order of the batches, and after the stages it names.
 """
@@ -32,9 +32,9 @@ class Stage:
     """One stage of a train pipeline.
 
     Attributes:
-        name: what it is called in plans, statistics and errors.
+        name: its name in plans, statistics and errors.
         lane: the queue that it runs on.
-        work: what it does to one batch in flight; not called for a place in flight that holds no batch.
+        work: called with the batch in flight; not called for a flight that holds no batch.
         ahead: how many batches it runs ahead of the one that computes.
         after: names of the stages of the same batch that it waits for.
     """
@@ -57,9 +57,9 @@ class Action(NamedTuple):
 
 
 class Schedule:
-    """Walks the stages tick by tick. It knows nothing of batches, loaders and devices.
+    """Generates the actions of each tick, independent of batches, loaders and devices.
 
-    An action counts as done when the next one is asked for. If carrying it out raises, it is yielded again later.
+    An action counts as done when the next one is requested. If its execution raises, it is yielded again later.
 
     Raises:
         ValueError: if names repeat, a stage waits for an unknown one or for itself in a circle, or ``ahead`` is
@@ -87,12 +87,12 @@ class Schedule:
             self._refuse_circles(needed, (*path, name))
 
     def tick(self, i: int, may_run_ahead: Callable[[], bool] = lambda: True) -> Iterator[Action]:
-        """All that is to be done while batch ``i`` computes.
+        """Yields the actions of tick ``i``.
 
         Args:
             i: the batch that computes.
-            may_run_ahead: asked before anything is done to a later batch than ``i``, once all before it has been
-                carried out.
+            may_run_ahead: called before each action on a batch later than ``i``, after all earlier actions have been
+                executed; False skips it in this tick.
         """
         for stage in self.stages:
             yield from self.reach(stage.name, i)
@@ -102,7 +102,7 @@ class Schedule:
                 yield from self.reach(stage.name, k)
 
     def reach(self, name: str, batch: int) -> Iterator[Action]:
-        """What is missing until stage ``name`` has run on ``batch``, with the stages that this needs."""
+        """Yields the missing actions up to stage ``name`` on ``batch``, each after the stages it waits for."""
         stage = self._named[name]
         while self._next[name] <= batch:
             k = self._next[name]

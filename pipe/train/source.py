@@ -1,16 +1,16 @@
-"""Reading a data loader ahead without losing a batch, its end, or its exception.
+"""Reads a data loader ahead of training, keeping the order of its batches, its end and its exceptions.
 
-The loader is read while earlier batches compute, so what ``next()`` gives must wait for its turn. Each read leaves one
-:class:`Read` in flight: a batch, the end, or (as an exception of the read's ticket) the loader's failure.
+The loader is read while earlier batches compute. The result of each read is kept as one :class:`Read` until its batch
+is due: a batch, the end, or (as an exception of the read's ticket) the loader's failure.
 
 Guarantees
-    * After its end or a failure the loader is not touched again until the caller has been told.
-    * The end is reported once; reads that were already under way behind it are ``NOTHING``.
-    * A source is recognised by the iterator object it holds, never by its ``id``, which may be used again.
+    * After its end or a failure the loader is not read again until this has been reported to the caller.
+    * The end is reported once; reads that were already queued behind it are ``NOTHING``.
+    * A source is identified by the iterator object it holds, never by its ``id``, which may be reused.
 
 With several processes, ranks whose loaders have different lengths would wait for each other's collectives for ever.
-:class:`Agreement` lets them agree about each read before anybody trains on it, and about whether batches are read ahead
-at all (:mod:`pipe.train.draws`), because that decides the order of their collectives.
+With an :class:`Agreement`, all ranks exchange the result of each read before any of them trains on it. They also agree
+whether batches are read ahead at all (:mod:`pipe.train.draws`), because that decides the order of their collectives.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Agreement", "Kind", "Read", "Source"]
 
 
 class Kind(enum.Enum):
-    """What one read found."""
+    """The kinds of result of one read."""
 
     BATCH = "a batch"
     END = "the end of the loader"
@@ -48,7 +48,7 @@ class Read:
 
 
 class _State(enum.IntEnum):
-    """What a rank tells the others about its read."""
+    """The result of a rank's read, as sent to the other ranks."""
 
     ENDED = 0
     BATCH = 1
@@ -56,14 +56,14 @@ class _State(enum.IntEnum):
 
 
 class Agreement:
-    """Ranks agree, read by read, that all have a batch or all have reached the end.
+    """Checks over all ranks, for each read, that all have a batch or all have reached the end.
 
     Args:
         group: a process group with a CPU backend that is used for nothing else: the agreement runs beside the
             collectives of the model, in another thread. None: a group over the world, made when it is first needed.
-        uneven: what happens when some loaders end before others. ``"raise"``: a ``ValueError`` on every rank, after
+        uneven: behaviour when some loaders end before others. ``"raise"``: a ``ValueError`` on every rank, after
             the last batch that all ranks have. ``"stop"``: every rank ends there, and surplus batches are not run.
-        training_only: whether ranks that only evaluate communicate with no other rank, and so need no agreement.
+        training_only: whether agreement is skipped in evaluation, in which ranks do not communicate.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, uneven: str = "raise", *, training_only: bool = False) -> None:
@@ -76,7 +76,7 @@ class Agreement:
     def for_model(cls, model: nn.Module, group: dist.ProcessGroup | None, uneven: str) -> Agreement | None:
         """The agreement that a model needs: over ``group``, or over the world if the model spans it, or none.
 
-        Replicas (``DistributedDataParallel``) communicate in training alone: one rank may evaluate while others wait.
+        Replicas (``DistributedDataParallel``) communicate in training only: one rank may evaluate while others wait.
         """
         if uneven not in ("raise", "stop"):
             raise ValueError(f"expected uneven='raise' or 'stop', got uneven={uneven!r}")
@@ -93,7 +93,7 @@ class Agreement:
     def prepare(self, training: bool) -> Agreement | None:
         """This agreement if batches of this mode need one, else None.
 
-        The first time it makes the group, which is a collective call: all ranks begin their pipelines in one order.
+        The first call makes the group, which is a collective call: all ranks must begin their pipelines in one order.
         """
         if self._training_only and not training:
             return None
@@ -101,11 +101,16 @@ class Agreement:
             self.group = dist.new_group(backend="gloo")
         return self
 
-    def settle(self, read: Read | None, in_turn: bool = False) -> tuple[Read, bool]:
-        """What this rank makes of its read (None: it failed) once it knows the reads of all ranks.
+    def agree(self, read: Read | None, in_turn: bool = False) -> tuple[Read, bool]:
+        """Exchanges the result of a read (None: it failed) with all ranks. A collective call.
 
         Returns:
-            the read, and whether the next one waits for its turn because it must do so on some rank.
+            the read of this rank (``END`` if another rank's loader ended and ``uneven="stop"``), and whether the next
+            read must not run ahead because it must not do so on some rank.
+
+        Raises:
+            RuntimeError: if the loader of another rank failed.
+            ValueError: if loaders have different lengths and ``uneven="raise"``.
         """
         assert self.group is not None
         state = _State.FAILED if read is None else _State.BATCH if read.kind is Kind.BATCH else _State.ENDED
@@ -116,7 +121,7 @@ class Agreement:
         ranks = {s: [rank for rank, other in enumerate(states) if other is s] for s in _State}
         batches, self._reads = self._reads, self._reads + 1
         if read is None:
-            return Read(Kind.NOTHING), in_turn  # the loader's own exception is on its way
+            return Read(Kind.NOTHING), in_turn  # the loader's own exception is being raised
         if ranks[_State.FAILED]:
             raise RuntimeError(
                 f"the data loader of rank(s) {ranks[_State.FAILED]} failed at batch {batches}; see the error there"
@@ -142,12 +147,12 @@ def _group_of(module: nn.Module) -> dist.ProcessGroup | None:
 
 
 class Source:
-    """One loader's iterator, whether it may still be read, and whether it may be read ahead.
+    """The iterator of one loader, whether it may still be read, and whether it may be read ahead.
 
     Args:
-        iterator: what is read.
+        iterator: the iterator that is read.
         agreement: between ranks, or None.
-        draws: tells which reads wait for their turn; None where reads never run beside the compute.
+        draws: decides which reads may run ahead; None where reads never run beside the compute.
         stopped: whether the iterator has ended.
     """
 
@@ -169,16 +174,16 @@ class Source:
 
     @property
     def reads_alone(self) -> bool:
-        """Whether nothing may run beside the next read."""
+        """Whether the next read must run while nothing else does."""
         return self._draws is not None and not self.stopped and (self.in_turn or not self._observed)
 
     @property
     def draws(self) -> bool:
-        """Whether reads have been seen to draw random numbers, so that what the model draws matters."""
+        """Whether an observed read drew random numbers, so that the generators of the model matter."""
         return self._drew
 
     def change_mode(self) -> None:
-        """What is drawn by the caller's side is to be observed anew. Called while no read is under way."""
+        """Observes again which generators the caller's thread uses. Called while no read is under way."""
         if self._draws is not None:
             self._draws.forget_caller()
             self.in_turn, self._observed = self._drew, False
@@ -200,7 +205,7 @@ class Source:
                 if draws is not None:
                     in_turn = draws.shared()
                 if self._agreement is not None:
-                    read, in_turn = self._agreement.settle(read, in_turn)
+                    read, in_turn = self._agreement.agree(read, in_turn)
         except BaseException:
             self.stopped = True
             raise

@@ -1,11 +1,11 @@
-"""The training loop that also distributes the sparse features of the next batch while one computes.
+"""A training loop that also distributes the sparse features of the next batch over ranks while one batch computes.
 
-Two stages more than :class:`~pipe.train.base.TrainPipelineBase`. With their defaults a call of ``progress`` reads::
+It has two stages more than :class:`~pipe.train.base.TrainPipelineBase`. With the defaults a call of ``progress`` runs::
 
     load.i+2  copy.i+2  distribute.i+1  forward.i  exchange.i+1  backward.i
 
-``distribute`` starts the exchange of the features' sizes; ``exchange``, once the forward has been issued, waits for
-the sizes and starts the exchange of the features, which then travel beside backward and optimizer. Both run in the
+``distribute`` starts the exchange of the features' sizes. ``exchange``, once the forward has been issued, waits for
+the sizes and starts the exchange of the features, which overlaps with backward and optimizer. Both run in the
 caller's thread (on a stream of their own on CUDA), because collectives must have one order on all ranks.
 """
 
@@ -29,36 +29,36 @@ __all__ = ["TrainPipelineSparseDist"]
 class TrainPipelineSparseDist(TrainPipelineBase):
     """Copies batch i+2 and distributes the sparse features of batch i+1 while batch i computes.
 
-    Modules that speak the protocol of :class:`~pipe.train.distribute.Distributes` take part: torchrec's sharded
-    modules inside ``DistributedModelParallel``, or our ``OffloadEmbeddingBag``. Others run as they are.
+    Modules that implement the protocol :class:`~pipe.train.distribute.Distributes` take part: torchrec's sharded
+    modules inside ``DistributedModelParallel``, or our ``OffloadEmbeddingBag``. Other modules run as usual.
 
-    The positional arguments are those of torchrec 0.3.2. What torchrec has put in their place since (its fourth
-    argument is ``execute_all_batches`` today) is taken by keyword.
+    The positional arguments are those of torchrec 0.3.2. Arguments that later releases put in their positions (the
+    fourth is ``execute_all_batches`` today) are passed by keyword.
 
     Args:
         model: called with one batch, returns ``(losses, output)``.
-        optimizer: zeroed and stepped by the pipeline; one or several.
-        device: where batches go.
+        optimizer: one or several; the pipeline calls their ``zero_grad`` and ``step``.
+        device: the device that batches are copied to.
         enable_amp: run forward under autocast to ``amp_dtype``.
         enable_grad_scaling: scale the loss; takes effect for fp16 only.
         grad_accum: batches per optimizer step.
         amp_dtype: bfloat16 (default) or float16.
         execute_all_batches: as for :class:`~pipe.train.base.TrainPipelineBase`, as are the next two.
-        custom_model_fwd: called with a batch in the model's place.
-        enqueue_batch_after_forward: copy the batch ahead behind the forward.
-        dmp_collection_sync_interval_batches: the tables of a torchrec ``DMPCollection`` are averaged over their
-            replicas before the first optimizer step and every so many steps after it. None: never.
+        custom_model_fwd: called with a batch instead of the model.
+        enqueue_batch_after_forward: copy a later batch after the forward and not before it.
+        dmp_collection_sync_interval_batches: interval, in optimizer steps, at which the tables of a torchrec
+            ``DMPCollection`` are averaged over their replicas; the first average is before the first step. None: never.
         apply_jit: must be False; script the modules yourself.
         context_type: must be None; there is one kind of context here.
         pipeline_postproc: accepted and without effect, as are ``enable_inplace_copy_batch``,
-            ``free_features_storage_early`` and ``clear_data_dist_inputs``: they ask torchrec for speed or memory,
-            never for another result.
-        **options: as for :class:`~pipe.train.base.TrainPipelineBase`; ``ahead`` knows ``"distribute"`` too.
+            ``free_features_storage_early`` and ``clear_data_dist_inputs``: in torchrec they change speed or memory,
+            never the result.
+        **options: as for :class:`~pipe.train.base.TrainPipelineBase`; ``ahead`` accepts ``"distribute"`` too.
 
     Raises:
         TypeError: if ``custom_model_fwd`` cannot be called, or an argument is unknown.
-        ValueError: for an ``amp_dtype`` of another kind, ``apply_jit``, ``context_type``, or an optimizer that
-            updates inside backward where it would do so too early (:class:`~pipe.train.window.Window`).
+        ValueError: for another ``amp_dtype``, ``apply_jit``, ``context_type``, or an optimizer that updates inside
+            backward before gradients are complete (:class:`~pipe.train.window.Window`).
 
     Source: torchrec's ``TrainPipelineSparseDist`` (Meta, 2022).
     """
@@ -118,7 +118,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         return distribution
 
     def stages(self) -> list[Stage]:
-        """The stages of the base, with distribution before the forward of the batch ahead, and exchange after it."""
+        """The stages of the base class, with ``distribute`` before the forward and ``exchange`` after it."""
         base = {stage.name: stage for stage in super().stages()}
         lane, ahead, forward = self._lanes.distribute, self._ahead["distribute"], base["forward"]
         distribute = Stage("distribute", lane, self._distribute, ahead, after=("copy",))
@@ -135,7 +135,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
 
     def _exchange(self, flight: Flight) -> None:
         if not flight.requests and self._distribution.observed:
-            # While the pipeline fills, distribution comes before the first forward, which shows what to distribute.
+            # While the pipeline fills, distribution runs before the first forward, which records what to distribute.
             self._distribute(flight)
         self._distribution.exchange(flight.requests)
 
@@ -147,25 +147,26 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         self._tables.average(self._compute.model)
 
     def detach(self) -> nn.Module:
-        """Gives the model back, with nothing of the pipeline in it (there never is any between two calls).
+        """Returns the model, unmodified (the pipeline changes it only inside ``progress``).
 
-        The batches in flight stay; a later ``progress`` runs them, on this model or on the one that is attached.
+        The batches in flight are kept; a later ``progress`` runs them, on this model or on the one that is attached.
         """
         return self._compute.model
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
-        """Goes on with ``model``: batches in flight included, which it distributes itself, in its forward.
+        """Continues with ``model``, also for the batches in flight, which are distributed in its own forward.
 
-        The optimizer stays the one that the pipeline was made with.
+        The optimizer remains the one that the pipeline was made with.
 
         Args:
             model: in the mode (``train`` or ``eval``) that it is to run in. None: the model that was detached.
-            sparse_dist: taken for torchrec's sake. No module is called before the model itself calls it.
+            sparse_dist: without effect; accepted because torchrec has it. No module is called before the model
+                itself calls it.
 
         Raises:
             TypeError: if it is no module.
-            ValueError: if it holds an optimizer that updates inside backward where that would be too early. The
-                pipeline goes on with the model that it had.
+            ValueError: if it holds an optimizer that updates inside backward before gradients are complete. The
+                pipeline keeps the model that it had.
         """
         model = self._compute.model if model is None else model
         if not isinstance(model, nn.Module):
@@ -178,4 +179,4 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         self._compute.model = model
         self._reader.attach(model)
         for flight in self._flights.values():
-            flight.requests = []  # for modules of the model before
+            flight.requests = []  # they were for modules of the old model

@@ -1,4 +1,4 @@
-"""What a train pipeline has done, and whether and why overlap is missing."""
+"""Counters of a train pipeline: batches, steps, wait times, and the reasons where stages do not overlap."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Statistics:
     Attributes:
         batches: batches that were run.
         steps: optimizer steps.
-        wait_seconds: for each stage, how long the caller's thread stood still until it had done its work.
+        wait_seconds: for each stage, how long the caller's thread was blocked waiting for it, in seconds.
         pageable_bytes: host bytes whose copy could not overlap with compute because their memory was not pinned.
-        undistributed: for each module whose input distribution could not begin ahead of its forward, why.
-        batches_in_turn: batches that were read when they were needed and not ahead, because loader and model draw from
-            the same random generator (:mod:`pipe.train.draws`).
+        undistributed: for each module whose input distribution could not start before its forward, the reason.
+        batches_in_turn: batches that were read on demand and not ahead, because loader and model draw from the same
+            random generator (:mod:`pipe.train.draws`).
     """
 
     batches: int

@@ -1,18 +1,19 @@
-"""Gradient accumulation as a window: micro-steps that together are one optimizer step.
+"""Gradient accumulation: a window of several batches, loss scaling, and one optimizer step at its end.
 
-A window is opened by the first batch that needs it and closed by its last: the ``size``-th, or the loader's last one
-if that comes earlier. The optimizer then steps with the *mean* over the batches that the window really holds. Which
-batch is the loader's last one is known ahead of its backward only if the next read is under way. If it is not, since
-batches are read when they are needed and not before, the window is closed once the loader has said that it ended.
+A window ends with its ``size``-th batch, or with the loader's last batch if that is earlier. The optimizer then steps
+with the *mean* gradient over the batches that the window holds. A batch is known to be the loader's last one before
+its backward only if the next read is under way. If it is not, because batches are read on demand, the window is closed
+when the loader raises ``StopIteration``.
 
 Guarantees
-    * Gradients are zeroed when a window opens, so nothing from before leaks in, and only then, so nothing is lost
-      while the pipeline waits for the loader.
+    * Gradients are zeroed when a window opens, so that no earlier gradient is added, and only then, so that no
+      gradient is lost while the pipeline waits for the loader.
     * A partial window is scaled by its true size, and its all-reduce happens as in a full one.
-    * Replicas communicate once per window: all but its last backward run in the models' ``no_sync``. A backward that
-      may be the last communicates too; a mean over replicas stays what it is in the next.
+    * Replicas communicate once per window: all backwards except the last run in the models' ``no_sync``. A backward
+      that may be the last communicates too; a gradient that is a mean over replicas is not changed by the next
+      all-reduce.
 
-After an exception in a forward or backward the open window is abandoned: the parameters hold the last complete step,
+After an exception in a forward or backward the open window is discarded: the parameters hold the last complete step,
 the next batch opens a new window, and no half-accumulated gradient is stepped.
 """
 
@@ -35,11 +36,11 @@ __all__ = ["MicroStep", "Window"]
 
 @dataclass(frozen=True)
 class MicroStep:
-    """One batch's place in its window.
+    """The position of one batch in its window.
 
     Attributes:
         number: 1 for the first batch of the window.
-        closes: whether the optimizer steps after it. None: nothing has been read beyond it, so it may be the last.
+        closes: whether the optimizer steps after it. None: nothing was read beyond it, so it may be the last.
     """
 
     number: int
@@ -50,17 +51,17 @@ class Window:
     """Accumulates, scales and steps.
 
     Args:
-        model: whose replicas are kept silent.
-        optimizer: one, or several that are zeroed and stepped together (a table's and the rest's).
+        model: its replicas do not communicate before the last backward of a window.
+        optimizer: one, or several that are zeroed and stepped together.
         size: batches per optimizer step; None means 1.
         scaler: scales losses and steps the optimizer (fp16 only), or None.
         steps_nothing: whether there may be no optimizer.
 
     Raises:
-        TypeError: if ``size`` is no integer, or an optimizer is none.
-        ValueError: if ``size`` is not positive, or an optimizer updates inside backward where it would update with
-            part of a window's gradient or with a scaled one; :meth:`open` looks again. One with an ``accumulate()``
-            context, as that of ``offload``, is deferred instead.
+        TypeError: if ``size`` is no integer, or ``optimizer`` is no optimizer.
+        ValueError: if ``size`` is not positive, or an optimizer updates inside backward with part of a window's
+            gradient or with a scaled one; :meth:`open` checks again. An optimizer with an ``accumulate()`` context, as
+            that of ``offload``, is deferred instead.
     """
 
     def __init__(
@@ -86,15 +87,16 @@ class Window:
         self.scaler = scaler
         self.steps = 0
         self.position = 0
-        self._reduced = True  # whether the latest backward was not silent
+        self._reduced = True  # whether replicas communicated in the latest backward
         self.optimizers = optimizers
         self.attach(model)
 
     def attach(self, model: nn.Module) -> None:
-        """Takes another model, whose parameters the optimizers step.
+        """Replaces the model.
 
         Raises:
-            ValueError: if updates inside backward would come too early; the model before stays.
+            ValueError: if an optimizer would update inside backward before gradients are complete; the old model is
+                kept.
         """
         refuse_updates_between_micro_batches(model, self.optimizers)
         self._refuse_updates_in_backward(model)
@@ -115,12 +117,12 @@ class Window:
         return self.position + 1 < self.size
 
     def open(self, *, last: bool | None) -> MicroStep:
-        """The place of the next batch; zeroes the gradients if it is the first of its window.
+        """The position of the next batch; zeroes the gradients if it is the first of its window.
 
         Args:
             last: whether it is the last batch of its loader; None if that is not known yet.
         """
-        self._refuse_updates_in_backward(self.model)  # hooks may have come since construction
+        self._refuse_updates_in_backward(self.model)  # hooks may have been added since construction
         if self.position == 0:
             for optimizer in self.optimizers:
                 optimizer.zero_grad(set_to_none=True)
@@ -128,13 +130,13 @@ class Window:
 
     @contextlib.contextmanager
     def synchronization(self, micro: MicroStep) -> Iterator[None]:
-        """Surrounds the forward, and the backward, of one batch: replicas keep silent unless it may be the last."""
+        """A context for forward or backward of one batch: ``no_sync`` of replicas, unless the batch may be the last."""
         with contextlib.ExitStack() as stack:
             if micro.closes is False:
                 for module in _replicated(self.model):
                     if getattr(module, "static_graph", False) and not self._static_graphs_known:
-                        # Such a replica learns its graph in its first backward, which must not be silent. The one
-                        # all-reduce too many changes nothing: a mean over replicas stays what it is in the next.
+                        # DDP with a static graph records it in its first backward, which must not run in no_sync. The
+                        # additional all-reduce changes nothing: a mean over replicas is not changed by the next one.
                         continue
                     if callable(getattr(module, "no_sync", None)):
                         stack.enter_context(module.no_sync())
@@ -147,16 +149,16 @@ class Window:
         """Accumulates the gradient of one batch's losses (the sum of all their elements), and steps at the end.
 
         Args:
-            micro: the batch's place.
+            micro: the batch's position.
             losses: tensors of any shape, nested or not.
             before_step: called between the backward that closes the window and the step.
         """
         weight = 1.0 / self.size
         if micro.closes and micro.number < self.size:
-            # The earlier batches were weighed as parts of a full window. Put right before the last backward, so that
-            # what this backward hands on (an all-reduce) is already the mean over the true size.
+            # The earlier batches were weighted as parts of a full window. This is corrected before the last backward,
+            # so that an all-reduce in this backward already sees the mean over the true size.
             weight = 1.0 / micro.number
-            self._weigh_anew(micro.number)
+            self._reweight(micro.number)
         loss = _total(losses)
         if weight != 1.0:
             loss = loss * weight
@@ -169,24 +171,24 @@ class Window:
             self._step(before_step)
 
     def finish(self, before_step: Callable[[], None] | None = None) -> None:
-        """Closes the open window, if there is one, after the loader's end has come without being foreseen.
+        """Closes the open window, if there is one, after an end of the loader that was not known in advance.
 
-        A window of replicas whose latest backward was silent stays open for the next loader's batches: it was to be
-        closed by a batch that was lost to an exception, and ranks must not step with different gradients.
+        A window of replicas whose latest backward ran in ``no_sync`` stays open for the next loader's batches: the
+        batch that should have closed it was lost to an exception, and ranks must not step with different gradients.
         """
         if self.position and (self._reduced or not _replicated(self.model)):
-            self._weigh_anew(self.position)
+            self._reweight(self.position)
             self._step(before_step)
 
-    def _weigh_anew(self, batches: int) -> None:
-        """Makes parts of a full window's mean parts of the mean over so many batches."""
+    def _reweight(self, batches: int) -> None:
+        """Rescales the gradients from parts of a full window's mean to parts of the mean over ``batches``."""
         for parameter in self._parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(self.size / batches)
 
     @contextlib.contextmanager
     def _deferral(self, micro: MicroStep) -> Iterator[None]:
-        """Optimizers that update inside backward, and can be told to wait, wait for the backward that closes."""
+        """Defers updates inside backward to the closing backward, for optimizers with an ``accumulate()`` context."""
         with contextlib.ExitStack() as stack:
             for optimizer in self.optimizers:
                 accumulate = getattr(optimizer, "accumulate", None)
@@ -207,8 +209,8 @@ class Window:
         self.position = 0
         self.steps += 1
 
-    def abandon(self) -> None:
-        """Forgets the open window; the next batch opens a new one with zeroed gradients."""
+    def discard(self) -> None:
+        """Discards the open window; the next batch opens a new one with zeroed gradients."""
         self.position = 0
 
     def _parameters(self) -> list[Tensor]:
@@ -227,7 +229,7 @@ class Window:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues a window where :meth:`state_dict` left it.
+        """Continues the window of a :meth:`state_dict`.
 
         Raises:
             ValueError: if the state belongs to a window of another size, other parameters, or other scaling; nothing
@@ -249,13 +251,13 @@ class Window:
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
             if state["position"]:
-                # It takes its scale with the first loss; there may be none before finish() steps.
+                # A scaler initializes its scale tensor with the first loss; finish() may step before any loss.
                 self.scaler.scale(torch.zeros((), device=parameters[0].device))
         self.position, self.steps = state["position"], state["steps"]
 
 
 def _total(losses: Any) -> Tensor:
-    """The sum over everything the model calls a loss: tensors of any shape, alone or nested."""
+    """The sum of all elements of all loss tensors, alone or nested."""
     tensors = tensors_in(losses)
     if not tensors:
         raise TypeError(

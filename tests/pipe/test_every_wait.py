@@ -191,7 +191,7 @@ def a_lane_and_its_thread_never_look_at_its_jobs_together(monkeypatch):
     ticket = a.submit(lambda: 7)
     a._drain()
     assert ticket.wait() == 7
-    a._abandon()
+    a._cancel()
 
 
 @fails_with("a running job was not waited for")
@@ -199,7 +199,7 @@ def the_interpreter_ends_after_jobs_that_run(monkeypatch):
     a = ThreadLane("test")
     a._thread = Thread()
     monkeypatch.setattr(lane, "_lanes", [a])
-    lane._leave()
+    lane._cancel_at_exit()
     assert a._thread.joined, "a running job was not waited for"
 
 
@@ -248,8 +248,8 @@ WAITS = {
         "Ticket.wait": [("self.succeeded()", a_ticket_is_waited_for)],
         "ThreadLane.submit": [("with self._lock", a_lane_and_its_thread_never_look_at_its_jobs_together)],
         "ThreadLane._drain": [("with self._lock", a_lane_and_its_thread_never_look_at_its_jobs_together)],
-        "ThreadLane._abandon": [("with self._lock", a_lane_and_its_thread_never_look_at_its_jobs_together)],
-        "_leave": [("thread.join(_EXIT_SECONDS)", the_interpreter_ends_after_jobs_that_run)],
+        "ThreadLane._cancel": [("with self._lock", a_lane_and_its_thread_never_look_at_its_jobs_together)],
+        "_cancel_at_exit": [("thread.join(_EXIT_SECONDS)", the_interpreter_ends_after_jobs_that_run)],
     },
 }
 

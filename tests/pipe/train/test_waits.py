@@ -101,6 +101,6 @@ def test_these_are_all_the_waits_there_are(lab):
 def test_the_wait_inside_the_forward_earns_its_place(lab, monkeypatch):
     model = lab.sparse_model()
     pipeline = TrainPipelineSparseDist(model, lab.optimizer(model), "cpu")
-    monkeypatch.setattr(Distribution, "_arrived", lambda self, request: request.awaitable)
+    monkeypatch.setattr(Distribution, "_distributed", lambda self, request: request.awaitable)
     with pytest.raises(TypeError, match="FakeAwaitable"):
         lab.run(pipeline, iter(lab.batches(4)))
