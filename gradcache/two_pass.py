@@ -24,7 +24,7 @@ from gradcache.context_managers import RandContext, devices_in_use
 from gradcache.nested import map_tensors, tensors_in
 from pipe.input_writes import InputWrites
 from pipe.recompute.module_state import WatchedModule
-from pipe.rerun import RepeatableLayers, Rerun
+from pipe.recompute.rerun import RepeatableLayers, Rerun
 
 __all__ = ["ChunkState", "FirstPass", "InputGradients", "backward", "encode", "is_trainable"]
 

@@ -1,4 +1,4 @@
-"""How micro-batches run: stages, checkpoint and recompute, streams, and pipelines over a data loader."""
+"""Pipeline parallelism over micro-batches: stages, checkpointing, streams, and pipelined loops over a data loader."""
 
 from pipe.microbatch import NoChunk
 from pipe.pipe import BalanceError, Pipe

@@ -1,17 +1,17 @@
-"""BatchNorm whose running statistics are those of the mini-batch, though it sees micro-batches.
+"""BatchNorm for micro-batches that updates its running statistics once per mini-batch.
 
-Each micro-batch is normalised by its own statistics, as in every pipeline; but the running mean and variance, which
-serve evaluation, should not depend on the number of micro-batches. So the statistics of micro-batches are merged, and
-the running ones are updated once for each mini-batch.
+Each micro-batch is normalised by its own statistics, as in every pipeline. The running mean and variance, which are
+used in evaluation, should not depend on the number of micro-batches. So the statistics of micro-batches are merged, and
+the running statistics are updated once for each mini-batch.
 
 Invariants
-    * After the last micro-batch of a mini-batch, running statistics and the count of batches equal those of BatchNorm
-      over the whole mini-batch, within rounding; until then they are those of the previous one.
-    * A mini-batch that did not finish (an exception, fewer micro-batches than expected) leaves no trace in the next.
-    * A recomputation counts nothing.
+    * After the last micro-batch of a mini-batch, running statistics and ``num_batches_tracked`` equal those of
+      BatchNorm over the whole mini-batch, within rounding; until then they are those of the previous mini-batch.
+    * An unfinished mini-batch (an exception, fewer micro-batches than expected) does not affect the next one.
+    * A recomputation does not update statistics.
 
-Source: torchgpipe, "Deferred Batch Normalization". The merge is that of Chan, Golub and LeVeque (1979), which does not
-cancel where the mean is large; the running variance is the unbiased one, as in BatchNorm.
+Source: torchgpipe, "Deferred Batch Normalization". The merge is that of Chan, Golub and LeVeque (1979), which has no
+cancellation where the mean is large; the running variance is the unbiased one, as in BatchNorm.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = ["DeferredBatchNorm", "mini_batch"]
 Module = TypeVar("Module", bound=nn.Module)
 
 _numbers = itertools.count()
-# The mini-batch under way in this context: its number, and how many micro-batches it has.
+# The current mini-batch of this context: its number, and its number of micro-batches.
 _under_way: ContextVar[tuple[int, int] | None] = ContextVar("_under_way", default=None)
 
 
 @contextlib.contextmanager
 def mini_batch(chunks: int) -> Iterator[None]:
-    """Inside, every DeferredBatchNorm that runs counts a mini-batch of ``chunks`` micro-batches, wherever it is."""
+    """A context in which every DeferredBatchNorm that runs counts one mini-batch of ``chunks`` micro-batches."""
     token = _under_way.set((next(_numbers), chunks))
     try:
         yield
@@ -54,12 +54,12 @@ class DeferredBatchNorm(_BatchNorm):
     Args:
         num_features: ``C``.
         eps: added to the variance.
-        momentum: share of the new statistics; None for the mean over all mini-batches.
+        momentum: weight of the new statistics; None for the mean over all mini-batches.
         affine: whether there are a weight and a bias.
-        chunks: micro-batches of a mini-batch; a Pipe announces the number with :func:`mini_batch` instead.
+        chunks: micro-batches of a mini-batch; a Pipe sets the number with :func:`mini_batch` instead.
     """
 
-    # Partial sums of the mini-batch under way. Not buffers: they are no state of the model, and none outlives a batch.
+    # Partial sums of the current mini-batch. Not buffers: they are no state of the model and do not outlive a batch.
     _count: int
     _mean: Tensor | None
     _squares: Tensor | None
@@ -73,7 +73,7 @@ class DeferredBatchNorm(_BatchNorm):
         self.begin(chunks)
 
     def begin(self, chunks: int) -> None:
-        """Announces a mini-batch of ``chunks`` micro-batches. Whatever an unfinished one left is forgotten."""
+        """Starts a mini-batch of ``chunks`` micro-batches. Partial sums of an unfinished one are discarded."""
         self._expected = chunks
         self._seen = 0
         self._count = 0
@@ -91,7 +91,7 @@ class DeferredBatchNorm(_BatchNorm):
                 input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
         output = F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
-        # After the normalisation, which refuses what has no statistics.
+        # After the normalisation, which raises for inputs without statistics (one value per channel).
         if not is_recomputing():
             self._track(input)
             if self._seen == self._expected:
@@ -105,7 +105,7 @@ class DeferredBatchNorm(_BatchNorm):
             self._number = announced[0]
             self.begin(announced[1])
         rows = input.detach().transpose(0, 1).flatten(1)
-        # Sums in half precision would round the statistics away.
+        # Sums in half precision would lose the statistics to rounding.
         rows = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
         count = rows.size(1)
         variance, mean = torch.var_mean(rows, dim=1, correction=0)
@@ -142,15 +142,15 @@ class DeferredBatchNorm(_BatchNorm):
     def convert_deferred_batch_norm(cls, module: Module, chunks: int = 1) -> Module:
         """The module with each BatchNorm in it replaced by a DeferredBatchNorm that shares its parameters and buffers.
 
-        Layers that keep no running statistics, or are converted already for as many ``chunks``, stay. The given module
-        is not changed, but containers without a BatchNorm in them are shared with the result.
+        Layers without running statistics, and layers converted already for the same ``chunks``, are kept. The given
+        module is not changed, but containers without a BatchNorm are shared with the result.
         """
         converted = cls._converted(module, chunks)
         return module if converted is None else converted  # type: ignore[return-value]
 
     @classmethod
     def _converted(cls, module: nn.Module, chunks: int) -> nn.Module | None:
-        """The replacement of a module, or None if it can stay."""
+        """The replacement of a module, or None if it is kept."""
         if isinstance(module, cls) and module.chunks == chunks:
             return None
         if isinstance(module, _BatchNorm):

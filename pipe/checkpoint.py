@@ -21,7 +21,7 @@ Invariants
       autograd, so no gradient can be paired with the wrong output.
     * Any output that the loss reaches starts the recomputation; if none does, nothing is recomputed.
     * Each input tensor is saved once, through the saved-tensor hooks in force.
-    * The second run sees what the first saw: see :mod:`pipe.rerun` and :mod:`pipe.recompute.structure`.
+    * The second run sees what the first saw: see :mod:`pipe.recompute.rerun` and :mod:`pipe.recompute.structure`.
 
 After an exception in the recomputation the generators, buffers and settings are restored and the graph is dead.
 
@@ -42,7 +42,7 @@ from pipe.nested import TreeSpec, flatten, unflatten
 from pipe.phony import get_phony
 from pipe.recompute.phase import enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing
 from pipe.recompute.structure import Members, WatchedLayers
-from pipe.rerun import Rerun
+from pipe.recompute.rerun import Rerun
 from pipe.torch_private import accumulates_everywhere
 
 __all__ = [

@@ -1,13 +1,13 @@
-"""Copies between stages on streams of their own, and the waits that keep them in order, in both directions.
+"""Autograd functions that copy tensors between stages on separate streams and synchronize streams, in both directions.
 
-A copy on the compute stream would stop the computation of the next micro-batch. So :class:`Copy` runs on copy streams,
-and :class:`Wait` stands on both sides of it; each knows its own reverse::
+A copy on the compute stream would delay the computation of the next micro-batch. So :class:`Copy` runs on copy streams,
+with a :class:`Wait` before and after it; each has its reverse as backward::
 
     forward:   compute ── Wait ──▶ copy stream ── Copy ──▶ copy stream ── Wait ──▶ compute
     backward:  compute ◀── Wait ── copy stream ◀── Copy ── copy stream ◀── Wait ── compute
 
 Invariants
-    * A tensor that needs no gradient needs none afterwards; an absent gradient stays absent.
+    * The copy of a tensor that needs no gradient needs none; a missing (None) gradient stays None.
     * No memory is reused while a stream that did not allocate it may still read it.
 
 Source: torchgpipe (Kim et al., 2020), section 3.2.2.
@@ -39,9 +39,9 @@ def _moved(tensors: Any, source: AbstractStream, target: AbstractStream) -> list
             copied = (
                 tensor.detach() if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
             )
-            # The tensor was allocated for the compute stream; without this, its memory may be reused during the copy.
+            # The tensor was allocated on the compute stream; without this, its memory may be reused during the copy.
             record_stream(tensor, source)
-            # The copy was allocated for the copy stream, and is read on the compute stream.
+            # The copy was allocated on the copy stream, and is read on the compute stream.
             record_stream(copied, reader)
             moved.append(copied)
     return moved
@@ -61,13 +61,13 @@ class Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor | None) -> tuple[Any, ...]:
-        """The gradients on the previous device; last output first, as they were produced."""
+        """The gradients on the previous device; copied from the last output to the first, as they were produced."""
         gradients = _moved(reversed(grad_output), ctx.next_stream, ctx.prev_stream)
         return (None, None, *reversed(gradients))
 
 
 class Wait(torch.autograd.Function):
-    """Lets the next stream wait for the previous one in forward, and the previous for the next in backward."""
+    """Makes the next stream wait for the previous one in forward, and the previous for the next in backward."""
 
     @staticmethod
     def forward(ctx: Any, prev_stream: AbstractStream, next_stream: AbstractStream, *input: Tensor) -> tuple[Any, ...]:

@@ -1,13 +1,13 @@
-"""Explicit order in backward between operations that share no value.
+"""Autograd edges between tensors that share no value, which fix the order of their backwards (fork and join).
 
 Micro-batches are independent, so autograd may run their backwards in any order; a pipeline needs one order. ``fork``
-takes a phony out of a tensor, ``join`` puts it into another::
+returns an empty tensor (phony) that depends on a tensor, ``join`` makes another tensor depend on that phony::
 
     a ── Fork ───────────── a'        forward:   a, phony = fork(a)
            ╰── phony ──╮                         b = join(b, phony)
-    b ─────────────── Join ── b'      backward:  Join runs before Fork, so b' goes back before a does
+    b ─────────────── Join ── b'      backward:  Join runs before Fork, so the backward of b' precedes that of a
 
-Invariant: values and gradients pass through unchanged, and an absent gradient stays absent.
+Invariant: values and gradients pass through unchanged, and a missing (None) gradient stays None.
 
 Source: torchgpipe (Kim et al., 2020), section 3.2.
 """
@@ -25,7 +25,7 @@ __all__ = ["Fork", "Join", "fork", "join"]
 
 
 def fork(input: Tensor) -> tuple[Tensor, Tensor]:
-    """The same tensor, and a phony that depends on it. Without a gradient to order, the phony is a plain one."""
+    """The same tensor, and a phony that depends on it. If the tensor needs no gradient, the phony needs none either."""
     if torch.is_grad_enabled() and input.requires_grad:
         output: tuple[Tensor, Tensor] = Fork.apply(input)  # type: ignore[no-untyped-call]
         return output
@@ -33,10 +33,10 @@ def fork(input: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(input: Tensor, phony: Tensor) -> Tensor:
-    """The same tensor, but its backward comes before that of whatever ``phony`` was forked from.
+    """The same tensor, but its backward runs before that of the tensor from which ``phony`` was forked.
 
-    A floating-point or complex ``input`` that needs no gradient needs one afterwards if ``phony`` does; others, which
-    can have none, are returned as they are.
+    If ``phony`` needs a gradient, so does the result of a floating-point or complex ``input``. Tensors of other types
+    cannot have a gradient and are returned unchanged.
     """
     differentiable = input.is_floating_point() or input.is_complex()
     if torch.is_grad_enabled() and differentiable and (input.requires_grad or phony.requires_grad):
@@ -46,7 +46,7 @@ def join(input: Tensor, phony: Tensor) -> Tensor:
 
 
 class Fork(torch.autograd.Function):
-    """Takes a phony out of a tensor."""
+    """Returns the tensor and a phony that depends on it."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,7 @@ class Fork(torch.autograd.Function):
 
 
 class Join(torch.autograd.Function):
-    """Puts a phony into a tensor."""
+    """Returns the tensor, which now also depends on a phony."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, phony: Tensor) -> Tensor:

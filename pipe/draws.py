@@ -1,18 +1,18 @@
-"""Random numbers of stages on several devices: who draws when.
+"""Keeps the order of random draws when stages on several devices share a random generator.
 
-Stages on several devices run in threads, at the same time. Generators of the process (torch's for the CPU, Python's,
-NumPy's) and generators that layers on two devices share have one order of draws, and threads have none: the same seed
-would give another result in every run, and a recomputation would draw what another stage drew.
+Stages on several devices run in parallel threads. If they share a generator (torch's for the CPU, Python's, NumPy's,
+or one that layers on two devices hold), the order of their draws depends on timing: the same seed would give another
+result in every run, and a recomputation would draw the numbers of another stage.
 
-So the order is that of one device: the cells of a clock run one after another, in the direction of flow. That gives up
-what threads are for, so it is done only where it must be. The first mini-batch runs in order and shows whether any of
-these generators moved; if none did, later mini-batches of the same kind run at the same time.
+Where stages share a generator, the cells of a clock therefore run one after another, in the direction of data flow, as
+on one device. This loses parallelism, so it is done only where needed. The first mini-batch runs in order and shows
+whether the state of any such generator changed; if none did, later mini-batches of the same kind run in parallel.
 
 Guarantees
-    * The draws of a mini-batch in which the cells ran in order are those of stages on a single device.
-    * Cells run at the same time only if no such generator moved in an earlier mini-batch of the same kind.
-    * A generator that moves all the same (a layer that began to draw later) is a :class:`RuntimeWarning`, and the cells
-      run in order from then on.
+    * The draws of a mini-batch whose cells ran in order are those of stages on a single device.
+    * Cells run in parallel only if no shared generator changed in an earlier mini-batch of the same kind.
+    * If a shared generator changes in a parallel mini-batch (a layer that began to draw later), a
+      :class:`RuntimeWarning` is issued, and the cells run in order from then on.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ __all__ = ["SharedDraws"]
 
 
 class SharedDraws:
-    """What is known about the draws of some stages from generators that they share."""
+    """Records whether stages draw from generators that they share."""
 
     def __init__(self) -> None:
-        #: For each kind of mini-batch that has run, whether shared generators moved.
-        self._moved: dict[Hashable, bool] = {}
+        #: For each kind of mini-batch that has run, whether the state of a shared generator changed.
+        self._drew: dict[Hashable, bool] = {}
 
     @contextlib.contextmanager
     def ordered(self, kind: Hashable, stages: Sequence[Stage]) -> Iterator[bool]:
-        """To be put around a mini-batch; yields whether its cells must run in order.
+        """A context for one mini-batch; yields whether its cells must run in order.
 
         Args:
-            kind: mini-batches that run the same code have the same.
+            kind: a key, equal for mini-batches that run the same code.
             stages: the stages that it runs.
         """
         if len({stage.device for stage in stages}) == 1:
             yield False  # one thread
             return
-        in_order = self._moved.get(kind, True)
+        in_order = self._drew.get(kind, True)
         replay = Replay.capture((), _shared(stages))
         yield in_order
         drawn = replay.seal().drawn
         if drawn and not in_order:
             warnings.warn(
                 f"stages on several devices began to draw from generators that they share ({', '.join(drawn)}), while "
-                f"they ran at the same time: the numbers of this mini-batch depend on the order of threads. From now "
+                f"they ran in parallel: the random numbers of this mini-batch depend on the order of threads. From now "
                 f"on the stages run in order",
                 RuntimeWarning,
                 stacklevel=4,
             )
-        self._moved[kind] = self._moved.get(kind, False) or bool(drawn)
+        self._drew[kind] = self._drew.get(kind, False) or bool(drawn)
 
 
 def _shared(stages: Sequence[Stage]) -> list[Any]:

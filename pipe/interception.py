@@ -1,12 +1,12 @@
-"""Interception of a module's call: the caller of a forward decides what a module inside it returns.
+"""Lets the caller of a forward replace the output of a module inside it, through a thread-local handler.
 
-A model that streams its weights is slow to call once per chunk. Whoever runs the chunks' forwards can therefore take
-over such a call: the module offers it with :func:`offered`, the handler of :func:`intercepting` answers it, or leaves
-it to the module.
+Calling a model that streams its weights once per chunk is slow. Therefore such a module first passes its call to
+:func:`offered`; the handler that code around the forward set with :func:`intercepting` returns the outputs, or None if
+the module is to compute them.
 
 Guarantees
-    * A handler is in force in the thread that entered :func:`intercepting`, until that context ends, and nowhere else.
-    * Without a handler a module pays one thread-local read per call.
+    * A handler is active only in the thread that entered :func:`intercepting`, until that context ends.
+    * Without a handler the cost is one thread-local read per call of a module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 __all__ = ["Handler", "intercepting", "offered"]
 
 Handler = Callable[[Any, Sequence[Any]], "list[Any] | None"]
-"""``handler(module, micro_batches)``: one output for each micro-batch, or None if the module shall compute them."""
+"""``handler(module, micro_batches)``: one output for each micro-batch, or None if the module is to compute them."""
 
 
 class _Local(threading.local):
@@ -31,7 +31,7 @@ _local = _Local()
 
 @contextlib.contextmanager
 def intercepting(handler: Handler) -> Iterator[None]:
-    """Inside, ``handler`` is offered the calls of modules that can be intercepted, in this thread."""
+    """A context in which ``handler`` receives the calls of modules that use :func:`offered`, in this thread."""
     before = _local.handler
     _local.handler = handler
     try:
@@ -41,10 +41,10 @@ def intercepting(handler: Handler) -> Iterator[None]:
 
 
 def offered(module: Any, micro_batches: Sequence[Any]) -> list[Any] | None:
-    """Offers a call to the handler in force. The module computes the outputs itself if this returns None.
+    """Passes a call to the active handler. The module computes the outputs itself if this returns None.
 
     Args:
-        module: whose forward is being called.
+        module: the module that is being called.
         micro_batches: its arguments, each an (args, kwargs) pair.
     """
     handler = _local.handler

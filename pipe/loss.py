@@ -1,15 +1,16 @@
-"""Losses: what a micro-batch's loss weighs in the loss of the batch.
+"""Computes the weight of each micro-batch's loss, such that the weighted losses add up to the loss of the batch.
 
-A loss divides what its rows cost by a number: of rows, of elements, of tokens that are no padding, of class weights.
-The loss of the batch divides by that number for the batch. So the loss of a micro-batch weighs its own share of the
-number, which is known before the first layer runs:
+A loss divides a sum over rows by a number: of rows, of elements, of tokens without padding, or of class weights. The
+loss of the batch divides by that number for the whole batch. So the weight of a micro-batch is its share of the number,
+which is known before the first layer runs:
 
-* The losses of ``torch.nn`` and ``torch.nn.functional`` say how they reduce, in an attribute or a keyword argument,
-  ``functools.partial`` included. A sum weighs 1. A mean weighs the share of rows, which is the share of elements too.
-* Cross entropy and negative log likelihood divide by what the targets determine: the number of targets other than
-  ``ignore_index``, or the sum of their class weights. Where the divisor of a micro-batch is 0, its loss counts as 0
-  (the mean of nothing is NaN).
-* Any other loss tells by ``reduction=`` how it reduces, or returns a pair ``(sum, count)``: the loss of the batch is
+* The losses of ``torch.nn`` and ``torch.nn.functional`` declare their reduction, in an attribute or a keyword
+  argument, ``functools.partial`` included. The weight of a sum is 1. The weight of a mean is the share of rows, which
+  is also the share of elements.
+* Cross entropy and negative log likelihood divide by a number that depends on the targets: the number of targets other
+  than ``ignore_index``, or the sum of their class weights. Where the divisor of a micro-batch is 0, its loss counts as
+  0 (the mean over no targets is NaN).
+* Any other loss declares its reduction by ``reduction=``, or returns a pair ``(sum, count)``: the loss of the batch is
   the sum of the sums over the sum of the counts.
 
 Invariant: the weighted losses of micro-batches add up to the loss of the batch, or :class:`ValueError` names
@@ -49,7 +50,7 @@ _AVERAGED = (
     nn.SmoothL1Loss,
     nn.SoftMarginLoss,
 )
-#: Forwards of modules and functions whose divisor the targets determine.
+#: Forwards of modules and functions whose divisor depends on the targets.
 _BY_TARGETS: tuple[Any, ...] = (*(module.forward for module in _INDEXED), F.cross_entropy, F.nll_loss)
 #: Those whose divisor is the same for every row.
 _BY_ROWS: tuple[Any, ...] = (
@@ -71,7 +72,7 @@ _BY_ROWS: tuple[Any, ...] = (
 
 
 class UndeclaredReductionError(ValueError):
-    """A loss that does not say what it divides by, and returns no count."""
+    """A loss that does not declare its reduction, and returns no count."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,12 @@ class MicroLoss:
 
     function: LossFn
     weight: float | None
-    """Its weight in the loss of the batch; None where only what the function returns can tell."""
+    """Its weight in the loss of the batch; None if it depends on what the function returns."""
 
 
 @dataclass(frozen=True)
 class _Declared:
-    """What a loss says of itself."""
+    """The reduction that a loss declares."""
 
     reduction: str | None = None
     divisor: str | None = None
@@ -103,19 +104,19 @@ def micro_losses(
 
     Args:
         loss_fn: ``loss_fn(output, target)``.
-        reduction: ``"mean"`` or ``"sum"`` over rows, or None for what the loss says of itself.
-        targets: of each micro-batch. Where the divisor depends on them, their values are read; on an accelerator that
-            waits for what computes them.
+        reduction: ``"mean"`` or ``"sum"`` over rows, or None for the reduction that the loss declares.
+        targets: of each micro-batch. Where the divisor depends on them, their values are read; on an accelerator this
+            waits until they are computed.
         rows: of each micro-batch.
 
     Raises:
-        ValueError: if the loss and ``reduction`` contradict each other, or do not tell the divisor.
+        ValueError: if the loss and ``reduction`` contradict each other, or the divisor is unknown.
     """
     declared = _declared(loss_fn)
     found = declared.reduction
     if reduction is not None and declared.divisor is not None and _kind(found) != _kind(reduction):
         raise ValueError(
-            f"expected reduction={_kind(found)!r} as the loss itself has it, got reduction={reduction!r}; leave out "
+            f"expected reduction={_kind(found)!r} as the loss itself declares, got reduction={reduction!r}; leave out "
             f"the argument, or change the loss"
         )
     kind = _kind(found if reduction is None else reduction)
@@ -125,10 +126,10 @@ def micro_losses(
     if kind == "sum":
         return [MicroLoss(loss_fn, 1.0) for _ in rows]
     if declared.divisor == "targets":
-        return _weighed_by_targets(loss_fn, declared, targets, rows)
+        return _weighted_by_targets(loss_fn, declared, targets, rows)
     if reduction is None and declared.divisor is None and len(rows) > 1:
         _check_mean(declared)
-    return _weighed_by_rows(loss_fn, rows)
+    return _weighted_by_rows(loss_fn, rows)
 
 
 def sum_and_count(returned: Any) -> tuple[Tensor, Tensor | float] | None:
@@ -169,29 +170,29 @@ def _kind(reduction: str | None) -> str | None:
     return kind
 
 
-def _weighed_by_rows(loss_fn: LossFn, rows: Sequence[int]) -> list[MicroLoss]:
+def _weighted_by_rows(loss_fn: LossFn, rows: Sequence[int]) -> list[MicroLoss]:
     total = max(sum(rows), 1)
     return [MicroLoss(loss_fn, count / total) for count in rows]
 
 
-def _weighed_by_targets(
+def _weighted_by_targets(
     loss_fn: LossFn, declared: _Declared, targets: Sequence[Any], rows: Sequence[int]
 ) -> list[MicroLoss]:
     assert declared.options is not None
     if not all(isinstance(target, Tensor) and not target.is_floating_point() for target in targets):
-        return _weighed_by_rows(loss_fn, rows)  # probabilities of classes: the mean is that over rows
+        return _weighted_by_rows(loss_fn, rows)  # class probabilities: the mean is over rows
     weight, ignored = declared.options.get("weight"), declared.options.get("ignore_index", -100)
     divisors = torch.stack([_divisor(target, weight, ignored) for target in targets]).tolist()
     total = sum(divisors)
     if total == 0:
-        # The mean of nothing, as for the whole batch.
-        return _weighed_by_rows(loss_fn, rows)
+        # All targets are ignored: the loss is NaN, as for the whole batch.
+        return _weighted_by_rows(loss_fn, rows)
     assert declared.summed is not None
     return [MicroLoss(loss_fn, d / total) if d else MicroLoss(declared.summed(), 1.0) for d in divisors]
 
 
 def _divisor(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
-    """What the mean over ``target`` (class indices of any shape) divides by."""
+    """The divisor of the mean over ``target`` (class indices of any shape)."""
     kept = target != ignored
     if weight is None:
         return kept.sum().double()
@@ -260,7 +261,7 @@ def _defaults(function: Any) -> dict[str, Any]:
 
 
 def _check_mean(declared: _Declared) -> None:
-    """A mean of a loss that is not torch's: over rows, unless it leaves some out or weighs them."""
+    """Refuses a loss that is not torch's, declares a mean, and has options that ignore or weight some rows."""
     options = declared.options or {}
     suspects = [
         name
@@ -270,6 +271,6 @@ def _check_mean(declared: _Declared) -> None:
     if suspects:
         raise UndeclaredReductionError(
             f"expected a loss that says what it divides by, got one of reduction='mean' with {', '.join(suspects)}; "
-            f"pass reduction='mean' if it is the mean over rows all the same, reduction='sum' with a sum, or return "
+            f"pass reduction='mean' if it is the mean over all rows, reduction='sum' with a sum, or return "
             f"(sum, count)"
         )

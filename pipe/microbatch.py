@@ -1,8 +1,8 @@
-"""Micro-batches: a batch cut along dimension 0, and put together again.
+"""Splits a batch into micro-batches along dimension 0, and concatenates their outputs.
 
-Every tensor with a dimension 0 is cut; scalars, 0-dimensional tensors, other objects and what stands in
-:class:`NoChunk` go to every micro-batch as they are. Two tensors that disagree about the number of rows are an error:
-rows are never dropped in silence. A single micro-batch is the batch itself: nothing is cut, and nothing compared.
+Every tensor with a dimension 0 is split; scalars, 0-dimensional tensors, other objects and tensors in :class:`NoChunk`
+are passed to every micro-batch unchanged. Tensors with different numbers of rows are an error: rows are never dropped
+silently. A single micro-batch is the batch itself: nothing is split, and sizes are not compared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class NoChunk:
-    """Marks a tensor that every micro-batch gets whole, such as an attention mask that all rows share::
+    """Marks a tensor that every micro-batch receives whole, such as an attention mask that all rows share::
 
         pipe((tokens, NoChunk(mask)))
 
@@ -59,7 +59,7 @@ def _whole(leaf: Any) -> Any:
 
 
 def map_batch(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The mini-batch with ``function`` applied to every tensor, those in :class:`NoChunk` included."""
+    """Applies ``function`` to every tensor of the mini-batch, those in :class:`NoChunk` included."""
     leaves, spec = flatten(value)
     for k, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
@@ -70,7 +70,7 @@ def map_batch(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def rows_of(value: Any) -> int:
-    """Size of dimension 0 that all tensors of a nested value share; 1 where there is none.
+    """Size of dimension 0 of all tensors of a nested value; 1 if no tensor has a dimension 0.
 
     Raises:
         ValueError: if tensors differ in their size of dimension 0.
@@ -87,8 +87,8 @@ def rows_of(value: Any) -> int:
 def rows_of_micro_batches(value: Any, chunks: int) -> list[int]:
     """Rows of each micro-batch that :func:`split_nested` makes of ``value``.
 
-    To be asked of the mini-batch: in a micro-batch, a tensor that came in :class:`NoChunk` looks like any other. Of a
-    single micro-batch, whose tensors may differ in it, the largest dimension 0.
+    Call it with the mini-batch: in a micro-batch, a tensor that was in :class:`NoChunk` looks like any other. The
+    tensors of a single micro-batch may differ in dimension 0; its rows are the largest one.
     """
     if chunks == 1:
         return [max((leaf.size(0) for leaf in flatten(value)[0] if _is_split(leaf)), default=1)]
@@ -160,7 +160,7 @@ def gather_nested(values: list[Any]) -> Any:
 
 
 class Batch:
-    """A micro-batch: one tensor, or any nested value, behind one interface for both.
+    """A micro-batch: one interface for a single tensor and for nested values.
 
     Indices count the tensors in the order of :func:`pipe.nested.flatten`; other leaves stay in their places::
 
@@ -203,7 +203,7 @@ class Batch:
 
     @property
     def tensor_or_tensors(self) -> Any:
-        """The value, whatever it is."""
+        """The value: a tensor or a nested value."""
         return self.value
 
     def call(self, function: Callable[[Any], Any]) -> Batch:
@@ -244,7 +244,7 @@ class Batch:
 
 
 def check(input: Any) -> None:
-    """Checks that a mini-batch has something to cut.
+    """Checks that a mini-batch has a tensor.
 
     Raises:
         TypeError: if there is no tensor in ``input``.

@@ -1,7 +1,7 @@
-"""Nested values: any tuple, list, dict, named tuple or registered container, seen as a flat list of leaves.
+"""Flattens nested values (tuple, list, dict, named tuple, registered container) into leaves, and rebuilds them.
 
-Layers pass more than one tensor to each other. Everything that must treat each tensor on its own (saving, moving,
-splitting, matching gradients) flattens here, works on the leaves and puts the same structure back together.
+Layers pass more than one tensor to each other. Code that handles each tensor separately (saving, moving, splitting,
+matching gradients) flattens the value here, works on the leaves and rebuilds the same structure.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ __all__ = ["COMPRESSED", "TreeSpec", "flatten", "map_distinct", "map_tensors", "
 
 TreeSpec = pytree.TreeSpec
 
-# The two structures that most cells pass to each other are taken apart by hand, since the general way takes as long as
-# a small layer: one tensor, and one tensor beside an empty list (of skip tensors).
+# Fast paths for the two structures that most cells pass to each other: one tensor, and one tensor with an empty list
+# (of skip tensors). The general flattening takes as long as a small layer.
 _LEAF: TreeSpec = pytree.tree_flatten(None)[1]
 _LEAF_AND_NONE: TreeSpec = pytree.tree_flatten((None, []))[1]
 
@@ -84,8 +84,8 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 def map_distinct(function: Callable[[Tensor], Any], value: Any) -> Any:
     """:func:`map_tensors` that applies ``function`` once to a tensor that occurs several times.
 
-    What it returns for one occurrence is the same object in all: a write in place to one shows in the others, as it
-    does in ``value``.
+    All occurrences get the same result object, so an in-place write to one is visible in the others, as it is in
+    ``value``.
     """
     if isinstance(value, Tensor):
         return function(value)

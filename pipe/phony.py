@@ -1,7 +1,7 @@
-"""Phonies: tensors of no elements, which carry nothing but an edge of the autograd graph.
+"""Phonies: empty tensors that exist only to carry an edge of the autograd graph.
 
-Autograd orders two operations only if a tensor passes between them. A phony is that tensor where there is no value to
-pass: it costs no memory and no arithmetic.
+Autograd orders two operations only if one uses a tensor of the other. A phony is that tensor where there is no value
+to pass: it costs no memory and no arithmetic.
 
 Source: torchgpipe (Kim et al., 2020), section 3.2.
 """
@@ -20,14 +20,14 @@ _phonies: dict[tuple[torch.device, bool], Tensor] = {}
 def get_phony(device: torch.device, *, requires_grad: bool) -> Tensor:
     """The phony of a device: shape ``(0,)``, made once.
 
-    Inside an autograd function return ``phony.detach()``: the function would otherwise become the producer of the
-    tensor that everybody shares.
+    Inside an autograd function return ``phony.detach()``: otherwise the function would become the producer
+    (``grad_fn``) of the shared tensor.
     """
     key = (device, requires_grad)
     phony = _phonies.get(key)
     if phony is None:
-        # It outlives the call, so it must not inherit what the first caller happens to stand in: an inference tensor
-        # can never enter a graph, and a fake one belongs to its mode.
+        # It outlives the call, so it must not depend on the modes of the first caller: an inference tensor can never
+        # be part of a graph, and a fake tensor belongs to its mode.
         with torch.inference_mode(False), torch._C.DisableTorchFunction(), _disable_current_modes():
             phony = _phonies.setdefault(key, torch.empty(0, device=device, requires_grad=requires_grad))
     return phony

@@ -1,6 +1,6 @@
-"""Pipe: an ``nn.Sequential`` cut into stages, through which micro-batches go.
+"""Pipe: an ``nn.Sequential`` split into pipeline stages on several devices, run by micro-batches.
 
-This module checks arguments and delegates: the work is in :mod:`pipe.pipeline` and :mod:`pipe.step`.
+This module checks arguments and delegates to :mod:`pipe.pipeline` (forward) and :mod:`pipe.step` (training step).
 
 Invariant: outputs, gradients, buffers and generator states are those of the bare module on the same micro-batches, and
 names in ``state_dict()`` are those of the bare module.
@@ -50,7 +50,7 @@ SCHEDULES: dict[str, Callable[[int, int, Sequence[Hashable]], Schedule]] = {
 
 
 class Pipe(nn.Module):
-    """Wraps an ``nn.Sequential`` so that its layers lie on several devices and micro-batches go past them::
+    """Splits an ``nn.Sequential`` into stages on several devices and runs them by micro-batches::
 
         model = Pipe(nn.Sequential(a, b, c, d), balance=[2, 2], devices=[0, 1], chunks=8)
         output = model(input)
@@ -58,23 +58,24 @@ class Pipe(nn.Module):
 
     Args:
         module: the layers. They are moved to their devices and shared with the Pipe.
-        balance: number of layers of each stage. By default as even in bytes of parameters as can be, over ``devices``.
+        balance: number of layers of each stage. By default parameters are spread over ``devices`` as evenly in bytes
+            as possible.
         devices: device of each stage, repeated ones allowed. By default all CUDA devices; without any, the CPU. With
             fewer devices than stages, stage ``j`` gets device ``j % len(devices)``; its layers must be able to take
             turns there (see :mod:`pipe.turn`), as an ``OffloadModel`` does.
         chunks: number of micro-batches of a mini-batch.
-        checkpoint: which micro-batches keep only their boundaries: ``"always"``, ``"except_last"`` or ``"never"``. The
-            last goes back first, so recomputing it saves nothing.
-        deferred_batch_norm: whether BatchNorm counts mini-batches: see :mod:`pipe.batchnorm`.
+        checkpoint: which micro-batches are checkpointed (keep only stage boundaries): ``"always"``, ``"except_last"``
+            or ``"never"``. The last micro-batch runs backward first, so recomputing it saves no memory.
+        deferred_batch_norm: whether BatchNorm updates its statistics per mini-batch: see :mod:`pipe.batchnorm`.
 
-    A layer that was replaced after wrapping (by ``setattr``, or by a conversion of the whole module), or a module
-    inside of a layer, runs from the next forward on: what ``print`` and ``parameters()`` show is what runs. ``chunks``
-    can be changed between calls.
+    If a layer, or a module inside a layer, is replaced after wrapping (by ``setattr``, or by a conversion of the whole
+    module), the new one runs from the next forward on: the modules that ``print`` and ``parameters()`` show are those
+    that run. ``chunks`` can be changed between calls.
 
     Raises:
         TypeError: if ``module`` is not a plain ``nn.Sequential``, or skip connections do not match.
-        ValueError: if another argument does not fit (:class:`BalanceError` for the balance).
-        IndexError: if there are fewer devices than stages, and these cannot take turns.
+        ValueError: if another argument is invalid (:class:`BalanceError` for the balance).
+        IndexError: if there are fewer devices than stages, and the stages cannot take turns.
 
     Source: GPipe (Huang et al., 2019), and the interface of torchgpipe.
     """
@@ -111,7 +112,7 @@ class Pipe(nn.Module):
         self.devices = dealt(module, self.balance, found, automatic_devices=devices is None)
         self.chunks = int(chunks)
         self.checkpoint = checkpoint
-        # The children of the module become those of the Pipe, so that names stay.
+        # The children of the module become those of the Pipe, so that names in the state_dict stay the same.
         self._modules = dict(module._modules)
         self.training = module.training
         self._stages = stages_of(partitions_of(module, self.balance), self.devices)
@@ -119,7 +120,7 @@ class Pipe(nn.Module):
         self._takers: list[TakesTurns] | None = None
         self._ensure_turns()
         self._draws = SharedDraws()
-        #: Code of losses that returned (sum, count) before.
+        #: Code objects of losses that returned (sum, count) in an earlier step.
         self._counting: set[Hashable] = set()
         self._copy_streams: list[list[AbstractStream]] = []
         self._recorders: list[list[Action]] = []
@@ -141,7 +142,7 @@ class Pipe(nn.Module):
         return iter([self[k] for k in range(len(self))])
 
     def __getstate__(self) -> dict[str, Any]:
-        # Streams belong to the process, and who shares memory to the modules of this very pipe.
+        # Streams belong to the process, and shared slots to the modules of this Pipe: a copy makes its own.
         passing: dict[str, Any] = {"_copy_streams": [], "_recorders": [], "_takers": None, "_counting": set()}
         return {**self.__dict__, **passing}
 
@@ -153,11 +154,11 @@ class Pipe(nn.Module):
         return self
 
     def cuda(self, device: Any = None) -> NoReturn:
-        """Refused: the Pipe places its layers."""
+        """Refused: the Pipe sets the device of each layer."""
         raise _denied("cuda()")
 
     def cpu(self) -> NoReturn:
-        """Refused: the Pipe places its layers."""
+        """Refused: the Pipe sets the device of each layer."""
         raise _denied("cpu()")
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:
@@ -166,7 +167,7 @@ class Pipe(nn.Module):
         Raises:
             TypeError: if a device is given, or a tensor that has one.
         """
-        # As it is written, before torch asks whether there is such a device.
+        # The arguments are checked as given, before torch checks that such a device exists.
         devices = [a for a in (*args[:1], kwargs.get("device")) if isinstance(a, (torch.device, int, str))]
         tensors = [a for a in (*args[:1], kwargs.get("tensor"), kwargs.get("other")) if isinstance(a, Tensor)]
         for device in (*devices, *(tensor.device for tensor in tensors)):
@@ -188,7 +189,7 @@ class Pipe(nn.Module):
         """Runs the mini-batch, micro-batch by micro-batch.
 
         Args:
-            input: a tensor or nested value; tensors are cut along dimension 0, which must be the same for all, except
+            input: a tensor or nested value; tensors are split along dimension 0, which must be the same for all, except
                 in :class:`~pipe.microbatch.NoChunk`. It is moved to the first device.
 
         Returns:
@@ -235,13 +236,13 @@ class Pipe(nn.Module):
 
         Args:
             input: as for :meth:`forward`.
-            target: nested value of as many rows; it is moved to the last device. A loss that leaves targets out, or
-                weighs them, has them counted before the step: on an accelerator the host waits for that, in host memory
-                not.
+            target: nested value with as many rows; it is moved to the last device. For a loss with ``ignore_index`` or
+                class weights, targets are counted before the step: if they are on an accelerator, the host waits for
+                that; if they are in host memory, it does not.
             loss_fn: ``loss_fn(output, target)`` of a micro-batch: a tensor of one element, or ``(sum, count)``, where
                 the loss of the mini-batch is the sum of the sums over the sum of the counts.
             schedule: ``"1f1b"``, ``"fill_drain"``, or a :class:`~pipe.schedule.Schedule` for as many micro-batches.
-            reduction: whether the loss is the ``"mean"`` or the ``"sum"`` over rows, where it does not say so itself:
+            reduction: whether the loss is the ``"mean"`` or the ``"sum"`` over rows, if the loss does not declare it:
                 losses of torch do, class weights and ``ignore_index`` included, and so do a ``functools.partial`` with
                 ``reduction=`` and a module with an attribute ``reduction``. See :mod:`pipe.loss`.
 
@@ -250,13 +251,14 @@ class Pipe(nn.Module):
 
         Raises:
             TypeError: if there is no tensor in ``input``.
-            ValueError: if rows, schedule, or loss do not fit; if there are several micro-batches and it cannot be told
-                what the loss divides by.
+            ValueError: if rows, schedule, or loss do not match; if there are several micro-batches and the divisor of
+                the loss is unknown.
             RuntimeError: if a ``DistributedDataParallel`` should have reduced the gradients, a stage is updated in
                 backward, or layers were added or removed since wrapping.
 
-        After an exception gradients are those of before, except of stages that take turns: what has gone home stays.
-        Hooks of parameters, and with them optimizers that step in such a hook, run once, at the end of the step.
+        An exception restores the gradients from before the step, except those of stages that take turns: gradients
+        that were already offloaded stay added. Hooks of parameters, and optimizers that step in such a hook, run once,
+        at the end of the step.
         """
         microbatch.check(input)
         self._follow()
@@ -305,7 +307,7 @@ class Pipe(nn.Module):
         """Appends every action to a list when it begins, in forward, backward and :meth:`train_step`; yields the list.
 
         Args:
-            trace: the list, by default a new one. One whose ``append`` notes the time measures the actions.
+            trace: the list, by default a new one. A list whose ``append`` reads a clock measures the actions.
         """
         trace = [] if trace is None else trace
         self._recorders.append(trace)
@@ -324,11 +326,11 @@ class Pipe(nn.Module):
         return microbatch.split_nested(moved, self.chunks)
 
     def _modes(self) -> tuple[bool, ...]:
-        """What tells whether layers draw random numbers, as far as it can be seen at little cost."""
+        """The training modes of the pipe and its layers, on which it depends whether they draw random numbers."""
         return self.training, *(layer.training for layer in self._modules.values() if layer is not None)
 
     def _follow(self) -> None:
-        """Takes layers that were replaced into the stages."""
+        """Updates the stages with layers that were replaced."""
         stages = followed(self._stages, self._modules)
         if stages is not None:
             self._stages = stages
@@ -339,7 +341,7 @@ class Pipe(nn.Module):
     def _checkpoint_stop(self, count: int) -> int:
         if not self.training:
             return 0
-        # Counted over the micro-batches that there are, which may be fewer than chunks.
+        # Relative to the actual number of micro-batches, which may be less than chunks.
         return {"always": count, "except_last": count - 1, "never": 0}[self.checkpoint]
 
     def _schedule(self, schedule: str | Schedule, count: int) -> Schedule:
@@ -364,14 +366,14 @@ class Pipe(nn.Module):
         return schedule
 
     def _ensure_turns(self) -> list[TakesTurns]:
-        # Again at the first use of a copy, which has modules of its own.
+        # None in a copy of the Pipe, whose modules are other ones.
         if self._takers is None:
             share_places(self.partitions, self.devices, self._places)
             self._takers = takers_in(self.partitions)
         return self._takers
 
     def _ensure_copy_streams(self) -> list[list[AbstractStream]]:
-        # Kept from call to call: the allocator holds memory for each stream.
+        # Kept between calls: the caching allocator has a memory pool for each stream.
         if not self._copy_streams:
             self._copy_streams = [[] for _ in self.devices]
         for device, streams in zip(self.devices, self._copy_streams, strict=True):

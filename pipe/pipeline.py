@@ -1,6 +1,7 @@
-"""The pipeline: micro-batches go through the stages clock by clock, and autograd brings them back in reverse.
+"""Runs the forward of all micro-batches over all stages, and adds autograd edges that order the backward.
 
-For a checkpointed cell (i, j) whose input comes from another device and whose output goes to one, the graph is::
+Cells (micro-batch i on stage j) run clock by clock; autograd runs them backward in the reverse order. For a
+checkpointed cell (i, j) whose input is copied from another device and whose output is copied to one, the graph is::
 
               │ from (i, j-1)
           ╭───┴────╮
@@ -11,25 +12,26 @@ For a checkpointed cell (i, j) whose input comes from another device and whose o
           │  Wait  │   the compute stream waits for the copy                         compute
           ╰───┬────╯
         ╭─────┴────╮
-     ╭──│Checkpoint│ the layers run; nothing but their input is kept
+     ╭──│Checkpoint│ the layers run; only their input is kept
      │  ╰─────┬────╯
      │    ╭───┴────╮
-     │    │  Wait  │   the copy stream waits for the output; back, the compute stream waits for the gradient
+     │    │  Wait  │   forward: the copy stream waits for the output; backward: the compute stream for the gradient
      │    ╰───┬────╯
      │  ╭─────┴────╮
-     │  │Recompute │   back, it runs while the gradient is being copied
+     │  │Recompute │   in backward it runs while the gradient is being copied
      │  ╰─────┬────╯
      │        │ to (i, j+1)
-     ╰─▶ Fork of (i-1, j): this micro-batch goes back before the previous one
+     ╰─▶ Fork of (i-1, j): the backward of this micro-batch precedes that of the previous one
 
 Invariants
-    * On each stage, micro-batch i goes back before micro-batch i-1 begins, so one cell's activations are alive there.
-    * A skip tensor is copied once, straight to the device of the stage that pops it.
+    * On each stage, the backward of micro-batch i ends before that of micro-batch i-1 begins, so the recomputed
+      activations of one cell are alive there.
+    * A skip tensor is copied once, directly to the device of the stage that pops it.
     * Between stages on one device there are no copies and no waits.
-    * Where stages take turns at one place, their turns go back in the reverse order.
+    * Stages that take turns at one place take them in the reverse order in backward.
 
-After an exception nothing is kept: the micro-batches and their graph are dropped, the layers are as they were except
-for buffers that finished cells wrote.
+After an exception the micro-batches and their graph are dropped; the layers are unchanged except for buffers that
+finished cells wrote.
 
 Source: torchgpipe (Kim et al., 2020), section 3.
 """
@@ -63,12 +65,12 @@ def copy(batch: Batch, prev_stream: AbstractStream, next_stream: AbstractStream)
 
 
 def wait(batch: Batch, prev_stream: AbstractStream, next_stream: AbstractStream) -> None:
-    """Lets ``next_stream`` wait for ``prev_stream`` before it reads the batch, and the reverse in backward."""
+    """Makes ``next_stream`` wait for ``prev_stream`` before it reads the batch, and the reverse in backward."""
     batch[:] = Wait.apply(prev_stream, next_stream, *batch)  # type: ignore[no-untyped-call]
 
 
 def _anchor(batch: Batch) -> int | None:
-    """The first tensor that needs a gradient: a Fork or Join at any other would not be in the graph."""
+    """The index of the first tensor that needs a gradient: a Fork or Join of another would not be in the graph."""
     return next((k for k, tensor in enumerate(batch) if tensor.requires_grad), None)
 
 
@@ -88,7 +90,7 @@ def _join(batch: Batch, phony: Tensor | None) -> None:
 
 
 def depend(fork_from: Batch, join_to: Batch) -> None:
-    """Lets ``join_to`` go back before ``fork_from``, if both need a gradient."""
+    """Orders the backward of ``join_to`` before that of ``fork_from``, if both need a gradient."""
     if _anchor(join_to) is not None:
         _join(join_to, _fork(fork_from))
 
@@ -100,7 +102,7 @@ class Pipeline:
         batches: the micro-batches; :meth:`run` replaces their values by the outputs.
         stages: the stages, in order.
         copy_streams: for each stage, a stream for each micro-batch.
-        places: for each stage, the place where it takes turns; by default each has its own.
+        places: for each stage, the place where it takes turns (:mod:`pipe.turn`); by default each has its own.
         checkpoint_stop: the micro-batches before this one are checkpointed.
         in_order: whether the cells of a clock run one after another, whatever their devices.
         record: called with each action when it begins, those of backward included.
@@ -128,7 +130,7 @@ class Pipeline:
         self.record = record
         self._streams = [current_stream(stage.device) for stage in stages]
         self._skips: list[dict[Key, Batch]] = [{} for _ in batches]
-        #: For each stage, what its checkpoints watch.
+        #: For each stage, the layers whose structure its checkpoints verify.
         self._watched = [stage.watched() for stage in stages] if self.checkpoint_stop else []
         if len(batches) > 1:
             check_hooks(parameter for watched in self._watched for _, parameter in watched.parameters)
@@ -136,9 +138,10 @@ class Pipeline:
         self._clocks = forward_clocks(len(batches), self._places)
         #: For the first cell of each turn, the stage that has the next turn at its place.
         self._coming: dict[tuple[int, int], Stage] = {}
-        #: For each stage, the first cell of the next turn at its place; for that cell, what must go back after it.
+        #: For each stage, the first cell of the next turn at its place; for that cell, a phony of the cells whose
+        #: backward must follow its own.
         self._next_turn: dict[int, tuple[int, int]] = {}
-        self._handover: dict[tuple[int, int], Tensor] = {}
+        self._turn_phonies: dict[tuple[int, int], Tensor] = {}
         if len(set(self._places)) < len(stages):
             self._plan_turns()
 
@@ -162,11 +165,11 @@ class Pipeline:
                 del tasks, outputs
 
     def _fence(self, cells: list[tuple[int, int]]) -> list[Tensor | None]:
-        """Orders and moves what the cells of a clock need, before any of them computes."""
+        """Orders and copies the inputs of the cells of a clock, before any of them computes."""
         phonies: list[Tensor | None] = []
         for i, j in cells:
-            # batches[i - 1] still is the output of stage j here: it moves on later in this very loop.
-            phonies.append(_fork(self.batches[i - 1]) if i > 0 else self._handover.pop((i, j), None))
+            # batches[i - 1] is still the output of stage j here: it is copied to the next stage later in this loop.
+            phonies.append(_fork(self.batches[i - 1]) if i > 0 else self._turn_phonies.pop((i, j), None))
             stage, target = self.stages[j], self.copy_streams[j][i]
             if j > 0 and self.stages[j - 1].device != stage.device:
                 copy(self.batches[i], self.copy_streams[j - 1][i], target)
@@ -178,7 +181,7 @@ class Pipeline:
     def _task(self, i: int, j: int, phony: Tensor | None) -> Task:
         stage, compute_stream = self.stages[j], self._streams[j]
         if j > 0 and self.stages[j - 1].device != stage.device:
-            # Without this, the layers read the boundary before its copy has arrived.
+            # Without this, the layers read the boundary before its copy is complete.
             wait(self.batches[i], self.copy_streams[j][i], compute_stream)
         popped = []
         for route in stage.arriving:
@@ -196,18 +199,18 @@ class Pipeline:
         if _anchor(batch) is not None:
             _join(batch, phony)
             return Task(compute_stream, compute=compute, finalize=None)
-        # No input leads out of this cell's graph, so nothing can wait until it has gone back. Its order is that of the
-        # numbers of its nodes: autograd prefers the highest. But each thread counts for itself; without this, the nodes
-        # of a young worker thread would wait until the previous micro-batch has gone back.
+        # No input of this cell needs a gradient, so no Join can order its backward. Autograd orders ready nodes by
+        # sequence number, highest first. But each thread counts for itself; without inline, the nodes of a new worker
+        # thread would have low numbers and run after the backward of the previous micro-batch.
         return Task(compute_stream, compute=compute, finalize=None, inline=True)
 
     def _finish(self, i: int, j: int, task: Task, output: Batch) -> None:
-        """Takes a cell's output: marks what leaves the device, then puts the second half of its checkpoint on top."""
+        """Handles a cell's output: adds waits for tensors that leave the device, then the Recompute half."""
         stage, leaving = self.stages[j], self.copy_streams[j][i]
         value, stashed = output.value
         main, skips = Batch(value), [Batch(tensor) for tensor in stashed]
-        # Without these waits, the copy reads what is not computed; and in backward, the layers read a gradient that has
-        # not arrived.
+        # Without these waits, the copy reads the output before it is computed; and in backward, the layers read the
+        # gradient before it is copied.
         if j < len(self.stages) - 1 and self.stages[j + 1].device != stage.device:
             wait(main, self._streams[j], leaving)
         for route, skip in zip(stage.leaving, skips, strict=True):
@@ -221,17 +224,17 @@ class Pipeline:
         value, stashed = output.value
         self.batches[i] = Batch(value)
         if j in self._next_turn:
-            # Without this, autograd may go back and forth between the stages of a place. All micro-batches are held,
-            # not only the last: one whose input needs no gradient cannot hold the one before it.
+            # Without this, backward may switch to and fro between the stages of a place. All micro-batches are ordered
+            # after the next turn, not only the last: one whose input needs no gradient does not order the one before.
             phony, following = _fork(self.batches[i]), self._next_turn[j]
             if phony is not None:
-                held = self._handover.get(following)
-                self._handover[following] = phony if held is None else join(held, phony)
+                held = self._turn_phonies.get(following)
+                self._turn_phonies[following] = phony if held is None else join(held, phony)
         self._skips[i].update((route.key, Batch(skip)) for route, skip in zip(stage.leaving, stashed, strict=True))
 
 
 def _then(compute: Callable[[], Batch], coming: Stage | None) -> Callable[[], Batch]:
-    """``compute``, after which the stage that has the next turn is told so."""
+    """``compute``, followed by ``expect()`` of the stage that has the next turn, which starts to load it."""
     if coming is None:
         return compute
 
@@ -250,7 +253,7 @@ def _recorded(stage: Stage, record: Callable[[Action], None], action: Action, in
 
 
 class _Mark(torch.autograd.Function):
-    """Tells when gradients enter a cell. A node of its own, since an output may be an input that is handed on."""
+    """Records when gradients enter a cell. A separate node, since an output may be an input returned unchanged."""
 
     @staticmethod
     def forward(ctx: Any, record: Callable[[Action], None], action: Action, *outputs: Tensor) -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
-"""Placement: how many layers each stage has, on which device it is, and whether that can be.
+"""Splits the layers of a Pipe into stages, assigns their devices, and checks both.
 
-Invariant: whatever is wrong with layers, balance or number of devices raises before any layer has been moved.
+Invariant: errors in layers, balance or number of devices raise before any layer has been moved.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ Device = torch.device | int | str
 
 
 class BalanceError(ValueError):
-    """A balance that does not fit the module."""
+    """A balance that does not match the module."""
 
 
 def check_convertible(module: nn.Module) -> None:
-    """A module that is loaded for its turn has taken its layers in already; replacing them would be in vain.
+    """Refuses BatchNorm layers inside modules that take turns: their parameters are stored already, so that a layer
+    replaced now would not run.
 
     Raises:
         ValueError: naming the layer.
@@ -59,7 +60,7 @@ def check_convertible(module: nn.Module) -> None:
 
 
 def devices_of(devices: Iterable[Device] | None, balance: Sequence[int] | None) -> list[torch.device]:
-    """The devices that were given, or those that there are."""
+    """The given devices, by default all CUDA devices, or else the CPU."""
     if devices is not None:
         return [normalize_device(device) for device in devices]
     if torch.cuda.is_available():
@@ -68,10 +69,10 @@ def devices_of(devices: Iterable[Device] | None, balance: Sequence[int] | None) 
 
 
 def balance_of(module: nn.Sequential, balance: Sequence[int] | None, devices: int) -> list[int]:
-    """Layers of each stage: as given, or as even in bytes of parameters as can be.
+    """Number of layers of each stage: as given, or with parameters spread as evenly in bytes as possible.
 
     Raises:
-        BalanceError: if they do not fit the module.
+        BalanceError: if it does not match the module.
     """
     if balance is None:
         if not len(module):
@@ -82,7 +83,7 @@ def balance_of(module: nn.Sequential, balance: Sequence[int] | None, devices: in
     if len(module) != sum(given):
         raise BalanceError(
             f"module and sum of balance have different length (module: {len(module)}, sum of balance: {sum(given)}); "
-            f"use pipe.balance to find one"
+            f"use pipe.balance to compute one"
         )
     if any(layers <= 0 for layers in given):
         raise BalanceError(f"all balance numbers must be positive integer (balance: {given}); use pipe.balance")
@@ -92,10 +93,10 @@ def balance_of(module: nn.Sequential, balance: Sequence[int] | None, devices: in
 def dealt(
     module: nn.Sequential, balance: Sequence[int], devices: list[torch.device], *, automatic_devices: bool
 ) -> list[torch.device]:
-    """The device of each stage: one each, or in rounds for stages that take turns.
+    """The device of each stage: a device each, or round-robin for stages that take turns.
 
     Raises:
-        IndexError: if there are too few.
+        IndexError: if there are too few devices.
     """
     if len(balance) <= len(devices):
         return devices[: len(balance)]
@@ -146,23 +147,23 @@ def stages_of(partitions: Sequence[nn.Sequential], devices: Sequence[torch.devic
 
 
 def followed(stages: Sequence[Stage], layers: Mapping[str, nn.Module | None]) -> list[Stage] | None:
-    """The stages of a pipe whose layers were replaced, or None if all are as they were.
+    """New stages for a Pipe whose layers were replaced, or None if no layer was.
 
     Args:
-        stages: as they were made.
-        layers: the layers of the pipe now.
+        stages: the present stages.
+        layers: the present layers of the Pipe.
 
     Raises:
         RuntimeError: if layers were added, removed, renamed or moved, if they take turns, or if a partition was changed
-            instead of the pipe.
+            instead of the Pipe.
         ValueError: as :func:`stages_of` does.
         TypeError: if skip connections do not match any more.
     """
     wrapped = [item for stage in stages for item in stage.wrapped]
     if not _same_items([item for stage in stages for item in stage.layers._modules.items()], wrapped):
         raise RuntimeError(
-            "expected layers to be replaced in the Pipe, got one replaced in its partitions, where parameters() does "
-            "not see it; use setattr(pipe, name, layer)"
+            "expected layers to be replaced in the Pipe, got one replaced in its partitions, which parameters() does "
+            "not read; use setattr(pipe, name, layer)"
         )
     if _same_items(list(layers.items()), wrapped):
         return None
@@ -170,19 +171,19 @@ def followed(stages: Sequence[Stage], layers: Mapping[str, nn.Module | None]) ->
         raise RuntimeError(
             f"expected the layers that were wrapped, {[name for name, _ in wrapped]}, got "
             f"{[name for name, layer in layers.items() if layer is not None]}; a layer can be replaced, but to add, "
-            f"remove or move some, make a new Pipe"
+            f"remove or move layers, make a new Pipe"
         )
     now = {name: layer for name, layer in layers.items() if layer is not None}
     for name, before in wrapped:
         if now[name] is not before and takers_in([before, now[name]]):
             raise RuntimeError(
-                f"expected layers that take turns to stay as they were wrapped, got another object in the place of "
+                f"expected layers that take turns not to be replaced after wrapping, got another object as "
                 f"{name!r}; make a new Pipe"
             )
     verify_skippables(nn.Sequential(OrderedDict(now)))
     partitions = []
     for stage in stages:
-        # A shallow copy: recomputations that are still to come run the layers of their own forward.
+        # A shallow copy: later recomputations of an earlier forward run the layers of that forward.
         partition = copy.copy(stage.layers)
         partition._modules = {name: now[name] for name, _ in stage.wrapped}
         partitions.append(partition)

@@ -1,4 +1,4 @@
-"""What a Pipe refuses before anything ran, because it could not be what the bare module does."""
+"""Checks of a Pipe before it runs: refuses models and optimizers whose results would differ from the bare module's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def check_plain(module: nn.Sequential) -> None:
-    """Only the layers of an ``nn.Sequential`` go on in a Pipe.
+    """Refuses a Sequential with state or behaviour of its own, since a Pipe takes over only its layers.
 
     Raises:
         TypeError: if it has a forward, parameters, buffers or hooks of its own.
@@ -34,12 +34,12 @@ def check_plain(module: nn.Sequential) -> None:
     if own:
         raise TypeError(
             f"expected an nn.Sequential of layers alone to cut into stages, got {type(module).__name__} with "
-            f"{', '.join(own)} of its own; put them into a layer, or onto the Pipe"
+            f"{', '.join(own)} of its own; move them into a layer, or onto the Pipe"
         )
 
 
 def beyond_layers(module: nn.Sequential) -> list[str]:
-    """What a Sequential does besides calling its layers one after the other, in words; empty for most."""
+    """The names of what a Sequential has besides its layers: a forward, parameters, buffers or hooks of its own."""
     hooks = any(value for name, value in vars(module).items() if name.endswith("_hooks"))
     found = {
         "a forward": type(module).forward is not nn.Sequential.forward or "forward" in vars(module),
@@ -51,10 +51,10 @@ def beyond_layers(module: nn.Sequential) -> list[str]:
 
 
 def check_reduced(module: nn.Module) -> None:
-    """A step of its own does not go through the forward of DistributedDataParallel, which would reduce its gradients.
+    """Refuses ``train_step`` under DistributedDataParallel: it bypasses DDP's forward, so no gradient is reduced.
 
     Raises:
-        RuntimeError: if there are several ranks that wait for each other's gradients.
+        RuntimeError: if DDP wraps the module on several ranks and is not in ``no_sync``.
     """
     for wrapper in wrappers_of(module):
         if wrapper.require_backward_grad_sync and wrapper.process_group.size() > 1:
@@ -66,13 +66,13 @@ def check_reduced(module: nn.Module) -> None:
 
 
 def check_updates(takers: Iterable[TakesTurns]) -> None:
-    """A module that updates its weights in backward would do so with the gradient of the first micro-batch.
+    """Refuses modules that update their weights in backward: they would use the gradient of one micro-batch.
 
     Args:
-        takers: modules that take turns. One that does so says so by an attribute ``updates_in_backward``.
+        takers: modules that take turns. An attribute ``updates_in_backward`` is True if they update in backward.
 
     Raises:
-        RuntimeError: if one does.
+        RuntimeError: if one updates in backward.
     """
     for taker in takers:
         if getattr(taker, "updates_in_backward", False):
@@ -83,7 +83,7 @@ def check_updates(takers: Iterable[TakesTurns]) -> None:
 
 
 def check_optimizers(parameters: Iterable[nn.Parameter]) -> None:
-    """``torch.distributed.optim`` hangs optimizers on the graph, where nothing can make them wait.
+    """Refuses ``_apply_optimizer_in_backward`` of ``torch.distributed.optim``, which cannot be deferred.
 
     Raises:
         RuntimeError: if a parameter has such an optimizer.
@@ -97,10 +97,11 @@ def check_optimizers(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def check_hooks(parameters: Iterable[nn.Parameter]) -> None:
-    """A checkpointed micro-batch has a backward of its own, in which a hook would see its gradient alone.
+    """Refuses gradient hooks of parameters where micro-batches are checkpointed.
 
-    Hooks of ``register_post_accumulate_grad_hook`` are let through, since they see a sum. One that steps an optimizer
-    changes a parameter that other micro-batches need, which their recomputation notices.
+    A checkpointed micro-batch has a backward of its own, so a hook would see the gradient of that micro-batch alone.
+    Hooks of ``register_post_accumulate_grad_hook`` are allowed, since they see a sum. If such a hook steps an
+    optimizer, it changes a parameter that other micro-batches need, and their recomputation raises.
 
     Raises:
         RuntimeError: if a parameter has hooks on its gradient.
@@ -111,14 +112,15 @@ def check_hooks(parameters: Iterable[nn.Parameter]) -> None:
     if hooked:
         raise RuntimeError(
             f"expected parameters without hooks where micro-batches are checkpointed, got {len(hooked)} with hooks "
-            f"(the first of shape {tuple(hooked[0].shape)}), which would run once for each micro-batch, with its "
-            f"gradient alone; pass checkpoint='never', chunks=1, or use train_step(), which runs hooks once"
+            f"(the first of shape {tuple(hooked[0].shape)}), which would run once for each micro-batch, with the "
+            f"gradient of that micro-batch; pass checkpoint='never', chunks=1, or use train_step(), which runs hooks "
+            f"once"
         )
 
 
 @contextlib.contextmanager
 def undone_on(error: type[Exception], module: nn.Module, devices: Iterable[torch.device]) -> Iterator[None]:
-    """Inside, an ``error`` puts buffers and generators back to where they were."""
+    """A context that restores buffers and random generators if ``error`` is raised in it."""
     buffers = [
         (owner, name, buffer, buffer.detach().clone())
         for owner in module.modules()

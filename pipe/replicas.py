@@ -1,8 +1,8 @@
-"""Whether a module is replicated: which ``DistributedDataParallel`` wraps it.
+"""Finds the ``DistributedDataParallel`` modules that wrap a module.
 
-DistributedDataParallel reduces gradients in backward after a forward of its own. A training step that does not go
-through that forward leaves the gradients of each rank where they are, without a word. The wrapped module cannot see its
-wrapper; but the wrapper registers it as a submodule, and torch calls a hook then.
+DistributedDataParallel reduces gradients in backward only after its own forward. A training step that does not call
+that forward silently leaves the gradients of each rank unreduced. The wrapped module has no reference to its wrapper;
+but the wrapper registers it as a submodule, and torch calls a global hook for each registration.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Schedules as data: which cell runs when, known, checked and simulated before anything runs.
+"""Pipeline schedules (fill-drain, 1F1B) as data: printed, validated and simulated before anything runs.
 
-A cell is one micro-batch ``i`` on one stage ``j``. It goes forward once (``F{j}.{i}``) and back once (``B{j}.{i}``). A
-schedule is the order of these actions on each device; everything else (the clock of each action, the bubble, how many
-boundaries a device holds, how often it changes from one stage to another) follows from it.
+A cell is one micro-batch ``i`` on one stage ``j``. It runs forward once (``F{j}.{i}``) and backward once
+(``B{j}.{i}``). A schedule is the order of these actions on each device; everything else (the clock of each action, the
+bubble, how many boundaries a device holds, how often it changes from one stage to another) follows from it.
 
-A line of a schedule is what one device does. Usually that is one stage; where there are fewer devices than stages, the
+A line of a schedule lists the actions of one device. Usually it has one stage; with fewer devices than stages, the
 stages of a device take turns on its line.
 
-Invariant: what runs is what is written. The executor walks :meth:`Schedule.clocks`, and the trace that it records is
-that list.
+Invariant: the executor runs the actions in the order of :meth:`Schedule.clocks`, and the trace that it records is that
+list.
 
 Source: fill-drain from GPipe (Huang et al., 2019), with turns the breadth-first schedule (Lamy-Poirier, 2023); 1F1B
 from PipeDream-Flush, with turns its interleaved form (Narayanan et al., 2021).
@@ -28,7 +28,7 @@ __all__ = ["Action", "Schedule", "Simulation", "clock_cycles", "fill_drain", "on
 
 @dataclass(frozen=True)
 class Action:
-    """One pass of one micro-batch over one stage."""
+    """The forward or backward of one micro-batch on one stage."""
 
     kind: str
     """``"F"`` or ``"B"``."""
@@ -40,7 +40,7 @@ class Action:
 
     @staticmethod
     def parse(token: str) -> Action:
-        """The action that prints as ``token``.
+        """The action whose ``str`` is ``token``.
 
         Raises:
             ValueError: if there is none.
@@ -51,7 +51,7 @@ class Action:
         return Action(match[1], int(match[2]), int(match[3]))
 
     def needs(self, stages: int) -> Iterator[Action]:
-        """The actions that must come before."""
+        """The actions that must run before this one."""
         if self.kind == "F":
             if self.stage > 0:
                 yield Action("F", self.stage - 1, self.micro_batch)
@@ -63,7 +63,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of actions on each device: a line for each."""
+    """The order of actions on each device, one line per device."""
 
     orders: tuple[tuple[Action, ...], ...]
 
@@ -79,7 +79,7 @@ class Schedule:
 
     @cached_property
     def lines_of_stages(self) -> tuple[int, ...]:
-        """For each stage, the line that it stands in first; stages of one line take turns on a device."""
+        """For each stage, the first line with an action of it; stages of one line take turns on a device."""
         found: dict[int, int] = {}
         for line, order in enumerate(self.orders):
             for action in order:
@@ -88,7 +88,7 @@ class Schedule:
 
     @staticmethod
     def parse(text: str) -> Schedule:
-        """A schedule from one line of actions for each device, as :meth:`lines` gives it."""
+        """A schedule from one line of actions for each device, the format of :meth:`lines`."""
         lines = [line.split() for line in text.strip().splitlines()]
         return Schedule(tuple(tuple(Action.parse(token) for token in line) for line in lines))
 
@@ -110,7 +110,7 @@ class Schedule:
         return "\n".join(row.rstrip() for row in rows)
 
     def clocks(self) -> list[list[Action]]:
-        """The actions of each clock, where every action takes one; within a clock, in the direction of flow.
+        """The actions of each clock, if every action takes one clock; within a clock, in the direction of data flow.
 
         Raises:
             ValueError: if some actions wait for each other, or for one that is missing.
@@ -135,35 +135,35 @@ class Schedule:
                     f"{action} waits for {'and '.join(str(n) for n in action.needs(stages) if n not in done)}"
                     for _, action in following
                 )
-                raise ValueError(f"expected a schedule that can run, got one that stands still: {waits}")
+                raise ValueError(f"expected a schedule that can run, got a deadlock: {waits}")
             for k, action in ready:
                 position[k] += 1
                 done.add(action)
-            # In the direction of flow, which is also the order in which autograd takes the cells of a clock.
+            # In the direction of data flow, which is also the order in which autograd runs the cells of a clock.
             clocks.append(
                 sorted((a for _, a in ready), key=lambda a: (a.kind == "B", a.stage if a.kind == "F" else -a.stage))
             )
 
     def validate(self) -> Schedule:
-        """Checks that every cell goes forward once and back once, all of a stage on one device, that stages and
-        micro-batches are numbered from 0, and that the schedule can run. Returns itself.
+        """Checks the schedule and returns it: every cell runs forward once and backward once, all cells of a stage on
+        one device; stages and micro-batches are numbered from 0; there is no deadlock.
 
         Raises:
             ValueError: naming all violations.
         """
         wrong: list[str] = []
-        # Up to the highest number: a number that is left out is a cell that never runs.
+        # Up to the highest number: a missing number is a micro-batch that never runs.
         micro_batches = range(max((action.micro_batch + 1 for action in chain(*self.orders)), default=0))
         for line, order in enumerate(self.orders):
             for action in order:
                 home = self.lines_of_stages[action.stage]
                 if home != line:
-                    wrong.append(f"{action} stands in line {line}, but its stage began in line {home}")
+                    wrong.append(f"{action} is in line {line}, but its stage began in line {home}")
         counts = Counter(chain(*self.orders))
         for j in range(self.stages):
             for action in (Action(kind, j, i) for kind in "FB" for i in micro_batches):
                 if counts[action] != 1:
-                    wrong.append(f"{action} stands {counts[action]} times")
+                    wrong.append(f"{action} occurs {counts[action]} times")
         if not wrong:
             try:
                 self.clocks()
@@ -174,7 +174,7 @@ class Schedule:
         return self
 
     def follows_at_once(self, stage: int, micro_batch: int) -> bool:
-        """Whether the cell goes back as soon as it went forward, so that nothing can be saved by forgetting it."""
+        """Whether the cell's backward directly follows its forward, so that checkpointing it would save no memory."""
         order = self.orders[self.lines_of_stages[stage]]
         position = order.index(Action("F", stage, micro_batch))
         return order[position + 1 : position + 2] == (Action("B", stage, micro_batch),)
@@ -192,14 +192,14 @@ def _lines(stages: int, devices: Sequence[Hashable] | None) -> list[list[int]]:
 
 
 def fill_drain(micro_batches: int, stages: int, devices: Sequence[Hashable] | None = None) -> Schedule:
-    """All micro-batches forward, then all back in reverse order. Each stage holds all boundaries in between.
+    """GPipe: all micro-batches forward, then all backward in reverse order. Each stage holds all boundaries in between.
 
     Args:
         micro_batches: their number.
         stages: their number.
-        devices: the device of each stage. Stages on one device take turns, one turn forward and one back, in which all
-            micro-batches pass: what must be loaded for a turn is loaded as rarely as can be. By default each stage has
-            a device of its own.
+        devices: the device of each stage. Stages on one device take turns, one turn forward and one backward, each
+            with all micro-batches, so that the weights of a stage are loaded as rarely as possible. By default each
+            stage has a device of its own.
     """
     return Schedule(
         tuple(
@@ -213,10 +213,10 @@ def fill_drain(micro_batches: int, stages: int, devices: Sequence[Hashable] | No
 
 
 def one_forward_one_backward(micro_batches: int, stages: int, devices: Sequence[Hashable] | None = None) -> Schedule:
-    """Each micro-batch goes back as early as it can: stage ``j`` holds at most ``stages - j`` boundaries.
+    """1F1B: each micro-batch runs backward as early as possible; stage ``j`` holds at most ``stages - j`` boundaries.
 
-    The bubble is that of :func:`fill_drain`; what it saves is memory. Stages on one device (see there) take turns of as
-    many micro-batches as there are devices: they change often, which suits stages that stay where they are.
+    The bubble is that of :func:`fill_drain`; 1F1B saves memory, not time. Stages on one device (see there) take turns
+    of as many micro-batches as there are devices: they change often, which suits stages that are not loaded per turn.
     """
     lines = _lines(stages, devices)
     if len(lines) < stages:
@@ -234,12 +234,12 @@ def one_forward_one_backward(micro_batches: int, stages: int, devices: Sequence[
 
 
 def _interleaved(micro_batches: int, stages: int, lines: list[list[int]]) -> Schedule:
-    """1F1B with turns: on paper each device goes back where it can, and else forward as far ahead as it must."""
+    """1F1B with turns, by simulation: each device runs a backward if one is ready, else a forward if within its limit."""
     turn = len(lines)
     groups = [range(k, min(k + turn, micro_batches)) for k in range(0, micro_batches, turn)]
     forward = [deque(Action("F", j, i) for group in groups for j in line for i in group) for line in lines]
     back = [deque(Action("B", j, i) for group in groups for j in reversed(line) for i in group) for line in lines]
-    # As far as the first micro-batch of the last stage needs, and a round trip to it for each device on the way.
+    # The forwards that the first micro-batch of the last stage needs, and a round trip to it for each device before it.
     ahead = [(len(line) - 1) * turn + 2 * (len(lines) - 1 - k) + 1 for k, line in enumerate(lines)]
     orders: list[list[Action]] = [[] for _ in lines]
     done: set[Action] = set()
@@ -300,16 +300,16 @@ def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a schedule costs."""
+    """The simulated cost of a schedule."""
 
     step: float
     """Time from the first action to the last, in the unit of the costs."""
     bubble: float
     """Share of the devices' time in which they wait for a cell of another device."""
     peak_boundaries: tuple[int, ...]
-    """For each device, the most cells that are forward and not yet back at the same time."""
+    """For each device, the largest number of cells between their forward and backward at one time."""
     turns: tuple[int, ...]
-    """For each device, how often a stage begins a turn there, and has to be loaded if it does not stay."""
+    """For each device, the number of turns, each of which loads the weights of a stage that is not resident."""
 
 
 def simulate(
@@ -319,11 +319,11 @@ def simulate(
     devices: Sequence[Hashable] | None = None,
     load: Callable[[int], float] = lambda stage: 0.0,
 ) -> Simulation:
-    """Runs a schedule on paper. Copies between devices take no time.
+    """Simulates the times of a schedule. Copies between devices take no time.
 
     Args:
         schedule: a valid schedule.
-        cost: time of each action; by default 1 forward and 2 back. Pass measured times to learn the bubble they make.
+        cost: time of each action; by default 1 forward and 2 backward. Pass measured times for the real bubble.
         devices: the device of each stage; stages on one device take turns. By default each line has its own.
         load: time that a device spends before a turn of a stage; none by default.
     """

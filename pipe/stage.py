@@ -1,7 +1,8 @@
-"""A stage: consecutive layers that stay on one device, as a function of what enters and what leaves.
+"""A pipeline stage: consecutive layers on one device, as a function with skip tensors as explicit inputs and outputs.
 
-Besides the value that flows from stage to stage, skip tensors of earlier stages enter, and skip tensors for later ones
-leave. Made explicit as arguments and results, they are ordinary tensors to autograd, to checkpointing and to copies.
+Besides the value that is passed from stage to stage, a stage receives skip tensors of earlier stages and returns skip
+tensors for later ones. As explicit arguments and results they are ordinary tensors to autograd, to checkpointing and
+to copies.
 
 Invariant: a stage does not write into its input, which belongs to the stage before or to the user.
 """
@@ -25,9 +26,9 @@ __all__ = ["Stage", "writes_input"]
 
 
 def writes_input(layers: nn.Module) -> bool:
-    """Whether an in-place layer such as ``nn.ReLU(inplace=True)`` may meet the input itself.
+    """Whether an in-place layer such as ``nn.ReLU(inplace=True)`` may write into the input itself.
 
-    Layers without parameters may hand their input on as it is; one with parameters makes something new of it.
+    Layers without parameters may return their input unchanged; a layer with parameters returns a new tensor.
     """
     for layer in layers.modules():
         if getattr(layer, "inplace", False):
@@ -42,8 +43,8 @@ class Stage:
 
     Args:
         layers: the layers.
-        device: where they are.
-        index: which stage this is.
+        device: their device.
+        index: the number of the stage.
         layout: the skip connections between stages.
     """
 
@@ -60,21 +61,21 @@ class Stage:
         self._takers = takers_in(layers)
 
     def follow(self) -> None:
-        """Looks again at what the layers are made of. To be called before each mini-batch."""
+        """Checks again whether the layers write in place. To be called before each mini-batch."""
         self._copies_input = writes_input(self.layers)
 
     @property
     def takes_turns(self) -> bool:
-        """Whether any module of it takes turns."""
+        """Whether any module of the stage takes turns."""
         return bool(self._takers)
 
     def expect(self, *, backward: bool = False) -> None:
-        """Tells modules that take turns that the next turn on the device is theirs."""
+        """Calls ``expect`` of the modules that take turns: the next turn on the device is that of this stage."""
         for taker in self._takers:
             taker.expect(backward=backward)
 
     def watched(self) -> WatchedLayers:
-        """What a checkpoint watches in the layers."""
+        """The modules and parameters of the layers, recorded so that a recomputation can verify them."""
         return WatchedLayers(self.layers)
 
     def __call__(self, input: tuple[Any, Sequence[Any]]) -> tuple[Any, list[Any]]:
@@ -88,8 +89,8 @@ class Stage:
         """
         value, popped = input
         if self._copies_input:
-            # An in-place operation on a micro-batch would write into the other micro-batches' storage, and on a saved
-            # boundary it would change what the recomputation starts from.
+            # An in-place operation on a micro-batch would write into the storage of the mini-batch, and on a saved
+            # boundary it would change the input of the recomputation.
             value = map_tensors(Tensor.clone, value)
         with use_skip_tracker(SkipTracker(zip(self._entering, popped, strict=True))) as tracker:
             value = self.layers(value)

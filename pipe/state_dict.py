@@ -1,4 +1,4 @@
-"""Names of parameters in the checkpoints of the ancestors.
+"""Renames the parameters of torchgpipe and fairscale checkpoints to those of a Pipe.
 
 torchgpipe and fairscale name a parameter ``partitions.<partition>.<layer>.<name>``, with the layer's name in the whole
 module. A :class:`~pipe.Pipe` names it as the bare module does: ``<layer>.<name>``.
@@ -15,12 +15,15 @@ __all__ = ["without_partitions"]
 
 
 def without_partitions(state_dict: dict[str, Any], prefix: str, layers: Container[str]) -> list[str]:
-    """Renames, in place, what an ancestor saved of a Pipe with these ``layers``. Returns what cannot be renamed.
+    """Renames, in place, the keys that torchgpipe or fairscale saved for a Pipe with these ``layers``.
 
     Args:
         state_dict: values by name.
-        prefix: what the names of the Pipe begin with.
+        prefix: the prefix of the Pipe's names.
         layers: names of the Pipe's layers.
+
+    Returns:
+        The keys that cannot be renamed because several would get one name; nothing is renamed then.
     """
     if "partitions" in layers:
         return []

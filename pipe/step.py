@@ -1,17 +1,17 @@
-"""A whole training step, cell by cell in the order of a schedule.
+"""Runs forward and backward of a batch cell by cell, in the order of a pipeline schedule such as 1F1B.
 
-Through autograd a batch goes forward as a whole before any of it goes back. A schedule such as 1F1B mixes the two, so
-here each cell is a graph of its own: its inputs are leaves, and a gradient goes from a leaf to the cell that produced
-its value when the schedule says so.
+With one autograd graph, the whole batch runs forward before any backward. 1F1B mixes the two, so each cell has a graph
+of its own here: its inputs are leaves, and the schedule decides when the gradient of a leaf is passed to the cell that
+produced its value.
 
 Invariants
-    * The actions run in the order of the schedule's clocks, and the trace says so.
+    * The actions run in the order of the schedule's clocks, and are recorded in that order.
     * Gradients accumulate to those of the loss of the whole batch (:mod:`pipe.loss`). Where a loss returns
-      ``(sum, count)`` and a micro-batch goes back before the last count is known, its gradients are multiplied at the
-      end (:attr:`pipe.gradients.StepGradients.scale`).
-    * A cell's graph goes as soon as it went back.
-    * After an exception every parameter has the gradient that it had before the step; but gradients of a stage that
-      takes turns accumulate where they rest, so there what had arrived stays.
+      ``(sum, count)`` and the backward of a micro-batch runs before the last count is known, its gradients are scaled
+      at the end (:attr:`pipe.gradients.StepGradients.scale`).
+    * A cell's graph is freed directly after its backward.
+    * After an exception every parameter has the gradient that it had before the step; except that a stage that takes
+      turns adds gradients to its own storage, and keeps those that were added before the exception.
 """
 
 from __future__ import annotations
@@ -47,19 +47,20 @@ class _Cell:
     outputs: list[Tensor] = field(default_factory=list)
     """The outputs that need a gradient; the loss alone, on the last stage."""
     gradients: list[Tensor | None] = field(default_factory=list)
-    """For each output, what has come back for it."""
+    """For each output, its gradient once the consuming cell ran backward."""
     sources: list[tuple[Tensor, _Cell, int]] = field(default_factory=list)
-    """For each input that needs a gradient: its leaf, the cell that made it, and which of its outputs it is."""
+    """For each input that needs a gradient: its leaf, the cell that produced it, and its index in that cell's outputs.
+    """
 
 
 @dataclass
-class _InFlight:
-    """A value on its way to another cell."""
+class _Boundary:
+    """The output of one cell that is the input of another, without its graph."""
 
     value: Any
     cell: _Cell
     index: dict[int, int]
-    """Position of a leaf of ``value`` -> which output of ``cell`` it is, for those that need a gradient."""
+    """Position of a leaf of ``value`` -> its index in the outputs of ``cell``, for leaves that need a gradient."""
 
 
 class Step:
@@ -69,7 +70,7 @@ class Step:
         stages: the stages, in order.
         schedule: a valid schedule for them.
         inputs: the micro-batches.
-        targets: for each micro-batch, what the loss compares with.
+        targets: for each micro-batch, the target of the loss.
         losses: for each micro-batch, its loss.
         rows: of each micro-batch.
         gradients: those of all parameters that do not take turns.
@@ -100,19 +101,19 @@ class Step:
         self.checkpoint_stop = checkpoint_stop
         self.in_order = in_order
         self.record = record
-        # The user's input is the output of a cell that never goes back; its gradients are delivered at the end.
+        # The user's input counts as the output of a cell without a backward; run() passes its gradients on at the end.
         self._origins = [_Cell() for _ in inputs]
-        self._values = [self._depart(x, cell) for x, cell in zip(inputs, self._origins, strict=True)]
-        self._skips: list[dict[Key, _InFlight]] = [{} for _ in inputs]
+        self._values = [self._detach(x, cell) for x, cell in zip(inputs, self._origins, strict=True)]
+        self._skips: list[dict[Key, _Boundary]] = [{} for _ in inputs]
         self._cells: dict[tuple[int, int], _Cell] = {}
         self._watched: dict[int, WatchedLayers] = {}
         self._losses: dict[int, Tensor] = {}
         self._counts: dict[int, Tensor | float] = {}
         last = len(stages) - 1
         kinds = [action.kind for action in schedule.orders[schedule.lines_of_stages[last]] if action.stage == last]
-        #: Whether a loss goes back while there are micro-batches without one.
-        self._goes_back_early = "F" in kinds[kinds.index("B") :]
-        # Of the size of the counts, where these count rows; a power of two, so that dividing by it rounds nothing.
+        #: Whether a backward begins before the losses (and counts) of all micro-batches are known.
+        self._backward_before_last_count = "F" in kinds[kinds.index("B") :]
+        # As large as the counts, if these count rows; a power of two, so that dividing by it is exact.
         self._scale = 2.0 ** round(math.log2(max(1, sum(rows))))
         self._coming = coming_turns(schedule.clocks(), schedule.lines_of_stages)
 
@@ -130,7 +131,7 @@ class Step:
         total = torch.stack([loss for _, loss in sorted(self._losses.items())]).sum()
         if self._counts:
             total = (total / self._count()).to(total.dtype)
-            if self._goes_back_early:
+            if self._backward_before_last_count:
                 self.gradients.scale = self._scale / self._count()
         self._finish_inputs()
         return total
@@ -145,8 +146,8 @@ class Step:
         return batch
 
     @staticmethod
-    def _depart(value: Any, cell: _Cell) -> _InFlight:
-        """Notes which leaves of a cell's output need a gradient, and lets go of their graph."""
+    def _detach(value: Any, cell: _Cell) -> _Boundary:
+        """Records which leaves of a cell's output need a gradient, and detaches them."""
         leaves, spec = flatten(value)
         index: dict[int, int] = {}
         for position, leaf in enumerate(leaves):
@@ -155,36 +156,36 @@ class Step:
                 cell.outputs.append(leaf)
                 cell.gradients.append(None)
                 leaves[position] = leaf.detach()
-        return _InFlight(unflatten(leaves, spec), cell, index)
+        return _Boundary(unflatten(leaves, spec), cell, index)
 
-    def _arrive(self, flying: _InFlight, cell: _Cell, device: torch.device) -> Any:
-        """The value on the device of the cell that takes it, with leaves where a gradient is needed."""
-        leaves, spec = flatten(map_tensors(lambda t: t.to(device, non_blocking=device.type != "cpu"), flying.value))
-        for position, k in flying.index.items():
+    def _receive(self, boundary: _Boundary, cell: _Cell, device: torch.device) -> Any:
+        """The value on the device of the consuming cell, with new autograd leaves where a gradient is needed."""
+        leaves, spec = flatten(map_tensors(lambda t: t.to(device, non_blocking=device.type != "cpu"), boundary.value))
+        for position, k in boundary.index.items():
             leaf = leaves[position].detach().requires_grad_()
-            cell.sources.append((leaf, flying.cell, k))
+            cell.sources.append((leaf, boundary.cell, k))
             leaves[position] = leaf
         return unflatten(leaves, spec)
 
     def _forward(self, j: int, i: int) -> Batch:
         stage = self.stages[j]
         cell = self._cells[j, i] = _Cell()
-        value = self._arrive(self._values[i], cell, stage.device)
-        self._values[i] = _InFlight(None, cell, {})
-        popped = [self._arrive(self._skips[i].pop(route.key), cell, stage.device) for route in stage.arriving]
+        value = self._receive(self._values[i], cell, stage.device)
+        self._values[i] = _Boundary(None, cell, {})
+        popped = [self._receive(self._skips[i].pop(route.key), cell, stage.device) for route in stage.arriving]
         batch = Batch((value, popped))
-        # A cell that goes back at once would be recomputed at once: checkpointing would only cost time.
+        # A cell whose backward follows directly would be recomputed at once: checkpointing would only cost time.
         if i < self.checkpoint_stop and not self.schedule.follows_at_once(j, i):
             if j not in self._watched:
                 self._watched[j] = stage.watched()
-            # Without its Recompute half: here the gradient is there when the cell goes back.
+            # Without its Recompute half: the gradient is already computed when this cell's backward begins.
             value, stashed = Checkpointing(stage, batch, watched=self._watched[j]).checkpoint().value
         else:
             value, stashed = batch.call(stage).value
         for route, skip in zip(stage.leaving, stashed, strict=True):
-            self._skips[i][route.key] = self._depart(skip, cell)
+            self._skips[i][route.key] = self._detach(skip, cell)
         if j < len(self.stages) - 1:
-            self._values[i] = self._depart(value, cell)
+            self._values[i] = self._detach(value, cell)
         else:
             self._finish_output(i, value, cell)
         return batch
@@ -203,7 +204,7 @@ class Step:
             raise ValueError("expected a loss that needs a gradient, got one that does not; is anything trainable?")
         if counted is not None:
             weighted = loss.reshape(())
-            if self._goes_back_early:
+            if self._backward_before_last_count:
                 self._check_scalable(weighted, cell)
                 weighted = weighted / self._scale
         elif weight is not None or len(self.losses) == 1:
@@ -219,7 +220,7 @@ class Step:
         cell.gradients.append(None)
 
     def _count(self) -> Tensor:
-        """What the loss of the batch divides by."""
+        """The divisor of the loss of the batch."""
         assert len(self._counts) == len(self.losses), "asked for before the last loss was there"
         device = self._losses[0].device
         counts = (torch.as_tensor(count).to(device) for count in self._counts.values())
@@ -229,8 +230,8 @@ class Step:
         """Whether all gradients of a loss can be multiplied at the end of the step."""
         if any(stage.takes_turns for stage in self.stages):
             raise ValueError(
-                "expected a loss with a known divisor for stages that take turns, got (sum, count), which is known "
-                "when the gradients of other micro-batches have gone home; pass schedule='fill_drain'"
+                "expected a loss with a known divisor for stages that take turns, got (sum, count): the count is known "
+                "after gradients of other micro-batches were offloaded; pass schedule='fill_drain'"
             )
         known = {id(parameter) for parameter in self.gradients.parameters} | {id(leaf) for leaf, _, _ in cell.sources}
         others = [leaf for leaf in _leaves_of(loss) if id(leaf) not in known and leaf.numel()]
@@ -238,7 +239,7 @@ class Step:
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in others)
             raise ValueError(
                 f"expected a loss over (sum, count) of nothing trainable but the Pipe, got trainable tensors of shape "
-                f"{shapes}, whose gradients are out of reach when the count is known; pass schedule='fill_drain'"
+                f"{shapes}, whose gradients cannot be scaled once the count is known; pass schedule='fill_drain'"
             )
 
     def _backward(self, j: int, i: int) -> Batch:
@@ -250,7 +251,7 @@ class Step:
             if gradient is not None or (last and k == len(cell.outputs) - 1)
         ]
         cell.outputs, cell.gradients = [], []
-        if last and self._counts and not self._goes_back_early:
+        if last and self._counts and not self._backward_before_last_count:
             output, _ = pairs[-1]
             pairs[-1] = output, self._count().reciprocal().to(output)
         if pairs:
@@ -262,7 +263,7 @@ class Step:
         return Batch(None)
 
     def _finish_inputs(self) -> None:
-        """Lets the gradients of the user's inputs go on to where these come from."""
+        """Runs backward from the gradients of the user's inputs into the graph that produced these inputs."""
         scale = self.gradients.scale
         pairs = [
             (output, gradient if scale is None else gradient * scale.to(gradient))
@@ -275,7 +276,7 @@ class Step:
 
 
 def split_target(target: Any, rows: Sequence[int]) -> list[Any]:
-    """The target, cut as the input was.
+    """The target, split as the input was.
 
     Args:
         target: a nested value.
@@ -298,7 +299,7 @@ def _name_of(function: Any) -> str:
 
 
 def _leaves_of(output: Tensor) -> list[Tensor]:
-    """The leaves that a backward of ``output`` would give a gradient."""
+    """The leaves that receive a gradient in a backward of ``output``."""
     if output.grad_fn is None:
         return [output]
     found: list[Tensor] = []

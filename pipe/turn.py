@@ -1,15 +1,17 @@
-"""Turns: stages that share a device without fitting on it together.
+"""The protocol by which several offloaded stages share the memory of one device, one stage at a time.
 
-A stage that stands still needs room for its weights all the time, so there must be a device for each. A module that can
-be loaded when it is used needs room only for its turn; then a pipe can have more stages than devices, dealt to them in
-rounds (stage ``j`` to device ``j % d``), and a device needs room for one stage and for what is on its way for the next.
-Each entry of ``devices`` is such a place. A stage that was given an entry of its own has that place for itself.
+A resident stage needs device memory for its weights all the time, so each needs a device of its own. A module that
+loads its weights when it is used needs memory only during its turn. With such modules a pipe can have more stages than
+devices, assigned round-robin (stage ``j`` to device ``j % d``); a device then needs memory for the weights of one stage
+and for those being prefetched for the next. Each entry of ``devices`` is a place where stages take turns. A stage with
+an entry of its own has that place to itself.
 
-The pipe knows the order of turns and who shares a device; the module knows how it is loaded. :class:`TakesTurns` is all
-that one must know of the other: this package loads nothing, and whatever has these methods can be a stage.
+The pipe knows the order of turns and which stages share a device; the module knows how to load its weights.
+:class:`TakesTurns` is the whole interface between the two: this package loads nothing, and any module with these
+methods can be a stage.
 
-Invariant: between two modules of one place the pipe changes as rarely as its schedule allows (see
-:func:`pipe.schedule.fill_drain`), forward and back.
+Invariant: the pipe changes between the modules of one place as rarely as its schedule allows (see
+:func:`pipe.schedule.fill_drain`), in forward and backward.
 """
 
 from __future__ import annotations
@@ -32,27 +34,30 @@ class TakesTurns(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes. It is there for good: the pipe does not move it."""
+        """The device that it computes on. It is fixed: the pipe does not move the module."""
         ...
 
     def take_turns(self, stages: Sequence[Sequence[TakesTurns]]) -> None:
-        """Told to the first module of a place: for each stage there, in order, the modules that it runs.
+        """Shares the memory for weights. Called on the first module of a place.
 
-        No two stages compute at the same time, so their weights may use the same memory.
+        No two of these stages compute at the same time, so their weights may use the same memory.
+
+        Args:
+            stages: for each stage of the place, in order, the modules that it runs.
         """
         ...
 
     def held_still(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, nobody changes weights: what one call loaded may serve the next."""
+        """A context in which weights do not change, so that weights loaded by one call may be reused by the next."""
         ...
 
     def expect(self, *, backward: bool = False) -> None:
-        """Its turn is the next one at its place: it may begin to load into memory that nobody needs meanwhile."""
+        """Announces that the module has the next turn at its place, so that it may prefetch into unused memory."""
         ...
 
 
 def takers_in(layers: Iterable[nn.Module]) -> list[TakesTurns]:
-    """The modules that take turns, among layers and what is inside them."""
+    """The modules that take turns, among ``layers`` and their submodules."""
     found: dict[int, TakesTurns] = {}
     for layer in layers:
         for module in layer.modules():
@@ -62,7 +67,7 @@ def takers_in(layers: Iterable[nn.Module]) -> list[TakesTurns]:
 
 
 def takes_turns(layers: Iterable[nn.Module]) -> bool:
-    """Whether layers need room for weights only while they run: all their parameters are of modules that take turns."""
+    """Whether layers need memory for weights only while they run: all parameters are in modules that take turns."""
     layers = list(layers)
     takers = takers_in(layers)
     theirs = {id(p) for taker in takers if isinstance(taker, nn.Module) for p in taker.parameters()}
@@ -72,10 +77,10 @@ def takes_turns(layers: Iterable[nn.Module]) -> bool:
 def share_places(
     stages: Sequence[Iterable[nn.Module]], devices: Sequence[torch.device], places: Sequence[Hashable]
 ) -> None:
-    """Tells modules that take turns with whom they do: those of one place.
+    """Calls ``take_turns`` for each place, with the modules of all its stages.
 
     Raises:
-        ValueError: if one computes on another device than its stage.
+        ValueError: if a module computes on another device than its stage.
     """
     shared: dict[Hashable, list[list[TakesTurns]]] = {}
     for j, (stage, device, place) in enumerate(zip(stages, devices, places, strict=True)):
@@ -84,7 +89,7 @@ def share_places(
             if normalize_device(taker.device) != device:
                 raise ValueError(
                     f"expected stage {j} on {device}, got one that computes on {taker.device}; make it for the device "
-                    f"that the pipe deals to it: stage j gets devices[j % len(devices)]"
+                    f"that the pipe assigns to it: stage j gets devices[j % len(devices)]"
                 )
         if takers:
             shared.setdefault(place, []).append(takers)
@@ -94,7 +99,7 @@ def share_places(
 
 @contextlib.contextmanager
 def held_still(takers: Iterable[TakesTurns]) -> Iterator[None]:
-    """Inside, the weights of all these modules stay as they are."""
+    """A context in which the weights of all these modules do not change."""
     with contextlib.ExitStack() as stack:
         for taker in takers:
             stack.enter_context(taker.held_still())

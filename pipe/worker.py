@@ -1,17 +1,17 @@
-"""Worker threads: one for each device, so that devices are fed at the same time.
+"""Worker threads, one per device, that issue the kernels of pipeline stages in parallel.
 
-Issuing the kernels of one stage takes the host as long as computing them may take the device; one thread would feed
-the devices one after another.
+The host may need as long to issue the kernels of one stage as the device to compute them; with one thread, devices
+would be used one after another.
 
 Guarantees
     * Tasks of one device run one at a time, in the order in which they were put.
-    * A task sees the settings of the thread that called :func:`spawn_workers` (:mod:`pipe.recompute.thread_state`), its
-      context variables and its phase.
-    * Whatever a task raises, ``SystemExit`` and ``KeyboardInterrupt`` included, arrives in the out queue.
+    * A task sees the settings of the thread that called :func:`spawn_workers` (:mod:`pipe.recompute.thread_state`),
+      its context variables and its phase.
+    * An exception of a task, ``SystemExit`` and ``KeyboardInterrupt`` included, is put into the out queue.
     * When the context ends, by an exception or not, all threads have ended.
 
 Assumes
-    * Every task returns at some time: a thread cannot be interrupted from outside.
+    * Every task returns eventually: a thread cannot be interrupted from outside.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Task:
     Args:
         stream: the stream of the stage's device that both parts use.
         compute: the part for the worker thread.
-        finalize: the part for the calling thread, with what ``compute`` returned.
-        inline: whether ``compute`` is for the calling thread, too.
+        finalize: the part for the calling thread, called with the result of ``compute``.
+        inline: whether ``compute`` runs in the calling thread, too.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Task:
 
 InQueue = SimpleQueue[Task | None]
 OutQueue = SimpleQueue[tuple[bool, Any]]
-"""``(True, (task, batch))`` of a task that returned, ``(False, exception)`` of one that did not."""
+"""``(True, (task, batch))`` of a task that returned, ``(False, exception)`` of one that raised."""
 
 
 def worker(in_queue: InQueue, out_queue: OutQueue, device: torch.device) -> None:
-    """Runs the tasks of one device until it gets None."""
+    """Runs the tasks of one device until the in queue yields None."""
     with use_device(device):
         while (task := in_queue.get()) is not None:
             try:
@@ -117,7 +117,7 @@ def spawn_workers(devices: Sequence[torch.device]) -> Iterator[tuple[list[InQueu
 
 
 def needs_threads(devices: Sequence[torch.device]) -> bool:
-    """Whether there is anything to do at the same time: tasks of one device run one after another anyway."""
+    """Whether there are several devices: tasks of one device run one after another anyway."""
     return len({normalize_device(device) for device in devices}) > 1
 
 
@@ -127,13 +127,13 @@ def task_runner(
 ) -> Iterator[Callable[[Sequence[tuple[int, Task]]], list[Batch]]]:
     """Yields a function that runs the tasks of one clock, given with their positions in ``devices``.
 
-    Tasks of different devices run in threads; those of a single device run in the calling thread. The function returns
-    what the tasks returned, in their order, or raises what the first failing one raised after all that began have
-    ended.
+    Tasks of several devices run in threads; those of a single device run in the calling thread. The function returns
+    the results of the tasks, in their order, or raises the exception of the first failed one after all started tasks
+    have ended.
 
     Args:
         devices: the device of each position.
-        in_order: whether each task begins when the one before it has ended, instead of all at the same time.
+        in_order: whether each task begins when the one before it has ended, instead of all in parallel.
     """
     if not needs_threads(devices):
         with use_device(devices[0]):
@@ -148,7 +148,7 @@ def task_runner(
         def run(tasks: Sequence[tuple[int, Task]]) -> list[Batch]:
             here = {id(in_queues[j]) for j, task in tasks if task.inline}
             outputs: dict[int, Batch] = {}
-            # Threads of other devices begin while this one computes; those of the same device keep the order.
+            # Threads of other devices start before inline tasks compute here; tasks of one device keep their order.
             for j, task in tasks:
                 if id(in_queues[j]) not in here:
                     in_queues[j].put(task)

@@ -10,7 +10,7 @@ kernels              the first run has grad mode on too, with every tensor that 
 input, in place      a cell that was seen to write into its input, or was never seen, runs on a copy of it
 ===================  =============================================================================================
 =======
-The forward of a cell keeps nothing but what entered it; its backward computes it again (:mod:`pipe.rerun`). The first
+The forward of a cell keeps nothing but what entered it; its backward computes it again (:mod:`pipe.recompute.rerun`). The first
 run has grad mode on too, with every tensor that its graph would save dropped: layers take the same path twice, and it
 is known exactly which outputs need a gradient.
 """
@@ -40,7 +40,7 @@ from pipe.nested import flatten, map_distinct, parts_of, tensors_in
 from pipe.recompute.cheap_ops import CheapRecompute
 from pipe.recompute.dead_code import Listener
 from pipe.recompute.module_state import WatchedModule
-from pipe.rerun import RepeatableLayers, Rerun
+from pipe.recompute.rerun import RepeatableLayers, Rerun
 from pipe.torch_private import hidden_hooks, uncompiled_hooks
 
 __all__ = ["Cell", "OutputFn", "ReplayableShard"]
@@ -225,7 +225,7 @@ class ReplayableShard:
     def forward_with_graph(
         self, boundary: Any, output_fn: OutputFn | None = None, *, cheap_recompute: bool = False
     ) -> tuple[Any, Sequence[SavedTensor]]:
-        """Runs the cell once and for all, with its graph; what is cheap to compute again is not kept if ``cheap_recompute``.
+        """Runs the cell once, and keeps its graph; cheap operations are recomputed if ``cheap_recompute``.
 
         Returns:
             Its output, and the course that its backward takes.

@@ -32,7 +32,7 @@ from pipe.nested import flatten, map_tensors, tensors_in, unflatten
 from pipe.recompute.cheap_ops import CheapRecompute
 from pipe.recompute.dead_code import DeadCode, Listener
 from pipe.recompute.replay import devices_of
-from pipe.rerun import Rerun
+from pipe.recompute.rerun import Rerun
 
 __all__ = ["ResidentCells", "ResidentStore", "Survey", "make_resident"]
 

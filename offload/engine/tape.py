@@ -13,7 +13,7 @@ from offload.engine.boundary_store import BoundaryStore
 from offload.engine.cell import Cell
 from offload.engine.source import Source
 from pipe.nested import TreeSpec, flatten, unflatten
-from pipe.rerun import Rerun
+from pipe.recompute.rerun import Rerun
 from pipe.torch_private import has_hooks
 
 __all__ = ["CellNotes", "KeptCell", "Tape"]

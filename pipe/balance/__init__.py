@@ -1,4 +1,4 @@
-"""Balances: how many layers each device of a pipeline gets, from measured times or sizes::
+"""Computes how many layers each stage of a pipeline gets, from measured times or sizes of the layers::
 
     balance = balance_by_time(torch.cuda.device_count(), model, sample)
     model = Pipe(model, balance, chunks=8)
@@ -44,7 +44,7 @@ def balance_cost(
     sizes: Sequence[float] | None = None,
     memory_limit: float | Sequence[float] | None = None,
 ) -> list[int]:
-    """Number of layers of each partition, such that the costliest is as cheap as can be.
+    """Number of layers of each partition, such that the largest cost of a partition is as small as possible.
 
     Args:
         cost: cost of each layer.
@@ -76,9 +76,9 @@ def balance_by_time(
         module: the layers; they are not changed.
         sample: input of any batch size.
         timeout: seconds to spend on measuring.
-        device: where to measure; by default the current CUDA device, without one the CPU.
+        device: the device to measure on; by default the current CUDA device, without one the CPU.
         memory_limit: bytes of each device, as :func:`balance_by_size` counts them: one number, or one for each.
-        chunks: for ``memory_limit``: number of micro-batches that ``sample`` will be cut into.
+        chunks: for ``memory_limit``: number of micro-batches that ``sample`` will be split into.
         param_scale: for ``memory_limit``: see :func:`balance_by_size`.
 
     Returns:
@@ -86,7 +86,7 @@ def balance_by_time(
 
     Raises:
         TypeError: if ``module`` is not ``nn.Sequential``.
-        ValueError: if the number of partitions does not fit, or no balance stays within ``memory_limit``.
+        ValueError: if the number of partitions is invalid, or no balance is within ``memory_limit``.
     """
     _checked(module, partitions)
     place = _device(device)
@@ -116,7 +116,7 @@ def balance_by_size(
         input: a mini-batch of the size to train with.
         chunks: number of micro-batches.
         param_scale: bytes for each byte of parameters.
-        device: where to run the layers; by default the current CUDA device, without one the CPU.
+        device: the device to run the layers on; by default the current CUDA device, without one the CPU.
         memory_limit: bytes of each device: one number, or one for each.
 
     Returns:
@@ -124,7 +124,7 @@ def balance_by_size(
 
     Raises:
         TypeError: if ``module`` is not ``nn.Sequential``.
-        ValueError: if the number of partitions does not fit, or no balance stays within ``memory_limit``.
+        ValueError: if the number of partitions is invalid, or no balance is within ``memory_limit``.
     """
     _checked(module, partitions)
     sizes = profile_sizes(module, input, chunks, param_scale, _device(device))

@@ -1,11 +1,11 @@
-"""Block partition of a sequence: consecutive blocks, none empty, the largest as small as can be.
+"""Splits a sequence of costs into consecutive non-empty blocks such that the largest block sum is minimal.
 
-Layers run in order, so a partition may only cut the sequence, and the slowest block sets the pace of a pipeline. The
-optimum is exact; among optimal partitions the one with the most even blocks (smallest sum of
-squares) is taken, and among those the one with the earliest cuts, so that equal inputs give equal partitions.
+Layers run in order, so blocks must be consecutive, and the slowest block determines the speed of a pipeline. The
+optimum is exact; among optimal partitions the one with the most even blocks (smallest sum of squares) is chosen, and
+among those the one with the earliest cuts, so that equal inputs give equal partitions.
 
 Source: the problem is that of Bárány and Grinberg, "Block partitions of sequences" (2015); the algorithm that
-torchgpipe takes from it is a heuristic for vectors and misses the optimum of numbers by up to 1.8 times.
+torchgpipe takes from it is a heuristic for vectors, whose result can be up to 1.8 times the optimum for numbers.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ def solve(
     O(partitions x n log n) without limits, O(partitions x n^2) with them.
 
     Args:
-        costs: what each element adds to its block; not negative, any unit.
+        costs: the cost of each element; not negative, any unit.
         partitions: number of blocks, from 1 to ``len(costs)``.
-        sizes: what each element takes from its block's limit; by default its cost.
-        limits: the most that the sizes of a block may add up to: one number for all, or one for each block.
+        sizes: the size of each element, for ``limits``; by default its cost.
+        limits: the largest sum of sizes of a block: one number for all, or one for each block.
 
     Returns:
         The blocks of ``costs``, in order; their lengths are a balance.
 
     Raises:
-        ValueError: if the arguments do not fit together, or no partition stays within the limits.
+        ValueError: if the arguments do not match, or no partition is within the limits.
     """
     n = len(costs)
     weights: list[float] = list(costs) if sizes is None else list(sizes)
     room = _limits_of_blocks(limits, partitions)
     _check(costs, weights, room, partitions)
     cost: list[float] = [0, *accumulate(costs)]
-    # First the bound, then among the partitions within it the most even one. (A single pass could not prefer even
-    # blocks as it goes: it would give up prefixes that only a larger block later makes equally good.)
+    # First the bound, then among the partitions within it the most even one. A single pass could not do both: it would
+    # discard prefixes that are not the best by themselves, but are part of an optimum because of a later larger block.
     if limits is None:
         origins = _most_even(cost, partitions, _smallest_bound(cost, partitions))
     else:
@@ -67,13 +67,13 @@ def solve(
 def _smallest_bound(cost: Sequence[float], partitions: int) -> float:
     """The smallest maximum of ``partitions`` blocks; ``cost`` are prefix sums.
 
-    Blocks filled up greedily to a bound are as few as can be, and fewer are as good as ``partitions``: splitting one
-    makes none larger. So bounds are tried by bisection between sums of blocks, until no sum is left in between.
+    Filling blocks greedily up to a bound gives the fewest blocks. Fewer blocks than ``partitions`` are as good, since
+    splitting a block makes none larger. So the bound is found by bisection, until no sum of a block is in between.
     """
     n = len(cost) - 1
 
     def largest(bound: float) -> float | None:
-        """The largest block of those filled up to ``bound``, or None if they are too many."""
+        """The largest sum of blocks filled up to ``bound``, or None if there are more than ``partitions``."""
         start, found = 0, 0.0
         for _ in range(partitions):
             stop = _reach(cost, start, bound)
@@ -99,7 +99,7 @@ def _smallest_bound(cost: Sequence[float], partitions: int) -> float:
 def _reach(cost: Sequence[float], start: int, bound: float) -> int:
     """The end of the longest block from ``start`` whose sum is within ``bound``."""
     stop = bisect_right(cost, cost[start] + bound, start + 1) - 1
-    # Rounding: prefix + bound may differ from the difference of prefixes in the last digit.
+    # Rounding: comparing prefix + bound and comparing the difference of prefixes may differ in the last digit.
     while stop + 1 < len(cost) and cost[stop + 1] - cost[start] <= bound:
         stop += 1
     while cost[stop] - cost[start] > bound:
@@ -108,15 +108,15 @@ def _reach(cost: Sequence[float], start: int, bound: float) -> int:
 
 
 def _most_even(cost: Sequence[float], partitions: int, bound: float) -> list[list[int]]:
-    """For each number of blocks and each end, where the last block begins, in the most even partition within ``bound``.
+    """For each number of blocks and each end, the start of the last block in the most even partition within ``bound``.
 
-    The square of a block's sum makes the best beginning move only forward as the end does (the quadrangle inequality),
-    so the beginnings for all ends are found by halving.
+    For squares of block sums, the best start does not decrease as the end increases (quadrangle inequality), so the
+    starts for all ends are found by divide and conquer.
     """
     n = len(cost) - 1
     ends = [_reach(cost, start, bound) for start in range(n)]  # of the longest block from each beginning
     even: list[float] = [0.0] + [_INFINITY] * n
-    first = last = 0  # the ends that so many blocks can have
+    first = last = 0  # the range of ends that k blocks can have
     origins: list[list[int]] = []
     for k in range(partitions):
         row, origin = [_INFINITY] * (n + 1), [0] * (n + 1)
@@ -142,7 +142,7 @@ def _most_even(cost: Sequence[float], partitions: int, bound: float) -> list[lis
 
 
 def _most_even_within(cost: Sequence[float], size: Sequence[float], room: Sequence[float]) -> list[list[int]]:
-    """The same under limits of each block, with which neither greed nor halving is right: all is tried."""
+    """The same under limits of each block, for which neither method is correct: tries all starts (O(n^2) per block)."""
     n, partitions = len(cost) - 1, len(room)
 
     def fits(k: int, start: int, stop: int) -> bool:

@@ -1,10 +1,9 @@
-"""Profiles of single layers: time, and memory.
+"""Measures the time and memory of each layer of an ``nn.Sequential``.
 
-Each layer is measured by itself, on a copy, with a graph that begins at its input. Skip tensors go from layer to layer
-as they do in a model, but a graph that reached back into earlier layers would be measured again with each of them, so
-they are cut as well.
+Each layer is measured separately, on a copy, with a graph that begins at its input. Skip tensors are passed between
+layers as in a model, but detached, since a graph that includes earlier layers would measure these again.
 
-Invariant: the given module, its gradients, buffers and modes, and the generators are untouched.
+Invariant: the given module, its gradients, buffers and modes, and the generators are not changed.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ __all__ = ["profile_sizes", "profile_times"]
 
 
 class _CuttingTracker(SkipTracker):
-    """Hands skip tensors on without their graph, and remembers what was stashed since it was last asked."""
+    """Passes skip tensors on without their graph, and collects those stashed since the last ``take_stashed``."""
 
     def __init__(self) -> None:
         super().__init__()
         self._stashed: list[Any] = []
 
     def save(self, key: Key, tensor: Any) -> None:
-        """Keeps the tensor as it is for the backward of its layer, and a leaf for the next."""
+        """Keeps the tensor itself for the backward of its layer, and a detached copy for the layer that pops it."""
         self._stashed.append(tensor)
         super().save(key, _cut(tensor))
 
     def take_stashed(self) -> list[Any]:
-        """What the last layer stashed."""
+        """The tensors that the last layer stashed."""
         stashed, self._stashed = self._stashed, []
         return stashed
 
 
 def _cut(value: Any) -> Any:
-    # A copy of the leaf: an in-place layer may write into it, which it may not do to a leaf or to another's output.
+    # A clone of the leaf, because an in-place layer may write neither into a leaf nor into the previous layer's output.
     return map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad).clone(), value)
 
 
@@ -63,15 +62,15 @@ def _synchronize(device: torch.device) -> None:
 
 
 def profile_times(module: nn.Sequential, sample: Any, timeout: float, device: torch.device) -> list[int]:
-    """Microseconds of forward and backward of each layer: the median of as many rounds as fit, at least one.
+    """Microseconds of forward and backward of each layer: the median over rounds within ``timeout``, at least one.
 
-    A round before them is not counted: it pays for libraries and caches.
+    A warm-up round before them is not counted.
 
     Args:
         module: the layers.
         sample: input of the first layer, of any batch size.
         timeout: seconds after which no further round begins.
-        device: where to measure.
+        device: the device to measure on.
     """
     layers = list(_on_device(module, device))
     rounds: list[list[float]] = []
@@ -100,7 +99,7 @@ def profile_times(module: nn.Sequential, sample: Any, timeout: float, device: to
 def profile_sizes(
     module: nn.Sequential, input: Any, chunks: int, param_scale: float, device: torch.device
 ) -> list[int]:
-    """Bytes of each layer in training: activations of one micro-batch, and parameters with what belongs to them.
+    """Bytes of each layer in training: activations of one micro-batch, parameters, gradients and optimizer state.
 
     Activations are counted, not measured: the distinct storages that a forward saves for backward or returns, without
     those of parameters and buffers.
@@ -108,9 +107,9 @@ def profile_sizes(
     Args:
         module: the layers.
         input: a mini-batch.
-        chunks: number of micro-batches that it will be cut into.
+        chunks: number of micro-batches that it will be split into.
         param_scale: bytes of parameters, gradients and optimizer state, per byte of parameters.
-        device: where to run the layers.
+        device: the device to run the layers on.
     """
     sizes: list[int] = []
     replay = Replay.capture([device])

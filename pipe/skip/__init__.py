@@ -1,4 +1,4 @@
-"""Skip connections between layers that are far apart: a tensor goes straight to the stage that uses it."""
+"""Skip connections between layers of a pipeline: a tensor is copied directly to the stage that uses it."""
 
 from pipe.skip.namespace import Namespace
 from pipe.skip.skippable import pop, skippable, stash, verify_skippables

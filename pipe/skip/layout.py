@@ -1,4 +1,4 @@
-"""Which stage each skip tensor leaves, and which it enters: known before any forward."""
+"""Computes, before any forward, which stage stashes and which stage pops each skip tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Route", "SkipLayout", "inspect_skip_layout"]
 
 @dataclass(frozen=True)
 class Route:
-    """The way of one skip tensor, as stage numbers."""
+    """The stages that stash and pop one skip tensor."""
 
     key: Key
     stashed_at: int
@@ -29,7 +29,7 @@ class SkipLayout:
     routes: tuple[Route, ...]
 
     def arriving(self, stage: int) -> list[Route]:
-        """Routes that end at ``stage``, by the stage where they begin."""
+        """Routes that end at ``stage``, sorted by the stage where they begin."""
         return sorted((r for r in self.routes if r.popped_at == stage), key=lambda r: r.stashed_at)
 
     def leaving(self, stage: int) -> list[Route]:

@@ -1,4 +1,4 @@
-"""Namespaces, in which the same name can stand for different skip tensors."""
+"""Namespaces that allow several pairs of layers to use the same name for different skip tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Key", "Namespace"]
 
 @total_ordering
 class Namespace:
-    """A space of names of its own, for :meth:`pipe.skip.skippable.Skippable.isolate`. Copies of one are equal to it."""
+    """A separate space of names for :meth:`pipe.skip.skippable.Skippable.isolate`. A copy is equal to the original."""
 
     __slots__ = ("id",)
 
@@ -27,9 +27,9 @@ class Namespace:
         return isinstance(other, Namespace) and self.id == other.id
 
     def __lt__(self, other: object) -> bool:
-        # Any order will do, as long as it is one.
+        # Arbitrary, but a total order.
         return isinstance(other, Namespace) and self.id < other.id
 
 
 Key = tuple[Namespace | None, str]
-"""What identifies a skip tensor; None is the namespace of names that were not isolated."""
+"""Identifies a skip tensor; None is the namespace of names that were not isolated."""

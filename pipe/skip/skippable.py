@@ -1,4 +1,4 @@
-"""Skippable layers: they hand a tensor to a later layer, past those between, inside a pipeline or without one.
+"""Skippable layers: layers that stash a tensor for a later layer, or pop one, inside a pipeline or without one.
 
 A layer declares the names that it stashes or pops, and its ``forward`` is a generator that yields the commands::
 
@@ -33,7 +33,7 @@ __all__ = ["Skippable", "pop", "skippable", "stash", "verify_skippables"]
 
 
 class stash:  # a command, spelled as in torchgpipe  # noqa: N801, RUF100
-    """The command to hand on a tensor: ``yield stash("name", tensor)``. None is handed on as None."""
+    """The command to stash a tensor (or None) for a later layer: ``yield stash("name", tensor)``."""
 
     __slots__ = ("name", "tensor")
 
@@ -43,7 +43,7 @@ class stash:  # a command, spelled as in torchgpipe  # noqa: N801, RUF100
 
 
 class pop:  # noqa: N801, RUF100
-    """The command to take a tensor: ``tensor = yield pop("name")``."""
+    """The command to pop a stashed tensor: ``tensor = yield pop("name")``."""
 
     __slots__ = ("name",)
 
@@ -70,8 +70,8 @@ class Skippable(nn.Module):
         return f"@skippable({self.module})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The decorated class is not importable by its name: the decorator put this class there. So pickle gets the
-        # state of the inner layer, and finds its class here.
+        # The decorated class is not importable by its name, which the decorator gave to this class. So pickle stores
+        # the state of the inner layer, and its class is read from this class.
         state = dict(self.__dict__)
         state["_modules"] = {name: module for name, module in self._modules.items() if name != "module"}
         return _restore, (type(self), state, self.module.__reduce_ex__(2)[2])
@@ -85,11 +85,11 @@ class Skippable(nn.Module):
         return [(self.namespaces.get(name), name) for name in self.poppable_names]
 
     def isolate(self: Self, ns: Namespace, *, only: Iterable[str] | None = None) -> Self:
-        """Puts names of this layer into a namespace, so that another pair of layers can use the same names.
+        """Moves names of this layer into a namespace, so that another pair of layers can use the same names.
 
         Args:
             ns: the namespace.
-            only: the names to put there; by default all.
+            only: the names to move; by default all.
 
         Returns:
             The layer itself.
@@ -174,7 +174,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
             "module_cls": module_cls,
             "stashable_names": tuple(dict.fromkeys(stash_names)),
             "poppable_names": tuple(dict.fromkeys(pop_names)),
-            # Where the decorated name is found, for pickle.
+            # The module and name from which pickle imports the class.
             "__module__": module_cls.__module__,
             "__qualname__": module_cls.__qualname__,
             "__doc__": module_cls.__doc__,

@@ -1,9 +1,9 @@
-"""Trackers: where a skip tensor is between the layer that stashes it and the layer that pops it.
+"""Skip trackers: hold each skip tensor between the layer that stashes it and the layer that pops it.
 
-Inside a stage a skip tensor waits in the stage's tracker. When it leaves the stage it is one more output, and one more
-input of the stage that pops it: the pipeline carries it there past the stages between (see :mod:`pipe.pipeline`). So
-autograd, checkpointing and copies treat it like any other tensor, and each cell of a pipeline has a tracker of its own.
-Without a pipeline the tracker belongs to the thread.
+Inside a stage the stage's tracker holds a skip tensor. Between stages it is an additional output of the stage that
+stashes it and an additional input of the stage that pops it; the pipeline copies it there directly (see
+:mod:`pipe.pipeline`). So autograd, checkpointing and copies treat it like any other tensor, and each cell of a pipeline
+has a tracker of its own. Without a pipeline each thread has one tracker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class SkipTracker:
     """Skip tensors that were stashed and not yet popped.
 
     Args:
-        arrived: those that come from outside.
+        arrived: skip tensors of earlier stages.
     """
 
     def __init__(self, arrived: Iterable[tuple[Key, Any]] = ()) -> None:
@@ -33,7 +33,7 @@ class SkipTracker:
         self.tensors[key] = tensor
 
     def load(self, key: Key) -> Any:
-        """Gives a tensor out, once.
+        """Removes a tensor and returns it.
 
         Raises:
             KeyError: if it was not stashed, or popped already.
@@ -51,7 +51,7 @@ _thread_local = _ThreadLocal()
 
 @contextlib.contextmanager
 def use_skip_tracker(tracker: SkipTracker) -> Iterator[SkipTracker]:
-    """Inside, skippable layers of this thread use ``tracker``."""
+    """A context in which skippable layers of this thread use ``tracker``."""
     before = _thread_local.tracker
     _thread_local.tracker = tracker
     try:

@@ -231,8 +231,8 @@ def test_a_mean_of_a_foreign_loss_that_leaves_targets_out_is_refused_before_a_la
 @pytest.mark.parametrize(
     ("loss_fn", "reduction", "message"),
     [
-        (nn.MSELoss(), "sum", "reduction='mean' as the loss itself has it"),
-        (functools.partial(F.mse_loss, reduction="sum"), "mean", "reduction='sum' as the loss itself has it"),
+        (nn.MSELoss(), "sum", "reduction='mean' as the loss itself declares"),
+        (functools.partial(F.mse_loss, reduction="sum"), "mean", "reduction='sum' as the loss itself declares"),
         (functools.partial(F.mse_loss, reduction="none"), None, "reduction='none'"),
         (nn.MSELoss(), "median", "reduction='median'"),
         (lambda y, t: (y.sum(), y), None, "a detached tensor of one element as the count"),

@@ -721,7 +721,7 @@ class TestTheFace:
         [
             ({"schedule": "zigzag"}, "expected a schedule among"),
             ({"schedule": fill_drain(3, 2)}, "2 stages and 2 micro-batches, got one of 2 and 3"),
-            ({"schedule": Schedule.parse("F0.1 B0.1 F0.2 B0.2\nF1.1 B1.1 F1.2 B1.2")}, "F0.0 stands 0 times"),
+            ({"schedule": Schedule.parse("F0.1 B0.1 F0.2 B0.2\nF1.1 B1.1 F1.2 B1.2")}, "F0.0 occurs 0 times"),
             ({"target": torch.zeros(3, WIDTH)}, "target of 4 rows"),
             ({"loss_fn": nn.MSELoss(reduction="none")}, "reduction='none'"),
             ({"loss_fn": lambda a, b: a - b}, "expected loss_fn to return a tensor of one element"),

@@ -87,15 +87,15 @@ def test_the_table_prints_clocks_and_stages():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("F0.0 F0.0 B0.0", "F0.0 stands 2 times"),
-        ("F0.0 B0.0\nF1.0", "B1.0 stands 0 times"),
-        ("F0.0 B0.0\nF0.0 F1.0 B1.0", "F0.0 stands in line 1, but its stage began in line 0"),
-        ("B0.0 F0.0", "stands still: B0.0 waits for F0.0"),
+        ("F0.0 F0.0 B0.0", "F0.0 occurs 2 times"),
+        ("F0.0 B0.0\nF1.0", "B1.0 occurs 0 times"),
+        ("F0.0 B0.0\nF0.0 F1.0 B1.0", "F0.0 is in line 1, but its stage began in line 0"),
+        ("B0.0 F0.0", "deadlock: B0.0 waits for F0.0"),
         ("F0.0 B0.0 F0.1 B0.1\nF1.0 F1.1 B1.0 B1.1", "B0.0 waits for B1.0, F1.1 waits for F0.1"),
         # Micro-batches and stages are numbered from 0, without a gap.
-        ("F0.1 B0.1 F0.2 B0.2", "F0.0 stands 0 times"),
-        ("F0.0 B0.0 F0.2 B0.2", "F0.1 stands 0 times"),
-        ("F1.0 B1.0", "F0.0 stands 0 times"),
+        ("F0.1 B0.1 F0.2 B0.2", "F0.0 occurs 0 times"),
+        ("F0.0 B0.0 F0.2 B0.2", "F0.1 occurs 0 times"),
+        ("F1.0 B1.0", "F0.0 occurs 0 times"),
     ],
 )
 def test_violations_are_named(text, message):
@@ -104,7 +104,7 @@ def test_violations_are_named(text, message):
 
 
 def test_all_violations_are_named_at_once_with_the_schedule():
-    with pytest.raises(ValueError, match=r"F0.1 stands 2 times; B0.1 stands 0 times\nF0.0 B0.0 F0.1 F0.1"):
+    with pytest.raises(ValueError, match=r"F0.1 occurs 2 times; B0.1 occurs 0 times\nF0.0 B0.0 F0.1 F0.1"):
         Schedule.parse("F0.0 B0.0 F0.1 F0.1").validate()
 
 

@@ -75,7 +75,7 @@ class TestTables:
         assert str(fill_drain(1, 3, [0, 1, 0])).splitlines()[0] == "clock j=0,2 j=1"
 
     def test_a_stage_on_two_lines_is_named(self):
-        with pytest.raises(ValueError, match=r"B0\.0 stands in line 1, but its stage began in line 0"):
+        with pytest.raises(ValueError, match=r"B0\.0 is in line 1, but its stage began in line 0"):
             Schedule.parse("F0.0\nF1.0 B1.0 B0.0").validate()
 
     def test_a_device_for_each_stage_is_asked_for(self):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipe.input_writes import InputWrites, copy_of, refuse_writes
 from pipe.recompute.module_state import WatchedModule
-from pipe.rerun import RepeatableLayers
+from pipe.recompute.rerun import RepeatableLayers
 
 
 def halved(x: Tensor) -> Tensor:

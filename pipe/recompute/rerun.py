@@ -7,8 +7,8 @@ streams shards.
 what                 how it is the same in both runs
 ===================  =============================================================================================
 generators, casts    :class:`pipe.recompute.replay.Replay`
-modes, buffers,      :class:`pipe.recompute.module_state.ModuleState`: a running mean counts each micro-batch once, and a power iteration
-attributes           starts again from the same vector
+modes, buffers,      :class:`pipe.recompute.module_state.ModuleState`: a running mean counts each micro-batch once, and
+attributes           a power iteration starts again from the same vector
 input, in place      :class:`pipe.input_writes.InputWrites`
 operations           :mod:`pipe.recompute.elimination` leaves out those that no gradient needs
 ===================  =============================================================================================
