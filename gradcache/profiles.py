@@ -70,14 +70,14 @@ class Profiles:
     """The profiles of the layers of one model, by kinds of chunks.
 
     Args:
-        runners: of the layers.
+        replayables: of the layers.
         regroup: whether chunks may run together.
     """
 
-    def __init__(self, runners: Sequence[ResidentRunner], regroup: bool) -> None:
-        self._runners = runners
-        self._modules = [module for runner in runners for _, module in runner.watched.modules]
-        self._parameters = [parameter for runner in runners for parameter in runner.shard.parameters]
+    def __init__(self, replayables: Sequence[ResidentRunner], regroup: bool) -> None:
+        self._runners = replayables
+        self._modules = [module for replayable in replayables for _, module in replayable.watched.modules]
+        self._parameters = [parameter for replayable in replayables for parameter in replayable.shard.parameters]
         self._regroup = regroup
         self._known: dict[str, Profile] = {}
         self._apart: dict[tuple[bool, ...], bool] = {}
@@ -120,7 +120,7 @@ class Profiles:
             return False
         modes = self._modes()
         if modes not in self._apart:
-            calls = [runner.call(None) for runner in self._runners]
+            calls = [replayable.call(None) for replayable in self._runners]
             self._apart[modes] = treats_rows_apart(calls, self._modules, pair)
         return self._apart[modes]
 

@@ -74,7 +74,7 @@ class SequentialModel:
         self.boundary_bytes = boundary_bytes
         self.parameters = list(model.parameters())
         self.cells = make_resident(self.layers, representations.push)
-        self.profiles = Profiles(self.cells.runners, regroup)
+        self.profiles = Profiles(self.cells.replayables, regroup)
 
     def forward_chunks(
         self, chunks: Sequence[Any], output_fn: OutputFn | None = None, input_fn: InputFn | None = None
@@ -119,14 +119,14 @@ class SequentialTape:
 
     def __init__(self, model: SequentialModel, entering: Entering, output_fn: OutputFn | None) -> None:
         self._model = model
-        self._crossing = model.cells.crossing
+        self._crossing = model.cells.cell_executor
         self._entering = entering
         self._output_fn = output_fn
         self._records = torch.is_grad_enabled()
         known = [flatten(chunk)[0] for chunk in entering.known or ()]
         self._wants_input = any(isinstance(x, Tensor) and x.requires_grad for leaves in known for x in leaves)
         self._inputs = known
-        wants = [runner.shard.trainable for runner in model.cells.runners]
+        wants = [replayable.shard.trainable for replayable in model.cells.replayables]
         wants[0] = wants[0] or self._wants_input
         #: The first layer that a backward has to reach.
         self._first = wants.index(True) if True in wants else len(wants)
@@ -188,7 +188,7 @@ class SequentialTape:
     def _run_group(self, g: int, entering: list[Any]) -> Any:
         """The outputs of a group's chunks. Takes what enters the first layer out of the list."""
         value, group, notes = entering.pop(), self._groups[g], self._notes
-        for j, runner in enumerate(self._model.cells.runners):
+        for j, replayable in enumerate(self._model.cells.replayables):
             cell = Cell(j, g)
             if self._keeps_graph(j, group):
                 notes.graphs |= {cell}
@@ -196,7 +196,7 @@ class SequentialTape:
                 self._store.put((j, g), value)
             value = self._crossing.forward(notes, cell, value)
             # What one chunk's recomputation may leave out is a guess for the others.
-            if cell in notes.cells and group.profile is not None and runner.leaves_out:
+            if cell in notes.cells and group.profile is not None and replayable.leaves_out:
                 notes.cells[cell].dead_code = group.profile.dead_code[j]
         group.leaves = [len(flatten(output)[0]) for output in value]
         return value
@@ -217,22 +217,22 @@ class SequentialTape:
 
         It runs again with the others: kept apart from them, it would have gradients of its own beside their sum.
         """
-        entering, runners = self._entering, self._model.cells.runners
+        entering, replayables = self._entering, self._model.cells.replayables
         chunk = value = entering.look(0)
         surveys: list[Survey] = []
         entering_bytes: list[int] = []
         with contextlib.ExitStack() as stack:
-            for runner in runners:
-                stack.enter_context(ModuleState(runner.watched, attributes=True).trial())
-            held = [generator for runner in runners for generator in runner.watched.generators]
+            for replayable in replayables:
+                stack.enter_context(ModuleState(replayable.watched, attributes=True).trial())
+            held = [generator for replayable in replayables for generator in replayable.watched.generators]
             stack.enter_context(Replay.capture(devices_of(chunk, self._model.parameters), held).again())
             value = map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), value)
-            for j, runner in enumerate(runners):
+            for j, replayable in enumerate(replayables):
                 entering_bytes.append(_nbytes_of(value) if j >= max(self._first, 1) else 0)
-                last = j + 1 == len(runners)
+                last = j + 1 == len(replayables)
                 output_fn = partial(_by_chunk, self._output_fn, [rows_in(chunk) or 0]) if last else None
                 callers_own = j == 0 and entering.known is not None
-                value, survey = runner.survey(value, output_fn, callers_own=callers_own, last=last)
+                value, survey = replayable.survey(value, output_fn, callers_own=callers_own, last=last)
                 surveys.append(survey)
         further = range(1, min(3, len(entering)))
         self._model.profiles.learn(chunk, surveys, entering_bytes, lambda: [entering.look(k) for k in further])

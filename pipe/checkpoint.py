@@ -41,8 +41,8 @@ from pipe.microbatch import Batch
 from pipe.nested import TreeSpec, flatten, unflatten
 from pipe.phony import get_phony
 from pipe.recompute.phase import enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing
-from pipe.recompute.structure import Members, WatchedLayers
 from pipe.recompute.rerun import Rerun
+from pipe.recompute.structure import Members, WatchedLayers
 from pipe.torch_private import accumulates_everywhere
 
 __all__ = [

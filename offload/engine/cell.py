@@ -1,18 +1,8 @@
 """A cell: one shard applied to one micro-batch, in a way that can be repeated exactly.
 
-what                 how it is kept the same
-===================  =============================================================================================
-generators, casts    :class:`pipe.recompute.replay.Replay`
-modes, buffers,      :class:`pipe.recompute.module_state.ModuleState`: a running mean counts each micro-batch once, and
-attributes           a power iteration starts again from the same vector
-kernels              the first run has grad mode on too, with every tensor that its graph would save dropped: layers
-                     take the same path twice, and it is known exactly which outputs need a gradient
-input, in place      a cell that was seen to write into its input, or was never seen, runs on a copy of it
-===================  =============================================================================================
-=======
-The forward of a cell keeps nothing but what entered it; its backward computes it again (:mod:`pipe.recompute.rerun`). The first
-run has grad mode on too, with every tensor that its graph would save dropped: layers take the same path twice, and it
-is known exactly which outputs need a gradient.
+The forward of a cell keeps nothing but what entered it; its backward computes it again (see
+:mod:`pipe.recompute.rerun`). The first run has grad mode on too, with every tensor that its graph would save dropped:
+layers take the same path twice, and it is known exactly which outputs need a gradient.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from offload.engine.cell import OutputFn, ReplayableShard
 from offload.engine.cell_executor import CellExecutor
 from offload.engine.saved_bytes import SavedBytes
 from offload.engine.tables import rows_in_place, tables_of
-from offload.planning.memory_profile import Turn
+from offload.planning.memory_profile import SavedTensor
 from offload.streaming.shard import Shard
 from offload.telemetry.statistics import Meter
 from pipe.nested import flatten, map_tensors, tensors_in, unflatten
@@ -97,7 +97,7 @@ class ResidentRunner(ReplayableShard):
 
     def forward_with_graph(
         self, boundary: Any, output_fn: OutputFn | None = None, *, cheap_recompute: bool = True
-    ) -> tuple[Any, Sequence[Turn]]:
+    ) -> tuple[Any, Sequence[SavedTensor]]:
         """Runs the cell once and for all, with a lean graph."""
         self._follow(boundary)
         # What is learnt of buffers here is of use to other cells, whose recomputations must not meet its writes.
