@@ -19,7 +19,15 @@ setup(
     package_data={"offload": ["py.typed"], "pipe": ["py.typed"], "gradcache": ["py.typed"]},
     install_requires=["torch>=2.6", "psutil"],
     extras_require={
-        "test": ["pytest>=8", "pytest-benchmark>=4", "hypothesis>=6", "numpy", "safetensors>=0.4", "fairscale==0.4.13"],
+        "test": [
+            "pytest>=8",
+            "pytest-xdist>=3.7",
+            "pytest-benchmark>=4",
+            "hypothesis>=6",
+            "numpy",
+            "safetensors>=0.4",
+            "fairscale==0.4.13",
+        ],
         "bench": ["tokenizers>=0.20", "matplotlib>=3.8", "tqdm>=4.66", "numpy"],
         # What the question pipe-ladder measures beside ours.
         "ancestors": ["fairscale==0.4.13", "torchgpipe==0.0.7"],

@@ -2,15 +2,14 @@
 
 A step is interrupted before each line that it runs in turn: forward, backward, the optimizer's step and their ends. The
 short form interrupts each line of the sources once, in the first of the configurations that reaches it. The long
-form (``OFFLOAD_EVERY_LINE=1``) interrupts every line each time that it runs, in every configuration: about 15,000
-interrupts each.
+form (marked ``slow``) interrupts every line each time that it runs, in every configuration: about 15,000 interrupts
+each.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,8 @@ from pipe.recompute.phase import phase_of_thread
 from tests.offload.interrupts import Line, interrupted, lines_of
 from tests.offload.zoo import WIDTH, build
 
-EVERY_LINE = os.environ.get("OFFLOAD_EVERY_LINE") == "1"
+#: Each line of the sources once, and each line each time that it runs.
+EXTENTS = ["once", pytest.param("each time", marks=pytest.mark.slow)]
 
 #: Home, arguments of the model, optimizer.
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -133,18 +133,19 @@ class Run:
 _seen: set[tuple[str, int]] = set()
 
 
-def lines_to_interrupt(run: Run) -> Iterator[Line]:
+def lines_to_interrupt(run: Run, extent: str) -> Iterator[Line]:
     for line in lines_of(lambda: run.step(1)):
-        if EVERY_LINE or line[:2] not in _seen:
+        if extent == "each time" or line[:2] not in _seen:
             _seen.add(line[:2])
             yield line
 
 
+@pytest.mark.parametrize("extent", EXTENTS)
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
-def test_after_an_interrupt_at_any_line_the_model_is_usable(configuration: str, tmp_path: Path) -> None:
+def test_after_an_interrupt_at_any_line_the_model_is_usable(configuration: str, extent: str, tmp_path: Path) -> None:
     run = Run(configuration, tmp_path)
     run.save()
-    lines = list(lines_to_interrupt(run))
+    lines = list(lines_to_interrupt(run, extent))
     run.make()
     run.step(0)
     run.save()
@@ -246,7 +247,8 @@ def test_a_model_in_the_middle_of_a_pass_is_told_from_an_interrupted_one() -> No
     model(x)
 
 
-def test_stages_that_share_a_device_are_usable_after_an_interrupt_at_any_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("extent", EXTENTS)
+def test_stages_that_share_a_device_are_usable_after_an_interrupt_at_any_line(extent: str) -> None:
     def stage(seed: int) -> OffloadModel:
         return OffloadModel(build(["linear"], seed=seed), "cpu", num_slices=3, checkpoint_activation=True)
 
@@ -264,7 +266,7 @@ def test_stages_that_share_a_device_are_usable_after_an_interrupt_at_any_line(tm
     lines = {line[:2]: line for line in lines_of(run) if line.file.startswith(folder)}
     chosen = (
         lines_of(run)
-        if EVERY_LINE
+        if extent == "each time"
         else [line for line in lines.values() if line.file.endswith(("slot_pool.py", "streamer.py"))]
     )
     for line in chosen:

@@ -281,9 +281,11 @@ def test_an_interrupt_after_the_index_was_replaced_removes_nothing_that_it_names
     assert {entry.name for entry in tmp_path.iterdir()} == {INDEX, "model-3-00001-of-00001.safetensors", "state-3"}
 
 
-def test_a_process_killed_at_any_moment_resumes_from_a_whole_checkpoint_to_the_same_weights(tmp_path: Path) -> None:
-    """In forward, backward, updates, writes to homes and saves. GRADSTREAM_KILLS=50 runs the long form."""
-    kills = int(os.environ.get("GRADSTREAM_KILLS", "9"))
+@pytest.mark.parametrize("kills", [9, pytest.param(50, marks=pytest.mark.slow)])
+def test_a_process_killed_at_any_moment_resumes_from_a_whole_checkpoint_to_the_same_weights(
+    kills: int, tmp_path: Path
+) -> None:
+    """In forward, backward, updates, writes to homes and saves."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.offload.checkpoint_worker", str(tmp_path), "--kills", str(kills)],
         cwd=ROOT,

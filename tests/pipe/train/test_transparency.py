@@ -30,14 +30,30 @@ def test_all_kinds_of_batches_are_covered(lab):
     assert tuple(KINDS) == lab.kinds
 
 
-@pytest.mark.parametrize("grad_accum", [None, 1, 2, 3, 4, 5])
-@pytest.mark.parametrize("kind", KINDS)
-def test_final_weights_equal_a_plain_loop_for_1_to_20_batches(lab, kind, grad_accum):
-    for count in range(1, 21):
+def compare_counts(lab, counts, kind, grad_accum):
+    for count in counts:
         make = TrainPipelineBase if count % 2 else TrainPipelineSparseDist
         pipeline = lab.compare(make, (count,), grad_accum, kind)
         assert pipeline.statistics().batches == count
         assert pipeline.statistics().steps == -(-count // (grad_accum or 1))
+
+
+@pytest.mark.parametrize("grad_accum", [None, 1, 2, 3, 4, 5])
+def test_final_weights_equal_a_plain_loop_for_1_to_20_batches(lab, grad_accum):
+    compare_counts(lab, range(1, 21), "dict", grad_accum)
+
+
+@pytest.mark.parametrize("grad_accum", [None, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_final_weights_equal_a_plain_loop_for_every_kind_of_batch(lab, kind, grad_accum):
+    compare_counts(lab, [1, 2, 7], kind, grad_accum)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grad_accum", [None, 1, 2, 3, 4, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_final_weights_equal_a_plain_loop_for_1_to_20_batches_of_every_kind(lab, kind, grad_accum):
+    compare_counts(lab, range(1, 21), kind, grad_accum)
 
 
 @settings(max_examples=60, deadline=None)

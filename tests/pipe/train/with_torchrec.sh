@@ -9,11 +9,11 @@ set -eu
 cd "$(dirname "$0")/../../.."
 environment="${1:-.venv-torchrec}"
 python="$environment/bin/python"
-if [ ! -e "$environment/complete" ]; then
+installed='import importlib.metadata as found; [found.version(name) for name in ("torchrec", "pytest-xdist")]'
+if ! "$python" -c "$installed" 2>/dev/null; then
     python3 -m venv "$environment"
     "$python" -m pip install --quiet torch==2.13.0
-    "$python" -m pip install --quiet tensordict torchmetrics==1.0.3 tqdm pyre-extensions numpy psutil pytest hypothesis
+    "$python" -m pip install --quiet tensordict torchmetrics==1.0.3 tqdm pyre-extensions numpy psutil pytest pytest-xdist hypothesis
     "$python" -m pip install --quiet --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0
-    touch "$environment/complete"
 fi
-OMP_NUM_THREADS=1 exec "$python" -m pytest -q -m torchrec tests/pipe/train
+exec "$python" -m pytest -q -m torchrec tests/pipe/train
