@@ -53,26 +53,26 @@ __all__ = ["OffloadModel"]
 
 
 class OffloadModel(ModuleAtHome):
-    """A huge ``nn.Sequential`` that trains on a device which cannot hold it.
+    """An ``nn.Sequential`` that trains on a device whose memory cannot hold it.
 
-    The layers are cut into shards. Shards rest in host memory or in files, and stream to the compute device ahead of
-    use, forward and backward. With one micro-batch, losses, gradients, buffers and generator states are those of the
-    bare model; parameters, their gradients and ``state_dict()`` keep the bare model's names and may be used by any
+    The layers are cut into shards. Shards are stored in host memory or in files, and are loaded to the compute device
+    ahead of use. With one micro-batch, losses, gradients, buffers and generator states are those of the bare model;
+    parameters, their gradients and ``state_dict()`` keep the bare model's names and may be used by any
     optimizer between steps. Layers and parameters must not be replaced after this call; the next forward refuses.
 
     Args:
         model: an ``nn.Sequential``; or a list of modules, each of which is one shard. Layers on the meta device are
             given memory and values shard by shard, so the whole never has to fit in memory.
         device: where layers compute; ``"cpu"`` included.
-        offload_device: where shards rest: ``"cpu"`` for host memory, or a directory (an ``os.PathLike``, or a string
-            with a path separator), for files that are removed with the model. A :class:`~offload.DiskHome` is a
+        offload_device: where shards are stored: ``"cpu"`` for host memory, or a directory (an ``os.PathLike``, or a
+            string with a path separator), for files that are removed with the model. A :class:`~offload.DiskHome` is a
             directory with more choices, among them files that are kept and adopted by the next model.
         num_slices: number of shards, balanced by bytes; from 1 to the number of layers. None: as few as
             ``memory_budget`` allows.
         checkpoint_activation: if True, keep only what enters each shard and recompute the rest in backward; if False,
             keep all activations of the layers, but no second copy of their weights, nor of casts of them.
-        num_microbatches: pieces into which a batch is cut along dimension 0. Each shard is loaded once per pass and all
-            pieces go past it. Any number of rows; the last piece may be smaller. The result is that of the bare model
+        num_microbatches: pieces into which a batch is cut along dimension 0. Each shard is loaded once per pass and
+            runs all pieces. Any number of rows; the last piece may be smaller. The result is that of the bare model
             where layers treat each row on its own. Layers that look across rows (batch normalisation) see one piece at
             a time, and random numbers are drawn shard by shard and piece by piece: with more than one piece, a model
             with dropout draws other masks than the bare model does.
@@ -81,7 +81,7 @@ class OffloadModel(ModuleAtHome):
             and ``num_slices``. Needs ``checkpoint_activation=True``.
         num_slots: shards that the compute device holds at once, at least 2. Slots beyond that are a cache.
         boundary_bytes: bytes, or a string such as ``"64MiB"``, that activations between shards may take on the compute
-            device; what is beyond rests at home and returns ahead of use. Only with ``checkpoint_activation=True``.
+            device; the others are stored at home and read back ahead of use. Only with ``checkpoint_activation=True``.
         activation_bytes: bytes, or a string such as ``"1GiB"``, that the activations of one cell may take. With it, the
             chunks of :meth:`forward_chunks` run together as far as they fit, from the second step on (the first one
             measures). For layers that treat each row on its own; where batch normalisation trains, chunks stay apart.
@@ -218,7 +218,7 @@ class OffloadModel(ModuleAtHome):
         dimension 0, and outputs are concatenated again. Tensors on other devices are brought to the compute device.
 
         ``torch.compile`` of this model, or of a module that contains it, leaves it as it is, at a break of the graph:
-        weights that come and go are not the constants that a compiled graph is made for. Layers that were compiled
+        a compiled graph would take the weights of a slot for constants. Layers that were compiled
         themselves (``layer.compile()``) stay compiled.
         """
         if torch.compiler.is_compiling():

@@ -91,7 +91,7 @@ class Pretrained:
 
     @classmethod
     def at(cls, given: Pretrained | str | os.PathLike[str]) -> Pretrained:
-        """``given``, or what lies at that path."""
+        """``given``, or a :class:`Pretrained` of that path."""
         return given if isinstance(given, Pretrained) else cls(given)
 
     def match(self, tensors: Mapping[str, Tensor]) -> tuple[dict[Tensor, Stored], Unmatched]:
@@ -128,7 +128,7 @@ class Pretrained:
 def load_pretrained(
     model: nn.Module, path: str | os.PathLike[str], *, key_map: KeyMap | None = None, strict: bool = True
 ) -> Unmatched:
-    """Reads the tensors of safetensors files into the parameters and buffers of a model, where they rest.
+    """Reads the tensors of safetensors files into the parameters and buffers of a model, wherever these are stored.
 
     Types are converted as ``load_state_dict()`` does; tied parameters need to be there once. Only tensors are loaded:
     what a layer keeps as ``get_extra_state()`` is in no safetensors file. A model that is still on the meta device

@@ -36,7 +36,7 @@ def open_update_lane(device: torch.device) -> Lane:
 
 
 class OffloadOptimizer(Optimizer):
-    """Any ``torch.optim`` class for an :class:`~offload.OffloadModel`; states rest beside the shards.
+    """Any ``torch.optim`` class for an :class:`~offload.OffloadModel`; states are stored beside the shards.
 
     ``step()`` decides and returns. Each shard is updated just before its next load, in the order of loads, while the
     shards before it compute. The result is that of the plain optimizer after ``clip_grad_norm_``, for any training
@@ -54,7 +54,7 @@ class OffloadOptimizer(Optimizer):
             parameter belongs to the first group that names it.
         max_norm: clip gradients to this global 2-norm, with the coefficient of ``torch.nn.utils.clip_grad_norm_``. The
             norm is summed while gradients go home; a write to a gradient through ``.data`` is not noticed.
-        update_in_backward: update a shard as soon as its gradients are complete, in backward; they never rest anywhere.
+        update_in_backward: update a shard as soon as its gradients are complete, in backward; they are never stored.
             For loops with one backward per step and without a ``GradScaler``. ``step()`` then only marks the end of
             the step.
         gradient_bytes: bytes, or a string such as ``"1GiB"``, of host memory in which gradients may wait for their

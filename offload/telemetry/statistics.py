@@ -27,12 +27,12 @@ class Statistics:
     bytes_stored: int
     #: Bytes of boundaries, and of their gradients, that left the compute device for a while.
     bytes_spilled: int
-    #: Seconds in which compute stood still for a copy.
+    #: Seconds in which compute waited for a copy.
     wait_seconds: float
     #: Seconds inside layers, forward, recomputed and backward.
     compute_seconds: float
-    #: Largest number of bytes that the engine held on the compute device at once: slots, boundaries, gradients on their
-    #: way home. What the layers of one cell allocate while they run comes on top.
+    #: Largest number of bytes that the engine held on the compute device at once: slots, boundaries, gradients that
+    #: are being stored. What the layers of one cell allocate while they run comes on top.
     peak_device_bytes: int
     #: Updates of shards by an ``OffloadOptimizer``, and the bytes that they read from files and wrote there: gradients
     #: and states read, weights and states written. Weights that are updated in the slot that a load is about to fill
