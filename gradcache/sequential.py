@@ -299,7 +299,7 @@ class SequentialTape:
         """The gradient of what entered a cell, None for each leaf where it has none. The cell is used up."""
         kept = self._crossing.keeps_graph(self._notes, cell)
         boundary = None if kept else self._crossing.enter(self._notes, cell, 0, last=True)
-        back = self._crossing.backward(self._notes, cell, boundary, given, consume=True, accumulate=True)
+        back = self._crossing.backward(self._notes, cell, boundary, given, consume=True)
         self._store.drop((cell.j, cell.i))
         self._notes.cells.pop(cell, None)
         return back

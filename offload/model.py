@@ -97,7 +97,8 @@ class OffloadModel(ModuleAtHome):
         detect_weight_writes: for debugging. A layer may write its own parameters while it runs (an initialisation from
             data, a renormalisation). Writes in place are always seen; writes through ``.data`` are found by comparing
             bytes after the first two forwards of each mode, and always in layers that were seen to write so. If True,
-            after every forward, which reads each home once more.
+            after every forward, which reads each home once more. Forwards that compare for a backward also take
+            checksums of homes, which that backward compares: what was written through ``.data`` in between is refused.
 
     Raises:
         TypeError, ValueError: if an argument cannot be used.

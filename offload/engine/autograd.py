@@ -119,18 +119,25 @@ class _Offload(torch.autograd.Function):
             for piece, part in zip(pieces, parts, strict=True):
                 piece[k] = part
         everywhere = accumulates_everywhere()
+        to_inputs = True
         if everywhere:
             handed_over = [p for p in node.parameters if has_hooks(p)]
         else:
-            edges = ctx.next_functions[-len(node.parameters) :] if node.parameters else ()
-            requested = [edge is not None and is_requested(edge) for edge, _ in edges]
-            handed_over = [p for p, asked in zip(node.parameters, requested, strict=True) if asked]
+            requested = [edge is not None and is_requested(edge) for edge, _ in ctx.next_functions]
+            first = len(requested) - len(node.parameters)
+            handed_over = [p for p, asked in zip(node.parameters, requested[first:], strict=True) if asked]
+            to_inputs = any(requested[1:first])  # behind the phony
         # Without consuming, all that the forward kept would stay until its last gradient is home: plain autograd gives
         # it up piece by piece, unless the graph is retained.
         try:
             with with_subclasses():
                 back, taken = node.executor.backward(
-                    tape, pieces, consume=not keeps_graph(), accumulate=everywhere, handed_over=handed_over
+                    tape,
+                    pieces,
+                    consume=not keeps_graph(),
+                    accumulate=everywhere,
+                    handed_over=handed_over,
+                    to_inputs=to_inputs,
                 )
         except BaseException as error:
             # After an interrupt, what the tape holds may be half-way between two places.

@@ -14,11 +14,11 @@ Either mode sees the same values: what was changed in between (an input, a param
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from offload.engine.cell import Cell, OutputFn, ReplayableShard
 from offload.engine.layouts import fitting
@@ -26,11 +26,20 @@ from offload.engine.raw_chunk import MadeInput
 from offload.engine.saved_tensors import weights_by_reference
 from offload.engine.source import Source
 from offload.engine.tape import CellNotes, KeptCell, Tape
-from offload.engine.weight_writes import differs_from_home, find_writes, holds, put_back, values_at_home, values_in_slot
+from offload.engine.weight_writes import (
+    HomeWatch,
+    differs_from_home,
+    find_writes,
+    holds,
+    put_back,
+    values_at_home,
+    values_in_slot,
+)
 from offload.planning.memory_profile import MemoryProfile, MemoryProfileRecorder
 from offload.streaming.shard import Shard
 from offload.telemetry.statistics import Meter
 from pipe.nested import flatten, map_distinct, unflatten
+from pipe.torch_private import hidden_hooks
 
 __all__ = ["CellExecutor", "requires", "rows_of", "versions_of"]
 
@@ -60,6 +69,8 @@ class CellExecutor:
         self._meter = meter
         self._recompute = recompute
         self._param_dtype = param_dtype
+        self._homes = [HomeWatch(replayable.shard) for replayable in replayables]
+        self._lending = {loan.owner.index for replayable in replayables for loan in replayable.shard.loans}
 
     def keeps_graph(self, tape: CellNotes, cell: Cell) -> bool:
         """Whether a cell runs forward once and for all."""
@@ -103,7 +114,15 @@ class CellExecutor:
         """
         replayable = self._replayables[j]
         shard = replayable.shard
-        written = find_writes(shard, compare=replayable.compares_weights())
+        compare = replayable.compares_weights()
+        written = find_writes(shard, compare=compare)
+        # Before what the layers wrote is sent home.
+        looks = {owner for k in written if self._homes[owner := shard.owner_of(k)[0].index].watching}
+        noted = compare and tape.records and (j >= tape.first or j in self._lending)
+        for index in looks | {j} if noted else looks:
+            self._homes[index].look()
+        if noted:
+            tape.homes[j] = self._homes[j].changes
         if written:
             replayable.writes_weights = True
             recorded = [Cell(j, i) for i in microbatches if Cell(j, i) in tape.cells]
@@ -115,6 +134,12 @@ class CellExecutor:
                 for cell, boundary in entered.items():
                     self._run_again_with_graph(tape, cell, boundary)
         return written
+
+    def leave_home(self, j: int, written: Sequence[int]) -> None:
+        """To be called when what the layers of a shard wrote into their parameters has been sent home."""
+        shard = self._replayables[j].shard
+        for owner in {shard.owner_of(k)[0].index for k in written}:
+            self._homes[owner].keep()
 
     def _repeats_writes(self, tape: Tape, cell: Cell, boundary: Any) -> bool:
         """After a forward that wrote parameters: whether a recomputation of the cell leaves them as they are."""
@@ -142,7 +167,15 @@ class CellExecutor:
     # --- backward -----------------------------------------------------------------------------------------------
 
     def backward(
-        self, tape: CellNotes, cell: Cell, boundary: Any, given: Sequence[Any], *, consume: bool, accumulate: bool
+        self,
+        tape: CellNotes,
+        cell: Cell,
+        boundary: Any,
+        given: Sequence[Any],
+        *,
+        consume: bool,
+        only: Collection[nn.Parameter] | None = None,
+        onward: bool = True,
     ) -> list[Any]:
         """Pushes the gradients of a cell's output, ``given`` flat, through it.
 
@@ -152,7 +185,8 @@ class CellExecutor:
             boundary: what entered it; not used where it kept its graph.
             given: a tensor or None for each leaf of its output.
             consume: give up a kept graph.
-            accumulate: whether parameters take gradients, or only the boundary does.
+            only: the parameters that take gradients; None: all that require one.
+            onward: where not all do, whether the boundary takes any.
 
         Returns:
             A gradient or None for each leaf of the boundary.
@@ -185,13 +219,15 @@ class CellExecutor:
             # A kept graph is the tape's, which autograd frees together with the forward it belongs to.
             retain = keeps_graph and not consume
             back: list[Tensor | None] = [None] * len(source.leaves)
-            if roots and accumulate:
+            if roots and only is None:
                 with source.expecting():
                     replayable.push_back(roots, gradients, retain_graph=retain)
                 back = source.take()
-            elif roots and source.wanted:
-                found = torch.autograd.grad(roots, source.wanted, gradients, retain_graph=retain, allow_unused=True)
-                back = source.take(found)
+            elif roots:
+                back = (
+                    self._take(replayable.shard, roots, gradients, source if onward else None, only or (), retain)
+                    or back
+                )
             # A layer that writes its own weights (an embedding with max_norm) did so in forward; that counts once.
             replayable.shard.set_versions(tape.versions[cell.j])
             return back
@@ -201,6 +237,30 @@ class CellExecutor:
         with torch.no_grad():
             output = tape.cells[cell].repeat(self._replayables[cell.j].call(self._output_fn(tape, cell)), boundary)
         return map_distinct(Tensor.detach, output)
+
+    @staticmethod
+    def _take(
+        shard: Shard,
+        roots: list[Tensor],
+        gradients: list[Any],
+        source: Source | None,
+        only: Collection[nn.Parameter],
+        retain: bool,
+    ) -> list[Tensor | None] | None:
+        """Pushes gradients to the boundary, if it is given, and to some parameters: what leads elsewhere is not run."""
+        wanted = [] if source is None else source.wanted
+        parameters = [p for p in dict.fromkeys(shard.parameters) if p in only]
+        if not wanted and not parameters:
+            return None
+        with hidden_hooks(parameters):
+            found = torch.autograd.grad(
+                roots, [*wanted, *parameters], gradients, retain_graph=retain, allow_unused=True
+            )
+        for p, gradient in zip(parameters, found[len(wanted) :], strict=True):
+            if gradient is not None:
+                p.grad = gradient if p.grad is None else p.grad + gradient
+        shard.widen_gradients()
+        return None if source is None else source.take(found[: len(wanted)])
 
     # --- what enters, and what must not have changed --------------------------------------------------------------
 
@@ -258,6 +318,22 @@ class CellExecutor:
                         f"parameter {s.name} of shard {j} was {how} between the forward and its backward, so the "
                         f"gradient would belong to neither value; step the optimizer after the backward"
                     )
+
+    def check_homes(self, tape: Tape) -> None:
+        """Raises if homes that the backward of a tape uses were written in a way that no version tells.
+
+        Compares those that were compared at the end of their visits in the forward.
+        """
+        for j, changes in tape.homes.items():
+            home = self._homes[j]
+            home.look()
+            if home.changes != changes:
+                self._replayables[j].compares_always = True
+                raise RuntimeError(
+                    f"parameter {', '.join(home.changed[:3])} of shard {j} was written through .data (or an alias such "
+                    f"as a NumPy array) between the forward and its backward: the gradient would mix activations of "
+                    f"the old values with the new ones; write before the forward or after the backward"
+                )
 
 
 def _check_same(tape: CellNotes, cell: Cell, outputs: Sequence[Any]) -> None:

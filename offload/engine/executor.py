@@ -270,7 +270,9 @@ class Executor:
                         outputs[i] = output
                         nbytes = sum(bytes_of_boundary(x) for x in tensors_in(output))
                     self._meter.boundary_bytes_per_row[j + 1] = nbytes / max(tape.rows[i], 1)
-                self.streamer.keep_changes(j, self._cell_executor.end_visit(tape, j, microbatches, now=j * m))
+                written = self._cell_executor.end_visit(tape, j, microbatches, now=j * m)
+                self.streamer.keep_changes(j, written)
+                self._cell_executor.leave_home(j, written)
                 tape.versions[j], tape.assignments = self.shards[j].versions(), self._assignments
 
             self._follow(plan, visit)
@@ -302,6 +304,7 @@ class Executor:
         consume: bool,
         accumulate: bool = True,
         handed_over: Collection[nn.Parameter] = (),
+        to_inputs: bool = True,
     ) -> tuple[list[list[Any]], dict[nn.Parameter, Tensor]]:
         """Pushes gradients of the outputs (flat, for each chunk) back through all shards.
 
@@ -311,6 +314,7 @@ class Executor:
             consume: free each boundary after its use; False where the tape may be used again.
             accumulate: whether the gradients of parameters go home; else only those that are handed over are computed.
             handed_over: parameters whose gradients are returned instead.
+            to_inputs: where gradients of parameters do not go home, whether those of the inputs are wanted.
 
         Returns:
             For each chunk, a gradient or None for each leaf of its input; and what is handed over, where it rests.
@@ -322,14 +326,21 @@ class Executor:
         input_gradients: list[list[Any]] = [[None] * len(leaves) for leaves in tape.inputs]
         with contextlib.closing(gradients), self._exclusively(recomputes=self._recompute):
             self._untouched.forget()
+            in_turn = self._held_still > 0 or self.streamer.slot_pool.shared
+            if tape.assignments != self._assignments and not in_turn:
+                # A later forward loaded what slots hold, and parameters may have had other values for its time.
+                self.streamer.release()
             resident = self.streamer.resident()
             self._cell_executor.check_unchanged(tape, self.shards, self._assigned_at)
+            self._cell_executor.check_homes(tape)
             waiting = sum(other is not tape and not other.used for other in self._tapes)
             gradient_offload = self.streamer.gradient_offload
             updates = gradient_offload.begin(waiting, handed_over, only_those=not accumulate)
-            to_parameters = accumulate or bool(handed_over)
-            order = range(n - 1, tape.first - 1, -1)
-            in_turn = self._held_still > 0 or self.streamer.slot_pool.shared
+            only = None if accumulate else frozenset(handed_over)
+            # What leads to nothing that was asked for is left out, as autograd does; hooks of layers would tell.
+            asked = [shard.index for shard in self.shards if only is not None and not only.isdisjoint(shard.parameters)]
+            first = tape.first if only is None or to_inputs else min(asked, default=n)
+            order = range(n - 1, first - 1, -1)
             plan = plan_pass(
                 order,
                 Kind.BACKWARD,
@@ -352,15 +363,17 @@ class Executor:
                     kept = self._cell_executor.keeps_graph(tape, Cell(j, i))
                     boundary = None if kept else self._cell_executor.enter(tape, Cell(j, i), now, last=consume)
                     following = (j, i + 1) if i + 1 < m else (j - 1, 0)
-                    tape.boundaries.prefetch(following)
+                    if following[0] >= first:
+                        tape.boundaries.prefetch(following)
                     gradients.prefetch((following[0] + 1, following[1]))
+                    onward = accumulate or to_inputs or j > first
                     back = self._cell_executor.backward(
-                        tape, Cell(j, i), boundary, given, consume=consume, accumulate=to_parameters
+                        tape, Cell(j, i), boundary, given, consume=consume, only=only, onward=onward
                     )
                     gradients.drop((j + 1, i))
                     if consume:
                         tape.boundaries.drop((j, i))
-                    if j > tape.first:
+                    if j > first:
                         gradients.put((j, i), back, [now + m])
                     elif j == 0:
                         input_gradients[i] = back

@@ -43,6 +43,7 @@ class GoesBack(Protocol):
         consume: bool,
         accumulate: bool = True,
         handed_over: Collection[nn.Parameter] = (),
+        to_inputs: bool = True,
     ) -> tuple[list[list[Any]], dict[nn.Parameter, Tensor]]:
         """See :meth:`offload.engine.executor.Executor.backward`."""
 
@@ -98,6 +99,8 @@ class Tape(CellNotes):
     executor: GoesBack
     boundaries: BoundaryStore
     microbatches: int
+    #: Of the shards whose homes are compared: how often they had been found to be written from outside.
+    homes: dict[int, int] = field(default_factory=dict)
     #: Times that assigned data had been brought home by then.
     assignments: int = 0
     output_specs: list[TreeSpec] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What layers write into their own parameters while they run: how it is found, and how it is undone.
+"""Writes that no version tells of: by layers into their own parameters, and by anyone between forward and backward.
 
 Weights travel one way, from home to slot, and a slot is dropped as it is. So what a layer writes there (an embedding
 with ``max_norm``, an initialisation from data, a renormalisation) is to be found at the end of a visit and sent home.
@@ -11,20 +11,26 @@ in place                             the parameter's count of versions
 in place, through ``.data``          comparing with the home, which still holds what was loaded
 ===================================  ===============================================================================
 
-All functions take a shard that is bound.
+These functions take a shard that is bound.
+
+Between a forward and its backward, homes may be written through ``.data`` as well (an average that is swapped in).
+Plain autograd then takes the new weights with the old activations. A shard that is recomputed, or still in a slot,
+would not, so :class:`HomeWatch` compares checksums, and the backward is refused.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from offload.storage.buffer import host_buffer, view_memory
 from offload.storage.contract import bytes_of
 from offload.streaming.shard import Shard
 
-__all__ = ["differs_from_home", "find_writes", "holds", "put_back", "values_at_home", "values_in_slot"]
+__all__ = ["HomeWatch", "differs_from_home", "find_writes", "holds", "put_back", "values_at_home", "values_in_slot"]
 
 
 def find_writes(shard: Shard, *, compare: bool) -> list[int]:
@@ -97,3 +103,58 @@ def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
     whole = flat.numel() // 8 * 8
     words = flat[:whole]
     return (words if words.storage_offset() % 8 == 0 else words.clone()).view(torch.int64), flat[whole:]
+
+
+#: Homes are read in pieces of this size.
+_PIECE_BYTES = 8 << 20
+
+
+class HomeWatch:
+    """Checksums of one shard's home: whether anyone but the engine wrote to it.
+
+    Args:
+        shard: whose.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._sums: list[int] | None = None
+        #: How often the home was found to hold what the engine had not left there.
+        self.changes = 0
+        #: The parameters that were found so last.
+        self.changed: list[str] = []
+
+    @property
+    def watching(self) -> bool:
+        """Whether it has looked before."""
+        return self._sums is not None
+
+    def look(self) -> None:
+        """Reads the home, and compares with the last time."""
+        before, self._sums = self._sums, _checksums(self._shard)
+        if before is not None and before != self._sums:
+            self.changes += 1
+            pairs = zip(self._shard.own, before, self._sums, strict=True)
+            self.changed = [s.name for s, then, now in pairs if then != now]
+
+    def keep(self) -> None:
+        """The engine itself wrote to the home; if it was looked at before, it is read again."""
+        if self._sums is not None:
+            self._sums = _checksums(self._shard)
+
+
+def _checksums(shard: Shard) -> list[int]:
+    """Of each own parameter at home. Takes memory for one piece."""
+    sums = [0] * len(shard.own)
+    nbytes = 0 if shard.home is None else shard.home.nbytes
+    buffer = host_buffer(min(_PIECE_BYTES, nbytes))
+    for begin in range(0, nbytes, _PIECE_BYTES):
+        assert shard.home is not None
+        piece = buffer[: min(_PIECE_BYTES, nbytes - begin)]
+        shard.home.read_into(piece, begin)
+        memory = view_memory(piece)
+        for k, s in enumerate(shard.own):
+            start, end = max(s.offset - begin, 0), min(s.offset + s.nbytes - begin, len(memory))
+            if start < end:
+                sums[k] = zlib.crc32(memory[start:end], sums[k])
+    return sums

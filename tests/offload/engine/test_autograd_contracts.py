@@ -97,6 +97,41 @@ def test_double_backward_through_a_checkpoint_is_refused_whatever_the_gradient_r
 # --- gradients that were asked for ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("which", ["all", "first", "third", "last", "x"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_layers_that_lead_to_nothing_that_was_asked_for_do_not_go_back(
+    wrap: Callable[..., OffloadModel], which: str, microbatches: int
+) -> None:
+    bare = mlp()
+    model = wrap(bare, num_microbatches=microbatches)
+    seen: dict[nn.Module, set[str]] = {}
+    for run in (bare, model):
+        events = seen[run] = set[str]()
+        for name, module in run.named_modules():
+            if isinstance(module, nn.Linear):
+                module.register_full_backward_pre_hook(lambda *_, n=name, e=events: e.add(f"before {n}"))
+                module.register_full_backward_hook(lambda *_, n=name, e=events: e.add(f"after {n}"))
+                module.register_forward_hook(
+                    lambda _m, _a, y, n=name, e=events: (
+                        (y.register_hook(lambda _: e.add(f"output of {n}")) if y.requires_grad else None) and None
+                    )
+                )
+        parameters = list(run.parameters())
+        x = batch().requires_grad_()
+        chosen = {"all": parameters, "first": parameters[:1], "third": parameters[4:5], "last": parameters[-1:]}
+        run(x).pow(2).sum().backward(inputs=chosen.get(which, [x]))
+    assert seen[model] == seen[bare]
+    assert_equal(gradients(model), gradients(bare), atol=1e-6)
+
+
+def test_shards_before_all_that_was_asked_for_are_not_loaded(wrap: Callable[..., OffloadModel]) -> None:
+    model = wrap(mlp(8))
+    loss = model(batch()).sum()
+    before = model.statistics().shard_loads
+    torch.autograd.grad(loss, list(model.parameters())[-5])  # of shard 5; the last two are still in slots
+    assert model.statistics().shard_loads - before == 1
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_backward_with_inputs_accumulates_into_those_alone(

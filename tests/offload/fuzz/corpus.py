@@ -14,7 +14,7 @@ from tests.offload.fuzz.passes import (
     Penalty,
 )
 from tests.offload.fuzz.program import Program, Setup, Statement
-from tests.offload.fuzz.weights import Copy, LoadState, Reopen, SaveState, Swap, Write
+from tests.offload.fuzz.weights import Average, Copy, LoadState, Reopen, SaveState, Swap, Write
 
 __all__ = ["CORPUS"]
 
@@ -86,6 +86,24 @@ CORPUS: dict[str, Program] = {
     "other_data_between_backward_and_step_is_stepped": program(*TRAIN, Write("data"), Step(), updates="offload"),
     "other_data_between_forward_and_backward_is_kept": program(Forward(), Write("data"), Backward()),
     "other_numbers_between_forward_and_backward_are_seen_or_refused": program(Forward(), Write("data_mul"), Backward()),
+    "other_numbers_between_forward_and_recomputation_are_seen_or_refused": program(
+        *TRAIN, Forward(), Write("numpy", 3), Backward(), checkpoint=True, home="disk"
+    ),
+    "an_average_that_is_swapped_in_after_the_first_steps_is_seen_where_all_forwards_compare": program(
+        *TRAIN, *TRAIN, *TRAIN, Average(), Step(), Forward(), Average("swap"), Backward(), compares=True
+    ),
+    "an_average_that_is_evaluated_between_forward_and_backward_leaves_none_of_its_weights": program(
+        *TRAIN,
+        *TRAIN,
+        *TRAIN,
+        Average(),
+        Step(),
+        Forward(),
+        Average("swap"),
+        Forward(seed=1, mode="no_grad"),
+        Average("swap"),
+        Backward(),
+    ),
     "other_data_is_noticed_although_another_forward_has_run": program(
         Forward(), Write("data"), Forward(mode="no_grad"), Backward()
     ),

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tests.offload.fuzz.hooks import Hook
-from tests.offload.fuzz.passes import Backward, Grad
 from tests.offload.fuzz.program import Setup, Statement
-from tests.offload.fuzz.weights import Average, Copy, SaveState, Swap, Write
+from tests.offload.fuzz.weights import Copy, SaveState, Swap
 
 __all__ = ["KNOWN", "Known", "excluded"]
 
@@ -34,21 +32,6 @@ class Known:
 
 
 KNOWN: list[Known] = [
-    Known(
-        "writes through .data between forward and backward",
-        ("other_numbers_between_forward_and_backward_are_seen_or_refused",),
-        lambda setup, s: (
-            (isinstance(s, Write) and s.how in ("data_copy", "data_mul", "numpy"))
-            or (isinstance(s, Average) and s.do == "swap")
-        ),
-        waiting=True,
-    ),
-    Known(
-        "hooks of layers run that backward(inputs=...) leaves out",
-        ("hooks_of_layers_that_given_inputs_leave_out_do_not_run",),
-        lambda setup, s: isinstance(s, Grad) or (isinstance(s, Backward) and s.inputs is not None),
-        behind=lambda s: isinstance(s, Hook) and s.on in ("backward", "backward_pre"),
-    ),
     Known(
         "a model whose layer holds a graph is not pickled",
         ("a_model_whose_layer_holds_a_graph_is_pickled_or_refused",),

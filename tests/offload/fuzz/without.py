@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from offload.engine.cell import ReplayableShard
+from offload.engine.cell_executor import CellExecutor
 from offload.engine.executor import Executor
 from offload.engine.structure import Structure
 from offload.streaming.shard import Shard
 from offload.streaming.slot_pool import SlotPool
+from pipe.module_hooks import Hooks
 
 __all__ = ["MECHANISMS", "without"]
 
@@ -70,6 +72,14 @@ def _requested_parameters(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Executor, "trainable", lambda self, first: [])
 
 
+def _written_homes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CellExecutor, "check_homes", lambda self, tape: None)
+
+
+def _module_hooks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Hooks, "again", lambda self: contextlib.nullcontext())
+
+
 #: Name -> what takes the mechanism out, and the claims of the corpus that then fail.
 MECHANISMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]]] = {
     "own memory": (_own_memory, ("a_table_that_is_passed_on_is_read_by_the_last_layer",)),
@@ -87,6 +97,14 @@ MECHANISMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...
     "requested parameters": (
         _requested_parameters,
         ("backward_of_given_inputs_reaches_parameters", "gradients_of_parameters_are_returned"),
+    ),
+    "written homes": (_written_homes, ("other_numbers_between_forward_and_backward_are_seen_or_refused",)),
+    "module hooks": (
+        _module_hooks,
+        (
+            "a_hook_that_comes_after_the_forward_is_not_in_its_recomputation",
+            "another_forward_of_a_layer_is_not_in_a_recomputation",
+        ),
     ),
 }
 

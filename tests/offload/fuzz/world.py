@@ -132,6 +132,7 @@ class World:
             num_slots=setup.slots,
             boundary_bytes=setup.boundary,
             graph_bytes=setup.graphs if setup.checkpoint else None,
+            detect_weight_writes=setup.compares,
         )
 
     def new_optimizer(self) -> None:

@@ -111,8 +111,8 @@ def test_torch_autograd_grad_updates_nothing(home: str) -> None:
 
 def test_a_backward_that_fails_half_way_leaves_an_optimizer_that_says_so(home: str) -> None:
     pair = Pair("sgd", home, update_in_backward=True)
-    loss = pair.model(pair.batch()).sum()
     handle = next(iter(pair.model.children())).register_full_backward_pre_hook(lambda *_: 1 / 0)
+    loss = pair.model(pair.batch()).sum()
     with pytest.raises(ZeroDivisionError):
         loss.backward()
     handle.remove()
@@ -125,8 +125,8 @@ def test_a_backward_that_fails_half_way_leaves_an_optimizer_that_says_so(home: s
 
 def test_a_backward_that_fails_at_once_can_be_repeated(home: str) -> None:
     pair = Pair("sgd", home, update_in_backward=True)
-    loss = pair.model(pair.batch()).sum()
     handle = list(pair.model.children())[-1].register_full_backward_pre_hook(lambda *_: 1 / 0)
+    loss = pair.model(pair.batch()).sum()
     with pytest.raises(ZeroDivisionError):
         loss.backward()
     handle.remove()

@@ -82,7 +82,6 @@ def gradients_do_not_pile_up(monkeypatch: pytest.MonkeyPatch, path: Path) -> Non
 def nothing_moves_after_an_exception(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     lanes = run_late(monkeypatch, 0)
     model = OffloadModel(build(["linear"] * 3), "cpu", f"{path}/", num_slices=5, checkpoint_activation=True)
-    loss = model(torch.randn(3, WIDTH)).sum()
     first = next(iter(model.children()))
 
     def fail_in_backward(_: nn.Module, __: Any, output: torch.Tensor) -> None:
@@ -90,6 +89,7 @@ def nothing_moves_after_an_exception(monkeypatch: pytest.MonkeyPatch, path: Path
             output.register_hook(lambda _: 1 / 0)
 
     first.register_forward_hook(fail_in_backward)
+    loss = model(torch.randn(3, WIDTH)).sum()
     with pytest.raises(ZeroDivisionError):
         loss.backward()
     gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
