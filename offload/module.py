@@ -16,9 +16,11 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from offload.engine.executor import Executor
 from offload.storage import Tier
+from offload.storages import on_own_storages
 
 __all__ = ["ModuleAtHome"]
 
@@ -42,6 +44,20 @@ class ModuleAtHome(nn.Module):
         """As in torch. Parameters and buffers are found through this, from a module around this one as well."""
         self._executor.streamer.apply_pending_updates()
         found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
+        return found
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in torch; also where parameters of several types rest in one home, ``torch.save`` takes it."""
+        found = super().state_dict(*args, **kwargs)
+        mixed = [shard for shard in self._executor.shards if len({s.dtype for s in shard.own}) > 1]
+        if mixed:
+            homes = {s.parameter.untyped_storage().data_ptr() for shard in mixed for s in shard.own}
+            values = [v for v in found.values() if isinstance(v, Tensor) and v.layout is torch.strided]
+            values = [v for v in values if v.untyped_storage().data_ptr() in homes and not isinstance(v, nn.Parameter)]
+            views = on_own_storages(values)
+            for value in values:
+                if id(value) in views:
+                    value.data = views[id(value)]  # it still counts writes together with its parameter
         return found
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -124,7 +140,8 @@ class ModuleAtHome(nn.Module):
         """Pickles as bare layers, with storage of their own, and the arguments that offload them again."""
         self._executor.streamer.apply_pending_updates()
         memo: dict[int, Any] = {}
-        layers = {name: copy.deepcopy(layer, memo) for name, layer in self._modules.items()}
+        with _CopiesOfResults():
+            layers = {name: copy.deepcopy(layer, memo) for name, layer in self._modules.items()}
         cuts = [len(shard.layers) for shard in self._executor.shards]
         return _rebuild, (type(self), layers, cuts, self._arguments, self._state())
 
@@ -136,6 +153,18 @@ class ModuleAtHome(nn.Module):
         if isinstance(value, (nn.Module, nn.Parameter)) and "_executor" in self.__dict__:
             raise TypeError(f"cannot add {name} to an OffloadModel: its layers are fixed when it is made")
         super().__setattr__(name, value)
+
+
+class _CopiesOfResults(TorchFunctionMode):
+    """Inside, ``copy.deepcopy`` takes tensors that are results of a graph, as a pickle does: without the graph."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
 
 
 def _rebuild(kind: Any, layers: Any, cuts: list[int], arguments: dict[str, Any], state: dict[str, Any]) -> Any:

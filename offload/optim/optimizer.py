@@ -23,6 +23,7 @@ from offload.optim.param_block import HostParamBlock, OptimizerFactory, ParamBlo
 from offload.optim.update import Update
 from offload.planning.budget import parse_bytes
 from offload.storage.io_thread_pool import IOThreadPool
+from offload.storages import on_own_storages
 from offload.streaming.grad_norm import clip_coefficient, forget, norm_of, noted, total_norm
 from offload.streaming.lane import Lane, ThreadLane
 from offload.streaming.shard import Shard, Slice
@@ -258,6 +259,10 @@ class OffloadOptimizer(Optimizer):
         saved = super().state_dict()
         # In the order of parameters, as the plain one has them, and not in that in which pieces came to their states.
         saved["state"] = dict(sorted(saved["state"].items()))
+        views = on_own_storages(value for state in saved["state"].values() for value in state.values())
+        if views:
+            shown = {k: {name: views.get(id(v), v) for name, v in s.items()} for k, s in saved["state"].items()}
+            saved["state"] = shown
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tests.offload.fuzz.program import Setup, Statement
-from tests.offload.fuzz.weights import Copy, SaveState, Swap
 
 __all__ = ["KNOWN", "Known", "excluded"]
 
@@ -31,28 +30,7 @@ class Known:
     crashes: bool = False
 
 
-KNOWN: list[Known] = [
-    Known(
-        "a model whose layer holds a graph is not pickled",
-        ("a_model_whose_layer_holds_a_graph_is_pickled_or_refused",),
-        lambda setup, s: isinstance(s, Copy) and setup.model == "auxiliary",
-    ),
-    Known(
-        "a model under the old weight_norm is not pickled",
-        (),
-        lambda setup, s: isinstance(s, Copy),
-        behind=lambda s: isinstance(s, Swap) and s.how == "old_weight_norm",
-    ),
-    Known(
-        "tensors of several types in one home are not saved by torch.save",
-        ("states_on_disk_of_several_types_are_saved_by_torch", "a_state_dict_of_several_types_is_saved_by_torch"),
-        lambda setup, s: (
-            isinstance(s, SaveState)
-            and s.how == "file"
-            and (setup.model == "mixed" or (setup.optimizer == "changing" and setup.updates != "plain"))
-        ),
-    ),
-]
+KNOWN: list[Known] = []
 
 
 def excluded(

@@ -1,0 +1,162 @@
+"""Saving by torch and pickling work as for the bare model, whatever types a home holds and whatever layers keep."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.weight_norm import weight_norm
+
+from offload import OffloadModel, OffloadOptimizer
+
+WIDTH = 4
+
+
+class Cast(nn.Module):
+    """Computes in the type of its weight."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x.to(self.linear.weight.dtype))
+        return y.double()
+
+
+def mixed(*, tied: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Cast(dtype) for dtype in (torch.float64, torch.bfloat16, torch.float32, torch.float64)))
+    if tied:
+        model[3].linear.weight = model[0].linear.weight
+    return model
+
+
+def through_a_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_state_dict_of_several_types_in_one_home_is_saved_by_torch(home: str, tied: bool) -> None:
+    bare = mixed(tied=tied)
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, 2)
+    saved, expected = through_a_file(model.state_dict()), bare.state_dict()
+    assert list(saved) == list(expected)
+    assert all(torch.equal(saved[name], value) for name, value in expected.items())
+    same = saved["0.linear.weight"].data_ptr() == saved["3.linear.weight"].data_ptr()
+    assert same is (tied and model._executor.shards[0].home is not None)
+
+
+def test_a_module_around_a_model_of_several_types_is_saved_by_torch(home: str) -> None:
+    around = nn.ModuleDict({"before": nn.Linear(2, 2), "body": OffloadModel(mixed(), "cpu", home, 1)})
+    saved = through_a_file(around.state_dict())
+    assert all(torch.equal(saved[name], value) for name, value in around.state_dict().items())
+
+
+def test_a_state_dict_of_several_types_is_the_weights_themselves(home: str) -> None:
+    model = OffloadModel(mixed(), "cpu", home, 1)
+    parameters = dict(model.named_parameters())
+    versions = {name: p._version for name, p in parameters.items()}
+    for value in model.state_dict().values():
+        value.fill_(3)
+    assert all(bool((p == 3).all()) for p in parameters.values())
+    assert all(p._version > versions[name] for name, p in parameters.items())
+    state = model.state_dict()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(4)
+    assert all(bool((value == 4).all()) for value in state.values())
+    assert all(isinstance(value, nn.Parameter) for value in model.state_dict(keep_vars=True).values())
+
+
+def test_a_write_to_a_state_dict_of_several_types_before_the_backward_is_refused(home: str) -> None:
+    model = OffloadModel(mixed(), "cpu", home, 1, detect_weight_writes=False)
+    output = model(torch.ones(2, WIDTH, dtype=torch.float64))
+    model.state_dict()["1.linear.weight"].mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        output.sum().backward()
+
+
+class Growing(torch.optim.Optimizer):
+    """Holds states of two types."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state.setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+                state.setdefault("sign", torch.zeros_like(p, dtype=torch.int8)).copy_(p.grad.sign())
+                p.sub_(0.1 * state["sum"] * state["sign"])
+
+
+def test_states_of_several_types_are_saved_by_torch(home: str) -> None:
+    torch.manual_seed(0)
+    bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, 2)
+    ours, plain = OffloadOptimizer(model, Growing), Growing(bare.parameters())
+    for run, optimizer in ((model, ours), (bare, plain)):
+        for _ in range(2):
+            optimizer.zero_grad()
+            run(torch.ones(2, WIDTH)).pow(2).sum().backward()
+            optimizer.step()
+    saved, expected = through_a_file(ours.state_dict())["state"], plain.state_dict()["state"]
+    assert saved.keys() == expected.keys()
+    for k, state in expected.items():
+        assert all(torch.equal(saved[k][name], value) for name, value in state.items())
+    for state in ours.state_dict()["state"].values():
+        state["sum"].zero_()
+    assert all(not state["sum"].any() for state in ours.state_dict()["state"].values())
+
+
+class Auxiliary(nn.Module):
+    """Keeps a loss of its own, and the list of what it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.loss: Tensor | None = None
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        self.loss = y.pow(2).mean()
+        self.seen = [self.loss]
+        return y
+
+
+def test_a_model_whose_layer_keeps_a_tensor_of_a_graph_is_pickled(home: str) -> None:
+    torch.manual_seed(0)
+    bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), Auxiliary())
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, 2)
+    for run in (bare, model):
+        run(torch.ones(2, WIDTH))
+    loaded, expected = pickle.loads(pickle.dumps(model)), pickle.loads(pickle.dumps(bare))
+    ours, plain = list(loaded.children())[1], expected[1]
+    assert torch.equal(ours.loss, plain.loss)
+    assert ours.loss.requires_grad is plain.loss.requires_grad is True
+    assert ours.seen[0] is ours.loss
+    assert torch.equal(loaded(torch.ones(2, WIDTH)), bare(torch.ones(2, WIDTH)))
+    with pytest.raises(RuntimeError, match="deepcopy"):  # torch's own, as for the bare model
+        copy.deepcopy(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+def test_a_model_under_the_old_weight_norm_is_pickled(home: str) -> None:
+    torch.manual_seed(0)
+    bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), weight_norm(nn.Linear(WIDTH, WIDTH)))
+    x = torch.ones(2, WIDTH)
+    expected = bare(x)
+    model = pickle.loads(pickle.dumps(OffloadModel(bare, "cpu", home, 2)))
+    assert torch.equal(model(x), expected)
