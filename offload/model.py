@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +34,7 @@ from offload.module import ModuleAtHome
 from offload.persistence import PersistentHome
 from offload.planning.estimate import Estimate, estimate_step
 from offload.planning.plan import Plan, plan_step
-from offload.planning.updates import Updating, updates_of
+from offload.planning.updates import OptimizerAccess
 from offload.process import finalize_here
 from offload.rollback import Rollback
 from offload.storage import DiskHome, open_tier
@@ -173,8 +172,6 @@ class OffloadModel(ModuleAtHome):
         self._num_microbatches = num_microbatches
         #: Names of arguments that layers after the first would take.
         self._taken_later = {name for layer in list(named.values())[1:] for name in names_taken(layer)}
-        #: The optimizers whose updates are a part of this model's steps.
-        self._optimizers: weakref.WeakSet[Updating] = weakref.WeakSet()
         self._tier = open_tier(offload_device, self.device, keeps=True)
         self._meter = Meter(self.device)
         with contextlib.ExitStack() as undo:
@@ -315,8 +312,12 @@ class OffloadModel(ModuleAtHome):
     @property
     def updates_in_backward(self) -> bool:
         """Whether the next backward updates parameters, so that gradients cannot accumulate over micro-batches."""
-        updater = self._executor.streamer.gradient_offload.updater
+        updater = self._executor.streamer.gradient_offload.optimizers.in_backward
         return updater is not None and updater.updates
+
+    def optimizer_access(self) -> OptimizerAccess:
+        """What an :class:`~offload.OffloadOptimizer` may do with this model, besides reading its parameters."""
+        return OptimizerAccess(self._executor, self._tier, self._meter)
 
     def take_turns(self, stages: Sequence[Sequence[object]]) -> None:
         """Shares device memory with models that never compute at the same time: see :mod:`pipe.turn`."""
@@ -346,7 +347,7 @@ class OffloadModel(ModuleAtHome):
             slots=self._executor.streamer.slots,
             microbatches=min(self._num_microbatches, batch_rows or self._num_microbatches),
             training=training,
-            **updates_of(self._optimizers),
+            **self._executor.streamer.gradient_offload.optimizers.planned(),
         )
 
     def estimate(self, batch_rows: int) -> Estimate:
@@ -368,7 +369,7 @@ class OffloadModel(ModuleAtHome):
             boundary_budget_bytes=self._executor.boundary_bytes,
             tier=self._tier,
             device=self.device,
-            updates=updates_of(self._optimizers),
+            updates=self._executor.streamer.gradient_offload.optimizers.planned(),
         )
 
     @contextlib.contextmanager

@@ -11,60 +11,36 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from offload.optim.param_block import ParamBlock
-from offload.optim.update import Update
 from offload.streaming.lane import Arrival
 from offload.streaming.shard import Shard, Slice
 
+if TYPE_CHECKING:
+    from offload.optim.optimizer import OffloadOptimizer
+
 __all__ = ["InBackward"]
-
-
-class Decides(Protocol):
-    """An optimizer, as far as updates in backward ask it."""
-
-    param_blocks: dict[Shard, list[ParamBlock]]
-
-    def options(self) -> list[dict[str, Any]]:
-        """Hyperparameters of all groups as of now."""
-
-    def update(
-        self,
-        shard: Shard,
-        options: list[dict[str, Any]],
-        coefficient: Tensor | None = None,
-        kept: dict[Slice, Tensor] | None = None,
-    ) -> Update | None:
-        """The update of one shard from the gradients at home, and those that were ``kept`` from going there."""
-
-    def mark(self, shard: Shard, update: Update) -> None:
-        """Makes an update pending."""
 
 
 class InBackward:
     """What the streamer asks while a backward brings gradients. Made for one optimizer."""
 
-    def __init__(self, optimizer: Decides) -> None:
-        # The streamer must not keep an optimizer alive that everybody else has forgotten.
+    def __init__(self, optimizer: OffloadOptimizer) -> None:
+        # They belong together. A cycle would keep an optimizer alive that all other code has forgotten.
         self._optimizer = weakref.ref(optimizer)
         self.accumulating = 0
         self._updated: list[int] | None = None  # shards that this step has updated; None between steps
-        self._running = False
+        #: The optimizer while a backward updates: it must not go between a gradient that was kept and its update.
+        self._updating: OffloadOptimizer | None = None
         self._dead: str | None = None
         self._options: list[dict[str, Any]] = []
 
     @property
-    def alive(self) -> bool:
-        """Whether the optimizer is still there."""
-        return self._optimizer() is not None
-
-    @property
     def updates(self) -> bool:
         """Whether the next backward is to update shards."""
-        return self.alive and not self.accumulating
+        return not self.accumulating
 
     def check(self) -> None:
         """Raises if a backward failed after it had updated a shard."""
@@ -91,13 +67,13 @@ class InBackward:
                 f"{waiting} more forwards of this model wait for their backward, and this backward would change the "
                 f"parameters under them; run it under `with optimizer.accumulate():`, or delete their outputs"
             )
-        self._running, self._updated, self._options = True, [], optimizer.options()
+        self._updating, self._updated, self._options = optimizer, [], optimizer.options()
         return True
 
     def keep(self, shard: Shard, gradients: list[Tensor | None]) -> dict[Slice, Tensor]:
         """Takes those gradients of a visit that are complete and need not go home."""
-        optimizer = self._optimizer()
-        if not self._running or optimizer is None:
+        optimizer = self._updating
+        if optimizer is None:
             return {}
         ours = {s for param_block in optimizer.param_blocks[shard] for s in param_block.slices}
         kept = {}
@@ -111,8 +87,8 @@ class InBackward:
 
     def complete(self, shard: Shard, kept: dict[Slice, Tensor], after: Sequence[Arrival]) -> Arrival | None:
         """All gradients of a shard are in: it is updated, beside the backward of the shards before it."""
-        optimizer = self._optimizer()
-        if not self._running or optimizer is None:
+        optimizer = self._updating
+        if optimizer is None:
             return None
         update = optimizer.update(shard, self._options, kept=kept)
         if update is None:
@@ -127,11 +103,11 @@ class InBackward:
 
     def end(self, *, failed: bool = False) -> None:
         """The backward is over."""
-        if self._running and failed:
+        if self._updating is not None and failed:
             if self._updated:
                 self._dead = (
                     f"a backward failed after it had updated the shards {self._updated} and before it could update the "
                     f"others; make model and optimizer anew and load the last checkpoint"
                 )
             self._updated = None
-        self._running = False
+        self._updating = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -100,15 +99,18 @@ class OffloadOptimizer(Optimizer):
         self.steps = 0
         #: Global norm of the gradients at the last step, before clipping; None without ``max_norm``.
         self.last_norm: Tensor | None = None
+        #: Bytes of gradients that may wait in host memory for their update, where homes are on disk.
+        self.gradient_bytes = 0 if gradient_bytes is None else parse_bytes(gradient_bytes, "gradient_bytes")
         self._model = model
-        self._streamer = model._executor.streamer
+        self._access = model.optimizer_access()
         self._lane = open_update_lane(model.device)
         self._buffer_pool = IOBufferPool()
         #: Fills a slot while the update before still runs.
         self._filler = IOThreadPool(1)
         self._factory = OptimizerFactory(optimizer_class, optimizer_kwargs)
         self.param_blocks: dict[Shard, list[ParamBlock]] = {}
-        self._in_backward: InBackward | None = None
+        #: What updates shards during backward, if this optimizer does.
+        self.in_backward = InBackward(self) if update_in_backward else None
         self._written = GroupChanges(optimizer_class)
         groups = resolve_groups(dict(model.named_parameters()), params)
         # The class checks its hyperparameters on empty tensors: some classes make states at once.
@@ -120,16 +122,7 @@ class OffloadOptimizer(Optimizer):
         #: Of the class alone: torch adds others of its own to ``defaults`` when a state is loaded.
         self._class_defaults = dict(template.defaults)
         super().__init__(groups, dict(template.defaults))
-        gradient_offload = self._streamer.gradient_offload
-        if update_in_backward:
-            if isinstance(gradient_offload.updater, InBackward) and gradient_offload.updater.alive:
-                raise ValueError("this model has an optimizer with update_in_backward=True already; use that one")
-            self._in_backward = InBackward(self)
-            gradient_offload.updater = self._in_backward
-        gradient_offload.note_norms |= max_norm is not None
-        if gradient_bytes is not None:
-            gradient_offload.gradient_bytes = parse_bytes(gradient_bytes, "gradient_bytes")
-        model._optimizers.add(self)
+        self._access.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as in ``torch.optim``; its ``"params"`` may be patterns."""
@@ -137,7 +130,7 @@ class OffloadOptimizer(Optimizer):
         (group,) = resolve_groups(dict(self._model.named_parameters()), [param_group])
         super().add_param_group(group)
         index, members = len(self.param_groups) - 1, set(self.param_groups[-1]["params"])
-        tier, shards = self._model._tier, self._model._executor.shards
+        tier, shards = self._access.tier, self._access.shards
         most = update_block_bytes(shards)
         for shard in shards:
             slices = [s for s in shard.own if s.parameter in members]
@@ -171,8 +164,8 @@ class OffloadOptimizer(Optimizer):
             )
         self._check_idle()
         self.synchronize()
-        held = self._held_elsewhere()
-        self._model._executor.store_assigned_data()
+        held = self._access.held_elsewhere(self)
+        self._access.store_assigned_data()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) != 0:
             return  # GradScaler skips this step
@@ -193,9 +186,8 @@ class OffloadOptimizer(Optimizer):
             for (_, update), (_, following) in itertools.pairwise(decided):
                 update.following = following
             self.steps = number
-            if self._in_backward is not None:
-                self._in_backward.close()
-            self._streamer.decide = None
+            if self.in_backward is not None:
+                self.in_backward.close()
 
         try:
             self._run_sparse(decided)
@@ -206,14 +198,8 @@ class OffloadOptimizer(Optimizer):
             if not isinstance(error, OSError):
                 raise
             # What a home could not do is tried again before anybody reads it, as with all other updates.
-        # From here on the step is decided, as a whole, whatever is raised in the middle of the lines that follow.
-        self._streamer.decide = decide
-        try:
-            decide()
-        except BaseException:
-            decide()
-            raise
-        if not self._model._tier.blocking_io:
+        self._access.commit(decide)
+        if not self._access.tier.blocking_io:
             # Host memory has no slot to update in, so there is nothing to wait for.
             for _, update in decided:
                 if not update.done:
@@ -236,20 +222,20 @@ class OffloadOptimizer(Optimizer):
             OSError: if a home cannot be read or written. Call it again to go on from there.
             RuntimeError: if the class does not treat each parameter by itself.
         """
-        self._streamer.apply_pending_updates()
+        self._access.apply_pending_updates()
         self._written.check()
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Marks backwards that must not update; their gradients accumulate at home. Only needed in backward updates."""
-        if self._in_backward is None:
+        if self.in_backward is None:
             yield
             return
-        self._in_backward.accumulating += 1
+        self.in_backward.accumulating += 1
         try:
             yield
         finally:
-            self._in_backward.accumulating -= 1
+            self.in_backward.accumulating -= 1
 
     # --- states -------------------------------------------------------------------------------------------------
 
@@ -286,19 +272,6 @@ class OffloadOptimizer(Optimizer):
             if state:
                 self.state[parameter] = state
 
-    def _held_elsewhere(self) -> bool:
-        """Whether parameters of this optimizer can be looked at past the model."""
-        known = Counter(p for group in self.param_groups for p in group["params"])
-        views: Counter[int] = Counter()
-        for other in self._model._optimizers:
-            if isinstance(other, OffloadOptimizer):
-                if other is not self:
-                    known.update(p for group in other.param_groups for p in group["params"] if p in known)
-                known.update(p for p in other.state if p in known)
-                for shard, param_blocks in other.param_blocks.items():
-                    views[shard.index] += sum(len(param_block.proxies) for param_block in param_blocks)
-        return self._model._executor.held_elsewhere(known, views)
-
     def _step_groups_without_gradients(self, options: list[dict[str, Any]]) -> None:
         """The plain class goes through all groups; here those without gradients have had no part."""
         for index in range(len(self.param_groups)):
@@ -331,10 +304,9 @@ class OffloadOptimizer(Optimizer):
         )
 
     def _check_idle(self) -> None:
-        if self._model._executor.busy:
-            raise RuntimeError("expected no forward or backward under way; a layer or a hook of the model stepped it")
-        if self._in_backward is not None:
-            self._in_backward.check()
+        self._access.check_idle()
+        if self.in_backward is not None:
+            self.in_backward.check()
 
     def _coefficient(self, scale: Tensor | None, trusted: bool) -> Tensor | None:
         """What gradients are multiplied by; None for 1."""
@@ -368,7 +340,6 @@ class OffloadOptimizer(Optimizer):
                 tasks.append(UpdateJob(param_block, gradients, options, coefficient))
         if not tasks:
             return None
-        in_slot = self._model._tier.blocking_io and self._model.device.type == "cpu"
         # The update may outlive the optimizer, and must not keep it from being collected.
         owner = weakref.ref(self)
 
@@ -381,7 +352,13 @@ class OffloadOptimizer(Optimizer):
                     )
 
         return Update(
-            shard, tasks, self._lane, self._model._meter, in_slot=in_slot, io_threads=self._filler, finished=finished
+            shard,
+            tasks,
+            self._lane,
+            self._access.meter,
+            in_slot=self._access.updates_in_slot,
+            io_threads=self._filler,
+            finished=finished,
         )
 
     @staticmethod

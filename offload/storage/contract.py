@@ -43,9 +43,6 @@ class Block(ABC):
     def staged(self) -> Tensor:
         """The bytes in host memory, to be read piece by piece: the block itself, or a copy that was read in one go."""
 
-    def retire(self) -> None:  # noqa: B027 - most places have nothing to do
-        """The engine uses the block no more: its bytes go with the last tensor that views them."""
-
     @abstractmethod
     def write(self, source: Tensor, offset: int) -> None:
         """Overwrites the bytes from ``offset`` on with those of ``source`` (uint8, flat, on any device)."""

@@ -66,10 +66,6 @@ class DiskBlock(Block):
         self.read_into(copy)
         return copy
 
-    def retire(self) -> None:
-        """Takes the file's name away; its room is free once no tensor maps it."""
-        self._path.unlink(missing_ok=True)
-
     def write(self, source: Tensor, offset: int) -> None:
         """Writes to the file."""
         assert offset + source.numel() <= self.nbytes
@@ -141,10 +137,12 @@ class DiskTier(Tier):
         return self.transfers.staging.nbytes
 
     def allocate(self, nbytes: int, label: str, *, cyclic: bool = False) -> Block:
-        """A new file of ``nbytes``."""
+        """A new file of ``nbytes``. Its name goes with the block, its room with the last tensor that maps it."""
         path = self.folder / f"{next(self._numbers):04d}-{label}"
         reserve(path, whole_pages(nbytes), nbytes)
-        return DiskBlock(path, nbytes, self.transfers, cyclic=cyclic)
+        block = DiskBlock(path, nbytes, self.transfers, cyclic=cyclic)
+        finalize_here(block, Path.unlink, path, True)
+        return block
 
     def scratch(self) -> Scratch | None:
         """A file without a name."""

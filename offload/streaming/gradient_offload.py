@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from offload.planning.updates import Optimizers
 from offload.storage import Block, Tier
 from offload.storage.contract import bytes_of
 from offload.streaming.grad_norm import norm_of, note
@@ -27,35 +28,10 @@ from offload.streaming.lane import Arrival, Lane, error_context
 from offload.streaming.shard import Shard, Slice
 from offload.telemetry.statistics import Meter
 
-__all__ = ["GradientOffload", "Updater"]
+if TYPE_CHECKING:
+    from offload.optim.in_backward import InBackward
 
-
-class Updater(Protocol):
-    """An optimizer that updates each shard in backward, as soon as its gradients are complete."""
-
-    @property
-    def updates(self) -> bool:
-        """Whether the next backward is to update shards."""
-        ...
-
-    def begin(self, waiting: int) -> bool:
-        """A backward begins, while ``waiting`` other forwards still wait for theirs; says whether it will update.
-
-        May refuse the backward.
-        """
-        ...
-
-    def keep(self, shard: Shard, gradients: list[Tensor | None]) -> dict[Slice, Tensor]:
-        """Takes the gradients that need not go home out of what a visit left."""
-        ...
-
-    def complete(self, shard: Shard, kept: dict[Slice, Tensor], after: Sequence[Arrival]) -> Arrival | None:
-        """Starts to update the shard, ``after`` its other gradients are home."""
-        ...
-
-    def end(self, *, failed: bool = False) -> None:
-        """The backward is over."""
-        ...
+__all__ = ["GradientOffload"]
 
 
 class GradientOffload:
@@ -68,13 +44,12 @@ class GradientOffload:
         self._lane = lane
         self._meter = meter
         self._drains: deque[tuple[Arrival, int, list[Tensor]]] = deque()
-        #: Whether the norm of each gradient is wanted, and what is known of those on their way.
-        self.note_norms = False
+        #: What asks for norms of gradients, for gradients that wait in memory, and for updates during backward.
+        self.optimizers = Optimizers()
+        #: Norms of gradients on their way.
         self._norms: list[tuple[nn.Parameter, Tensor]] = []
-        #: Bytes of gradients that may wait in host memory for their update, where homes are on disk.
-        self.gradient_bytes = 0
-        #: Who updates shards during backward, if anybody does; and what it keeps of the shards that it has yet to.
-        self.updater: Updater | None = None
+        #: What updates shards during this backward, if it does; and what it keeps of the shards that it has yet to.
+        self._updater: InBackward | None = None
         self._updates = False
         self._kept: dict[Shard, dict[Slice, Tensor]] = {}
         #: Whose gradients do not go home, and what has come of them; whether all others are dropped.
@@ -83,7 +58,7 @@ class GradientOffload:
         self._only_those = False
 
     def begin(self, waiting: int, handed_over: Collection[nn.Parameter] = (), *, only_those: bool = False) -> bool:
-        """A backward begins; says whether its plan is to update each shard. See :class:`Updater`.
+        """A backward begins; says whether its plan is to update each shard.
 
         Args:
             waiting: other forwards that wait for their backward.
@@ -93,7 +68,8 @@ class GradientOffload:
         Raises:
             RuntimeError: if a shard cannot be updated in this backward.
         """
-        self._updates = not only_those and self.updater is not None and self.updater.begin(waiting)
+        self._updater = None if only_those else self.optimizers.in_backward
+        self._updates = self._updater is not None and self._updater.begin(waiting)
         if self._updates and handed_over:
             self._end(failed=True)
             raise RuntimeError(
@@ -106,16 +82,16 @@ class GradientOffload:
     def drain(self, shard: Shard, gradients: list[Tensor | None]) -> None:
         """Starts to add ``gradients``, as the last visit left them, to the homes' ``.grad``."""
         if self._updates:
-            assert self.updater is not None
-            self._kept[shard] = self.updater.keep(shard, gradients)
+            assert self._updater is not None
+            self._kept[shard] = self._updater.keep(shard, gradients)
         self._send(shard, gradients)
 
     def update(self, shard: Shard) -> None:
         """Starts to update a shard whose gradients were drained."""
-        assert self.updater is not None
+        assert self._updater is not None
         kept = self._kept.pop(shard)
         # Drain lane -> update lane. Without ``after``, a shard is updated with gradients that are not complete.
-        update = self.updater.complete(shard, kept, after=[arrival for arrival, _, _ in self._drains])
+        update = self._updater.complete(shard, kept, after=[arrival for arrival, _, _ in self._drains])
         if update is not None:
             while len(self._drains) > 1:
                 # Drain lane -> compute. Without this, gradients pile up before a slow home.
@@ -153,8 +129,9 @@ class GradientOffload:
     def _end(self, *, failed: bool = False) -> None:
         self._updates = False
         self._handed_over, self._only_those = (), False
-        if self.updater is not None:
-            self.updater.end(failed=failed)
+        if self._updater is not None:
+            self._updater.end(failed=failed)
+            self._updater = None
 
     def _synchronize(self, *, on_host: bool = False) -> None:
         arrival, nbytes, _gradients = self._drains[0]
@@ -206,12 +183,14 @@ class GradientOffload:
             # gradient may change places. The copy has had a whole visit's time, so the wait is short.
             self._synchronize()
 
+        norms = self.optimizers.clip
+
         def copy() -> None:
             with self._meter.on_lane("drain", f"D{shard.index}", nbytes):
                 while moves:
                     parameter, move = moves.popleft()
                     total = move()
-                    if self.note_norms and not total.is_sparse:
+                    if norms and not total.is_sparse:
                         self._norms.append((parameter, norm_of(total)))
                     del move, total
 
@@ -233,12 +212,12 @@ class GradientOffload:
             yield partial(_add, resting, gradient)
         elif gradient.device == parameter.device and not self._tier.blocking_io and gradient.dtype == parameter.dtype:
             parameter.grad = gradient
-            if self.note_norms:
+            if self.optimizers.clip:
                 yield lambda: gradient
         elif self._tier.blocking_io and self._waits_in_memory(owner):
             if gradient.device.type == "cpu" and gradient.dtype == parameter.dtype:
                 parameter.grad = gradient
-                if self.note_norms:
+                if self.optimizers.clip:
                     yield lambda: gradient
             else:
                 host = torch.empty_strided(parameter.shape, s.stride, dtype=parameter.dtype)
@@ -254,10 +233,11 @@ class GradientOffload:
 
     def _waits_in_memory(self, shard: Shard) -> bool:
         """Whether the gradients of a shard need not go to disk: those of the first shards, which are updated first."""
-        if not self.gradient_bytes:
+        most = self.optimizers.gradient_bytes
+        if not most:
             return False
         before = (s for other in self._shards[: shard.index + 1] for s in other.own if s.parameter.requires_grad)
-        return sum(s.nbytes for s in before) <= self.gradient_bytes
+        return sum(s.nbytes for s in before) <= most
 
 
 def _nbytes(gradients: Iterable[Tensor]) -> int:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.streaming.casts import Casts
-from offload.streaming.lane import Arrival
 from offload.streaming.materialize import Materializer, Values
 from pipe.torch_private import storage_uses
 
-__all__ = ["Pending", "Shard", "State", "layout", "make_shards", "named_parameters"]
+if TYPE_CHECKING:
+    from offload.optim.update import Update
+
+__all__ = ["Shard", "State", "layout", "make_shards", "named_parameters"]
 
 
 class State(enum.Enum):
@@ -42,26 +44,6 @@ class State(enum.Enum):
     HOME = "home"  # its home block only
     LOADED = "loaded"  # home, and a slot that holds a copy or is about to; nobody computes with it
     BOUND = "bound"  # home and slot; its parameters point into the slot
-
-
-class Pending(Protocol):
-    """Work that must be done at a home before its bytes may be read or written: the update of an optimizer.
-
-    It is started by the thread that drives the model, once; further starts return the same arrival, or try again what
-    failed. When it is done, ``shard.pending`` is None again.
-    """
-
-    def wait_idle(self) -> None:
-        """Waits until nothing of it is under way, whatever came of what was; also of a start that was interrupted."""
-        ...
-
-    def start(self, slot: Tensor | None = None) -> Arrival:
-        """Starts it. ``slot`` is about to be filled with the shard, and may be worked in."""
-        ...
-
-    def filled(self, slot: Tensor) -> bool:
-        """Whether it left what the home holds in ``slot``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -130,7 +112,8 @@ class Shard:
     gradients: Block | None = None
     #: Where in it the gradients rest that it has room for.
     gradient_offsets: dict[Slice, int] = field(default_factory=dict)
-    pending: Pending | None = None
+    #: The update that its home needs before its bytes may be read or written; None again when it is done.
+    pending: Update | None = None
     state: State = State.HOME
     slot_bytes: int = 0
     #: ``_version`` of each parameter when the resident copy was made.
@@ -201,7 +184,7 @@ class Shard:
         self.loaded_versions = self.versions()
         self.state = State.LOADED
 
-    def fill(self, slot: Tensor, update: Pending | None = None) -> None:
+    def fill(self, slot: Tensor, update: Update | None = None) -> None:
         """Copies the home's bytes into ``slot``. Runs on the load lane and touches no state.
 
         ``update`` is what was pending when the load was given; it may have filled the slot already.
@@ -337,18 +320,12 @@ class Shard:
         resting = sum(g is not None and not g.is_sparse and g.untyped_storage().data_ptr() == address for g in grads)
         too_large = not resting and not all(s.parameter.requires_grad for s in self.gradient_offsets)
         if too_large or storage_uses(block.tensor) > 1 + resting:
-            self._retire_gradients()
-
-    def _retire_gradients(self) -> None:
-        if self.gradients is not None:
-            self.gradients.retire()
-        self.gradients, self.gradient_offsets = None, {}
+            self.gradients, self.gradient_offsets = None, {}
 
     def gradient_home(self, s: Slice, tier: Tier) -> tuple[Block, int, Tensor]:
         """Block, offset and view where an own gradient rests. Made at need, with room for what takes gradients."""
         if s not in self.gradient_offsets:
-            self._retire_gradients()
-            end = 0
+            self.gradients, self.gradient_offsets, end = None, {}, 0
             for own in self.own:
                 if own is s or own.parameter.requires_grad:
                     self.gradient_offsets[own] = end

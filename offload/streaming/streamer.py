@@ -19,6 +19,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,9 +28,12 @@ from offload.storage import Tier
 from offload.streaming.gradient_offload import GradientOffload
 from offload.streaming.heap import Heap
 from offload.streaming.lane import Arrival, Lanes, error_context
-from offload.streaming.shard import Pending, Shard, State
+from offload.streaming.shard import Shard, State
 from offload.streaming.slot_pool import SlotPool
 from offload.telemetry.statistics import Meter
+
+if TYPE_CHECKING:
+    from offload.optim.update import Update
 
 __all__ = ["Streamer"]
 
@@ -39,7 +43,7 @@ class _Updating:
     """The update that a plan starts just before a load, and the slot that both are given."""
 
     slot: Tensor
-    pending: Pending | None
+    pending: Update | None
     arrivals: list[Arrival]
 
 

@@ -101,15 +101,15 @@ class Run:
         became = interrupted(lambda: self.step(1), line)
         self.check_at_rest()
         ours = self.optimizer
-        if isinstance(ours, OffloadOptimizer) and ours._in_backward is not None:
-            if ours._in_backward._dead is not None:
+        if isinstance(ours, OffloadOptimizer) and ours.in_backward is not None:
+            if ours.in_backward._dead is not None:
                 with pytest.raises(RuntimeError, match="make model and optimizer anew"):
                     ours.step()
                 self.make()
                 self.step(0)
                 self.save()
                 return became
-            if ours._in_backward._updated is not None:  # the backward was complete
+            if ours.in_backward._updated is not None:  # the backward was complete
                 ours.step()
         done = self.steps_done()
         assert done in (1, 2)

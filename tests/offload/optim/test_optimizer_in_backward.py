@@ -47,7 +47,7 @@ def test_no_gradient_is_stored_and_shards_are_updated_before_backward_ends(tmp_p
     pair = Pair("adamw", f"{tmp_path}/", update_in_backward=True)
     order: list[str] = []
     shards = pair.model._executor.shards
-    original = pair.ours._in_backward.complete  # type: ignore[union-attr]
+    original = pair.ours.in_backward.complete  # type: ignore[union-attr]
 
     def complete(shard: Any, kept: Any, after: Any) -> Any:
         order.append(f"U{shard.index}")
@@ -55,7 +55,7 @@ def test_no_gradient_is_stored_and_shards_are_updated_before_backward_ends(tmp_p
         assert all(p.grad is None for p in shard.parameters)
         return arrival
 
-    pair.ours._in_backward.complete = complete  # type: ignore[union-attr, method-assign]
+    pair.ours.in_backward.complete = complete  # type: ignore[union-attr, method-assign]
     first = next(iter(pair.model.children()))
     first.register_forward_pre_hook(lambda *_: order.append("B0") if is_recomputing() else None)
     pair.backward()

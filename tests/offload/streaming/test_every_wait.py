@@ -42,7 +42,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
     "offload.streaming.gradient_offload": {
         "GradientOffload.update": [
             (
-                "self.updater.complete(shard, kept, after=[arrival for arrival, _, _ in self._drains])",
+                "self._updater.complete(shard, kept, after=[arrival for arrival, _, _ in self._drains])",
                 training.updates_in_backward_see_complete_gradients,
             ),
             ("self._synchronize()", training.gradients_do_not_pile_up),
@@ -192,7 +192,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("self.synchronize()", reading.gradients_are_zeroed_after_their_use_by_the_optimizer),
         ],
         "OffloadOptimizer.synchronize": [
-            ("self._streamer.apply_pending_updates()", reading.synchronize_finishes_the_update)
+            ("self._access.apply_pending_updates()", reading.synchronize_finishes_the_update)
         ],
         "OffloadOptimizer.state_dict": [("self.synchronize()", reading.the_state_of_the_optimizer_is_updated)],
         "OffloadOptimizer.load_state_dict": [
@@ -200,6 +200,11 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         ],
         "OffloadOptimizer._run_sparse": [
             ("update.start().synchronize()", reading.a_gradient_that_a_class_refuses_is_refused_by_the_step),
+        ],
+    },
+    "offload.planning.updates": {
+        "OptimizerAccess.apply_pending_updates": [
+            ("self._streamer.apply_pending_updates()", reading.synchronize_finishes_the_update)
         ],
     },
     "offload.optim.in_backward": {

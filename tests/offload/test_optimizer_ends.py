@@ -1,0 +1,131 @@
+"""What an optimizer switches on ends with it: afterwards the model is as if it had never had one."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload import OffloadModel, OffloadOptimizer
+from tests.offload.pair import Pair, pending
+from tests.offload.zoo import WIDTH, build
+
+
+def model_at(home: str) -> OffloadModel:
+    return OffloadModel(build(["linear", "linear"]), "cpu", home, num_slices=2, checkpoint_activation=True)
+
+
+def backward(model: OffloadModel) -> None:
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
+    model(x).pow(2).mean().backward()
+
+
+def test_updates_in_backward_end(home: str) -> None:
+    model = model_at(home)
+    optimizer: Any = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
+    assert model.updates_in_backward
+    with pytest.raises(ValueError, match="has an optimizer with update_in_backward=True already"):
+        OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
+    backward(model)
+    del optimizer
+    gc.collect()
+    assert not model.updates_in_backward
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):  # without a step in between, which an optimizer that updates in backward refuses
+        backward(model)
+    for then, now in zip(before, model.parameters(), strict=True):
+        assert torch.equal(then, now)
+        assert now.grad is not None
+    OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
+
+
+def test_an_optimizer_that_is_forgotten_in_the_middle_of_a_backward_updates_all_of_it(home: str) -> None:
+    pair = Pair("sgd", home, update_in_backward=True)
+    pair.schedules.clear()
+    optimizer = weakref.ref(pair.ours)
+
+    def forget() -> None:
+        vars(pair).pop("ours", None)
+        gc.collect()
+
+    last = list(pair.model.children())[-1]
+    last.register_full_backward_hook(lambda *_: forget())
+    pair.backward()
+    pair.plain.step()
+    pair.plain.zero_grad()
+    gc.collect()
+    assert optimizer() is None
+    pair.compare()
+
+
+def test_norms_are_no_longer_computed(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    norms: list[torch.Tensor] = []
+    original = torch.linalg.vector_norm
+
+    def counted(gradient: torch.Tensor, **more: Any) -> torch.Tensor:
+        norms.append(gradient)
+        return original(gradient, **more)
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", counted)
+    model = model_at(home)
+    optimizer: Any = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, max_norm=1.0)
+    backward(model)
+    assert norms
+    del optimizer
+    gc.collect()
+    norms.clear()
+    backward(model)
+    assert not norms
+
+
+def test_gradients_no_longer_wait_in_memory(tmp_path: Path) -> None:
+    model = model_at(f"{tmp_path}/")
+    optimizer: Any = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, gradient_bytes="1GiB")
+    before = model.statistics().bytes_stored
+    backward(model)
+    assert model.statistics().bytes_stored == before
+    model.zero_grad()
+    del optimizer
+    gc.collect()
+    backward(model)
+    assert model.statistics().bytes_stored == before + sum(p.numel() * 4 for p in model.parameters())
+
+
+@pytest.mark.parametrize("update_in_backward", [False, True])
+def test_what_it_decided_is_applied_and_then_threads_and_files_end(tmp_path: Path, update_in_backward: bool) -> None:
+    others = set(threading.enumerate())
+    pair = Pair("adamw", f"{tmp_path}/", update_in_backward=update_in_backward)
+    pair.backward()
+    pair.step()
+    pair.zero()
+    assert pending(pair.model) == ([] if update_in_backward else [0, 1, 2, 3])
+    optimizer = weakref.ref(pair.ours)
+    del pair.ours
+    pair.schedules.clear()
+    gc.collect()
+    assert optimizer() is None
+    pair.eval()  # loads every shard, so what is pending is applied
+    assert pending(pair.model) == []
+    for thread in set(threading.enumerate()) - others:
+        if thread.name == "offload-update":
+            thread.join(timeout=60)
+            assert not thread.is_alive()
+    assert not list(tmp_path.rglob("*states*"))
+    pair.compare()
+
+
+def test_states_that_are_replaced_leave_no_files_behind(tmp_path: Path) -> None:
+    pair = Pair("adamw", f"{tmp_path}/")
+    pair.backward()
+    pair.step()
+    pair.ours.synchronize()
+    states = len(list(tmp_path.rglob("*states*")))
+    for _ in range(2):
+        pair.ours.load_state_dict(pair.ours.state_dict())
+    gc.collect()
+    assert len(list(tmp_path.rglob("*states*"))) == states > 0
