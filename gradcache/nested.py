@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from pipe.torch_private import pytree
 
 __all__ = ["map_tensors", "tensors_in"]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload.planning.budget import Layout, fit, parse_bytes
 from offload.planning.partition import cut_layers, layer_bytes
 from pipe.refusals import beyond_layers
+from pipe.torch_private import is_traceable_wrapper_subclass
 
 __all__ = [
     "as_call",

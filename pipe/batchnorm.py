@@ -25,9 +25,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812, RUF100
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipe.recompute.phase import is_recomputing
+from pipe.torch_private import BatchNorm
 
 __all__ = ["DeferredBatchNorm", "mini_batch"]
 
@@ -48,7 +48,7 @@ def mini_batch(chunks: int) -> Iterator[None]:
         _under_way.reset(token)
 
 
-class DeferredBatchNorm(_BatchNorm):
+class DeferredBatchNorm(BatchNorm):
     """BatchNorm for micro-batches. Input of shape ``(N, C, ...)``, at least 2-dimensional.
 
     Args:
@@ -153,7 +153,7 @@ class DeferredBatchNorm(_BatchNorm):
         """The replacement of a module, or None if it is kept."""
         if isinstance(module, cls) and module.chunks == chunks:
             return None
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BatchNorm):
             if not module.track_running_stats:
                 return None
             deferred = cls(module.num_features, module.eps, module.momentum, module.affine, chunks)

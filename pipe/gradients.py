@@ -14,11 +14,12 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+
+from pipe.torch_private import HiddenHooks
 
 __all__ = ["StepGradients", "parameters_of"]
 
@@ -36,32 +37,6 @@ def parameters_of(module: nn.Module, *, without: Iterable[object]) -> list[nn.Pa
             found.update((id(p), p) for p in inner._parameters.values() if p is not None)
             waiting.extend(inner._modules.values())
     return list(found.values())
-
-
-class _Hooks:
-    """The hooks of one parameter. They do not run until :meth:`restore`."""
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        # Autograd holds these very dictionaries, so that an empty one is a parameter without hooks.
-        self._live = [parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)]
-        self._kept = [dict(hooks or {}) for hooks in self._live]
-        for hooks in self._live:
-            if hooks:
-                hooks.clear()
-
-    def restore(self) -> None:
-        for hooks, kept in zip(self._live, self._kept, strict=True):
-            if kept:
-                assert hooks is not None
-                hooks.update(kept)
-
-    @property
-    def on_gradient(self) -> list[Callable[[Tensor], Any]]:
-        return list(self._kept[0].values())
-
-    @property
-    def after(self) -> list[Callable[[nn.Parameter], None]]:
-        return list(self._kept[1].values())
 
 
 class StepGradients:
@@ -83,12 +58,13 @@ class StepGradients:
     @contextlib.contextmanager
     def accumulated(self) -> Iterator[None]:
         """Inside, gradients accumulate from nothing. At the end they are added to those of before."""
-        before = [(parameter, parameter.grad, _Hooks(parameter)) for parameter in self.parameters]
-        for parameter, _, _ in before:
-            parameter.grad = None
+        before = [(parameter, parameter.grad, HiddenHooks(parameter)) for parameter in self.parameters]
         done = 0
         try:
             try:
+                for parameter, _, hooks in before:
+                    parameter.grad = None
+                    hooks.hide()
                 yield
             finally:
                 for _, _, hooks in before:
@@ -101,7 +77,7 @@ class StepGradients:
                 parameter.grad = gradient
             raise
 
-    def _finish(self, parameter: nn.Parameter, before: Tensor | None, hooks: _Hooks) -> None:
+    def _finish(self, parameter: nn.Parameter, before: Tensor | None, hooks: HiddenHooks) -> None:
         gradient = parameter.grad
         if gradient is None:
             parameter.grad = before
@@ -113,5 +89,5 @@ class StepGradients:
                 changed = hook(gradient)
                 gradient = gradient if changed is None else changed
             parameter.grad = gradient if before is None else before.add_(gradient)
-            for after in hooks.after:
+            for after in hooks.after_accumulation:
                 after(parameter)

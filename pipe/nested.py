@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from pipe.torch_private import pytree
 
 __all__ = ["COMPRESSED", "TreeSpec", "flatten", "map_distinct", "map_tensors", "parts_of", "tensors_in", "unflatten"]
 

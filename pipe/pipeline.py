@@ -54,6 +54,7 @@ from pipe.schedule import Action, clock_cycles, coming_turns, forward_clocks
 from pipe.skip.namespace import Key
 from pipe.stage import Stage
 from pipe.stream import AbstractStream, current_stream, use_device
+from pipe.torch_private import in_backward
 from pipe.worker import Task, task_runner
 
 __all__ = ["Pipeline", "clock_cycles", "copy", "depend", "wait"]
@@ -247,7 +248,7 @@ def _then(compute: Callable[[], Batch], coming: Stage | None) -> Callable[[], Ba
 
 
 def _recorded(stage: Stage, record: Callable[[Action], None], action: Action, input: Any) -> Any:
-    if torch._C._current_graph_task_id() == -1:
+    if not in_backward():
         record(action)
     return stage(input)
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipe.balance.blockpartition import solve
 from pipe.batchnorm import DeferredBatchNorm
@@ -19,6 +18,7 @@ from pipe.skip.layout import inspect_skip_layout
 from pipe.skip.skippable import verify_skippables
 from pipe.stage import Stage
 from pipe.stream import normalize_device
+from pipe.torch_private import BatchNorm
 from pipe.turn import takers_in, takes_turns
 
 __all__ = [
@@ -51,7 +51,7 @@ def check_convertible(module: nn.Module) -> None:
         if not takers_in([taker]) or takers_in(taker.children()):
             continue
         for inner, layer in taker.named_modules():
-            if isinstance(layer, _BatchNorm) and not isinstance(layer, DeferredBatchNorm) and layer.track_running_stats:
+            if isinstance(layer, BatchNorm) and not isinstance(layer, DeferredBatchNorm) and layer.track_running_stats:
                 raise ValueError(
                     f"expected layers to convert before they are offloaded, got {name}.{inner} inside "
                     f"{type(taker).__name__} (deferred_batch_norm=True); offload the result of "

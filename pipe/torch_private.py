@@ -1,7 +1,8 @@
-"""Names of torch that are not public, each behind a function that says what it means.
+"""Names of torch that are not public: each is used here only, under a name that says what it means.
 
-Everything here has been in torch since 2.6, and has no public counterpart. A release that drops one breaks this module
-and no other.
+They have no public counterpart. A release that drops one breaks this module and no other; ``tests/pipe/
+test_torch_private.py`` says of which releases that is known. :data:`ATTRIBUTES` lists the private attributes of tensors
+and modules that the packages use where they need them, since half of the field's code relies on those.
 """
 
 from __future__ import annotations
@@ -10,32 +11,104 @@ import contextlib
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn, overrides
+from torch.nn.modules import module as module_hooks
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as BatchOrInstanceNorm
+from torch.utils import _python_dispatch as dispatch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterator
 
 __all__ = [
+    "ATTRIBUTES",
     "HOOKS_OF_MODULES",
+    "BatchNorm",
+    "BatchOrInstanceNorm",
+    "DataLoaderIterator",
+    "HiddenHooks",
+    "SavedTensorHooks",
+    "TorchDispatchMode",
     "accumulates_everywhere",
+    "at_end_of_backward",
+    "dispatch_modes",
+    "function_modes",
     "global_module_hooks",
     "has_hooks",
+    "has_module_hooks",
     "hidden_hooks",
+    "in_backward",
     "is_requested",
+    "is_traceable_wrapper_subclass",
     "keeps_graph",
+    "left_dispatch_mode",
+    "left_function_mode",
+    "memory_of",
+    "multiply_all",
     "native_uses",
+    "negative_view",
+    "no_torch_function",
     "outside_of_compiled_graphs",
+    "pop_saved_tensor_hooks",
+    "pushed_dispatch_mode",
+    "pushed_function_mode",
+    "pytree",
     "run_hooks_with_gradient_only",
+    "saved_tensor_hooks",
+    "set_grad_enabled",
+    "set_versions",
     "storage_uses",
+    "transform_of_functions_under_way",
     "transform_under_way",
     "uncompiled_hooks",
     "with_subclasses",
+    "without_modes",
 ]
+
+#: Private attributes of torch's objects that the packages read, write or override, by what has them.
+ATTRIBUTES: dict[type, tuple[str, ...]] = {
+    Tensor: (
+        *("_base", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "_indices"),
+        "_make_wrapper_subclass",
+    ),
+    nn.Module: (
+        *("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_compiled_call_impl"),
+        *("_apply", "_load_from_state_dict", "_save_to_state_dict"),
+    ),
+}
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+SavedTensorHooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
 _autograd: Any = torch._C._autograd
+
+
+# --- memory and counts ------------------------------------------------------------------------------------------------
+
+
+def memory_of(tensor: Tensor) -> int:
+    """A number that tensors share whose memory is the same; as long as one of them lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Sets the counts of in-place changes."""
+    _autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiplies tensors in place."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def negative_view(tensor: Tensor) -> Tensor:
+    """A view of a tensor that reads as its negative."""
+    return torch._neg_view(tensor)
 
 
 def storage_uses(tensor: Tensor) -> int:
@@ -47,6 +120,19 @@ def storage_uses(tensor: Tensor) -> int:
 def native_uses(tensor: Tensor) -> int:
     """How many owners a tensor has in C++, its Python object included: graphs, and the parameter of a gradient."""
     return int(tensor._use_count())  # type: ignore[attr-defined, unused-ignore]
+
+
+# --- backward, and hooks of leaves ------------------------------------------------------------------------------------
+
+
+def in_backward() -> bool:
+    """Whether this thread is in the middle of a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Within a backward: calls a function when it ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def accumulates_everywhere() -> bool:
@@ -79,20 +165,46 @@ def has_hooks(leaf: Tensor) -> bool:
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)  # type: ignore[attr-defined, unused-ignore]
 
 
+class HiddenHooks:
+    """The hooks of one leaf. Between :meth:`hide` and :meth:`restore` autograd does not run them."""
+
+    def __init__(self, leaf: Tensor) -> None:
+        self._leaf: Any = leaf
+        self._hooks = self._leaf._backward_hooks, self._leaf._post_accumulate_grad_hooks
+
+    @property
+    def on_gradient(self) -> list[Callable[[Tensor], Any]]:
+        """Those of ``register_hook``."""
+        return list((self._hooks[0] or {}).values())
+
+    @property
+    def after_accumulation(self) -> list[Callable[[Tensor], Any]]:
+        """Those of ``register_post_accumulate_grad_hook``."""
+        return list((self._hooks[1] or {}).values())
+
+    def hide(self) -> None:
+        """Takes them away, if there are any."""
+        if any(self._hooks):
+            # An empty mapping: None takes the name away, but not what the engine runs.
+            self._leaf._backward_hooks, self._leaf._post_accumulate_grad_hooks = OrderedDict(), OrderedDict()
+
+    def restore(self) -> None:
+        """Brings them back."""
+        if any(self._hooks):
+            self._leaf._backward_hooks, self._leaf._post_accumulate_grad_hooks = self._hooks
+
+
 @contextlib.contextmanager
 def hidden_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
     """Inside, autograd accumulates into the leaves without running their hooks."""
-    hooked: list[Any] = [leaf for leaf in leaves if has_hooks(leaf)]
-    hidden = [(leaf, leaf._backward_hooks, leaf._post_accumulate_grad_hooks) for leaf in hooked]
+    hidden = [HiddenHooks(leaf) for leaf in leaves if has_hooks(leaf)]
     try:
-        for leaf, _, _ in hidden:
-            # An empty mapping: None takes the name away, but not what the engine runs.
-            leaf._backward_hooks, leaf._post_accumulate_grad_hooks = OrderedDict(), OrderedDict()
+        for hooks in hidden:
+            hooks.hide()
         yield
     finally:
-        for leaf, on_gradient, after_accumulation in hidden:
-            leaf._backward_hooks = on_gradient
-            leaf._post_accumulate_grad_hooks = after_accumulation
+        for hooks in hidden:
+            hooks.restore()
 
 
 def run_hooks_with_gradient_only(leaf: Tensor) -> None:
@@ -123,7 +235,99 @@ def run_hooks_with_gradient_only(leaf: Tensor) -> None:
 
     leaf_._backward_hooks = OrderedDict({0: gradient_hooks})
     leaf_._post_accumulate_grad_hooks = OrderedDict({0: accumulation_hooks})
-    torch.autograd.Variable._execution_engine.queue_callback(restore)
+    at_end_of_backward(restore)
+
+
+# --- modes, compilers and transforms ----------------------------------------------------------------------------------
+
+
+def set_grad_enabled(enabled: bool) -> None:
+    """Sets the grad mode of this thread, without a context."""
+    torch._C._set_grad_enabled(enabled)
+
+
+def saved_tensor_hooks(*, while_tracing: bool = False) -> SavedTensorHooks | None:
+    """The saved-tensor hooks in force. A trace leaves them out, unless they are asked for ``while_tracing``."""
+    hooks: SavedTensorHooks | None = _autograd._top_saved_tensors_default_hooks(while_tracing)
+    return hooks
+
+
+def pop_saved_tensor_hooks() -> None:
+    """Takes away the saved-tensor hooks in force."""
+    _autograd._pop_saved_tensors_default_hooks()
+
+
+def dispatch_modes() -> list[Any]:
+    """The ``TorchDispatchMode`` contexts of this thread, outermost first."""
+    modes: list[Any] = dispatch._get_current_dispatch_mode_stack()
+    return modes
+
+
+def function_modes() -> list[Any]:
+    """The ``TorchFunctionMode`` contexts of this thread, outermost first."""
+    modes: list[Any] = overrides._get_current_function_mode_stack()
+    return modes
+
+
+@contextlib.contextmanager
+def pushed_dispatch_mode(mode: Any) -> Iterator[None]:
+    """Inside, a mode is in force.
+
+    It is not entered: ``__enter__`` may have effects that the user asked for once (counters, printed summaries).
+    """
+    dispatch._push_mode(mode)
+    try:
+        yield
+    finally:
+        dispatch._pop_mode()
+
+
+@contextlib.contextmanager
+def pushed_function_mode(mode: Any) -> Iterator[None]:
+    """As :func:`pushed_dispatch_mode`, for a ``TorchFunctionMode``."""
+    overrides._push_mode(mode)
+    try:
+        yield
+    finally:
+        overrides._pop_mode()
+
+
+def left_dispatch_mode() -> None:
+    """Takes the innermost ``TorchDispatchMode`` away, without its ``__exit__``."""
+    dispatch._pop_mode()
+
+
+def left_function_mode() -> None:
+    """Takes the innermost ``TorchFunctionMode`` away, without its ``__exit__``."""
+    overrides._pop_mode()
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Inside, no mode and no subclass meets an operation."""
+    with torch._C.DisableTorchFunction(), dispatch._disable_current_modes():
+        yield
+
+
+#: As ``__torch_function__`` of a subclass: its operations are those of a plain tensor, and its results are too.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def has_module_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether hooks, of one of these modules or of all modules, see what it takes or returns."""
+    return any(getattr(module_hooks, name, None) for name in _GLOBAL_HOOKS) or any(
+        module._forward_hooks or module._forward_pre_hooks for module in modules
+    )
+
+
+#: Where ``torch.nn.modules.module`` keeps hooks of all modules.
+_GLOBAL_HOOKS = tuple(
+    f"_global_{name}"
+    for name in (
+        *("backward_pre_hooks", "backward_hooks", "forward_pre_hooks", "forward_hooks"),
+        *("forward_hooks_always_called", "forward_hooks_with_kwargs"),
+    )
+)
 
 
 #: The attributes of a module that hold its hooks by number, and for some of those numbers how they are called.
@@ -177,9 +381,14 @@ def with_subclasses() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if enabled else enable()
 
 
+def transform_of_functions_under_way() -> bool:
+    """Whether a transform of ``torch.func`` is under way."""
+    return torch._C._functorch.maybe_current_level() is not None  # type: ignore[attr-defined, unused-ignore]
+
+
 def transform_under_way(inputs: Iterable[Tensor]) -> str | None:
     """Name of what differentiates, batches or records a call on ``inputs`` from outside autograd, if anything does."""
-    if torch._C._functorch.maybe_current_level() is not None:  # type: ignore[attr-defined, unused-ignore]
+    if transform_of_functions_under_way():
         return "a transform of torch.func (grad, jvp, vmap, ...)"
     forward_mode = torch.autograd.forward_ad
     if forward_mode._current_level >= 0 and any(forward_mode.unpack_dual(x).tangent is not None for x in inputs):

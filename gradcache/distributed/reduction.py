@@ -33,6 +33,7 @@ from gradcache import representations
 from gradcache.reach import Reach, leaves_of
 from pipe.module_hooks import EngineHook
 from pipe.nested import tensors_in
+from pipe.torch_private import at_end_of_backward
 
 __all__ = ["Reduction", "after_backward", "unwrapped", "watch", "wrappers_in"]
 
@@ -84,9 +85,8 @@ def _note_forward(wrapper: nn.Module, args: Any, output: Any) -> None:
 
 def after_backward(function: Callable[[], None]) -> None:
     """Calls a function when the backward that is running is done, and what else waits for that."""
-    engine = torch.autograd.Variable._execution_engine
     # A callback of a callback runs after those that were there before, the wrappers' reductions among them.
-    engine.queue_callback(lambda: engine.queue_callback(function))
+    at_end_of_backward(lambda: at_end_of_backward(function))
 
 
 class Reduction:

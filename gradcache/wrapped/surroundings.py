@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _python_dispatch as dispatch
 
 from pipe.recompute.thread_state import ThreadState
+from pipe.torch_private import dispatch_modes, saved_tensor_hooks, transform_of_functions_under_way
 
 __all__ = ["Observer", "Surroundings", "must_run_in_place", "set_modes"]
 
@@ -112,12 +112,12 @@ def _same(a: list[Any], b: list[Any]) -> bool:
 
 def must_run_in_place() -> str:
     """Why a call that is made here cannot be run later; empty if it can."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = saved_tensor_hooks()
     if hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint":
         return "it is called inside torch.utils.checkpoint, which counts the tensors that its forward saves"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if transform_of_functions_under_way():
         return "it is called inside a transform of torch.func"
-    if dispatch._get_current_dispatch_mode_stack():
+    if dispatch_modes():
         return "it is called under a TorchDispatchMode, which sees the operations of the call"
     return ""
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from offload.engine.tape import Tape
 from pipe.microbatch import gather_nested
 from pipe.nested import flatten, unflatten
+from pipe.torch_private import BatchNorm
 
 __all__ = [
     "RegroupedTape",
@@ -36,7 +36,7 @@ __all__ = [
 def looks_across_rows(layers: Sequence[nn.Module]) -> bool:
     """Whether a layer is known to compute a row from other rows too."""
     return any(
-        isinstance(module, _BatchNorm) and (module.training or not module.track_running_stats)
+        isinstance(module, BatchNorm) and (module.training or not module.track_running_stats)
         for layer in layers
         for module in layer.modules()
     )

@@ -29,7 +29,7 @@ from offload.streaming.casts import Cast, CastsSeen
 from offload.streaming.shard import Shard
 from pipe.recompute.cheap_ops import CheapRecompute, Kept, Made
 from pipe.recompute.thread_state import lasting_hooks
-from pipe.torch_private import uncompiled_hooks
+from pipe.torch_private import negative_view, uncompiled_hooks
 
 __all__ = ["weights_by_reference"]
 
@@ -54,7 +54,7 @@ class _Reference:
         view = memory.view(self.dtype).as_strided(self.size, self.stride, self.storage_offset)
         if self.conjugate:
             view = view.conj()
-        return torch._neg_view(view) if self.negative else view
+        return negative_view(view) if self.negative else view
 
 
 @dataclass(frozen=True)

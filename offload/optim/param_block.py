@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from offload.optim.groups import copied_options, options_of, same_option
 from offload.optim.io_requests import Copy, Write
 from offload.streaming.shard import Shard, Slice
+from pipe.torch_private import multiply_all
 
 __all__ = ["HostParamBlock", "OptimizerFactory", "ParamBlock", "PartialUpdateError", "UpdateJob"]
 
@@ -209,7 +210,7 @@ class HostParamBlock(ParamBlock):
         gradients = [g if g is None else g.to(p.device) for g, p in zip(job.gradients, self.proxies, strict=True)]
         if job.coefficient is not None and not job.scaled:
             # In place, since a gradient that is not zeroed after a clipped step goes on clipped.
-            torch._foreach_mul_([g for g in gradients if g is not None], job.coefficient)
+            multiply_all([g for g in gradients if g is not None], job.coefficient)
             job.scaled = True
         counts = {id(tensor): tensor._version for tensor in self._tensors()}
         try:

@@ -83,7 +83,7 @@ class Optimizers:
             if other is not optimizer:
                 known.update(p for group in other.param_groups for p in group["params"] if p in known)
             known.update(p for p in other.state if p in known)
-            for shard, pieces in other.pieces.items():
+            for shard, pieces in other.param_blocks.items():
                 views[shard.index] += sum(len(piece.proxies) for piece in pieces)
         return known, views
 

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipe.torch_private import TorchDispatchMode
 
 __all__ = ["Cast", "Casts", "CastsSeen"]
 

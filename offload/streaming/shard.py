@@ -30,7 +30,7 @@ from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.streaming.casts import Casts
 from offload.streaming.materialize import Materializer, Values
-from pipe.torch_private import storage_uses
+from pipe.torch_private import set_versions, storage_uses
 
 if TYPE_CHECKING:
     from offload.optim.update import Update
@@ -152,7 +152,7 @@ class Shard:
     def set_versions(self, versions: tuple[int, ...]) -> None:
         """Declares that the parameters hold what they held when their counts were ``versions``."""
         if versions != self.versions():
-            torch._C._autograd._unsafe_set_version_counter(tuple(self.parameters), versions)  # type: ignore[arg-type, unused-ignore]
+            set_versions(self.parameters, versions)
 
     def assigned(self) -> list[Slice]:
         """While not bound: the own parameters whose ``.data`` was assigned since they were last home."""

@@ -22,6 +22,7 @@ from pipe.nested import map_tensors, tensors_in
 from pipe.recompute.replay import Replay
 from pipe.skip.namespace import Key
 from pipe.skip.tracker import SkipTracker, use_skip_tracker
+from pipe.torch_private import memory_of
 
 __all__ = ["profile_sizes", "profile_times"]
 
@@ -122,8 +123,7 @@ def profile_sizes(
             storages: dict[int, int] = {}
 
             def count(tensor: Tensor, storages: dict[int, int] = storages) -> Tensor:
-                storage = tensor.untyped_storage()
-                storages[storage._cdata] = storage.nbytes()
+                storages[memory_of(tensor)] = tensor.untyped_storage().nbytes()
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
@@ -131,7 +131,7 @@ def profile_sizes(
             for tensor in tensors_in([value, tracker.take_stashed()]):
                 count(tensor)
             for tensor in [*layer.parameters(), *layer.buffers()]:
-                storages.pop(tensor.untyped_storage()._cdata, None)
+                storages.pop(memory_of(tensor), None)
             parameters = sum(p.numel() * p.element_size() for p in layer.parameters())
             sizes.append(int(sum(storages.values()) + parameters * param_scale))
     return sizes

@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from pipe.nested import parts_of
+from pipe.torch_private import TorchDispatchMode, pytree
 
 __all__ = ["CheapRecompute", "Kept", "Made"]
 
@@ -54,7 +53,7 @@ class _OptimizerFactory:
                 f"a tensor that {self.func} needs for its backward was changed in place after it was used; clone it "
                 f"before changing it"
             )
-        args, kwargs = tree_map(_resolved, (self.args, self.kwargs))
+        args, kwargs = pytree.tree_map(_resolved, (self.args, self.kwargs))
         with torch.no_grad():
             made = self.func(*args, **kwargs)
         result: Tensor = made[0] if isinstance(made, tuple) else made
@@ -136,11 +135,11 @@ class CheapRecompute(TorchDispatchMode):
             if made.layout is not torch.strided:
                 return result
             # As they are: a detached tensor, made below autograd, would not count the changes of the one it is of.
-            held_args, held_kwargs = tree_map_only(Tensor, self._hold, (args, kwargs))
+            held_args, held_kwargs = pytree.tree_map_only(Tensor, self._hold, (args, kwargs))
             recipe = _OptimizerFactory(func, held_args, held_kwargs, _versions((held_args, held_kwargs)))
             self._recipes[StorageWeakRef(made.untyped_storage())] = recipe
         elif func._schema.is_mutable and self._recipes:
-            for tensor in tree_leaves((args, kwargs)):
+            for tensor in pytree.tree_leaves((args, kwargs)):
                 for part in parts_of(tensor) if isinstance(tensor, Tensor) else ():
                     self._recipes.pop(StorageWeakRef(part.untyped_storage()), None)
         return result
@@ -177,5 +176,5 @@ def _resolved(value: Any) -> Any:
 
 
 def _versions(value: Any) -> tuple[int, ...]:
-    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
     return tuple(tensor._version for tensor in tensors if not tensor.is_inference())

@@ -35,8 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import _has_any_global_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipe.torch_private import TorchDispatchMode, has_module_hooks, saved_tensor_hooks
 
 __all__ = [
     "DETACH",
@@ -202,11 +202,11 @@ class Listener(TorchDispatchMode):
 
 def listened_to(modules: Iterable[nn.Module]) -> bool:
     """Whether hooks see what one of these modules takes or returns."""
-    return bool(_has_any_global_hook()) or any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+    return has_module_hooks(modules)
 
 
 def _hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return saved_tensor_hooks(while_tracing=True)
 
 
 def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -23,11 +23,10 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from pipe.nested import tensors_in
 from pipe.recompute.dead_code import DETACH, DROPOUT, EMPTY, IN_PLACE, VIEWS, DeadCode, needs_gradient, tensors_of
+from pipe.torch_private import TorchDispatchMode, no_torch_function, pytree
 
 __all__ = [
     "LeftOut",
@@ -77,7 +76,7 @@ class LeftOut(Tensor):
     """
 
     # Operations on it are met below autograd only, so that it gets a graph as any other tensor does.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device) -> LeftOut:
@@ -200,7 +199,7 @@ class _Skipper(TorchDispatchMode):
         if func is not DROPOUT and func is not EMPTY:
             raise _OtherFlow
         # Only draws numbers, for which any memory will do.
-        result = func(*tree_map_only(LeftOut, _memory_like, args), **kwargs)
+        result = func(*pytree.tree_map_only(LeftOut, _memory_like, args), **kwargs)
         if func is EMPTY:
             return result
         return self._stand_in(result[0], result[0].device), result[1]

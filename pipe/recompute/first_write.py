@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipe.torch_private import TorchDispatchMode, memory_of
 
 __all__ = ["FirstWrites"]
 
@@ -31,7 +32,7 @@ class FirstWrites(TorchDispatchMode):
         # By the address of the storage, which views share, and which stays as long as the tensor is watched.
         self._watched: dict[int, list[Callable[[], None]]] = {}
         for tensor, function in watched:
-            self._watched.setdefault(tensor.untyped_storage()._cdata, []).append(function)
+            self._watched.setdefault(memory_of(tensor), []).append(function)
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -49,7 +50,7 @@ class FirstWrites(TorchDispatchMode):
             given = [args[k] for k in positions if k < len(args)] + [kwargs[name] for name in names if name in kwargs]
             for tensor in _tensors(given):
                 if tensor.layout is torch.strided and type(tensor) in (Tensor, torch.nn.Parameter):
-                    for function in self._watched.pop(tensor.untyped_storage()._cdata, ()):
+                    for function in self._watched.pop(memory_of(tensor), ()):
                         function()
         return func(*args, **kwargs)
 

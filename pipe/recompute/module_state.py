@@ -27,12 +27,12 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from pipe.module_hooks import Hooks
 from pipe.recompute.attributes import Attributes, Stateful
 from pipe.recompute.first_write import FirstWrites
 from pipe.recompute.generators import held_generators
+from pipe.torch_private import BatchOrInstanceNorm, memory_of
 
 __all__ = ["ModuleState", "WatchedModule"]
 
@@ -66,7 +66,7 @@ class _Known:
 
     def __init__(self, owner: nn.Module) -> None:
         # Kernels of normalisation layers may write running statistics without counting a version; in training they do.
-        self.normalises = isinstance(owner, _NormBase)
+        self.normalises = isinstance(owner, BatchOrInstanceNorm)
         self.habits: list[_Habit | None] = [None, None]  # in evaluation and in training
         self.epoch: _Epoch | None = None
 
@@ -349,4 +349,4 @@ class ModuleState:
 
 def _memory_of(tensor: Tensor) -> int | None:
     plain = type(tensor) is Tensor and tensor.layout is torch.strided
-    return int(tensor.untyped_storage()._cdata) if plain else None
+    return memory_of(tensor) if plain else None

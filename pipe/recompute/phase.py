@@ -14,7 +14,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-import torch
+from pipe.torch_private import in_backward
 
 __all__ = [
     "enable_checkpointing",
@@ -81,4 +81,4 @@ def is_recomputing() -> bool:
                 self.calls += 1
             return input
     """
-    return _phase.recomputing or torch._C._current_graph_task_id() != -1
+    return _phase.recomputing or in_backward()

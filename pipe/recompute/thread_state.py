@@ -13,17 +13,26 @@ This is the only module that touches torch's mode stacks and default hooks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import overrides
-from torch.utils import _python_dispatch as dispatch
+
+from pipe.torch_private import (
+    SavedTensorHooks,
+    dispatch_modes,
+    function_modes,
+    left_dispatch_mode,
+    left_function_mode,
+    pop_saved_tensor_hooks,
+    pushed_dispatch_mode,
+    pushed_function_mode,
+    saved_tensor_hooks,
+    set_grad_enabled,
+)
 
 __all__ = ["Autocast", "ThreadState", "lasting_hooks"]
-
-Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
 @dataclass(frozen=True)
@@ -44,30 +53,15 @@ class Autocast:
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=cache_enabled)
 
 
-def _saved_tensor_hooks() -> Hooks | None:
-    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks
-
-
-def _ends_with_its_forward(hooks: Hooks) -> bool:
+def _ends_with_its_forward(hooks: SavedTensorHooks) -> bool:
     # torch.utils.checkpoint counts the tensors that one forward saves. Those of a second one would break that count.
     return getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
-def lasting_hooks() -> Hooks | None:
+def lasting_hooks() -> SavedTensorHooks | None:
     """The saved-tensor hooks in force, if there are any; but not those that count one forward's tensors."""
-    hooks = _saved_tensor_hooks()
+    hooks = saved_tensor_hooks()
     return None if hooks is None or _ends_with_its_forward(hooks) else hooks
-
-
-@contextlib.contextmanager
-def _on_stack(mode: Any, push: Callable[[Any], Any], pop: Callable[[], Any]) -> Iterator[None]:
-    # Pushed without mode.__enter__, which may have effects that the user asked for once (counters, printed summaries).
-    push(mode)
-    try:
-        yield
-    finally:
-        pop()
 
 
 @dataclass(frozen=True)
@@ -85,7 +79,7 @@ class ThreadState:
     inference: bool
     autocasts: tuple[Autocast, ...]
     cache_casts: bool
-    hooks: Hooks | None
+    hooks: SavedTensorHooks | None
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
 
@@ -97,10 +91,10 @@ class ThreadState:
             inference=torch.is_inference_mode_enabled(),
             autocasts=tuple(Autocast.of(kind) for kind in sorted({"cpu", *device_types} - {"meta"})),
             cache_casts=torch.is_autocast_cache_enabled(),
-            hooks=_saved_tensor_hooks(),
+            hooks=saved_tensor_hooks(),
             # The default device is one of these modes, whether set for good or by a context.
-            function_modes=tuple(overrides._get_current_function_mode_stack()),
-            dispatch_modes=tuple(dispatch._get_current_dispatch_mode_stack()),
+            function_modes=tuple(function_modes()),
+            dispatch_modes=tuple(dispatch_modes()),
         )
 
     @contextlib.contextmanager
@@ -123,7 +117,7 @@ class ThreadState:
                 if now != autocast or (autocast.enabled and cache != torch.is_autocast_cache_enabled()):
                     stack.enter_context(autocast.context(cache))
             hooks = None if recomputation and self.hooks and _ends_with_its_forward(self.hooks) else self.hooks
-            if hooks is not None and hooks != _saved_tensor_hooks():
+            if hooks is not None and hooks != saved_tensor_hooks():
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
             self._enter_modes(stack)
             yield
@@ -134,31 +128,31 @@ class ThreadState:
         To be called in the thread of :meth:`capture`, with no context entered since that is still to end. May be called
         again after it was interrupted itself.
         """
-        while (hooks := _saved_tensor_hooks()) is not None and hooks != self.hooks:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-        while len(left := dispatch._get_current_dispatch_mode_stack()) > len(self.dispatch_modes):
-            again = any(left[-1] is mode for mode in self.dispatch_modes)  # pushed once more, as by _on_stack()
+        while (hooks := saved_tensor_hooks()) is not None and hooks != self.hooks:
+            pop_saved_tensor_hooks()
+        while len(left := dispatch_modes()) > len(self.dispatch_modes):
+            again = any(left[-1] is mode for mode in self.dispatch_modes)  # pushed once more by again()
             try:
-                dispatch._pop_mode() if again else left[-1].__exit__(None, None, None)
+                left_dispatch_mode() if again else left[-1].__exit__(None, None, None)
             except IndexError:  # its end was interrupted before the last line, which this is
-                dispatch._pop_mode()
-        while len(overrides._get_current_function_mode_stack()) > len(self.function_modes):
-            overrides._pop_mode()
+                left_dispatch_mode()
+        while len(function_modes()) > len(self.function_modes):
+            left_function_mode()
         for autocast in self.autocasts:
             if Autocast.of(autocast.device_type) != autocast:
                 torch.set_autocast_enabled(autocast.device_type, autocast.enabled)
                 torch.set_autocast_dtype(autocast.device_type, autocast.dtype)
         torch.set_autocast_cache_enabled(self.cache_casts)
-        torch._C._set_grad_enabled(self.grad)
+        set_grad_enabled(self.grad)
 
     def _enter_modes(self, stack: contextlib.ExitStack) -> None:
         if self.function_modes:
-            active = {id(mode) for mode in overrides._get_current_function_mode_stack()}
+            active = {id(mode) for mode in function_modes()}
             for mode in self.function_modes:
                 if id(mode) not in active:
-                    stack.enter_context(_on_stack(mode, overrides._push_mode, overrides._pop_mode))
+                    stack.enter_context(pushed_function_mode(mode))
         if self.dispatch_modes:
-            active = {id(mode) for mode in dispatch._get_current_dispatch_mode_stack()}
+            active = {id(mode) for mode in dispatch_modes()}
             for mode in self.dispatch_modes:
                 if id(mode) not in active:
-                    stack.enter_context(_on_stack(mode, dispatch._push_mode, dispatch._pop_mode))
+                    stack.enter_context(pushed_dispatch_mode(mode))

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from pipe.torch_private import pytree
 
 __all__ = ["Step", "follow", "move", "pageable_bytes", "record_stream", "walk"]
 

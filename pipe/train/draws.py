@@ -28,9 +28,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from pipe.recompute.replay import Replay
+from pipe.torch_private import DataLoaderIterator
 
 __all__ = ["Draws"]
 
@@ -44,7 +44,7 @@ class Draws:
     """
 
     def __init__(self, iterator: Iterator[Any], device: torch.device) -> None:
-        self._seeds_first = isinstance(iterator, _BaseDataLoaderIter)
+        self._seeds_first = isinstance(iterator, DataLoaderIterator)
         self._devices = (device,)
         self._by_reads: set[str] = set()
         self._by_caller: set[str] | None = None  # None until two reads have been observed
