@@ -31,10 +31,10 @@ from offload.engine.structure import Structure
 from offload.engine.tape import Tape
 from offload.files.pretrained import Pretrained, tensors_of
 from offload.module import ModuleAtHome
+from offload.optim.access import OptimizerAccess
 from offload.persistence import PersistentHome
 from offload.planning.estimate import Estimate, estimate_step
 from offload.planning.plan import Plan, plan_step
-from offload.planning.updates import OptimizerAccess
 from offload.process import finalize_here
 from offload.rollback import Rollback
 from offload.storage import DiskHome, open_tier

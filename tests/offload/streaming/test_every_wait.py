@@ -202,7 +202,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("update.start().synchronize()", reading.a_gradient_that_a_class_refuses_is_refused_by_the_step),
         ],
     },
-    "offload.planning.updates": {
+    "offload.optim.access": {
         "OptimizerAccess.apply_pending_updates": [
             ("self._streamer.apply_pending_updates()", reading.synchronize_finishes_the_update)
         ],
