@@ -298,7 +298,7 @@ class SequentialTape:
     def _back_through(self, cell: Cell, given: list[Any]) -> list[Any]:
         """The gradient of what entered a cell, None for each leaf where it has none. The cell is used up."""
         kept = self._crossing.keeps_graph(self._notes, cell)
-        boundary = None if kept else self._crossing.enter(self._notes, cell, 0, last=True)
+        boundary = None if kept else self._crossing.enter(self._notes, cell)
         back = self._crossing.backward(self._notes, cell, boundary, given, consume=True)
         self._store.drop((cell.j, cell.i))
         self._notes.cells.pop(cell, None)
@@ -323,7 +323,7 @@ class SequentialTape:
                 value = map_tensors(Tensor.detach, notes.kept[cell].output())
             else:
                 if j == 0 or (j, g) in store:
-                    value = self._crossing.enter(notes, cell, 0, last=False)
+                    value = self._crossing.enter(notes, cell)
                 value = self._crossing.again(notes, cell, value)
             if j + 1 in missing:
                 store.put((j + 1, g), value)

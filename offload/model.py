@@ -34,7 +34,7 @@ from offload.module import ModuleAtHome
 from offload.optim.access import OptimizerAccess
 from offload.persistence import PersistentHome
 from offload.planning.estimate import Estimate, estimate_step
-from offload.planning.plan import Plan, plan_step
+from offload.planning.plan import Plan
 from offload.process import finalize_here
 from offload.rollback import Rollback
 from offload.storage import DiskHome, open_tier
@@ -338,17 +338,26 @@ class OffloadModel(ModuleAtHome):
         return self._meter.read()
 
     def plan(self, batch_rows: int | None = None, *, training: bool = True) -> Plan:
-        """The plan of a step from empty slots: ``print(model.plan())``. A batch of few rows has fewer micro-batches.
+        """The plan of a step: ``print(model.plan())``.
 
-        With an ``OffloadOptimizer`` it is a step that follows another one, whose updates it begins with.
+        That of the last step which ran, if it was on a batch of ``batch_rows`` rows, or none are given. Otherwise that
+        of the next step, from empty slots; with an ``OffloadOptimizer`` it follows another one, whose updates it begins
+        with. Boundaries whose size was not seen yet are taken to stay in memory.
+
+        Args:
+            batch_rows: a batch of few rows has fewer micro-batches.
+            training: whether there is a backward.
         """
-        return plan_step(
-            len(self._executor.shards),
-            slots=self._executor.streamer.slots,
-            microbatches=min(self._num_microbatches, batch_rows or self._num_microbatches),
-            training=training,
-            **self._executor.streamer.gradient_offload.optimizers.planned(),
-        )
+        ran = self._executor.steps.last(batch_rows, training=training)
+        rows = self._rows_of_pieces(batch_rows or self._num_microbatches)
+        slots = self._executor.streamer.slots
+        updates = self._executor.streamer.gradient_offload.optimizers.planned()
+        return ran or self._executor.steps.plan(rows, updates, slots=slots, training=training)
+
+    def _rows_of_pieces(self, batch_rows: int) -> list[int]:
+        """Rows of each micro-batch."""
+        count = max(1, min(self._num_microbatches, batch_rows))
+        return [batch_rows // count + (i < batch_rows % count) for i in range(count)]
 
     def estimate(self, batch_rows: int) -> Estimate:
         """Predicts a training step on a batch of ``batch_rows`` rows: seconds, bytes moved, peak bytes by tier.
@@ -360,12 +369,11 @@ class OffloadModel(ModuleAtHome):
         Raises:
             RuntimeError: if no training step has run yet.
         """
-        count = max(1, min(self._num_microbatches, batch_rows))
         return estimate_step(
             self._executor.shards,
             self._meter,
             slots=self._executor.streamer.slots,
-            rows=[batch_rows // count + (i < batch_rows % count) for i in range(count)],
+            rows=self._rows_of_pieces(batch_rows),
             boundary_budget_bytes=self._executor.boundary_bytes,
             tier=self._tier,
             device=self.device,

@@ -12,7 +12,8 @@ from torch import nn
 from offload import OffloadModel
 from offload.files.tensor_file import TensorFile, write_tensors
 from offload.planning.budget import fit
-from offload.planning.plan import plan_step, validate
+from offload.planning.plan import validate
+from offload.planning.planner import plan_step
 from offload.planning.simulate import Costs, simulate
 
 MEBIBYTE = 2**20

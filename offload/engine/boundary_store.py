@@ -1,14 +1,10 @@
-"""Boundaries at rest: the activations between shards, on the compute device as far as a budget allows, else at home.
+"""Boundaries between their uses: activations between shards, in memory, or written out on a lane and read back.
 
-A step makes one boundary for each (shard, micro-batch) and needs it twice: at once in forward, and again in backward.
-All of them together grow with depth times batch, so beyond a budget the one whose next use is furthest away leaves for
-:class:`~offload.storage.Scratch` space on a lane, and comes back on that lane ahead of use.
+The plan says what is written out, and when it is read back (:mod:`offload.planning.residency`). A boundary that was
+written out is in :class:`~offload.storage.Scratch` space.
 
 Guarantees
-    * What the store holds on the device is within the budget: the boundary in use, the one on its way in and at most
-      :data:`WRITES_IN_FLIGHT` on their way out included. A budget that is too small for these few is exceeded, or, if
-      ``strict``, refused.
-    * A boundary is written out once, however often it returns.
+    * At most :data:`~offload.planning.residency.WRITES_IN_FLIGHT` boundaries are on their way out.
     * A boundary that was changed in place after it was put raises at its next ``get``.
 """
 
@@ -16,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +20,13 @@ import torch
 from torch import Tensor
 
 from offload.engine.layouts import bytes_of_boundary, take_apart
+from offload.planning.residency import WRITES_IN_FLIGHT, Key
 from offload.storage import Scratch
 from offload.streaming.lane import Arrival, Lane, error_context
 from offload.telemetry.statistics import Meter
 from pipe.nested import TreeSpec, flatten, unflatten
 
 __all__ = ["BoundaryStore", "versions_in"]
-
-WRITES_IN_FLIGHT = 2
 
 
 @dataclass(eq=False)
@@ -40,14 +35,14 @@ class _Entry:
     leaves: list[Any] | None  # None while only the scratch space has it
     versions: tuple[int, ...]
     nbytes: int
-    uses: deque[int]
     tickets: list[Any] | None = None
     written: Arrival | None = None
     arriving: tuple[Arrival, list[Any]] | None = None
 
     @property
-    def next_use(self) -> float:
-        return self.uses[0] if self.uses else float("inf")
+    def is_held(self) -> bool:
+        """Whether it is in memory, or on its way there."""
+        return self.leaves is not None or self.arriving is not None
 
 
 def versions_in(leaves: Sequence[Any]) -> tuple[int, ...]:
@@ -56,57 +51,51 @@ def versions_in(leaves: Sequence[Any]) -> tuple[int, ...]:
 
 
 class BoundaryStore:
-    """Nested values by key, each with the positions of the step at which it will be used."""
+    """Nested values, by the shard and the micro-batch of the cell that they enter.
 
-    def __init__(
-        self, scratch: Scratch | None, lane: Lane, budget_bytes: int, meter: Meter, *, strict: bool = False
-    ) -> None:
-        self._bytes = 0
+    Args:
+        scratch: where values are written; None if none ever leaves.
+        lane: that moves them.
+        meter: of the model.
+        gradients: whether the values are gradients of boundaries. Their tokens are lower case.
+    """
+
+    def __init__(self, scratch: Scratch | None, lane: Lane, meter: Meter, *, gradients: bool = False) -> None:
         self._leaving: deque[tuple[Arrival, list[Any], int]] = deque()
-        #: On the device for their last use, beside what rests there.
-        self._in_use: dict[_Entry, None] = {}
         self._meter = meter
         self._releases: list[Arrival] = []
         self._scratch = scratch
         self._place = "nowhere" if scratch is None else scratch.name
         self._lane = lane
-        self._budget_bytes = budget_bytes
-        self._strict = strict
-        self._largest = 0
-        self._entries: dict[Hashable, _Entry] = {}
-        self._on_device: dict[_Entry, None] = {}
+        self._tokens = ("s", "p") if gradients else ("S", "P")
+        self._entries: dict[Key, _Entry] = {}
 
-    def put(self, key: Hashable, value: Any, uses: Sequence[int]) -> int:
-        """Takes a value that will be used at the ascending positions ``uses``. Returns its bytes."""
+    def put(self, key: Key, value: Any) -> int:
+        """Takes a value. Returns its bytes."""
         leaves, spec = flatten(value)
         tensors = {_memory_of(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         nbytes = sum(bytes_of_boundary(tensor) for tensor in tensors.values())
-        entry = _Entry(spec, leaves, versions_in(leaves), nbytes, deque(uses))
-        self._entries[key] = entry
-        self._arrive(entry, entry.next_use)
+        self._entries[key] = _Entry(spec, leaves, versions_in(leaves), nbytes)
+        self._meter.hold(nbytes)
         return nbytes
 
-    def get(self, key: Hashable, now: int, *, last: bool = False) -> Any:
-        """The value of ``key``, for the use at position ``now``.
+    def nbytes(self, key: Key) -> int:
+        """Bytes of a value."""
+        return self._entries[key].nbytes
 
-        ``last``: it is dropped after this use. Without this promise it might be written out while it is used, for
-        nobody.
+    def get(self, key: Key) -> Any:
+        """A value that is in memory, or was prefetched.
 
         Raises:
             RuntimeError: if one of its tensors was changed in place since it was put.
             OSError: if it could not be written out or read back.
         """
         entry = self._entries[key]
-        while entry.uses and entry.uses[0] <= now:
-            entry.uses.popleft()
-        if entry.leaves is None:
-            if entry.arriving is None:
-                self._fetch(entry, needed=now)
-            assert entry.arriving is not None
+        if entry.arriving is not None:
             arrival, leaves = entry.arriving
             with (
                 self._meter.waiting("boundary"),
-                error_context(f"bringing back boundary {key} from {self._place}"),
+                error_context(f"bringing back boundary {key[0]}.{key[1]} from {self._place}"),
             ):
                 # Boundary lane -> compute. Without this, a layer reads a boundary that is still on its way.
                 arrival.wait()
@@ -116,31 +105,52 @@ class BoundaryStore:
                     leaf.record_stream(torch.cuda.current_stream(leaf.device))
             entry.leaves, entry.arriving = leaves, None
             entry.versions = versions_in(leaves)
-        elif versions_in(entry.leaves) != entry.versions:
+        assert entry.leaves is not None
+        if versions_in(entry.leaves) != entry.versions:
             raise RuntimeError(
-                f"the activation that enters shard {key} was changed in place after the forward that needs it for its "
-                f"backward; clone it before changing it"
+                f"the activation that enters shard {key[0]} (micro-batch {key[1]}) was changed in place after the "
+                f"forward that needs it for its backward; clone it before changing it"
             )
-        if last and entry in self._on_device:
-            self._on_device.pop(entry)
-            self._bytes -= entry.nbytes
-            self._in_use[entry] = None
         return unflatten(list(entry.leaves), entry.spec)
 
-    def prefetch(self, key: Hashable) -> None:
-        """Starts to bring a value back, if it is away. Unknown keys are ignored."""
-        entry = self._entries.get(key)
-        if entry is not None and entry.leaves is None and entry.arriving is None:
-            self._fetch(entry, needed=entry.next_use)
+    def spill(self, key: Key) -> None:
+        """Starts to write a value out."""
+        entry, scratch, meter = self._entries[key], self._scratch, self._meter
+        leaves, token = entry.leaves, f"{self._tokens[0]}{key[0]}.{key[1]}"
+        assert leaves is not None
+        assert scratch is not None
+        entry.tickets = []
 
-    def _fetch(self, entry: _Entry, needed: float) -> None:
-        scratch, meter = self._scratch, self._meter  # a copy in flight must not keep the store itself
+        def store(tickets: list[Any] = entry.tickets, nbytes: int = entry.nbytes) -> None:
+            with meter.on_lane("boundary", token, nbytes):
+                distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+                parts = {key: take_apart(leaf) for key, leaf in distinct.items()}
+                stored = {key: _Away([scratch.store(part) for part in p.tensors], p.join) for key, p in parts.items()}
+                tickets.extend(stored[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+
+        self._flush(WRITES_IN_FLIGHT - 1)
+        entry.written = self._lane.submit("spill boundary", store)
+        self._meter.bytes_spilled += entry.nbytes
+        # The tensors stay until the copy is done. Without this, their memory is reused while it is being read.
+        self._leaving.append((entry.written, leaves, entry.nbytes))
+        entry.leaves = None
+
+    def forget(self, key: Key) -> None:
+        """Drops the copy in memory of a value that was written out."""
+        entry = self._entries[key]
+        entry.leaves = None
+        self._meter.release(entry.nbytes)
+
+    def prefetch(self, key: Key) -> None:
+        """Starts to bring a value back that was written out."""
+        entry, scratch, meter = self._entries[key], self._scratch, self._meter  # a copy must not keep the store itself
         assert scratch is not None
         leaves: list[Any] = []
+        token = f"{self._tokens[1]}{key[0]}.{key[1]}"
 
         def fetch() -> None:
             assert entry.tickets is not None
-            with meter.on_lane("boundary", "fetch"):
+            with meter.on_lane("boundary", token, entry.nbytes):
                 fetched = {
                     away: away.join([scratch.fetch(ticket) for ticket in away.tickets])
                     for away in _distinct(entry.tickets)
@@ -150,17 +160,14 @@ class BoundaryStore:
         # Without ``after``, a boundary is read while it is still being written.
         after = [entry.written] if entry.written is not None else []
         entry.arriving = (self._lane.submit("fetch boundary", fetch, after), leaves)
-        self._arrive(entry, needed)
+        self._meter.hold(entry.nbytes)
 
-    def drop(self, key: Hashable) -> None:
+    def drop(self, key: Key) -> None:
         """Forgets a value. Its room is given away on the lane, so nobody waits for the copies that still use it."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return
-        if entry in self._on_device:
-            self._leave(entry)
-        elif entry in self._in_use:
-            self._in_use.pop(entry)
+        if entry.is_held:
             self._meter.release(entry.nbytes)
         if entry.written is None:
             return
@@ -177,10 +184,10 @@ class BoundaryStore:
         self._releases.append(self._lane.submit("release boundary", release, after))
 
     def __del__(self) -> None:
-        if not hasattr(self, "_meter"):
+        if not hasattr(self, "_entries"):
             return  # an interrupt in the middle of its making
-        in_use = sum(entry.nbytes for entry in self._in_use)
-        self._meter.release(self._bytes + in_use + sum(nbytes for _, _, nbytes in self._leaving))
+        held = sum(entry.nbytes for entry in self._entries.values() if entry.is_held)
+        self._meter.release(held + sum(nbytes for _, _, nbytes in self._leaving))
 
     def close(self) -> None:
         """Forgets everything, after the copies in flight."""
@@ -194,69 +201,12 @@ class BoundaryStore:
         self._releases.clear()
         while self._leaving:
             self._meter.release(self._leaving.popleft()[2])
-        for entry in list(self._on_device):
-            self._leave(entry)
-        while self._in_use:
-            self._meter.release(self._in_use.popitem()[0].nbytes)
-        self._entries.clear()
+        while self._entries:
+            entry = self._entries.popitem()[1]
+            if entry.is_held:
+                self._meter.release(entry.nbytes)
         if self._scratch is not None:
             self._scratch.close()
-
-    # --- the budget ---------------------------------------------------------------------------------------------
-
-    def _arrive(self, entry: _Entry, needed: float) -> None:
-        self._on_device[entry] = None
-        self._bytes += entry.nbytes
-        self._meter.hold(entry.nbytes)
-        if self._scratch is None:
-            return
-        self._largest = max(self._largest, entry.nbytes)
-        # Besides what rests here: one that a layer reads, one coming, and those on their way out.
-        moving = (2 + WRITES_IN_FLIGHT) * self._largest
-        if self._strict and moving > self._budget_bytes:
-            raise ValueError(
-                f"boundaries of {self._largest:,} bytes a micro-batch need {2 * moving:,} bytes to stream ahead of "
-                f"use, but memory_budget leaves {2 * self._budget_bytes:,}; use more micro-batches or smaller chunks, "
-                f"or a larger budget"
-            )
-        room = max(0, self._budget_bytes - moving)
-        while self._bytes > room:
-            candidates = (e for e in self._on_device if e is not entry and e.leaves is not None and e.nbytes)
-            victim = max(candidates, key=lambda e: e.next_use, default=None)
-            if victim is None:
-                return  # it is alone, and has to be here for its use anyway
-            if victim.next_use <= needed:
-                if entry.leaves is None:
-                    return  # it is being brought in, and all the rest is needed sooner
-                victim = entry
-            self._spill(victim)
-            if victim is entry:
-                return
-
-    def _spill(self, entry: _Entry) -> None:
-        leaves, scratch, meter = entry.leaves, self._scratch, self._meter
-        assert leaves is not None
-        assert scratch is not None
-        entry.leaves = None
-        if entry.written is not None:
-            self._leave(entry)
-            return
-        entry.tickets = []
-
-        def store(tickets: list[Any] = entry.tickets) -> None:
-            with meter.on_lane("boundary", "spill"):
-                distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-                parts = {key: take_apart(leaf) for key, leaf in distinct.items()}
-                stored = {key: _Away([scratch.store(part) for part in p.tensors], p.join) for key, p in parts.items()}
-                tickets.extend(stored[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-
-        self._flush(WRITES_IN_FLIGHT - 1)
-        entry.written = self._lane.submit("spill boundary", store)
-        self._meter.bytes_spilled += entry.nbytes
-        # The tensors stay until the copy is done. Without this, their memory is reused while it is being read.
-        self._leaving.append((entry.written, leaves, entry.nbytes))
-        self._on_device.pop(entry)
-        self._bytes -= entry.nbytes
 
     def _flush(self, remaining: int) -> None:
         while len(self._leaving) > remaining:
@@ -265,11 +215,6 @@ class BoundaryStore:
                 # Boundary lane -> compute. Without this, the memory of a tensor is used again while it is being read.
                 arrival.wait()
             self._meter.release(nbytes)
-
-    def _leave(self, entry: _Entry) -> None:
-        self._on_device.pop(entry)
-        self._bytes -= entry.nbytes
-        self._meter.release(entry.nbytes)
 
 
 @dataclass(frozen=True, eq=False)

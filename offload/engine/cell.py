@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,9 +40,8 @@ OutputFn = Callable[[Any], Any]
 FORWARDS_COMPARED = 2
 
 
-@dataclass(frozen=True)
-class Cell:
-    """Which cell: shard ``j``, micro-batch ``i``."""
+class Cell(NamedTuple):
+    """Which cell: shard ``j``, micro-batch ``i``. Equal to the pair."""
 
     j: int
     i: int

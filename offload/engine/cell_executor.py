@@ -14,7 +14,7 @@ Either mode sees the same values: what was changed in between (an input, a param
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class CellExecutor:
 
     def keeps_graph(self, tape: CellNotes, cell: Cell) -> bool:
         """Whether a cell runs forward once and for all."""
-        return not self._recompute or cell in tape.graphs
+        return cell in tape.graphs
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -82,11 +82,12 @@ class CellExecutor:
         """The detached output of a cell; the tape notes what backward needs of it."""
         replayable = self._replayables[cell.j]
         output_fn = self._output_fn(tape, cell)
-        with self._meter.cell("F", cell.j, cell.i, tape.rows[cell.i]):
+        keeps = tape.records and cell.j >= tape.first and self.keeps_graph(tape, cell)
+        with self._meter.cell("F", cell.j, cell.i, tape.rows[cell.i], token="K" if keeps else "F"):
             if not tape.records or cell.j < tape.first:
                 return map_distinct(Tensor.detach, replayable.forward(boundary, output_fn))
             source, value = _source(tape, cell, boundary)
-            if not self.keeps_graph(tape, cell):
+            if not keeps:
                 output, tape.cells[cell] = replayable.forward_recorded(value, output_fn)
                 self._meter.saw_activations(replayable.activation_bytes, tape.rows[cell.i])
                 self._meter.saw_course(cell.j, MemoryProfile(tape.rows[cell.i], replayable.saved_tensors), keeps=False)
@@ -98,7 +99,7 @@ class CellExecutor:
             tape.requires[Cell(cell.j + 1, cell.i)] = requires(flatten(output)[0])
             return map_distinct(Tensor.detach, output)
 
-    def end_visit(self, tape: Tape, j: int, microbatches: Sequence[int], now: int) -> list[int]:
+    def end_visit(self, tape: Tape, j: int, microbatches: Sequence[int], enter: Callable[[Cell], Any]) -> list[int]:
         """To be called when all cells of a shard's visit have run forward.
 
         Where a recomputation would write other values into parameters than the cells did, their graphs are kept.
@@ -107,7 +108,7 @@ class CellExecutor:
             tape: of the forward.
             j: which shard.
             microbatches: whose cells have run.
-            now: position of the first of them.
+            enter: gives what enters a cell once more.
 
         Returns:
             Positions of the parameters that the layers wrote.
@@ -126,7 +127,7 @@ class CellExecutor:
         if written:
             replayable.writes_weights = True
             recorded = [Cell(j, i) for i in microbatches if Cell(j, i) in tape.cells]
-            entered = {cell: self.enter(tape, cell, now + cell.i, last=False) for cell in recorded}
+            entered = {cell: enter(cell) for cell in recorded}
             if recorded and replayable.repeats_writes is None:
                 replayable.repeats_writes = self._repeats_writes(tape, recorded[0], entered[recorded[0]])
             if recorded and not replayable.repeats_writes:
@@ -193,7 +194,8 @@ class CellExecutor:
         """
         replayable = self._replayables[cell.j]
         keeps_graph = self.keeps_graph(tape, cell)
-        with self._meter.cell("B", cell.j, cell.i, tape.rows[cell.i]), replayable.until_backward() as until:
+        metered = self._meter.cell("B", cell.j, cell.i, tape.rows[cell.i], token="G" if keeps_graph else "B")
+        with metered, replayable.until_backward() as until:
             if not keeps_graph:
                 source, value = _source(tape, cell, boundary)
                 outputs = flatten(replayable.recompute(value, tape.cells[cell], self._output_fn(tape, cell), until))[0]
@@ -264,8 +266,8 @@ class CellExecutor:
 
     # --- what enters, and what must not have changed --------------------------------------------------------------
 
-    def enter(self, tape: CellNotes, cell: Cell, now: int, *, last: bool) -> Any:
-        """What enters a cell; it is dropped afterwards if ``last``.
+    def enter(self, tape: CellNotes, cell: Cell) -> Any:
+        """What enters a cell.
 
         The user's own inputs are not stored once more: they are the first shard's boundaries.
 
@@ -273,7 +275,7 @@ class CellExecutor:
             RuntimeError: if it was changed in place since the forward began.
         """
         if cell.j > 0:
-            return tape.boundaries.get((cell.j, cell.i), now, last=last)
+            return tape.boundaries.get(cell)
         leaves = tape.inputs[cell.i]
         if versions_of(leaves) != tape.input_versions[cell.i]:
             raise RuntimeError(

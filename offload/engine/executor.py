@@ -18,7 +18,6 @@ gradients that were already home stay there, as they do in a backward of plain t
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import sys
 import weakref
@@ -33,13 +32,15 @@ from torch import Tensor, nn
 from offload.engine.boundary_store import BoundaryStore
 from offload.engine.cell import Cell, OutputFn, ReplayableShard
 from offload.engine.cell_executor import CellExecutor, requires, rows_of, versions_of
+from offload.engine.follow import follow
 from offload.engine.layouts import bytes_of_boundary, refuse_hidden, refuse_strided_nested
 from offload.engine.staleness import StalenessTracker
+from offload.engine.steps import Steps, joined
 from offload.engine.structure import Structure
 from offload.engine.surroundings import StateBefore
 from offload.engine.tape import Tape
-from offload.planning.kept_graphs import graphs_that_fit
-from offload.planning.plan import Action, Kind, Plan, plan_pass
+from offload.planning.plan import Action, Kind
+from offload.planning.planner import Pass
 from offload.process import check_process
 from offload.storage import Tier
 from offload.streaming.lane import Lanes
@@ -78,7 +79,6 @@ class Executor:
         strict: bool = False,
     ) -> None:
         self.shards = shards
-        self._strict = strict
         self.streamer = Streamer(shards, slots=slots, device=device, tier=tier, lanes=lanes, meter=meter)
         self.replayables = [
             ReplayableShard(shard, names, device) for shard, names in zip(shards, layer_names, strict=True)
@@ -92,7 +92,15 @@ class Executor:
         self._meter = meter
         self.boundary_bytes = boundary_bytes
         self._recompute = recompute
-        self._graph_bytes = graph_bytes
+        #: What is planned, and what ran.
+        self.steps = Steps(
+            self.replayables,
+            boundary_bytes=boundary_bytes,
+            recompute=recompute,
+            graph_bytes=graph_bytes,
+            strict=strict,
+            spills=tier.scratch() is not None,
+        )
         for replayable in self.replayables:
             replayable.measures_graphs = recompute and graph_bytes > 0
         self._untouched = StalenessTracker(
@@ -206,26 +214,22 @@ class Executor:
         input_requires_grad = any(isinstance(x, Tensor) and x.requires_grad for leaves in inputs for x in leaves)
         first = 0 if input_requires_grad else next((s.index for s in self.shards if s.trainable), len(self.shards))
         rows = [rows_of(leaves) for leaves in inputs]
-        graphs: frozenset[Cell] = frozenset()
-        if self._recompute and self._graph_bytes:
-            known = [replayable.graph_bytes_per_row for replayable in self.replayables]
-            graphs = graphs_that_fit(known, rows, first=first, budget_bytes=self._graph_bytes)
-        # A recomputation would write once more.
-        writing = [
-            j for j, replayable in enumerate(self.replayables) if replayable.repeats_writes is False and j >= first
-        ]
-        graphs |= {Cell(j, i) for j in writing for i in range(len(chunks))}
+        records = torch.is_grad_enabled() and first < len(self.shards)
+        elements = [sum(x.numel() for x in leaves if isinstance(x, Tensor)) for leaves in inputs]
+        self.steps.check_input(elements, training=records)
         return Tape(
             executor=self,
             # Without recomputation boundaries live in the graphs, on the device.
             boundaries=self._store(spills=self._recompute),
+            residency=self.steps.residency(),
             microbatches=len(chunks),
-            records=torch.is_grad_enabled() and first < len(self.shards),
+            records=records,
             first=first,
             output_fns=output_fns or [None] * len(chunks),
             inputs=inputs,
             rows=rows,
-            graphs=graphs,
+            elements=elements,
+            graphs=self.steps.kept_cells(rows, first),
             input_versions=[versions_of(leaves) for leaves in inputs],
             input_specs=[flatten(chunk)[1] for chunk in chunks],
             requires={Cell(0, i): requires(leaves) for i, leaves in enumerate(inputs)},
@@ -244,38 +248,49 @@ class Executor:
                 self.streamer.release()
                 self.store_assigned_data()
             self._untouched.forget()
-            plan = plan_pass(
-                range(n),
-                Kind.FORWARD,
-                slots=self.streamer.slots,
+            this = Pass(
+                shards=n,
                 microbatches=m,
+                slots=self.streamer.slots,
+                first=tape.first,
+                records=tape.records,
+                kept=tape.graphs,
                 resident=self.streamer.resident(),
                 later=range(n) if in_turn else range(n - 1, tape.first - 1, -1) if tape.records else (),
                 pending=self.streamer.pending(),
             )
             outputs: list[Any] = [None] * m
 
-            def visit(j: int, microbatches: Sequence[int]) -> None:
-                records = tape.records and j >= tape.first
-                for i in microbatches:
-                    last = not records or self._cell_executor.keeps_graph(tape, Cell(j, i))
-                    boundary = self._cell_executor.enter(tape, Cell(j, i), now=j * m + i, last=last)
-                    tape.boundaries.prefetch((j, i + 1) if i + 1 < m else (j + 1, 0))
-                    output = self._cell_executor.forward(tape, Cell(j, i), boundary)
-                    if last:
-                        tape.boundaries.drop((j, i))
-                    if j + 1 < n:
-                        nbytes = tape.boundaries.put((j + 1, i), output, self._uses(tape, j + 1, i))
-                    else:
-                        outputs[i] = output
-                        nbytes = sum(bytes_of_boundary(x) for x in tensors_in(output))
-                    self._meter.boundary_bytes_per_row[j + 1] = nbytes / max(tape.rows[i], 1)
-                written = self._cell_executor.end_visit(tape, j, microbatches, now=j * m)
+            def run(cell: Cell) -> None:
+                output = self._cell_executor.forward(tape, cell, self._cell_executor.enter(tape, cell))
+                if not this.needed_again(*cell):
+                    tape.boundaries.drop(cell)
+                j, i = cell.j + 1, cell.i
+                if j < n:
+                    nbytes = tape.boundaries.put((j, i), output)
+                else:
+                    outputs[i] = output
+                    nbytes = sum(bytes_of_boundary(x) for x in tensors_in(output))
+                self._meter.boundary_bytes_per_row[j] = nbytes / max(tape.rows[i], 1)
+                self.steps.saw_boundary(j, tape.rows[i], tape.elements[i], nbytes, training=tape.records)
+
+            def end_visit(j: int, perform: Callable[[Action], None]) -> list[Action]:
+                def enter(cell: Cell) -> Any:
+                    for action in tape.residency.use(cell, this.now(*cell)):
+                        perform(action)
+                    entered = self._cell_executor.enter(tape, cell)
+                    for action in tape.residency.end_use(cell):
+                        perform(action)
+                    return entered
+
+                before = tape.graphs
+                written = self._cell_executor.end_visit(tape, j, range(m), enter)
                 self.streamer.keep_changes(j, written)
                 self._cell_executor.leave_home(j, written)
                 tape.versions[j], tape.assignments = self.shards[j].versions(), self._assignments
+                return [Action(Kind.FORWARD_KEPT, *cell) for cell in sorted(tape.graphs - before)]
 
-            self._follow(plan, visit)
+            tape.plan = follow(this, tape, self.streamer, run, end_visit)
             for output in outputs:
                 leaves, spec = flatten(output)
                 tape.output_specs.append(spec)
@@ -284,6 +299,7 @@ class Executor:
                 self._tapes.add(tape)
                 self.streamer.wait_for_home_reads(tape.first)  # the others must not change before the backward
             else:
+                self.steps.ran(tape.plan, tape.rows, training=False)
                 self.streamer.wait_for_home_reads()
                 # What is in slots stays there. The next forward asks whether it still holds what the homes do.
                 self._untouched.mark()
@@ -321,8 +337,7 @@ class Executor:
         """
         self._check_open()
         n, m = len(self.shards), tape.microbatches
-        last = n * m
-        gradients = self._store()
+        gradients = self._store(gradients=True)
         input_gradients: list[list[Any]] = [[None] * len(leaves) for leaves in tape.inputs]
         with contextlib.closing(gradients), self._exclusively(recomputes=self._recompute):
             self._untouched.forget()
@@ -340,45 +355,44 @@ class Executor:
             # What leads to nothing that was asked for is left out, as autograd does; hooks of layers would tell.
             asked = [shard.index for shard in self.shards if only is not None and not only.isdisjoint(shard.parameters)]
             first = tape.first if only is None or to_inputs else min(asked, default=n)
-            order = range(n - 1, first - 1, -1)
-            plan = plan_pass(
-                order,
-                Kind.BACKWARD,
-                slots=self.streamer.slots,
+            this = Pass(
+                shards=n,
                 microbatches=m,
+                slots=self.streamer.slots,
+                backward=True,
+                first=first,
+                kept=tape.graphs,
                 resident=resident,
-                later=order if in_turn else (),
+                later=range(n - 1, tape.first - 1, -1) if in_turn else (),
                 pending=self.streamer.pending(),
                 updates=updates,
+                consume=consume,
             )
             for i, given in enumerate(output_gradients):
-                gradients.put((n, i), list(given), [last + i])
+                self.steps.gradient_bytes[n, tape.rows[i]] = gradients.put((n, i), list(given))
             if consume:
                 tape.used = True  # from here on it lacks what was used
 
-            def visit(j: int, microbatches: Sequence[int]) -> None:
-                for i in microbatches:
-                    now = last + (n - 1 - j) * m + i
-                    given = gradients.get((j + 1, i), now, last=True)
-                    kept = self._cell_executor.keeps_graph(tape, Cell(j, i))
-                    boundary = None if kept else self._cell_executor.enter(tape, Cell(j, i), now, last=consume)
-                    following = (j, i + 1) if i + 1 < m else (j - 1, 0)
-                    if following[0] >= first:
-                        tape.boundaries.prefetch(following)
-                    gradients.prefetch((following[0] + 1, following[1]))
-                    onward = accumulate or to_inputs or j > first
-                    back = self._cell_executor.backward(
-                        tape, Cell(j, i), boundary, given, consume=consume, only=only, onward=onward
-                    )
-                    gradients.drop((j + 1, i))
-                    if consume:
-                        tape.boundaries.drop((j, i))
-                    if j > first:
-                        gradients.put((j, i), back, [now + m])
-                    elif j == 0:
-                        input_gradients[i] = back
+            def run(cell: Cell) -> None:
+                j, i = cell
+                given = gradients.get((j + 1, i))
+                boundary = None if this.keeps(j, i) else self._cell_executor.enter(tape, cell)
+                onward = accumulate or to_inputs or j > first
+                back = self._cell_executor.backward(
+                    tape, cell, boundary, given, consume=consume, only=only, onward=onward
+                )
+                gradients.drop((j + 1, i))
+                if consume:
+                    tape.boundaries.drop(cell)
+                if j > first:
+                    self.steps.gradient_bytes[j, tape.rows[i]] = gradients.put(cell, back)
+                elif j == 0:
+                    input_gradients[i] = back
 
-            self._follow(plan, visit)
+            plan = follow(this, tape, self.streamer, run, gradients=(gradients, self.steps.residency(gradients=True)))
+            if tape.plan is not None:
+                self.steps.ran(joined(tape.plan, plan), tape.rows, training=True)
+                tape.plan = None  # what a second backward finds in memory is another matter
             self.streamer.gradient_offload.wait_idle()
             taken = gradient_offload.take()
             # In a turn the next micro-batch comes at once; a new forward begins with empty slots anyway.
@@ -390,28 +404,6 @@ class Executor:
         return input_gradients, taken
 
     # --- what both need -----------------------------------------------------------------------------------------
-
-    def _follow(self, plan: Plan, visit: Callable[[int, Sequence[int]], None]) -> None:
-        """Does what a plan says. ``visit`` runs the cells of a shard while it is on the compute device."""
-
-        def cell_of(action: Action) -> int | None:
-            return None if action.microbatch is None else action.shard
-
-        streamer = self.streamer
-        move = {
-            Kind.LOAD: streamer.load,
-            Kind.EVICT: streamer.evict,
-            Kind.DRAIN: streamer.drain,
-            Kind.UPDATE: streamer.update,
-        }
-        for j, actions in itertools.groupby(plan.actions, key=cell_of):
-            if j is None:
-                for action in actions:
-                    move[action.kind](action.shard)
-                continue
-            microbatches = [action.microbatch for action in actions if action.microbatch is not None]
-            with streamer.visit(j):
-                visit(j, microbatches)
 
     def _check_open(self) -> None:
         if self.closed:
@@ -457,16 +449,10 @@ class Executor:
         self.streamer.cancel()
         self._busy = False
 
-    def _store(self, *, spills: bool = True) -> BoundaryStore:
+    def _store(self, *, spills: bool = True, gradients: bool = False) -> BoundaryStore:
         """Room for boundaries, or for their gradients; in backward there is one of each."""
         scratch = self._tier.scratch() if spills else None
-        return BoundaryStore(scratch, self._lanes.boundary, self.boundary_bytes // 2, self._meter, strict=self._strict)
-
-    def _uses(self, tape: Tape, j: int, i: int) -> list[int]:
-        n, m = len(self.shards), tape.microbatches
-        forward = j * m + i
-        again = tape.records and j >= tape.first and not (self._recompute and Cell(j, i) in tape.graphs)
-        return [forward, n * m + (n - 1 - j) * m + i] if again else [forward]
+        return BoundaryStore(scratch, self._lanes.boundary, self._meter, gradients=gradients)
 
 
 #: The functions whose frames are the passes that are under way.

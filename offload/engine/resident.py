@@ -172,7 +172,7 @@ class ResidentStore:
         kept = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._values[key] = kept, spec, devices, versions_in(kept)
 
-    def get(self, key: Hashable, now: int = 0, *, last: bool = False) -> Any:
+    def get(self, key: Hashable) -> Any:
         """The value, where it came from.
 
         Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from offload.engine.boundary_store import BoundaryStore
 from offload.engine.cell import Cell
 from offload.engine.source import Source
+from offload.planning.plan import Plan
+from offload.planning.residency import Residency
 from pipe.nested import TreeSpec, flatten, unflatten
 from pipe.recompute.rerun import Rerun
 from pipe.torch_private import has_hooks
@@ -54,10 +56,10 @@ class GoesBack(Protocol):
 class Boundaries(Protocol):
     """Where what enters cells rests between forward and backward."""
 
-    def get(self, key: Hashable, now: int, *, last: bool = False) -> Any:
+    def get(self, key: Cell) -> Any:
         """See :meth:`offload.engine.boundary_store.BoundaryStore.get`."""
 
-    def drop(self, key: Hashable) -> None:
+    def drop(self, key: Cell) -> None:
         """Forgets a value."""
 
     def close(self) -> None:
@@ -98,11 +100,17 @@ class Tape(CellNotes):
 
     executor: GoesBack
     boundaries: BoundaryStore
+    #: Plans which of the boundaries stay in memory.
+    residency: Residency
     microbatches: int
     #: Of the shards whose homes are compared: how often they had been found to be written from outside.
     homes: dict[int, int] = field(default_factory=dict)
     #: Times that assigned data had been brought home by then.
     assignments: int = 0
+    #: Elements of the input, for each micro-batch.
+    elements: list[int] = field(default_factory=list)
+    #: What the forward did, until its backward.
+    plan: Plan | None = None
     output_specs: list[TreeSpec] = field(default_factory=list)
     output_shapes: list[list[torch.Size | None]] = field(default_factory=list)
     used: bool = False

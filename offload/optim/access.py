@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from offload.planning.plan import Updates
+from offload.planning.planner import Updates
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,7 @@ class Optimizers:
         return max((o.gradient_bytes for o in self), default=0)
 
     def planned(self) -> Updates:
-        """The arguments of :func:`~offload.planning.plan.plan_step` that optimizers decide."""
+        """The arguments of :func:`~offload.planning.planner.plan_step` that optimizers decide."""
         return {
             "pending": frozenset[int]().union(*(o.updated_shards for o in self if not o.update_in_backward)),
             "updates": any(o.update_in_backward for o in self),

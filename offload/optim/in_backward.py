@@ -95,6 +95,7 @@ class InBackward:
             return None
         assert self._updated is not None
         self._updated.append(shard.index)  # first: an interrupt in between must not make this look untouched
+        update.letter = "V"
         optimizer.mark(shard, update)
         for param_block in optimizer.param_blocks[shard]:
             for parameter in param_block.parameters:

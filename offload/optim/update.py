@@ -44,6 +44,8 @@ class Update:
         finished: Callable[[UpdateJob], None],
     ) -> None:
         self._shard = shard
+        #: Its letter in the plan: before a load, or in backward.
+        self.letter = "U"
         #: What is still to be done.
         self.tasks = list(tasks)
         self._lane = lane
@@ -72,7 +74,9 @@ class Update:
             self._arrival, self._failed = None, False
             slot = slot if self._in_slot else None
             filling = self._begin_to_fill(slot)
-            self._arrival = self._lane.submit(f"U{self._shard.index}", partial(self._run, slot, filling), after)
+            self._arrival = self._lane.submit(
+                f"{self.letter}{self._shard.index}", partial(self._run, slot, filling), after
+            )
             self._starting = False
         return self._arrival
 
@@ -119,7 +123,7 @@ class Update:
         try:
             self._prepare(slot, filling)
             nbytes = sum(job.nbytes for job in self.tasks if not job.done)
-            with self._meter.on_lane("update", f"U{self._shard.index}", nbytes):
+            with self._meter.on_lane("update", f"{self.letter}{self._shard.index}", nbytes):
                 self._run_tasks(slot)
         except PartialUpdateError as error:
             self._partial, self._failed = error, True

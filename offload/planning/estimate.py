@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.planning.peak_memory import PeakMemory
-from offload.planning.plan import Updates, plan_step
+from offload.planning.planner import Updates, plan_step
 from offload.planning.simulate import Costs, simulate
 from offload.storage import Tier
 from offload.streaming.shard import Shard

@@ -1,15 +1,11 @@
 """The plan of one step as plain data: which shard is loaded, used, evicted and drained, in which order.
 
-The order in which shards are used is known before a step starts: 0..n-1 in forward, n-1..0 in backward. So which shard
-to evict is not a guess. The plan evicts the resident shard whose next use is furthest away (Belady, 1966), and loads
-the next missing shard as soon as that leaves a slot free. Spare slots thus become a cache without a knob: the shards
-used last in forward are still there when backward begins.
-
 A plan prints as short tokens and parses back; the same text stands in logs, errors, test expectations and traces::
 
     L0 L1 F0.0 F0.1 E0 L2 F1.0 F1.1 F2.0 F2.1 B2.0 B2.1 D2 E2 L0 B1.0 B1.1 D1 B0.0 B0.1 D0
     U0 L0 U1 L1 F0.0 E0 U2 L2 F1.0 F2.0 B2.0 D2 E2 L0 B1.0 D1 B0.0 D0       the same after an optimizer's step
-    L0 L1 F0.0 E0 L2 F1.0 F2.0 B2.0 D2 U2 E2 L0 B1.0 D1 U1 B0.0 D0 U0       with updates in backward
+    L0 L1 F0.0 E0 L2 F1.0 F2.0 B2.0 D2 V2 E2 L0 B1.0 D1 V1 B0.0 D0 V0       with updates in backward
+    L0 F0.0 L1 F1.0 S1.0 L2 K2.0 P1.0 G2.0 D2 B1.0 D1 B0.0 D0               a boundary is spilled, a graph is kept
 
 ========  =====================================================================
 token     meaning
@@ -17,27 +13,35 @@ token     meaning
 ``Lj``    start to load shard j into a free slot
 ``Ej``    drop shard j; its slot is free (nothing is copied: a slot is clean)
 ``Fj.i``  run cell (shard j, micro-batch i) forward
-``Bj.i``  push the gradient back through cell (j, i)
+``Kj.i``  the same, and keep its graph
+``Bj.i``  recompute cell (j, i), and push the gradient back through it
+``Gj.i``  push the gradient back through the graph that ``Kj.i`` kept
 ``Dj``    start to send the gradients of shard j home
-``Uj``    start the optimizer's update of shard j, where it rests
+``Uj``    start the update of shard j that an earlier step decided, before it is loaded
+``Vj``    start the update of shard j in backward, with the gradients that were drained
+``Sj.i``  start to write the boundary that enters cell (j, i) out of memory
+``Pj.i``  start to read it back
+``Xj.i``  drop its copy in memory; the one that was written out is still there
+``sj.i``  the same three, for the gradient of that boundary
+``pj.i``
+``xj.i``
 ========  =====================================================================
 
+The boundary that enters shard n of n is the output; it has a gradient only. What enters shard 0 is the user's.
 An update belongs to gradients that were drained before: by the step before, whose updates are ``pending`` when a plan
 starts, or by the plan itself. A gradient clipped by the norm of all (``clips``) is updated after the last drain.
 
-This module knows nothing of tensors or torch.
+This module knows nothing of tensors or torch. :mod:`offload.planning.planner` makes plans.
 """
 
 from __future__ import annotations
 
 import enum
 import re
-from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypedDict
 
-__all__ = ["Action", "Kind", "Plan", "PlanError", "Updates", "plan_pass", "plan_step", "validate"]
+__all__ = ["BACKWARD_CELLS", "CELLS", "FORWARD_CELLS", "Action", "Kind", "Plan", "PlanError", "validate"]
 
 
 class Kind(enum.Enum):
@@ -46,14 +50,30 @@ class Kind(enum.Enum):
     LOAD = "L"
     EVICT = "E"
     FORWARD = "F"
+    FORWARD_KEPT = "K"
     BACKWARD = "B"
+    BACKWARD_KEPT = "G"
     DRAIN = "D"
     UPDATE = "U"
+    UPDATE_IN_BACKWARD = "V"
+    SPILL = "S"
+    PREFETCH = "P"
+    FORGET = "X"
+    SPILL_GRADIENT = "s"
+    PREFETCH_GRADIENT = "p"
+    FORGET_GRADIENT = "x"
 
 
-@dataclass(frozen=True)
+FORWARD_CELLS = frozenset({Kind.FORWARD, Kind.FORWARD_KEPT})
+BACKWARD_CELLS = frozenset({Kind.BACKWARD, Kind.BACKWARD_KEPT})
+CELLS = FORWARD_CELLS | BACKWARD_CELLS
+_GRADIENTS = frozenset({Kind.SPILL_GRADIENT, Kind.PREFETCH_GRADIENT, Kind.FORGET_GRADIENT})
+_BOUNDARIES = frozenset({Kind.SPILL, Kind.PREFETCH, Kind.FORGET}) | _GRADIENTS
+
+
+@dataclass(frozen=True, slots=True)
 class Action:
-    """One token of a plan. ``microbatch`` is given for cells only."""
+    """One token of a plan. ``microbatch`` is given for cells and what enters them."""
 
     kind: Kind
     shard: int
@@ -64,7 +84,7 @@ class Action:
         return f"{self.kind.value}{self.shard}{cell}"
 
 
-_TOKEN = re.compile(r"([LEDU])(\d+)|([FB])(\d+)\.(\d+)")
+_TOKEN = re.compile(r"([LEDUV])(\d+)|([FKBGSPXspx])(\d+)\.(\d+)")
 
 
 @dataclass(frozen=True)
@@ -131,171 +151,137 @@ class PlanError(ValueError):
         self.position = position
 
 
-def plan_pass(
-    order: Sequence[int],
-    kind: Kind,
-    *,
-    slots: int,
-    microbatches: int,
-    resident: Collection[int] = (),
-    later: Sequence[int] = (),
-    pending: Collection[int] = (),
-    updates: bool = False,
-) -> Plan:
-    """Plans one pass over the shards in ``order``, each used once.
-
-    Args:
-        order: the shards in their order of use.
-        kind: ``Kind.FORWARD`` or ``Kind.BACKWARD``; after a backward visit the shard's gradients are drained.
-        slots: number of device slots, at least 1 (at least 2 for loads that run ahead of use).
-        microbatches: cells of each visit.
-        resident: shards that are in a slot already.
-        later: the order of use after this pass, as far as it is known; it decides what is worth keeping.
-        pending: shards that must be updated before they are loaded.
-        updates: whether a shard is updated as soon as its gradients are drained.
-    """
-    if slots < 1:
-        raise ValueError(f"expected at least 1 slot, got slots={slots}")
-    uses = [*order, *later]
-    positions: dict[int, list[int]] = {}
-    for k, shard in enumerate(uses):
-        positions.setdefault(shard, []).append(k)
-    there = set(resident)
-    left = set(pending)
-    actions: list[Action] = []
-
-    def next_use(shard: int, position: int) -> int:
-        mine = positions.get(shard, [])
-        k = bisect_left(mine, position)
-        return mine[k] if k < len(mine) else len(uses)
-
-    def make_room(position: int, wanted: int) -> bool:
-        """Frees a slot for the shard used at ``wanted``, unless all that is resident is needed sooner."""
-        if len(there) < slots:
-            return True
-        victim = max(there, key=lambda shard: (next_use(shard, position), shard))
-        if next_use(victim, position) <= wanted:
-            return False
-        there.discard(victim)
-        actions.append(Action(Kind.EVICT, victim))
-        return True
-
-    for position, shard in enumerate(order):
-        for wanted in range(position, len(uses)):
-            # Look ahead from the shard about to be used; stop where the next missing one finds no room.
-            if uses[wanted] in there:
-                continue
-            if not make_room(position, wanted):
-                break
-            there.add(uses[wanted])
-            if uses[wanted] in left:
-                left.discard(uses[wanted])
-                actions.append(Action(Kind.UPDATE, uses[wanted]))
-            actions.append(Action(Kind.LOAD, uses[wanted]))
-        actions.extend(Action(kind, shard, i) for i in range(microbatches))
-        if kind is Kind.BACKWARD:
-            actions.append(Action(Kind.DRAIN, shard))
-            if updates:
-                actions.append(Action(Kind.UPDATE, shard))
-    return Plan(tuple(actions), slots, frozenset(resident), frozenset(pending))
-
-
-class Updates(TypedDict):
-    """What an optimizer adds to a plan: see :func:`plan_step`."""
-
-    pending: frozenset[int]
-    updates: bool
-    clips: bool
-
-
-def plan_step(
-    shards: int,
-    *,
-    slots: int,
-    microbatches: int = 1,
-    training: bool = True,
-    pending: Collection[int] = (),
-    updates: bool = False,
-    clips: bool = False,
-) -> Plan:
-    """Plans a whole step from empty slots: forward, and backward where ``training``. See :func:`plan_pass`."""
-    forward, backward = range(shards), range(shards - 1, -1, -1)
-    first = plan_pass(
-        forward,
-        Kind.FORWARD,
-        slots=slots,
-        microbatches=microbatches,
-        later=backward if training else (),
-        pending=pending,
-    )
-    if not training:
-        return Plan(first.actions, slots, pending=first.pending, clips=clips)
-    second = plan_pass(
-        backward,
-        Kind.BACKWARD,
-        slots=slots,
-        microbatches=microbatches,
-        resident=first.resident_after,
-        updates=updates,
-    )
-    return Plan(first.actions + second.actions, slots, pending=first.pending, clips=clips)
-
-
 def validate(plan: Plan) -> None:
     """Proves that a plan can run.
 
-    Each cell finds its shard resident, slots suffice, each gradient is drained once. A shard is updated once for each
-    drain at the most, after it, before its next load, and after the last drain if gradients are clipped; a copy from
-    before is not used any more.
+    Each cell finds its shard resident, and what enters it in memory; slots suffice, each gradient is drained once. A
+    shard is updated once for each drain at the most, after it, before its next load, and after the last drain if
+    gradients are clipped; a copy from before is not used any more. A boundary is written out once, and read back only
+    while it is out. A cell that kept its graph is not recomputed, and only such a cell goes back through a graph.
 
     Raises:
         PlanError: at the first action that breaks one of these.
     """
-    there = set(plan.resident)
-    undrained: set[int] = set()
-    done: set[Action] = set()
-    pending, drained, stale = set(plan.pending), set[int](), set[int]()
-    last_drain = max((k for k, action in enumerate(plan.actions) if action.kind is Kind.DRAIN), default=-1)
-    if len(there) > plan.slots:
-        raise PlanError(plan, 0, f"{len(there)} shards are resident in {plan.slots} slots")
+    proof = _Proof(plan)
     for position, action in enumerate(plan.actions):
-        shard = action.shard
+        if action.kind in CELLS:
+            reason = proof.run(action)
+        elif action.kind in _BOUNDARIES:
+            reason = proof.move_boundary(action)
+        else:
+            reason = proof.move_shard(action, position)
+        if reason:
+            raise PlanError(plan, position, reason)
+    if proof.undrained:
+        raise PlanError(plan, len(plan.actions), f"gradients of shards {sorted(proof.undrained)} are never drained")
+
+
+class _Proof:
+    """The state of everything while a plan is gone through; each method returns what is wrong with an action."""
+
+    def __init__(self, plan: Plan) -> None:
+        if len(plan.resident) > plan.slots:
+            raise PlanError(plan, 0, f"{len(plan.resident)} shards are resident in {plan.slots} slots")
+        self._slots, self._clips = plan.slots, plan.clips
+        self._last_drain = max((k for k, action in enumerate(plan.actions) if action.kind is Kind.DRAIN), default=-1)
+        self._there = set(plan.resident)
+        self._pending, self._drained, self._stale = set(plan.pending), set[int](), set[int]()
+        self.undrained: set[int] = set()
+        #: Cells that ran forward: whether they kept their graphs. Those that ran backward.
+        self._forward: dict[tuple[int, int], bool] = {}
+        self._backward: set[tuple[int, int]] = set()
+        #: Boundaries and gradients of boundaries: those that have a copy out of memory, and those in memory no more.
+        self._written: set[tuple[bool, int, int]] = set()
+        self._away: set[tuple[bool, int, int]] = set()
+
+    def move_shard(self, action: Action, position: int) -> str | None:
+        """A load, an eviction, a drain or an update."""
+        shard, there = action.shard, self._there
         if action.kind is Kind.LOAD:
             if shard in there:
-                raise PlanError(plan, position, f"shard {shard} is loaded while it is resident")
-            if len(there) == plan.slots:
-                raise PlanError(plan, position, f"shard {shard} is loaded, but all {plan.slots} slots are taken")
-            if shard in pending:
-                raise PlanError(plan, position, f"shard {shard} is loaded before its pending update")
+                return f"shard {shard} is loaded while it is resident"
+            if len(there) == self._slots:
+                return f"shard {shard} is loaded, but all {self._slots} slots are taken"
+            if shard in self._pending:
+                return f"shard {shard} is loaded before its pending update"
             there.add(shard)
-            stale.discard(shard)
-            continue
-        if action.kind is Kind.DRAIN:
-            if shard not in undrained:
-                raise PlanError(plan, position, f"shard {shard} has no gradients to drain")
-            undrained.discard(shard)
-            drained.add(shard)
-            continue
-        if action.kind is Kind.UPDATE:
-            if shard not in pending | drained:
-                raise PlanError(plan, position, f"shard {shard} has no drained gradients to be updated with")
-            if shard not in pending and plan.clips and position < last_drain:
-                raise PlanError(plan, position, f"shard {shard} is updated before the norm of all gradients is known")
-            pending.discard(shard)
-            drained.discard(shard)
-            stale.update({shard} & there)
-            continue
-        if shard not in there:
-            raise PlanError(plan, position, f"shard {shard} is not resident")
-        if action.kind is Kind.EVICT:
+            self._stale.discard(shard)
+        elif action.kind is Kind.EVICT:
+            if shard not in there:
+                return f"shard {shard} is not resident"
             there.discard(shard)
-            continue
-        if shard in stale:
-            raise PlanError(plan, position, f"shard {shard} was updated since it was loaded")
-        if action in done:
-            raise PlanError(plan, position, f"cell {action} runs twice")
-        done.add(action)
-        if action.kind is Kind.BACKWARD:
-            undrained.add(shard)
-    if undrained:
-        raise PlanError(plan, len(plan.actions), f"gradients of shards {sorted(undrained)} are never drained")
+        elif action.kind is Kind.DRAIN:
+            if shard not in self.undrained:
+                return f"shard {shard} has no gradients to drain"
+            self.undrained.discard(shard)
+            self._drained.add(shard)
+        else:
+            return self._update(action, position)
+        return None
+
+    def _update(self, action: Action, position: int) -> str | None:
+        shard = action.shard
+        if action.kind is Kind.UPDATE:
+            if shard not in self._pending:
+                return f"shard {shard} has no pending update"
+            self._pending.discard(shard)
+        else:
+            if shard not in self._drained:
+                return f"shard {shard} has no drained gradients to be updated with"
+            if self._clips and position < self._last_drain:
+                return f"shard {shard} is updated before the norm of all gradients is known"
+            self._drained.discard(shard)
+        self._stale.update({shard} & self._there)
+        return None
+
+    def run(self, action: Action) -> str | None:
+        """A cell."""
+        shard, i = action.shard, action.microbatch
+        assert i is not None
+        if shard not in self._there:
+            return f"shard {shard} is not resident"
+        if shard in self._stale:
+            return f"shard {shard} was updated since it was loaded"
+        backward, keeps = action.kind in BACKWARD_CELLS, action.kind is Kind.FORWARD_KEPT
+        kept = self._forward.get((shard, i))
+        if backward:
+            if (shard, i) in self._backward:
+                return f"cell {action} runs twice"
+            if kept is True and action.kind is Kind.BACKWARD:
+                return f"cell {shard}.{i} is recomputed though its graph was kept"
+            if kept is False and action.kind is Kind.BACKWARD_KEPT:
+                return f"the graph of cell {shard}.{i} was not kept"
+            self._backward.add((shard, i))
+            self.undrained.add(shard)
+        else:
+            # What would write other weights when it is recomputed runs once more, to keep its graph.
+            if kept is not None and not (keeps and not kept):
+                return f"cell {action} runs twice"
+            self._forward[shard, i] = keeps
+        if action.kind is not Kind.BACKWARD_KEPT and (False, shard, i) in self._away:
+            return f"the boundary that enters cell {shard}.{i} is not in memory"
+        if backward and (True, shard + 1, i) in self._away:
+            return f"the gradient that enters cell {shard}.{i} is not in memory"
+        return None
+
+    def move_boundary(self, action: Action) -> str | None:
+        """A boundary, or the gradient of one, leaves memory or returns."""
+        shard, i = action.shard, action.microbatch
+        assert i is not None
+        key = (action.kind in _GRADIENTS, shard, i)
+        what = f"{'the gradient of ' * key[0]}boundary {shard}.{i}"
+        if action.kind in (Kind.PREFETCH, Kind.PREFETCH_GRADIENT):
+            if key not in self._away:
+                return f"{what} is read back while it is in memory"
+            self._away.discard(key)
+            return None
+        if key in self._away:
+            return f"{what} is not in memory"
+        spills = action.kind in (Kind.SPILL, Kind.SPILL_GRADIENT)
+        if spills and key in self._written:
+            return f"{what} is written out twice"
+        if not spills and key not in self._written:
+            return f"{what} is dropped, and has no other copy"
+        self._written.add(key)
+        self._away.add(key)
+        return None

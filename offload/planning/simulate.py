@@ -5,17 +5,22 @@ This module knows nothing of tensors or torch.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.planning.plan import Kind, Plan, validate
+from offload.planning.plan import BACKWARD_CELLS, CELLS, Kind, Plan, validate
+from offload.planning.residency import WRITES_IN_FLIGHT
 
 __all__ = ["Costs", "Forecast", "simulate"]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What the actions of each shard cost, in seconds; of a cell for ``forward`` and ``backward``. Bytes of a slot."""
+    """What the actions of each shard cost, in seconds; of a cell for ``forward`` and ``backward``. Bytes of a slot.
+
+    ``boundary``: of moving what enters a cell of each shard, or its gradient; one entry more, for the output.
+    """
 
     load: Sequence[float]
     forward: Sequence[float]
@@ -23,6 +28,7 @@ class Costs:
     drain: Sequence[float]
     slot_bytes: int
     update: Sequence[float] = ()
+    boundary: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -38,22 +44,37 @@ class Forecast:
 def simulate(plan: Plan, costs: Costs) -> Forecast:
     """Runs a plan on clocks of its own for compute and for each lane, which meet only where the plan says."""
     validate(plan)
-    compute = loading = draining = updating = waited = computed = 0.0
+    compute = loading = draining = updating = moving = waited = computed = 0.0
     arrival = dict.fromkeys(plan.resident, 0.0)
     home: dict[int, float] = {}  # when gradients are home
     updated: dict[int, float] = {}
+    leaving: deque[float] = deque()  # when boundaries are written
+    back: dict[tuple[bool, int, int | None], float] = {}  # when gradients, or not, of boundaries are read back
     for action in plan.actions:
-        shard = action.shard
-        if action.kind is Kind.LOAD:
+        shard, kind = action.shard, action.kind
+        if kind is Kind.LOAD:
             loading = arrival[shard] = max(loading, compute, updated.get(shard, 0.0)) + costs.load[shard]
-        elif action.kind is Kind.DRAIN:
+        elif kind is Kind.DRAIN:
             draining = home[shard] = max(draining, compute) + costs.drain[shard]
-        elif action.kind is Kind.UPDATE:
+        elif kind in (Kind.UPDATE, Kind.UPDATE_IN_BACKWARD):
             updating = updated[shard] = max(updating, compute, home.get(shard, 0.0)) + costs.update[shard]
-        elif action.kind is not Kind.EVICT:
-            start = max(compute, arrival[shard])
-            seconds = (costs.forward if action.kind is Kind.FORWARD else costs.backward)[shard]
+        elif kind in (Kind.SPILL, Kind.SPILL_GRADIENT):
+            oldest = leaving.popleft() if len(leaving) == WRITES_IN_FLIGHT else compute
+            waited += max(0.0, oldest - compute)
+            compute = max(compute, oldest)
+            moving = max(moving, compute) + costs.boundary[shard]
+            leaving.append(moving)
+        elif kind in (Kind.PREFETCH, Kind.PREFETCH_GRADIENT):
+            moving = max(moving, compute) + costs.boundary[shard]
+            back[kind is Kind.PREFETCH_GRADIENT, shard, action.microbatch] = moving
+        elif kind in CELLS:
+            entered = 0.0 if kind is Kind.BACKWARD_KEPT else back.pop((False, shard, action.microbatch), 0.0)
+            if kind in BACKWARD_CELLS:
+                entered = max(entered, back.pop((True, shard + 1, action.microbatch), 0.0))
+            start = max(compute, arrival[shard], entered)
+            seconds = (costs.backward if kind in BACKWARD_CELLS else costs.forward)[shard]
             waited += start - compute
             computed += seconds
             compute = start + seconds
-    return Forecast(max(compute, loading, draining, updating), waited, computed, plan.slots * costs.slot_bytes)
+    end = max(compute, loading, draining, updating, moving)
+    return Forecast(end, waited, computed, plan.slots * costs.slot_bytes)

@@ -91,14 +91,15 @@ class Streamer:
         return frozenset(shard.index for shard in self.shards if shard.pending is not None)
 
     def update(self, j: int) -> None:
-        """Starts the update of shard ``j``: of what was just drained, or, before its load, of an earlier step's.
+        """Starts the update of shard ``j`` that an earlier step decided, before its load.
 
-        The latter may work in the slot that the load is about to fill, so both get the same.
+        It may work in the slot that the load is about to fill, so both get the same.
         """
-        if self.shards[j].state is State.HOME:
-            self._updating[j] = self._start_update(j, self.slot_pool.take(self._meter))
-        else:
-            self.gradient_offload.update(self.shards[j])
+        self._updating[j] = self._start_update(j, self.slot_pool.take(self._meter))
+
+    def update_in_backward(self, j: int) -> None:
+        """Starts the update of shard ``j`` with what was just drained."""
+        self.gradient_offload.update(self.shards[j])
 
     def _start_update(self, j: int, slot: Tensor) -> _Updating:
         pending = self.shards[j].pending  # its thread may be done with it at any moment

@@ -87,10 +87,10 @@ class Meter:
             yield
 
     @contextlib.contextmanager
-    def cell(self, kind: str, shard: int, microbatch: int, rows: int) -> Iterator[None]:
-        """Counts the time of one cell."""
+    def cell(self, kind: str, shard: int, microbatch: int, rows: int, *, token: str | None = None) -> Iterator[None]:
+        """Counts the time of one cell, ``"F"`` or ``"B"``; ``token`` is its letter in the plan, if it is another."""
         clock = self.cells.setdefault((kind, shard), Clock(self._device))
-        token = f"{kind}{shard}.{microbatch}"
+        token = f"{token or kind}{shard}.{microbatch}"
         # A visit counts as a whole: its first micro-batch is dearer than the others, in every step.
         with self.compute.span(), clock.span(rows, goes_on=microbatch > 0), self.tracer.span("compute", token):
             with torch.profiler.record_function(token):

@@ -16,6 +16,7 @@ __all__ = ["draw_timeline"]
 
 #: By the first letter of a token: loads, forward, backward, drains, updates; what compute waits for; the rest.
 _COLOURS = {"L": "#56b4e9", "F": "#009e73", "B": "#0072b2", "D": "#e69f00", "U": "#cc79a7", "w": "#d55e00"}
+_COLOURS |= {"K": _COLOURS["F"], "G": _COLOURS["B"], "V": _COLOURS["U"]}
 _OTHERS = "#bbbbbb"
 _NAMED_FROM = 0.012  # share of the width from which a span has room for its token
 

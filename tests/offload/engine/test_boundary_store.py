@@ -9,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.engine.boundary_store import WRITES_IN_FLIGHT, BoundaryStore
+from offload.engine.boundary_store import BoundaryStore
+from offload.planning.plan import Action, Kind
+from offload.planning.residency import MOVING, Residency, check_boundaries
 from offload.storage import Scratch
 from offload.telemetry.statistics import Meter
 from tests.offload.late import LateLane
@@ -47,43 +49,67 @@ def value(k: int) -> tuple[torch.Tensor, None]:
     return torch.full((10,), float(k)), None
 
 
-#: Boundaries in motion: one in use, one coming, and those on their way out.
-MOVING = 2 + WRITES_IN_FLIGHT
+class Planned:
+    """A store that does what its plan says, for keys (1, k)."""
 
+    def __init__(self, boxes: int, shelf: Scratch | None = None, seed: int = 0) -> None:
+        """``boxes`` boundaries may stay in memory besides those that move."""
+        self.meter = Meter(CPU)
+        self.store = BoundaryStore(shelf, LateLane(seed), self.meter)
+        self.residency = Residency((boxes + MOVING) * BYTES)
 
-def store(boxes: int, shelf: Scratch | None = None, seed: int = 0) -> tuple[BoundaryStore, Meter]:
-    """A store in which ``boxes`` boundaries may rest."""
-    meter = Meter(CPU)
-    return BoundaryStore(shelf, LateLane(seed), (boxes + MOVING) * BYTES, meter), meter
+    def put(self, k: int, uses: Sequence[int]) -> None:
+        nbytes = self.store.put((1, k), value(k))
+        self._do(self.residency.put((1, k), nbytes, uses))
+
+    def use(self, k: int, now: int) -> float:
+        self._do(self.residency.use((1, k), now))
+        tensor, nothing = self.store.get((1, k))
+        assert nothing is None
+        assert (tensor == k).all()
+        return float(tensor[0])
+
+    def end_use(self, k: int) -> None:
+        self._do(self.residency.end_use((1, k)))
+
+    def prefetch(self, k: int) -> None:
+        self._do(self.residency.prefetch((1, k)))
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        move = {Kind.SPILL: self.store.spill, Kind.PREFETCH: self.store.prefetch, Kind.FORGET: self.store.forget}
+        for action in actions:
+            assert action.microbatch is not None
+            move[action.kind]((action.shard, action.microbatch))
 
 
 def test_within_the_budget_no_boundary_is_spilled() -> None:
     shelf = Shelf()
-    boundaries, meter = store(3, shelf)
+    planned = Planned(3, shelf)
     for k in range(3):
-        boundaries.put(k, value(k), [k])
-    assert [float(boundaries.get(k, k)[0][0]) for k in range(3)] == [0, 1, 2]
+        planned.put(k, [k])
+    assert [planned.use(k, k) for k in range(3)] == [0, 1, 2]
     assert shelf.stored == []
-    assert meter.bytes_spilled == 0
+    assert planned.meter.bytes_spilled == 0
 
 
 def test_the_boundary_needed_last_is_spilled() -> None:
     shelf = Shelf()
-    boundaries, _ = store(2, shelf)
+    planned = Planned(2, shelf)
     for k, use in ((0, 5), (1, 9), (2, 7)):
-        boundaries.put(k, value(k), [use])
-    boundaries.close()
+        planned.put(k, [use])
+    planned.store.close()
     assert shelf.stored == [1.0]
 
 
 def test_a_value_is_written_once_however_often_it_returns() -> None:
     shelf = Shelf()
-    boundaries, _ = store(1, shelf)
-    boundaries.put("a", value(1), [1, 4, 9])
-    boundaries.put("b", value(2), [2, 3, 8])
-    for now, key in ((1, "a"), (2, "b"), (3, "b"), (4, "a"), (8, "b"), (9, "a")):
-        assert float(boundaries.get(key, now)[0][0]) == {"a": 1, "b": 2}[key]
-    boundaries.close()
+    planned = Planned(1, shelf)
+    planned.put(1, [1, 4, 9])
+    planned.put(2, [2, 3, 8])
+    for now, k in ((1, 1), (2, 2), (3, 2), (4, 1), (8, 2), (9, 1)):
+        planned.use(k, now)
+        planned.end_use(k)
+    planned.store.close()
     assert sorted(shelf.stored) == sorted(set(shelf.stored))
 
 
@@ -97,45 +123,65 @@ def test_every_use_sees_its_value_and_the_budget_holds(
     budget: int, seed: int, passes: Sequence[Sequence[int]], ahead: bool
 ) -> None:
     shelf = Shelf()
-    boundaries, meter = store(budget, shelf, seed)
-    order = [key for one in passes for key in one]
-    for key in range(5):
-        boundaries.put(key, value(key), [now for now, k in enumerate(order) if k == key])
-    for now, key in enumerate(order):
-        tensor, nothing = boundaries.get(key, now)
-        assert nothing is None
-        assert (tensor == key).all()
+    planned = Planned(budget, shelf, seed)
+    order = [k for one in passes for k in one]
+    for k in range(5):
+        planned.put(k, [now for now, other in enumerate(order) if other == k])
+    for now, k in enumerate(order):
+        planned.use(k, now)
         if ahead and now + 1 < len(order):
-            boundaries.prefetch(order[now + 1])
-        assert meter.held_bytes <= (budget + MOVING) * BYTES
-    for key in range(5):
-        boundaries.drop(key)
-    boundaries.close()
-    assert meter.held_bytes == 0
+            planned.prefetch(order[now + 1])
+        assert planned.meter.held_bytes <= (budget + MOVING) * BYTES
+        planned.end_use(k)
+        assert planned.meter.held_bytes <= (budget + MOVING) * BYTES
+    for k in range(5):
+        planned.store.drop((1, k))
+    planned.store.close()
+    assert planned.meter.held_bytes == 0
     assert shelf.rest == {}
     assert shelf.closed
 
 
+def test_a_boundary_that_is_read_just_now_does_not_leave() -> None:
+    planned = Planned(0, Shelf())
+    planned.put(0, [0, 99])
+    planned.use(0, 0)
+    planned.put(1, [1])
+    planned.put(2, [2])
+    assert planned.store._entries[1, 0].leaves is not None
+    planned.end_use(0)
+    assert planned.store._entries[1, 0].leaves is None
+
+
+def test_a_strict_budget_refuses_what_cannot_move_in_it() -> None:
+    check_boundaries(10, MOVING * 10)
+    residency = Residency(MOVING * 10, strict=True)
+    residency.put((1, 0), 10, [0])
+    with pytest.raises(ValueError, match="use more micro-batches"):
+        residency.put((1, 1), 11, [1])
+
+
 def test_a_value_changed_in_place_is_not_used() -> None:
-    boundaries, _ = store(3)
+    store = BoundaryStore(None, LateLane(0), Meter(CPU))
     x = torch.zeros(3)
-    boundaries.put((2, 0), x, [1])
+    store.put((2, 0), x)
     x.add_(1)
-    with pytest.raises(RuntimeError, match=r"enters shard \(2, 0\) was changed in place"):
-        boundaries.get((2, 0), 1)
+    with pytest.raises(RuntimeError, match=r"enters shard 2 \(micro-batch 0\) was changed in place"):
+        store.get((2, 0))
 
 
 def test_a_store_that_is_dropped_gives_its_bytes_back() -> None:
-    boundaries, meter = store(1, Shelf())
-    for k in range(4):
-        boundaries.put(k, value(k), [k])
-    assert meter.held_bytes > 0
-    del boundaries
-    assert meter.held_bytes == 0
+    planned = Planned(1, Shelf())
+    for k in range(4 + MOVING):
+        planned.put(k, [k])
+    assert planned.meter.held_bytes > 0
+    planned.store = None  # type: ignore[assignment]
+    assert planned.meter.held_bytes == 0
 
 
 def test_an_alias_counts_once() -> None:
-    boundaries, meter = store(9)
+    meter = Meter(CPU)
+    store = BoundaryStore(None, LateLane(0), meter)
     x = torch.zeros(10)
-    boundaries.put(0, (x, x.view(2, 5)), [0])
+    assert store.put((1, 0), (x, x.view(2, 5))) == BYTES
     assert meter.held_bytes == BYTES

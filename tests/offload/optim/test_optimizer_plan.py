@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from offload import OffloadModel, OffloadOptimizer
+from offload.engine.follow import follow
+from offload.optim.access import updates_of
 from offload.planning.plan import Kind, Plan, validate
 from tests.offload.pair import Pair
 from tests.offload.prompt import PromptLane
@@ -42,7 +44,7 @@ def test_the_plan_shows_the_updates_of_an_optimizer_as_long_as_there_is_one() ->
 def test_the_plan_shows_updates_in_backward() -> None:
     model, optimizer = make("cpu", update_in_backward=True)
     plan = model.plan()
-    assert str(plan).endswith("B3.0 D3 U3 E3 L1 B2.0 D2 U2 E2 L0 B1.0 D1 U1 B0.0 D0 U0")
+    assert str(plan).endswith("B3.0 D3 V3 E3 L1 B2.0 D2 V2 E2 L0 B1.0 D1 V1 B0.0 D0 V0")
     validate(plan)
     assert optimizer.update_in_backward
 
@@ -64,7 +66,12 @@ def test_updates_run_in_the_order_of_the_plan(home: str, tmp_path: Path, in_back
     with model.trace(tmp_path / "trace.json") as events:
         step(model, optimizer)
         optimizer.synchronize()
-    expected = [str(action) for action in model.plan().actions if action.kind is Kind.UPDATE]
+    kind = Kind.UPDATE_IN_BACKWARD if in_backward else Kind.UPDATE
+    expected = [
+        str(action)
+        for action in model._executor.steps.plan([2], updates_of([optimizer]), slots=2, training=True).actions
+        if action.kind is kind
+    ]
     ran = [event.token for event in sorted(events, key=lambda e: e.begin) if event.track == "update lane"]
     # In host memory, updates begin at once at step(), so this trace also holds those that its own step decided.
     assert ran[-4:] == expected
@@ -100,23 +107,28 @@ def test_the_executed_actions_are_the_printed_plan(
 
         monkeypatch.setattr(owner, name, noted)
 
-    for name in ("load", "drain", "update"):
-        noting(model._executor.streamer, name, name[0].upper())
+    for name, token in (("load", "L"), ("drain", "D"), ("update", "U"), ("update_in_backward", "V")):
+        noting(model._executor.streamer, name, token)
     noting(model._executor._cell_executor, "forward", "F")
     noting(model._executor._cell_executor, "backward", "B")
     streamer, evict = model._executor.streamer, model._executor.streamer.evict
-    follow = model._executor._follow
 
-    def following(plan: Plan, visit: Any) -> None:  # outside a pass, slots are given up without a plan
+    def following(*args: Any, **more: Any) -> Plan:  # outside a pass, slots are given up without a plan
         monkeypatch.setattr(streamer, "evict", lambda j: (executed.append(f"E{j}"), evict(j))[1])
-        follow(plan, visit)
+        plan = follow(*args, **more)
         monkeypatch.setattr(streamer, "evict", evict)
+        return plan
 
-    monkeypatch.setattr(model._executor, "_follow", following)
-    printed = str(model.plan(batch_rows=2))
+    monkeypatch.setattr("offload.engine.executor.follow", following)
+    planned = model._executor.steps.plan(
+        [1, 1], updates_of([optimizer] if how != "none" else []), slots=slots, training=True
+    )
     step(model, optimizer)
+    printed = str(model.plan(batch_rows=2))
     assert " ".join(executed) == printed
-    assert ("U" in printed) == (how != "none")
+    assert printed == str(planned)
+    assert ("U" in printed) == (how == "before a load")
+    assert ("V" in printed) == (how == "in backward")
 
 
 def test_an_estimate_includes_updates(home: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.planning.plan import Kind, Plan, PlanError, plan_pass, plan_step, validate
+from offload.planning.plan import CELLS, Kind, Plan, PlanError, validate
+from offload.planning.planner import Pass, plan_step
+from offload.planning.residency import Residency
 from offload.planning.simulate import Costs, simulate
 
 
@@ -22,7 +24,7 @@ def test_an_update_is_planned_before_the_next_load_of_its_shard_or_after_its_dra
     before = plan_step(3, slots=2, pending=range(3), clips=True)
     assert str(before) == "U0 L0 U1 L1 F0.0 E0 U2 L2 F1.0 F2.0 B2.0 D2 E2 L0 B1.0 D1 B0.0 D0"
     behind = plan_step(3, slots=2, updates=True)
-    assert str(behind) == "L0 L1 F0.0 E0 L2 F1.0 F2.0 B2.0 D2 U2 E2 L0 B1.0 D1 U1 B0.0 D0 U0"
+    assert str(behind) == "L0 L1 F0.0 E0 L2 F1.0 F2.0 B2.0 D2 V2 E2 L0 B1.0 D1 V1 B0.0 D0 V0"
 
 
 @given(
@@ -48,8 +50,9 @@ def test_every_plan_is_valid_prints_and_parses(
     )
     validate(plan)
     assert Plan.parse(str(plan), slots, pending=pending, clips=not updates) == plan
-    updated = [action.shard for action in plan.actions if action.kind is Kind.UPDATE]
-    assert sorted(updated) == sorted([*pending, *(range(shards) if updates and training else ())])
+    updated = {kind: sorted(a.shard for a in plan.actions if a.kind is kind) for kind in Kind}
+    assert updated[Kind.UPDATE] == sorted(pending)
+    assert updated[Kind.UPDATE_IN_BACKWARD] == (list(range(shards)) if updates and training else [])
 
 
 @given(shards=st.integers(1, 30), slots=st.integers(2, 12), microbatches=st.integers(1, 3))
@@ -100,7 +103,9 @@ def test_loads_run_one_visit_ahead_with_two_slots() -> None:
 
 
 def test_a_pass_starts_from_what_is_resident() -> None:
-    plan = plan_pass([2, 1, 0], Kind.BACKWARD, slots=2, microbatches=1, resident={1, 2})
+    backward = Pass(shards=3, slots=2, microbatches=1, backward=True, resident={1, 2})
+    actions = backward.actions(Residency(0), lambda key: 0)
+    plan = Plan(tuple(actions), 2, frozenset({1, 2}))
     assert plan.loads == (0,)
     assert plan.resident_after == {0, 1}
 
@@ -115,10 +120,23 @@ def test_a_pass_starts_from_what_is_resident() -> None:
         ("L0 F0.0 F0.0", 2, "runs twice"),
         ("L0 B0.0", 2, "never drained"),
         ("L0 B0.0 D0 D0", 2, "no gradients to drain"),
-        ("U0", 2, "no drained gradients"),
-        ("L0 B0.0 U0 D0", 2, "no drained gradients"),
-        ("L0 B0.0 D0 U0 U0", 2, "no drained gradients"),
-        ("L0 B0.0 D0 U0 F0.0", 2, "updated since it was loaded"),
+        ("U0", 2, "no pending update"),
+        ("L0 B0.0 D0 U0", 2, "no pending update"),
+        ("V0", 2, "no drained gradients"),
+        ("L0 B0.0 V0 D0", 2, "no drained gradients"),
+        ("L0 B0.0 D0 V0 V0", 2, "no drained gradients"),
+        ("L0 B0.0 D0 V0 F0.0", 2, "updated since it was loaded"),
+        ("L0 K0.0 K0.0", 2, "runs twice"),
+        ("L0 K0.0 F0.0", 2, "runs twice"),
+        ("L0 K0.0 B0.0 D0", 2, "recomputed though its graph was kept"),
+        ("L0 F0.0 G0.0 D0", 2, "was not kept"),
+        ("L0 L1 F0.0 S1.0 F1.0", 2, "boundary that enters cell 1.0 is not in memory"),
+        ("L0 L1 F0.0 S1.0 S1.0", 2, "boundary 1.0 is not in memory"),
+        ("L0 L1 F0.0 S1.0 P1.0 S1.0", 2, "boundary 1.0 is written out twice"),
+        ("L0 L1 F0.0 X1.0", 2, "boundary 1.0 is dropped, and has no other copy"),
+        ("L0 L1 F0.0 P1.0", 2, "boundary 1.0 is read back while it is in memory"),
+        ("s1.0 L0 B0.0 D0", 2, "gradient that enters cell 0.0 is not in memory"),
+        ("s1.0 x1.0", 2, "gradient of boundary 1.0 is not in memory"),
     ],
 )
 def test_a_plan_that_cannot_run_is_refused_with_an_arrow(text: str, slots: int, reason: str) -> None:
@@ -131,14 +149,14 @@ def test_a_plan_that_cannot_run_is_refused_with_an_arrow(text: str, slots: int, 
     ("text", "reason"),
     [
         ("L0 U0", "before its pending update"),
-        ("U0 U0 L0", "no drained gradients"),
-        ("U0 L0 L1 B1.0 D1 U1 B0.0 D0", "before the norm of all gradients is known"),
+        ("U0 U0 L0", "no pending update"),
+        ("U0 L0 L1 B1.0 D1 V1 B0.0 D0", "before the norm of all gradients is known"),
     ],
 )
 def test_an_update_out_of_order_is_refused(text: str, reason: str) -> None:
     with pytest.raises(PlanError, match=reason):
         validate(Plan.parse(text, 2, pending=[0], clips=True))
-    validate(Plan.parse("U0 L0 L1 B1.0 D1 B0.0 D0 U1 U0", 2, pending=[0], clips=True))
+    validate(Plan.parse("U0 L0 L1 B1.0 D1 B0.0 D0 V1 V0", 2, pending=[0], clips=True))
 
 
 def test_a_word_that_is_no_token_is_named() -> None:
@@ -161,9 +179,59 @@ def test_updates_hide_behind_compute_but_for_the_first_and_are_waited_for_by_loa
 
 
 def test_an_update_in_backward_waits_for_the_drain_of_its_shard() -> None:
-    plan = Plan.parse("L0 B0.0 D0 U0", 1)
+    plan = Plan.parse("L0 B0.0 D0 V0", 1)
     forecast = simulate(plan, costs(1, load=1.0, cell=1.0, drain=5.0, update=7.0))
     assert forecast.seconds == 1.0 + 2.0 + 5.0 + 7.0
+
+
+def test_a_boundary_that_was_written_out_is_waited_for_and_so_is_the_oldest_of_three_writes() -> None:
+    each = Costs([0.0] * 2, [1.0] * 2, [2.0] * 2, [0.0] * 2, 0, (), [7.0] * 3)
+    read_back = Plan.parse("L0 L1 F0.0 S1.0 P1.0 F1.0", 2)
+    assert simulate(read_back, each).seconds == 1.0 + 7.0 + 7.0 + 1.0
+    gradient = Plan.parse("L1 s2.0 p2.0 B1.0 D1", 2)
+    assert simulate(gradient, each).seconds == 7.0 + 7.0 + 2.0
+    writes = Plan.parse("L0 F0.0 S1.0 F0.1 S1.1 F0.2 S1.2 F0.3", 2)
+    forecast = simulate(writes, each)
+    assert forecast.wait_seconds == 1.0 + 7.0 - 3.0
+    assert forecast.seconds == 1.0 + 3 * 7.0
+
+
+@settings(deadline=None)
+@given(
+    shards=st.integers(1, 5),
+    microbatches=st.integers(1, 4),
+    boundaries=st.integers(0, 12),
+    kept=st.sets(st.tuples(st.integers(0, 4), st.integers(0, 3))),
+    first=st.integers(0, 4),
+)
+def test_boundaries_beyond_a_budget_leave_and_return_ahead_of_use(
+    shards: int, microbatches: int, boundaries: int, kept: set[tuple[int, int]], first: int
+) -> None:
+    first = min(first, shards - 1)
+    plan = plan_step(
+        shards,
+        slots=2,
+        microbatches=microbatches,
+        first=first,
+        kept=kept,
+        boundaries=Residency(10 * boundaries),
+        gradients=Residency(10 * boundaries, gradients=True),
+        boundary_sizes=lambda key: 10,
+        gradient_sizes=lambda key: 10,
+    )
+    validate(plan)
+    assert Plan.parse(str(plan), 2) == plan
+    simulate(plan, Costs([1.0] * shards, [1.0] * shards, [1.0] * shards, [1.0] * shards, 0, (), [1.0] * 6))
+    for position, action in enumerate(plan.actions):
+        if action.kind in (Kind.PREFETCH, Kind.PREFETCH_GRADIENT):
+            # No other cell than the one before its use comes in between.
+            cells = [a for a in plan.actions[position:] if a.kind in CELLS][:2]
+            shard = action.shard - (action.kind is Kind.PREFETCH_GRADIENT)
+            assert (shard, action.microbatch) in [(cell.shard, cell.microbatch) for cell in cells]
+    if boundaries >= 4 + shards * microbatches:
+        assert not {a.kind.value for a in plan.actions} & set("SPXspx")
+    if not boundaries and shards > 2 and not kept and not first:
+        assert {"S", "P"} <= {a.kind.value for a in plan.actions}
 
 
 def test_compute_bound_steps_hide_all_loads_but_the_first() -> None:
@@ -185,8 +253,8 @@ def test_plans_are_made_and_simulated_without_torch() -> None:
     code = (
         "import sys, types\n"
         "package = types.ModuleType('offload'); package.__path__ = ['offload']; sys.modules['offload'] = package\n"
-        "import offload.planning.plan, offload.planning.simulate\n"
-        "print(offload.planning.plan.plan_step(2, slots=2), 'torch' in sys.modules)"
+        "import offload.planning.planner, offload.planning.simulate\n"
+        "print(offload.planning.planner.plan_step(2, slots=2), 'torch' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.split()[-1] == "False"

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.engine.boundary_store import WRITES_IN_FLIGHT, BoundaryStore
+from offload.engine.boundary_store import BoundaryStore
+from offload.planning.residency import WRITES_IN_FLIGHT
 from offload.telemetry.statistics import Meter
 from tests.late_cuda import LateCuda
-from tests.offload.engine.test_boundary_store import BYTES, MOVING, Shelf, value
+from tests.offload.engine.test_boundary_store import Shelf, value
 from tests.offload.late import LateLane
 from tests.waits import fails_with
 
@@ -25,31 +26,34 @@ class Strict(Shelf):
         return super().store(tensor)
 
 
-def _store(seed: int = 0, boxes: int = 0) -> tuple[BoundaryStore, Strict, LateLane]:
+def _store(seed: int = 0) -> tuple[BoundaryStore, Strict, LateLane]:
     shelf, lane = Strict(), LateLane(seed)
-    return BoundaryStore(shelf, lane, (boxes + MOVING) * BYTES, Meter(torch.device("cpu"))), shelf, lane
+    return BoundaryStore(shelf, lane, Meter(torch.device("cpu"))), shelf, lane
 
 
 @fails_with("`leaves` has length 0", error=ValueError)
 def every_use_sees_its_value(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     for seed in SEEDS:
         boundaries, _, _ = _store(seed)
-        for key in range(5):
-            boundaries.put(key, value(key), [9 - key])
-        for key in reversed(range(5)):
-            assert (boundaries.get(key, 9 - key)[0] == key).all()
-            boundaries.prefetch(key - 1)
-            boundaries.drop(key)
+        for k in range(5):
+            boundaries.put((1, k), value(k))
+            boundaries.spill((1, k))
+        boundaries.prefetch((1, 4))
+        for k in reversed(range(5)):
+            if k:
+                boundaries.prefetch((1, k - 1))
+            assert (boundaries.get((1, k))[0] == k).all()
+            boundaries.drop((1, k))
         boundaries.close()
 
 
 @fails_with("a boundary was released before its last use")
 def room_is_given_away_after_its_last_use(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     boundaries, shelf, lane = _store()
-    boundaries.put(0, value(0), [9])
-    boundaries.put(1, value(1), [5])
-    boundaries.prefetch(0)
-    boundaries.drop(0)
+    boundaries.put((1, 0), value(0))
+    boundaries.spill((1, 0))
+    boundaries.prefetch((1, 0))
+    boundaries.drop((1, 0))
     spill, fetch, release = lane.pending
     release.run()  # the adversary has it run as early as it may
     lane.close()
@@ -62,8 +66,8 @@ def room_is_given_away_after_its_last_use(monkeypatch: pytest.MonkeyPatch, path:
 @fails_with("a boundary was stored after the close")
 def nothing_is_under_way_in_a_place_that_was_closed(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     boundaries, shelf, lane = _store()
-    boundaries.put(0, value(0), [9])
-    boundaries.put(1, value(1), [5])
+    boundaries.put((1, 0), value(0))
+    boundaries.spill((1, 0))
     (spill,) = lane.pending
     boundaries.close()
     assert shelf.closed
@@ -75,8 +79,9 @@ def nothing_is_under_way_in_a_place_that_was_closed(monkeypatch: pytest.MonkeyPa
 def few_boundaries_are_on_their_way_out(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Each of them keeps its memory, which the budget knows of."""
     boundaries, _, lane = _store()
-    for key in range(8):
-        boundaries.put(key, value(key), [20 + key])
+    for k in range(8):
+        boundaries.put((1, k), value(k))
+        boundaries.spill((1, k))
         assert len(lane.pending) <= WRITES_IN_FLIGHT, "too many boundaries are on their way"
     boundaries.close()
 
@@ -105,8 +110,9 @@ def memory_made_on_the_lane_is_known_to_be_used_by_compute(monkeypatch: pytest.M
         return tensor
 
     monkeypatch.setattr(shelf, "fetch", fetch)
-    boundaries.put(0, value(0), [9])
-    boundaries.put(1, value(1), [5])
-    boundaries.get(0, 9)
+    boundaries.put((1, 0), value(0))
+    boundaries.spill((1, 0))
+    boundaries.prefetch((1, 0))
+    boundaries.get((1, 0))
     assert [tensor.users for tensor in fetched] == [[cuda.compute]], "the allocator does not know its user"
     boundaries.close()

@@ -81,14 +81,14 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
                 boundaries.memory_made_on_the_lane_is_known_to_be_used_by_compute,
             ),
         ],
-        "BoundaryStore._fetch": [
+        "BoundaryStore.prefetch": [
             ("self._lane.submit('fetch boundary', fetch, after)", boundaries.every_use_sees_its_value),
         ],
         "BoundaryStore.drop": [
             ("self._lane.submit('release boundary', release, after)", boundaries.room_is_given_away_after_its_last_use),
         ],
         "BoundaryStore.close": [("arrival.synchronize()", boundaries.nothing_is_under_way_in_a_place_that_was_closed)],
-        "BoundaryStore._spill": [
+        "BoundaryStore.spill": [
             ("self._flush(WRITES_IN_FLIGHT - 1)", boundaries.few_boundaries_are_on_their_way_out),
         ],
         "BoundaryStore._flush": [("arrival.wait()", boundaries.few_boundaries_are_on_their_way_out)],
@@ -218,7 +218,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "Update.start": [
             ("self.wait_idle()", training.an_update_whose_start_was_interrupted_runs_once),
             (
-                "self._lane.submit(f'U{self._shard.index}', partial(self._run, slot, filling), after)",
+                "self._lane.submit(f'{self.letter}{self._shard.index}', partial(self._run, slot, filling), after)",
                 training.updates_in_backward_see_complete_gradients,
             ),
         ],
@@ -342,7 +342,7 @@ EXCEPTIONS = {
     "offload.telemetry.statistics Meter.__init__: self.wait": "a clock",
     "offload.telemetry.statistics Meter.waiting: self.wait": "the same clock",
     "offload.telemetry.statistics Meter.read: self.wait": "the same clock",
-    "offload.engine.boundary_store BoundaryStore._fetch: "
+    "offload.engine.boundary_store BoundaryStore.prefetch: "
     "away.join([scratch.fetch(ticket) for ticket in away.tickets])": "puts a tensor together of its parts",
     "offload.engine.layouts fitting: _jagged(output.detach()).join([gradient.values().to(output.device)])": (
         "puts a tensor together of its parts"

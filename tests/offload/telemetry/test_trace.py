@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from offload import OffloadModel
-from offload.planning.plan import Kind
+from offload.planning.plan import CELLS, Kind
 from offload.telemetry.timeline import draw_timeline
 
 
@@ -28,13 +28,15 @@ def test_compute_follows_the_plan_and_lanes_copy_what_it_says(tmp_path: Path) ->
     with model.trace(tmp_path / "step.json") as events:
         model(torch.randn(6, 8)).sum().backward()
     plan = model.plan()
-    cells = [str(a) for a in plan.actions if a.kind in (Kind.FORWARD, Kind.BACKWARD)]
+    cells = [str(a) for a in plan.actions if a.kind in CELLS]
     assert [e.token for e in events if e.track == "compute" and not e.token.startswith("wait")] == cells
     assert [e.token for e in events if e.track == "load lane"] == [str(a) for a in plan.actions if a.kind is Kind.LOAD]
     assert [e.token for e in events if e.track == "drain lane"] == [
         str(a) for a in plan.actions if a.kind is Kind.DRAIN
     ]
-    assert {e.token for e in events if e.track == "boundary lane"} == {"spill", "fetch"}
+    moved = [str(a) for a in plan.actions if a.kind.value in "SPsp"]
+    assert [e.token for e in events if e.track == "boundary lane"] == moved
+    assert {token[0] for token in moved} == set("SPsp")
     assert all(e.begin <= e.end for e in events)
     first_use = {}
     for event in events:

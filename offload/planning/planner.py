@@ -1,0 +1,246 @@
+"""Makes plans: one function for the forward and the backward pass, for the step that runs and for one that is shown.
+
+The order in which shards are used is known before a step starts: 0..n-1 in forward, n-1..0 in backward. So which shard
+to evict is not a guess. The plan evicts the resident shard whose next use is furthest away (Belady, 1966), and loads
+the next missing shard as soon as that leaves a slot free. Spare slots thus become a cache without a knob: the shards
+used last in forward are still there when backward begins. Boundaries are treated alike
+(:mod:`offload.planning.residency`).
+
+Actions are made one at a time. A size that is asked for after the action that makes the boundary may be the one that
+was just measured: so the step that runs needs no guess, and one whose sizes are known is planned in advance exactly.
+
+This module knows nothing of tensors or torch.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from offload.planning.plan import Action, Kind, Plan
+from offload.planning.residency import Key, Residency
+
+__all__ = ["Pass", "Sizes", "Updates", "plan_step"]
+
+#: Bytes of the boundary that enters a cell, or of its gradient.
+Sizes = Callable[[Key], int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """What the plan of one pass over all shards depends on.
+
+    Args:
+        shards: their number.
+        microbatches: cells of each visit.
+        slots: number of device slots, at least 1 (at least 2 for loads that run ahead of use).
+        backward: which pass; after a backward visit the shard's gradients are drained.
+        first: the first shard that backward has to reach.
+        records: whether a forward has a backward.
+        kept: cells that keep their graphs from forward to backward.
+        resident: shards that are in a slot already.
+        later: the order of use after this pass, as far as it is known; it decides what is worth keeping.
+        pending: shards that must be updated before they are loaded.
+        updates: whether a shard is updated as soon as its gradients are drained.
+        consume: whether a backward is the last one.
+    """
+
+    shards: int
+    microbatches: int
+    slots: int
+    backward: bool = False
+    first: int = 0
+    records: bool = True
+    kept: Collection[Key] = frozenset()
+    resident: Collection[int] = frozenset()
+    later: Sequence[int] = ()
+    pending: Collection[int] = frozenset()
+    updates: bool = False
+    consume: bool = True
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise ValueError(f"expected at least 1 slot, got slots={self.slots}")
+
+    @property
+    def order(self) -> range:
+        """The shards in their order of use."""
+        return range(self.shards - 1, self.first - 1, -1) if self.backward else range(self.shards)
+
+    def keeps(self, j: int, i: int) -> bool:
+        """Whether a cell keeps its graph."""
+        return self.records and j >= self.first and (j, i) in self.kept
+
+    def now(self, j: int, i: int) -> int:
+        """The position of a cell in the step."""
+        n, m = self.shards, self.microbatches
+        return n * m + (n - 1 - j) * m + i if self.backward else j * m + i
+
+    def actions(self, boundaries: Residency, sizes: Sizes, gradients: Residency | None = None) -> Iterator[Action]:
+        """Plans the pass.
+
+        Args:
+            boundaries: those of the step: a backward goes on with what its forward left.
+            sizes: of what a cell leaves, boundaries in forward and gradients in backward. It is asked after the action
+                that makes them.
+            gradients: of boundaries, in a backward.
+        """
+        loads = _Loads(self)
+        if self.backward:
+            gradients = gradients or Residency(math.inf, gradients=True)
+            for i in range(self.microbatches):
+                yield from gradients.put((self.shards, i), sizes((self.shards, i)), [self.now(self.shards - 1, i)])
+        for position, j in enumerate(self.order):
+            yield from loads.ahead(position)
+            for i in range(self.microbatches):
+                if gradients is None:
+                    yield from self._forward_cell(j, i, boundaries, sizes)
+                else:
+                    yield from self._backward_cell(j, i, boundaries, gradients, sizes)
+            if self.backward:
+                yield Action(Kind.DRAIN, j)
+                if self.updates:
+                    yield Action(Kind.UPDATE_IN_BACKWARD, j)
+
+    def _forward_cell(self, j: int, i: int, boundaries: Residency, sizes: Sizes) -> Iterator[Action]:
+        m, now = self.microbatches, self.now(j, i)
+        yield from boundaries.use((j, i), now)
+        yield from boundaries.prefetch((j, i + 1) if i + 1 < m else (j + 1, 0))
+        yield Action(Kind.FORWARD_KEPT if self.keeps(j, i) else Kind.FORWARD, j, i)
+        if self.needed_again(j, i):
+            yield from boundaries.end_use((j, i))
+        else:
+            boundaries.drop((j, i))
+        if j + 1 < self.shards:
+            again = [self.shards * m + (self.shards - 2 - j) * m + i] if self.needed_again(j + 1, i) else []
+            yield from boundaries.put((j + 1, i), sizes((j + 1, i)), [now + m, *again])
+
+    def _backward_cell(
+        self, j: int, i: int, boundaries: Residency, gradients: Residency, sizes: Sizes
+    ) -> Iterator[Action]:
+        m, now, kept = self.microbatches, self.now(j, i), self.keeps(j, i)
+        yield from gradients.use((j + 1, i), now)
+        if not kept:
+            yield from boundaries.use((j, i), now)
+        k, after = (j, i + 1) if i + 1 < m else (j - 1, 0)
+        if k >= self.first:
+            if not self.keeps(k, after):
+                yield from boundaries.prefetch((k, after))
+            yield from gradients.prefetch((k + 1, after))
+        yield Action(Kind.BACKWARD_KEPT if kept else Kind.BACKWARD, j, i)
+        gradients.drop((j + 1, i))
+        if self.consume:
+            boundaries.drop((j, i))
+        elif not kept:
+            yield from boundaries.end_use((j, i))
+        if j > self.first:
+            yield from gradients.put((j, i), sizes((j, i)), [now + m])
+
+    def needed_again(self, j: int, i: int) -> bool:
+        """Whether backward needs what enters a cell in forward."""
+        return self.records and j >= self.first and not self.keeps(j, i)
+
+
+class _Loads:
+    """Loads of shards ahead of their use, and the evictions that make room for them."""
+
+    def __init__(self, one: Pass) -> None:
+        self._slots = one.slots
+        self._uses = [*one.order, *one.later]
+        self._positions: dict[int, list[int]] = {}
+        for k, shard in enumerate(self._uses):
+            self._positions.setdefault(shard, []).append(k)
+        self._there = set(one.resident)
+        self._pending = set(one.pending)
+
+    def ahead(self, position: int) -> Iterator[Action]:
+        """Looks ahead from the shard about to be used, up to the first missing one that finds no room."""
+        for wanted in range(position, len(self._uses)):
+            shard = self._uses[wanted]
+            if shard in self._there:
+                continue
+            if len(self._there) >= self._slots:
+                victim = max(self._there, key=lambda other: (self._next_use(other, position), other))
+                if self._next_use(victim, position) <= wanted:
+                    break
+                self._there.discard(victim)
+                yield Action(Kind.EVICT, victim)
+            self._there.add(shard)
+            if shard in self._pending:
+                self._pending.discard(shard)
+                yield Action(Kind.UPDATE, shard)
+            yield Action(Kind.LOAD, shard)
+
+    def _next_use(self, shard: int, position: int) -> int:
+        mine = self._positions.get(shard, [])
+        k = bisect_left(mine, position)
+        return mine[k] if k < len(mine) else len(self._uses)
+
+
+class Updates(TypedDict):
+    """What an optimizer adds to a plan: see :func:`plan_step`."""
+
+    pending: frozenset[int]
+    updates: bool
+    clips: bool
+
+
+def plan_step(
+    shards: int,
+    *,
+    slots: int,
+    microbatches: int = 1,
+    training: bool = True,
+    first: int = 0,
+    kept: Collection[Key] = frozenset(),
+    pending: Collection[int] = (),
+    updates: bool = False,
+    clips: bool = False,
+    boundaries: Residency | None = None,
+    gradients: Residency | None = None,
+    boundary_sizes: Sizes = lambda key: 0,
+    gradient_sizes: Sizes = lambda key: 0,
+) -> Plan:
+    """Plans a whole step from empty slots: forward, and backward where ``training``.
+
+    Args:
+        shards, slots, microbatches, first, kept, pending, updates: see :class:`Pass`.
+        training: whether there is a backward.
+        clips: whether an update needs the norm of all gradients.
+        boundaries, gradients: which boundaries, and gradients of boundaries, stay in memory; all, if left out.
+        boundary_sizes: bytes of the boundary that enters a cell, as far as it is known, else 0.
+        gradient_sizes: of its gradient; that of shard ``shards`` is the output's.
+
+    Raises:
+        ValueError: if boundaries are too large for a strict budget.
+    """
+    boundaries = boundaries or Residency(math.inf)
+    forward = Pass(
+        shards=shards,
+        microbatches=microbatches,
+        slots=slots,
+        first=first,
+        records=training,
+        kept=kept,
+        later=range(shards - 1, first - 1, -1) if training else (),
+        pending=frozenset(pending),
+    )
+    actions = tuple(forward.actions(boundaries, boundary_sizes))
+    plan = Plan(actions, slots, pending=frozenset(pending), clips=clips)
+    if not training:
+        return plan
+    backward = Pass(
+        shards=shards,
+        microbatches=microbatches,
+        slots=slots,
+        backward=True,
+        first=first,
+        kept=kept,
+        resident=plan.resident_after,
+        updates=updates,
+    )
+    actions += tuple(backward.actions(boundaries, gradient_sizes, gradients))
+    return Plan(actions, slots, pending=frozenset(pending), clips=clips)

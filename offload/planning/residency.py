@@ -1,0 +1,151 @@
+"""Which boundaries stay in memory between their uses, and which are written out: decided from sizes and order of use.
+
+A step makes one boundary for each (shard, micro-batch) and needs it twice: at once in forward, and again in backward.
+All of them together grow with depth times batch, so beyond a budget the one whose next use is furthest away leaves, and
+is read back ahead of use.
+
+Guarantees
+    * With what :class:`~offload.engine.boundary_store.BoundaryStore` has in flight, boundaries take no more than the
+      budget. A budget that is too small for :data:`MOVING` of them is exceeded, or, if ``strict``, refused.
+    * A boundary is written out once, however often it returns.
+
+This module knows nothing of tensors or torch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload.planning.plan import Action, Kind
+
+__all__ = ["MOVING", "WRITES_IN_FLIGHT", "Key", "Residency", "check_boundaries"]
+
+#: (shard, micro-batch) of the cell that a boundary enters.
+Key = tuple[int, int]
+
+#: Boundaries that are being written out at a time, at the most.
+WRITES_IN_FLIGHT = 2
+
+#: Besides those that stay in memory: one that a layer reads, one that is being read back, those being written out.
+MOVING = 2 + WRITES_IN_FLIGHT
+
+
+def check_boundaries(largest: int, budget_bytes: float) -> None:
+    """Raises ValueError if boundaries of ``largest`` bytes are too large for half of what a budget leaves to them."""
+    if MOVING * largest > budget_bytes:
+        raise ValueError(
+            f"boundaries of {largest:,} bytes a micro-batch need {2 * MOVING * largest:,} bytes to stream ahead of "
+            f"use, but memory_budget leaves {2 * int(budget_bytes):,}; use more micro-batches or smaller chunks, "
+            f"or a larger budget"
+        )
+
+
+@dataclass(eq=False)
+class _Boundary:
+    key: Key
+    nbytes: int
+    uses: deque[int]
+    #: In memory, or being read back.
+    here: bool = True
+    #: Being read back, for a use that has not begun.
+    coming: bool = False
+    written: bool = False
+
+    @property
+    def next_use(self) -> float:
+        return self.uses[0] if self.uses else float("inf")
+
+
+class Residency:
+    """The boundaries of one forward; or, if ``gradients``, the gradients of boundaries in one backward.
+
+    Each method returns the actions that follow, which the caller has to perform in this order. Keys that were never put
+    are ignored: the inputs of the model are the user's.
+
+    Args:
+        budget_bytes: for all of them.
+        gradients: which of the two.
+        strict: raise where the budget cannot hold what moves.
+    """
+
+    def __init__(self, budget_bytes: float, *, gradients: bool = False, strict: bool = False) -> None:
+        self._spill = Kind.SPILL_GRADIENT if gradients else Kind.SPILL
+        self._prefetch = Kind.PREFETCH_GRADIENT if gradients else Kind.PREFETCH
+        self._forget = Kind.FORGET_GRADIENT if gradients else Kind.FORGET
+        self._budget_bytes = budget_bytes
+        self._strict = strict
+        self._largest = 0
+        self._all: dict[Key, _Boundary] = {}
+        #: In memory for later; what a cell reads just now is not among them.
+        self._resting: dict[_Boundary, None] = {}
+        self._bytes = 0
+
+    def put(self, key: Key, nbytes: int, uses: Sequence[int]) -> list[Action]:
+        """A new boundary, for uses at these ascending positions of the step.
+
+        Raises:
+            ValueError: if ``strict``, and the budget is too small for boundaries of this size.
+        """
+        boundary = self._all[key] = _Boundary(key, nbytes, deque(uses))
+        self._largest = max(self._largest, nbytes)
+        if self._strict:
+            check_boundaries(self._largest, self._budget_bytes)
+        return self._make_room(boundary, boundary.next_use)
+
+    def use(self, key: Key, now: int) -> list[Action]:
+        """A cell at position ``now`` is about to read a boundary."""
+        boundary = self._all.get(key)
+        if boundary is None:
+            return []
+        while boundary.uses and boundary.uses[0] <= now:
+            boundary.uses.popleft()
+        actions = [] if boundary.here else [Action(self._prefetch, *key)]
+        boundary.here, boundary.coming = True, False
+        self._leave(boundary)
+        return actions
+
+    def end_use(self, key: Key) -> list[Action]:
+        """The cell is over, and the boundary is needed later."""
+        boundary = self._all.get(key)
+        return [] if boundary is None else self._make_room(boundary, boundary.next_use)
+
+    def prefetch(self, key: Key) -> list[Action]:
+        """A boundary that is away returns, for the cell after this one."""
+        boundary = self._all.get(key)
+        if boundary is None or boundary.here:
+            return []
+        boundary.here = boundary.coming = True
+        return [Action(self._prefetch, *key), *self._make_room(boundary, boundary.next_use)]
+
+    def drop(self, key: Key) -> None:
+        """Nobody needs a boundary any more."""
+        boundary = self._all.pop(key, None)
+        if boundary is not None:
+            self._leave(boundary)
+
+    def _leave(self, boundary: _Boundary) -> None:
+        if boundary in self._resting:
+            del self._resting[boundary]
+            self._bytes -= boundary.nbytes
+
+    def _make_room(self, boundary: _Boundary, needed: float) -> list[Action]:
+        """Has a boundary in memory, and others, or itself, leave in its place."""
+        self._resting[boundary] = None
+        self._bytes += boundary.nbytes
+        slot_pool = max(0, self._budget_bytes - MOVING * self._largest)
+        actions: list[Action] = []
+        while self._bytes > slot_pool:
+            others = (b for b in self._resting if b is not boundary and not b.coming and b.nbytes)
+            victim = max(others, key=lambda b: b.next_use, default=None)
+            if victim is None or victim.next_use <= needed:
+                if boundary.coming or victim is None:
+                    break  # it has to be here for its use anyway
+                victim = boundary
+            actions.append(Action(self._forget if victim.written else self._spill, *victim.key))
+            victim.here, victim.written = False, True
+            self._leave(victim)
+            if victim is boundary:
+                break
+        return actions
