@@ -42,6 +42,7 @@ from offload.engine.tape import Tape
 from offload.planning.plan import Action, Kind
 from offload.planning.planner import Pass
 from offload.process import check_process
+from offload.residency import Key
 from offload.storage import Tier
 from offload.streaming.lane import Lanes
 from offload.streaming.shard import Shard
@@ -368,10 +369,15 @@ class Executor:
                 updates=updates,
                 consume=consume,
             )
-            for i, given in enumerate(output_gradients):
-                self.steps.gradient_bytes[n, tape.rows[i]] = gradients.put((n, i), list(given))
             if consume:
                 tape.used = True  # from here on it lacks what was used
+
+            def size(key: Key) -> int:
+                # Gradients of outputs are put when the plan comes to them, so that each can leave before the next.
+                j, i = key
+                if j == n:
+                    self.steps.gradient_bytes[n, tape.rows[i]] = gradients.put(key, list(output_gradients[i]))
+                return gradients.nbytes(key)
 
             def run(cell: Cell) -> None:
                 j, i = cell
@@ -389,7 +395,9 @@ class Executor:
                 elif j == 0:
                     input_gradients[i] = back
 
-            plan = follow(this, tape, self.streamer, run, gradients=(gradients, self.steps.residency(gradients=True)))
+            plan = follow(
+                this, tape, self.streamer, run, gradients=(gradients, self.steps.residency(gradients=True), size)
+            )
             if tape.plan is not None:
                 self.steps.ran(joined(tape.plan, plan), tape.rows, training=True)
                 tape.plan = None  # what a second backward finds in memory is another matter

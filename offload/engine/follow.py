@@ -9,7 +9,7 @@ from offload.engine.boundary_store import BoundaryStore
 from offload.engine.cell import Cell
 from offload.engine.tape import Tape
 from offload.planning.plan import CELLS, Action, Kind, Plan
-from offload.planning.planner import Pass
+from offload.planning.planner import Pass, Sizes
 from offload.planning.residency import Residency
 from offload.streaming.streamer import Streamer
 
@@ -22,7 +22,7 @@ def follow(
     streamer: Streamer,
     run: Callable[[Cell], None],
     end_visit: Callable[[int, Callable[[Action], None]], Sequence[Action]] = lambda j, perform: (),
-    gradients: tuple[BoundaryStore, Residency] | None = None,
+    gradients: tuple[BoundaryStore, Residency, Sizes] | None = None,
 ) -> Plan:
     """Plans a pass and does what the plan says.
 
@@ -33,7 +33,7 @@ def follow(
         run: runs a cell while its shard is on the compute device.
         end_visit: what is to be done before the shard leaves, after its last cell. It may perform actions of its own,
             and returns those that it has done besides.
-        gradients: those of boundaries, in a backward; and what plans which of them stay in memory.
+        gradients: those of boundaries, in a backward; what plans which of them stay in memory; and their sizes.
 
     Returns:
         What was done.
@@ -51,9 +51,10 @@ def follow(
         Kind.PREFETCH: boundaries.prefetch,
         Kind.FORGET: boundaries.forget,
     }
-    made, residency = boundaries, None
+    residency: Residency | None = None
+    sizes: Sizes = boundaries.nbytes
     if gradients is not None:
-        made, residency = gradients
+        made, residency, sizes = gradients
         move_boundary |= {
             Kind.SPILL_GRADIENT: made.spill,
             Kind.PREFETCH_GRADIENT: made.prefetch,
@@ -71,7 +72,7 @@ def follow(
             move_boundary[action.kind]((j, i))
         done.append(action)
 
-    actions = this.actions(tape.residency, made.nbytes, residency)
+    actions = this.actions(tape.residency, sizes, residency)
     # Boundaries move while a shard is there; it leaves before another one comes, or its gradients go home.
     for j, group in itertools.groupby(_with_visits(actions), key=lambda pair: pair[0]):
         if j is None:

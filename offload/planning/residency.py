@@ -92,7 +92,7 @@ class Residency:
         self._largest = max(self._largest, nbytes)
         if self._strict:
             check_boundaries(self._largest, self._budget_bytes)
-        return self._make_room(boundary, boundary.next_use)
+        return self._keep(boundary)
 
     def use(self, key: Key, now: int) -> list[Action]:
         """A cell at position ``now`` is about to read a boundary."""
@@ -101,7 +101,8 @@ class Residency:
             return []
         while boundary.uses and boundary.uses[0] <= now:
             boundary.uses.popleft()
-        actions = [] if boundary.here else [Action(self._prefetch, *key)]
+        # What rests makes room before anything is read back. Without this, there is one boundary more than may move.
+        actions = [] if boundary.here else [*self._make_room(None, now), Action(self._prefetch, *key)]
         boundary.here, boundary.coming = True, False
         self._leave(boundary)
         return actions
@@ -109,7 +110,7 @@ class Residency:
     def end_use(self, key: Key) -> list[Action]:
         """The cell is over, and the boundary is needed later."""
         boundary = self._all.get(key)
-        return [] if boundary is None else self._make_room(boundary, boundary.next_use)
+        return [] if boundary is None else self._keep(boundary)
 
     def prefetch(self, key: Key) -> list[Action]:
         """A boundary that is away returns, for the cell after this one."""
@@ -117,7 +118,7 @@ class Residency:
         if boundary is None or boundary.here:
             return []
         boundary.here = boundary.coming = True
-        return [Action(self._prefetch, *key), *self._make_room(boundary, boundary.next_use)]
+        return [*self._keep(boundary), Action(self._prefetch, *key)]
 
     def drop(self, key: Key) -> None:
         """Nobody needs a boundary any more."""
@@ -130,22 +131,26 @@ class Residency:
             del self._resting[boundary]
             self._bytes -= boundary.nbytes
 
-    def _make_room(self, boundary: _Boundary, needed: float) -> list[Action]:
-        """Has a boundary in memory, and others, or itself, leave in its place."""
+    def _keep(self, boundary: _Boundary) -> list[Action]:
+        """Has a boundary in memory; others, or itself, leave in its place."""
         self._resting[boundary] = None
         self._bytes += boundary.nbytes
+        return self._make_room(boundary, boundary.next_use)
+
+    def _make_room(self, new: _Boundary | None, needed: float) -> list[Action]:
+        """Has boundaries leave, the one needed last first; or ``new``, if all others are needed sooner."""
         slot_pool = max(0, self._budget_bytes - MOVING * self._largest)
         actions: list[Action] = []
         while self._bytes > slot_pool:
-            others = (b for b in self._resting if b is not boundary and not b.coming and b.nbytes)
+            others = (b for b in self._resting if b is not new and not b.coming and b.nbytes)
             victim = max(others, key=lambda b: b.next_use, default=None)
             if victim is None or victim.next_use <= needed:
-                if boundary.coming or victim is None:
-                    break  # it has to be here for its use anyway
-                victim = boundary
+                if new is None or new.coming or self._bytes == new.nbytes:
+                    break  # it has to be here for its use anyway, or is alone
+                victim = new
             actions.append(Action(self._forget if victim.written else self._spill, *victim.key))
             victim.here, victim.written = False, True
             self._leave(victim)
-            if victim is boundary:
+            if victim is new:
                 break
         return actions

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -78,7 +78,22 @@ def model_of(depth: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(depth)))
 
 
+def test_a_larger_input_is_refused_before_anything_moves_and_one_that_ran_never(tmp_path: Path) -> None:
+    model = OffloadModel(model_of(4), "cpu", tmp_path, num_slices=None, checkpoint_activation=True, memory_budget=4992)
+    x = torch.randn(12, WIDTH)
+    model(x).sum().backward()
+    loads = model.statistics().shard_loads
+    with pytest.raises(ValueError, match="use more micro-batches"):
+        model(torch.randn(13, WIDTH))
+    with pytest.raises(ValueError, match="use more micro-batches"):
+        model.plan(13)
+    assert model.statistics().shard_loads == loads
+    for _ in range(2):
+        model(x).sum().backward()
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(depth=4, budget=4992, rows=60, microbatches=5)
 @given(
     depth=st.integers(2, 12),
     budget=st.integers(2_000, 20_000),

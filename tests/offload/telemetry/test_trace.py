@@ -6,13 +6,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from offload.optim.access import updates_of
 from torch import nn
 
 from offload import OffloadModel
-from offload.planning.plan import CELLS, Kind
+from offload.planning.plan import CELLS, Kind, Plan, validate
 from offload.telemetry.timeline import draw_timeline
 
 
@@ -44,6 +46,53 @@ def test_compute_follows_the_plan_and_lanes_copy_what_it_says(tmp_path: Path) ->
             first_use.setdefault(event.token[1], event.begin)
     loads = {e.token[1:]: e.end for e in reversed(events) if e.track == "load lane"}
     assert all(loads[j] <= begin for j, begin in first_use.items())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_microbatches": 3, "boundary_bytes": 0},
+        {"num_microbatches": 3, "boundary_bytes": 1600},
+        {"num_microbatches": 2, "boundary_bytes": 0, "graph_bytes": 500},
+        {"num_microbatches": 2, "boundary_bytes": 0, "checkpoint_activation": False},
+        {"num_microbatches": 1, "num_slots": 4},
+    ],
+    ids=str,
+)
+def test_a_step_does_what_its_plan_said_before_as_soon_as_sizes_are_known(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    bare = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+    for parameter in bare[0].parameters():
+        parameter.requires_grad_(False)
+    model = OffloadModel(bare, "cpu", tmp_path / "home", num_slices=5, **{"checkpoint_activation": True, **settings})
+    for training in (True, False):
+        x = torch.randn(7, 8)
+        pieces, steps = model._rows_of_pieces(7), model._executor.steps
+        assert model.plan(7, training=training).actions
+        for _ in range(2):
+            planned = steps.plan(pieces, updates_of([]), slots=model._executor.streamer.slots, training=training)
+            model._executor.streamer.release()
+            with torch.set_grad_enabled(training):
+                output = model(x)
+            if training:
+                output.sum().backward()
+            ran = model.plan(7, training=training)
+            validate(ran)
+            assert Plan.parse(str(ran), ran.slots) == ran
+        assert str(ran) == str(planned)
+    kinds = {action.kind for action in model.plan(7).actions}
+    assert (Kind.FORWARD_KEPT in kinds) == ("graph_bytes" in settings or "checkpoint_activation" in settings)
+    assert (Kind.SPILL in kinds) == ("boundary_bytes" in settings and "checkpoint_activation" not in settings)
+
+
+def test_a_step_between_whose_passes_another_forward_ran_prints_what_happened(tmp_path: Path) -> None:
+    model = make(tmp_path)
+    first, second = model(torch.randn(6, 8)), model(torch.randn(6, 8))
+    first.sum().backward()
+    validate(model.plan())
+    second.sum().backward()
+    validate(model.plan())
 
 
 def test_the_file_is_what_perfetto_reads(tmp_path: Path) -> None:
