@@ -65,6 +65,7 @@ __all__ = [
     "transform_of_functions_under_way",
     "transform_under_way",
     "uncompiled_hooks",
+    "will_run",
     "with_subclasses",
     "without_modes",
 ]
@@ -154,6 +155,11 @@ def is_requested(node: Any) -> bool:
     except RuntimeError:
         # What the engine says of a leaf that torch.autograd.grad captures; of any other leaf it says False.
         return True
+
+
+def will_run(node: Any) -> bool:
+    """Within a backward: whether it runs a node of the graph, which is no leaf's."""
+    return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined, unused-ignore]
 
 
 #: Within a backward: whether the graph is retained. A torch that does not tell is taken to retain it.

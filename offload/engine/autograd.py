@@ -110,6 +110,8 @@ class _Offload(torch.autograd.Function):
                 "a backward through this forward failed before, and had given up a part of what the forward kept; run "
                 "the forward again"
             )
+        for kept in tape.kept.values():
+            kept.source.refuse_other_ways(kept.outputs)
         pieces: list[list[Any]] = [[None] * len(row) for row in node.rows]
         for k, gradient in zip(node.differentiable, gradients, strict=True):
             if gradient is None:

@@ -161,7 +161,7 @@ class Executor:
         """Copies what was assigned to the ``.data`` of parameters since the last pass into their homes.
 
         Raises:
-            ValueError: if something has another size than its parameter had.
+            ValueError: if something has another size or type than its parameter had.
         """
         assigned = [(shard, s, s.parameter.detach()) for shard in self.shards for s in shard.assigned()]
         if len(assigned) > 1:

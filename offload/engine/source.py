@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pipe.phony import get_phony
+from pipe.torch_private import will_run
 
 __all__ = ["Source", "used_outside"]
 
@@ -63,6 +64,19 @@ class Source:
         """The tensors that need a gradient."""
         return [self.leaves[k] for k in self._positions]
 
+    def refuse_other_ways(self, outputs: Sequence[Any]) -> None:
+        """To be called within a backward, before that of a cell that kept its graph, which frees it.
+
+        Args:
+            outputs: of the cell, flat.
+
+        Raises:
+            RuntimeError: if the backward also enters the cell's graph from outside.
+        """
+        wanted = self.wanted[:1]  # whatever enters the graph leads there
+        if any(will_run(tensor.grad_fn) for tensor in wanted) or (not wanted and any(map(will_run, _nodes(outputs)))):
+            raise used_outside(self._shard)
+
     @contextlib.contextmanager
     def expecting(self) -> Iterator[None]:
         """Inside, the backward of the cell runs, and gradients arrive; at any other time they are an error."""
@@ -90,6 +104,18 @@ class Source:
         if not self._open:
             raise used_outside(self._shard)
         self._gradients = gradients
+
+
+def _nodes(outputs: Sequence[Any]) -> Iterator[Any]:
+    """The nodes of a graph, without those of leaves."""
+    left = [x.grad_fn for x in outputs if isinstance(x, Tensor) and x.grad_fn is not None]
+    seen = set(left)
+    while left:
+        node = left.pop()
+        yield node
+        new = {following for following, _ in node.next_functions if following is not None and following not in seen}
+        seen |= new
+        left += [following for following in new if following.next_functions]
 
 
 class _Begin(torch.autograd.Function):

@@ -43,14 +43,14 @@ def find_writes(shard: Shard, *, compare: bool) -> list[int]:
         compare: also compare bytes with the homes.
 
     Raises:
-        ValueError: if something of another shape was assigned.
+        ValueError: if something of another shape or type was assigned.
     """
     positions = []
     now = shard.versions()
     for k, (s, view) in enumerate(zip(shard.slices, shard.in_slot, strict=True)):
         assigned = s.parameter.data_ptr() != view.data_ptr()
         if assigned or s.parameter.shape != view.shape:
-            s.check_shape(view.shape)
+            s.check_data(view.shape)
             view.copy_(s.parameter.detach())
             s.parameter.data = view
         if assigned or now[k] != shard.loaded_versions[k] or (compare and not _equals_home(shard, k)):

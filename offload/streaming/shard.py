@@ -57,10 +57,15 @@ class Slice:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def check_shape(self, expected: torch.Size | None = None) -> None:
-        """Raises ValueError if the parameter has not the size, or the ``expected`` shape, that it was wrapped with."""
-        shape = self.parameter.shape
-        if shape.numel() * self.dtype.itemsize != self.nbytes or shape != (expected or shape):
+    def check_data(self, expected: torch.Size | None = None) -> None:
+        """Raises ValueError if the parameter has not the size (or ``expected`` shape) and type that it rests in."""
+        shape, dtype = self.parameter.shape, self.parameter.dtype
+        if dtype != self.dtype:
+            raise ValueError(
+                f"expected data of {self.dtype} for parameter {self.name}, got {dtype}; the type of a parameter is "
+                f"fixed when the model is made: assign data.to({self.dtype}), or convert the layers and wrap them then"
+            )
+        if shape.numel() * dtype.itemsize != self.nbytes or shape != (expected or shape):
             raise ValueError(
                 f"expected data of {self.nbytes:,} bytes for parameter {self.name}, got shape {tuple(shape)}; the "
                 f"shape of a parameter is fixed when the model is made"
@@ -165,9 +170,9 @@ class Shard:
         """Copies ``value``, which was assigned to the ``.data`` of an own parameter, into its home.
 
         Raises:
-            ValueError: if it has another size.
+            ValueError: if it has another size or type.
         """
-        s.check_shape()
+        s.check_data()
         if self.pending is not None:
             # The assignment came after the step. Without this, the step would be applied to what was assigned.
             self.pending.start().synchronize()

@@ -169,3 +169,28 @@ def test_checksums_are_those_of_the_whole_home_whatever_the_size_of_a_piece(
     monkeypatch.setattr(weight_writes, "_PIECE_BYTES", 40)
     assert weight_writes._checksums(shard) == whole
     assert len(set(whole)) == 2
+
+
+def test_data_of_another_type_is_refused_until_it_is_of_the_old_one(home: str, recompute: bool) -> None:
+    bare = layers()
+    model = offloaded(bare, home, recompute)
+    weight = next(model.parameters())
+    weight.data = weight.data.double() * 2
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"expected data of torch\.float32 for parameter 0\.weight"):
+            model(batch())
+    weight.data = weight.data.float()
+    next(bare.parameters()).data.mul_(2)
+    assert all(map(torch.equal, step(model), step(bare)))
+
+
+def test_a_layer_that_gives_its_weight_data_of_another_type_is_refused(home: str, recompute: bool) -> None:
+    class Widened(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data = self.weight.data.double()
+            return x @ self.weight.t().float()
+
+    model = offloaded(nn.Sequential(Widened(WIDTH, WIDTH, bias=False)), home, recompute)
+    with pytest.raises(ValueError, match=r"expected data of torch\.float32"):
+        model(batch())
+    assert all(p.dtype == torch.float32 for p in model.parameters())

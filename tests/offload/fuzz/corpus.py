@@ -121,6 +121,10 @@ CORPUS: dict[str, Program] = {
     "a_generator_of_a_layer_is_replayed_or_refused": program(*TRAIN, model="generator", checkpoint=True),
     "one_tensor_twice_in_a_boundary_stays_one": program(*TRAIN, model="double"),
     "a_loss_left_in_a_layer_is_refused_or_right": program(AuxiliaryLoss(), model="auxiliary", checkpoint=True),
+    "a_loss_left_in_a_layer_whose_graph_is_kept_is_refused_or_right": program(AuxiliaryLoss(), model="auxiliary"),
+    "a_loss_left_in_the_first_shard_whose_graph_is_kept_is_refused_or_right": program(
+        AuxiliaryLoss(), model="auxiliary", slices=1
+    ),
     # Hooks of parameters.
     "a_hook_of_a_tied_parameter_sees_the_sum": program(Hook("parameter"), *TRAIN, model="tied"),
     "a_hook_of_a_parameter_sees_all_microbatches": program(Hook("parameter"), *TRAIN, microbatches=2),

@@ -32,8 +32,9 @@ class Hook(Statement):
 
     def run(self, world: World) -> None:
         if self.on in ("parameter", "accumulated"):
-            for k, p in enumerate(world.parameters(self.at)):
-                if p.requires_grad:
+            chosen = world.parameters(self.at)
+            for k, p in enumerate(world.parameters()):
+                if p.requires_grad and any(p is other for other in chosen):
                     self._on_parameter(world, k, p)
             return
         if self.on == "output":
