@@ -28,6 +28,7 @@ from torch import Tensor
 
 from offload.storage.buffer import host_buffer, view_memory
 from offload.storage.contract import bytes_of
+from offload.streaming.lane import error_context
 from offload.streaming.shard import Shard
 
 __all__ = ["HomeWatch", "differs_from_home", "find_writes", "holds", "put_back", "values_at_home", "values_in_slot"]
@@ -130,8 +131,12 @@ class HomeWatch:
         return self._sums is not None
 
     def look(self) -> None:
-        """Reads the home, and compares with the last time."""
-        before, self._sums = self._sums, _checksums(self._shard)
+        """Reads the home, and compares with the last time.
+
+        Raises:
+            OSError: if it cannot be read.
+        """
+        before, self._sums = self._sums, self._read()
         if before is not None and before != self._sums:
             self.changes += 1
             pairs = zip(self._shard.own, before, self._sums, strict=True)
@@ -140,7 +145,11 @@ class HomeWatch:
     def keep(self) -> None:
         """The engine itself wrote to the home; if it was looked at before, it is read again."""
         if self._sums is not None:
-            self._sums = _checksums(self._shard)
+            self._sums = self._read()
+
+    def _read(self) -> list[int]:
+        with error_context(f"comparing shard {self._shard.index} with its home"):
+            return _checksums(self._shard)
 
 
 def _checksums(shard: Shard) -> list[int]:

@@ -42,7 +42,12 @@ def io_error(number: int) -> OSError:
 @pytest.mark.parametrize(
     ("owner", "name", "number", "match"),
     [
-        (DiskBlock, "read_into", errno.EIO, r"loading shard \d from disk \(.*\): Input/output error"),
+        (
+            DiskBlock,
+            "read_into",
+            errno.EIO,
+            r"(loading shard \d from disk \(.*\)|comparing shard \d with its home): Input/output error",
+        ),
         (DiskBlock, "write", errno.ENOSPC, r"storing gradients to disk \(.*\): No space left on device"),
         (DiskScratch, "store", errno.ENOSPC, r"boundary .*disk \(.*\): No space left on device"),
         (
@@ -66,6 +71,7 @@ def test_a_fault_at_any_moment_of_a_step_raises_and_the_next_step_works(
         checkpoint_activation=True,
         num_microbatches=2,
         boundary_bytes=0,
+        detect_weight_writes=True,
     )
     bare(batch()).pow(2).mean().backward()
     model(batch()).pow(2).mean().backward()
