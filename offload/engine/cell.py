@@ -71,6 +71,8 @@ class ReplayableShard:
     #: Whether the layers were seen to write their own parameters; if so, whether they write the same once more.
     writes_weights: bool = False
     repeats_writes: bool | None = None
+    #: Whether a layer raised an error.
+    failed: bool = False
     #: Compare parameters with their homes after each forward, not only after the first ones.
     compares_always: bool = False
     _forwards: Counter[tuple[int, ...]] = field(default_factory=Counter)
@@ -244,15 +246,19 @@ class ReplayableShard:
         return partial(self._call, output_fn=output_fn)
 
     def _call(self, boundary: Any, output_fn: OutputFn | None) -> Any:
-        first, *rest = self.shard.layers
-        if self.shard.index == 0:
-            args, kwargs = boundary() if callable(boundary) else boundary
-            value = first(*args, **kwargs)
-        else:
-            value = first(boundary)
-        for layer in rest:
-            value = layer(value)
-        return value if output_fn is None else output_fn(value)
+        try:
+            first, *rest = self.shard.layers
+            if self.shard.index == 0:
+                args, kwargs = boundary() if callable(boundary) else boundary
+                value = first(*args, **kwargs)
+            else:
+                value = first(boundary)
+            for layer in rest:
+                value = layer(value)
+            return value if output_fn is None else output_fn(value)
+        except BaseException:
+            self.failed = True
+            raise
 
     def _own_memory(self, tensor: Tensor) -> Tensor:
         """``tensor``, or a copy of it if it lies in the slot."""

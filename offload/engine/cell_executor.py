@@ -14,7 +14,8 @@ Either mode sees the same values: what was changed in between (an input, a param
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from offload.engine.weight_writes import (
 )
 from offload.planning.memory_profile import MemoryProfile, MemoryProfileRecorder
 from offload.streaming.shard import Shard
+from offload.streaming.streamer import Streamer
 from offload.telemetry.statistics import Meter
 from pipe.nested import flatten, map_distinct, unflatten
 from pipe.torch_private import hidden_hooks
@@ -135,6 +137,24 @@ class CellExecutor:
                 for cell, boundary in entered.items():
                     self._run_again_with_graph(tape, cell, boundary)
         return written
+
+    @contextlib.contextmanager
+    def keeping_writes(self, j: int, streamer: Streamer) -> Iterator[None]:
+        """Around the cells of a visit in a forward: what layers wrote before one failed stays, as their buffers do.
+
+        What the engine refuses leaves no trace; an interrupt is a failure of the layers wherever it strikes.
+        """
+        replayable = self._replayables[j]
+        replayable.failed = False
+        try:
+            yield
+        except BaseException as error:
+            if replayable.failed or not isinstance(error, Exception):
+                with contextlib.suppress(Exception):  # the first error counts
+                    written = find_writes(replayable.shard, compare=True)
+                    streamer.keep_changes(j, written)
+                    self.leave_home(j, written)
+            raise
 
     def leave_home(self, j: int, written: Sequence[int]) -> None:
         """To be called when what the layers of a shard wrote into their parameters has been sent home."""

@@ -291,7 +291,14 @@ class Executor:
                 tape.versions[j], tape.assignments = self.shards[j].versions(), self._assignments
                 return [Action(Kind.FORWARD_KEPT, *cell) for cell in sorted(tape.graphs - before)]
 
-            tape.plan = follow(this, tape, self.streamer, run, end_visit)
+            tape.plan = follow(
+                this,
+                tape,
+                self.streamer,
+                run,
+                end_visit,
+                lambda j: self._cell_executor.keeping_writes(j, self.streamer),
+            )
             for output in outputs:
                 leaves, spec = flatten(output)
                 tape.output_specs.append(spec)

@@ -80,8 +80,9 @@ def follow(
                 perform(action)
             continue
         with streamer.visit(j):
-            for _, action in group:
-                perform(action)
+            with around_cells(j):
+                for _, action in group:
+                    perform(action)
             done += end_visit(j, perform)
     return Plan(tuple(done), streamer.slots, frozenset(this.resident), frozenset(this.pending))
 

@@ -160,6 +160,9 @@ CORPUS: dict[str, Program] = {
     "a_state_dict_of_several_types_is_saved_by_torch": program(SaveState("file"), model="mixed", slices=2),
     # Interrupts.
     "an_interrupt_in_a_forward_leaves_the_model_usable": program(Interrupt(), *TRAIN, trips=True),
+    "weights_that_were_written_before_an_interrupt_stay_written": program(
+        Interrupt(after=2), *TRAIN, model="actnorm", trips=True, slices=1, home="disk"
+    ),
     "an_interrupt_in_a_backward_leaves_the_model_usable": program(
         Interrupt("backward"), *TRAIN, trips=True, home="disk"
     ),
