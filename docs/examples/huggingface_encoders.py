@@ -2,9 +2,8 @@
 
     pip install -e '.[huggingface]' && python docs/examples/huggingface_encoders.py
 
-The encoders are built from a configuration, so nothing is downloaded; ``BertModel.from_pretrained(...)`` takes their
-place in real use. With ``--dropout 0.1``
-the second pass still meets the masks of the first: the last column stays 0.
+The encoders are built from a configuration, so nothing is downloaded; use ``BertModel.from_pretrained(...)`` in
+practice. With ``--dropout 0.1`` the second pass repeats the dropout masks of the first: the last column stays 0.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def encoder(seed: int, dropout: float) -> nn.Module:
 
 
 def tokens(rows: int, length: int, seed: int) -> BatchEncoding:
-    """What a tokenizer returns: padded token numbers and their mask."""
+    """Padded token numbers and their mask, as a tokenizer returns them."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1000, (rows, length), generator=generator)
     lengths = torch.randint(length // 2, length + 1, (rows, 1), generator=generator)

@@ -1,14 +1,15 @@
-"""Trains a text retriever none of whose parts fits: table, towers and batch are each larger than memory would like.
+"""Trains a text retriever whose embedding table, encoder and batch may each be larger than memory.
 
     python docs/examples/retrieval_from_disk.py DIRECTORY
 
-* The word table rests in a file. While a batch computes, the rows of the next one are read (``OffloadEmbeddingBag``).
-* The encoder and its optimizer's states rest in files and stream past, shard by shard (``OffloadModel``,
+* The word table is stored in a file. While a batch computes, the rows of the next one are read
+  (``OffloadEmbeddingBag``).
+* The encoder and its optimizer's states are stored in files and loaded shard by shard (``OffloadModel``,
   ``OffloadOptimizer``).
-* The contrastive batch goes through the encoder in chunks (``GradCache``), so every query sees every passage.
+* The contrastive batch is encoded in chunks (``GradCache``), and every query is compared with every passage.
 * The loader is read ahead, and gradients are accumulated over windows of batches (``TrainPipelineSparseDist``).
 
-The result is the one of ``torch.nn.EmbeddingBag``, ``torch.nn.Sequential`` and a plain loop, which a test checks.
+A test checks that the result equals that of ``torch.nn.EmbeddingBag``, ``torch.nn.Sequential`` and a plain loop.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ def encoder_layers(seed: int = 0) -> nn.Sequential:
 
 
 def contrastive_losses(queries: Tensor, passages: Tensor) -> Tensor:
-    """One loss for each query: its own passage against all others of the batch."""
+    """One loss for each query: its own passage against all passages of the batch."""
     scores = F.normalize(queries, dim=1) @ F.normalize(passages, dim=1).T
     return F.cross_entropy(scores * 8, torch.arange(len(queries), device=scores.device), reduction="none")
 
 
 class Retriever(nn.Module):
-    """Word table, encoder and loss: what a train pipeline calls with a batch."""
+    """Word table, encoder and loss; a train pipeline calls it with a batch."""
 
     def __init__(self, home: str | os.PathLike[str], chunk_rows: int = 8) -> None:
         super().__init__()

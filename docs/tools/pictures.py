@@ -61,17 +61,17 @@ def draw_memory_time(points: dict[str, tuple[float, float]], path: Path = PICTUR
 
 
 def draw_timeline(path: Path) -> None:
-    """One training step of a small model on disk: the second one, so that it begins with updates."""
+    """A later training step of a small model on disk, so that it begins with the updates of the one before."""
     import torch
     from torch import nn
 
     from offload import OffloadModel, OffloadOptimizer
     from offload.telemetry.timeline import draw_timeline as draw
 
-    layers = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU(), nn.LayerNorm(1024)) for _ in range(4)))
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU(), nn.LayerNorm(1024)) for _ in range(6)))
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as home:
         model = OffloadModel(
-            layers, "cpu", home, num_slices=4, checkpoint_activation=True, num_microbatches=2, num_slots=2
+            layers, "cpu", home, num_slices=6, checkpoint_activation=True, num_microbatches=2, num_slots=2
         )
         optimizer = OffloadOptimizer(model, torch.optim.AdamW, max_norm=1.0)
         rows = torch.randn(2048, 1024)
