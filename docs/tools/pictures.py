@@ -68,13 +68,13 @@ def draw_timeline(path: Path) -> None:
     from offload import OffloadModel, OffloadOptimizer
     from offload.telemetry.timeline import draw_timeline as draw
 
-    layers = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU(), nn.LayerNorm(1024)) for _ in range(6)))
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(2048, 2048), nn.GELU(), nn.LayerNorm(2048)) for _ in range(6)))
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as home:
         model = OffloadModel(
             layers, "cpu", home, num_slices=6, checkpoint_activation=True, num_microbatches=2, num_slots=2
         )
         optimizer = OffloadOptimizer(model, torch.optim.AdamW, max_norm=1.0)
-        rows = torch.randn(2048, 1024)
+        rows = torch.randn(512, 2048)
         for step in range(4):
             with model.trace(Path(home) / f"{step}.json"):
                 model(rows).square().mean().backward()
