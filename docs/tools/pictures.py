@@ -48,9 +48,15 @@ def draw_memory_time(points: dict[str, tuple[float, float]], path: Path = PICTUR
     axis.spines[["top", "right"]].set_visible(False)
     for case, (label, colour, offset, alignment) in (PEERS | OURS).items():
         axis.scatter(*points[case], s=70, color=colour, marker="o" if case in PEERS else "D", zorder=3)
-        weight = "normal" if case in PEERS else "bold"
-        place = {"xytext": offset, "textcoords": "offset points", "ha": alignment, "fontsize": 10, "weight": weight}
-        axis.annotate(label, points[case], **place)
+        axis.annotate(
+            label,
+            points[case],
+            xytext=offset,
+            textcoords="offset points",
+            ha=alignment,
+            fontsize=10,
+            weight="normal" if case in PEERS else "bold",
+        )
     axis.plot(*zip(*(points[case] for case in OURS), strict=True), color="#009e73", linewidth=1)
     axis.set_xlabel("peak memory of a training step above the libraries (plain PyTorch = 1)")
     axis.set_ylabel("time of a step (plain PyTorch = 1)")
