@@ -29,7 +29,7 @@ PEERS = {
 }
 OURS = {
     "ours: disk, 12 slices, checkpoint": ("gradstream on disk,\nactivations recomputed", "#009e73", (6, 8), "left"),
-    "ours: disk, 12 slices, keep": ("gradstream on disk,\nactivations kept", "#009e73", (0, -44), "center"),
+    "ours: disk, 12 slices, keep": ("gradstream on disk,\nactivations kept", "#009e73", (-34, -42), "center"),
 }
 
 
