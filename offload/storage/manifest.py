@@ -35,7 +35,7 @@ _CHECKED_BYTES = 8 << 20
 
 
 class HomeError(ValueError):
-    """A kept home that cannot be used: foreign, stale, damaged, or in use. Nothing in it was changed."""
+    """A persistent home cannot be used: it is another model's, out of date, damaged, or in use. It was not changed."""
 
 
 @dataclass(frozen=True)

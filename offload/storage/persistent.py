@@ -54,26 +54,25 @@ _SUFFIX = ".home"
 
 @dataclass(frozen=True)
 class DiskHome(os.PathLike[str]):
-    """A directory as ``offload_device``, with choices that a plain path leaves at their defaults.
+    """A directory as ``offload_device``, with options that a plain path leaves at their defaults.
 
     Args:
-        directory: is made if it does not exist.
-        keep: whether the weights and buffers outlive the model. If the directory holds no home yet, one is made from
-            the layers' values. If it does, it is adopted as it was left, without reading, copying or initialising
-            anything but buffers: then the layers must be on the meta device, cut into the same shards. Call
-            ``model.close()`` at the end; a home that was not closed may be torn, and is refused. States of an optimizer
-            are not kept: a home is no checkpoint (see :func:`~offload.save_checkpoint`).
-        overwrite: with ``keep``, make the home anew, and remove the one that the directory holds.
-        recover: with ``keep``, adopt also a home whose model ended without ``close()``. Files, sizes, tensors, places
-            and generations are verified as ever. Contents are not, since their checksums were to be computed at the
-            end: weights are those that the last update wrote, and shards may be of different steps where the process
-            ended within one; buffers are those of the last ``close()`` (or zeros, if there was none). A warning says
-            so. Not known is also whether the home was ever made to its end, where it was never closed, and whether all
-            writes reached the disk, where the system ended with the process.
-        verify: compare the contents with their checksums when a home is adopted, which reads all of it once. The seals
-            themselves, sizes, tensors and generations are always verified.
-        direct: whether files are read and written past the page cache. None: if that is faster, which depends on their
-            size and the available memory (see :mod:`offload.storage.page_cache`).
+        directory: created if it does not exist.
+        keep: whether the weights and buffers outlive the model. If the directory holds no home yet, one is created
+            from the layers' values. If it does, the model uses it as it is and reads only the buffers; the layers must
+            then be on the meta device, cut into the same shards. Call ``model.close()`` at the end: a home that was not
+            closed may be incomplete and raises an error. Optimizer states are not kept: a home is no checkpoint (see
+            :func:`~offload.save_checkpoint`).
+        overwrite: with ``keep``, create the home again and remove the one that the directory holds.
+        recover: with ``keep``, accept also a home whose model ended without ``close()``, with a warning. Files, sizes,
+            tensors, offsets and generations are verified as always. Contents are not, since ``close()`` computes their
+            checksums: weights are those of the last update, and shards may belong to different steps if the process
+            ended during one; buffers are those of the last ``close()``, or zeros. It is also unknown whether a home
+            that was never closed was ever complete, and whether all writes reached the disk if the system crashed.
+        verify: compare the contents with their checksums when a home is opened, which reads all of it once. Manifests,
+            sizes, tensors and generations are always verified.
+        direct: whether files are read and written without the page cache. None: whichever is faster, which depends on
+            their size and the available memory (see :mod:`offload.storage.page_cache`).
     """
 
     directory: str | os.PathLike[str]
