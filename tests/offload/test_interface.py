@@ -70,10 +70,20 @@ def test_a_backward_after_close_says_that_the_model_was_closed(home: str, recomp
         loss.backward()
 
 
-def test_boundary_bytes_may_be_a_string() -> None:
-    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    model = OffloadModel(layers, "cpu", num_slices=2, checkpoint_activation=True, boundary_bytes="1MiB")
-    assert model._executor.boundary_bytes == 1 << 20
+def test_boundary_bytes_may_be_a_string(tmp_path: Path) -> None:
+    for size, spilled in ((0, True), ("0 MiB", True), (1 << 20, False), ("1MiB", False)):
+        layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        model = OffloadModel(
+            layers,
+            "cpu",
+            tmp_path,
+            num_slices=4,
+            checkpoint_activation=True,
+            num_microbatches=4,
+            boundary_bytes=size,
+        )
+        model(torch.randn(8, WIDTH)).sum().backward()
+        assert (model.statistics().bytes_spilled > 0) == spilled, size
 
 
 @pytest.mark.parametrize("home", ["host", "disk"])

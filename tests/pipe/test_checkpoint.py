@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from pipe.checkpoint import Checkpoint, Checkpointing, Recompute, checkpoint, is_checkpointing, is_recomputing
+from pipe.checkpoint import Checkpointing, checkpoint, is_checkpointing, is_recomputing
 from pipe.dependency import fork, join
 from pipe.microbatch import Batch
 
@@ -525,11 +525,3 @@ def test_dropout_masks_of_the_cpu_are_drawn_again():
     y.sum().backward()
     assert torch.equal(x.grad, y.detach())
     assert torch.equal(torch.get_rng_state(), after)
-
-
-def test_the_two_halves_are_nodes_of_the_graph():
-    halves = Checkpointing(torch.exp, Batch(torch.ones(1, requires_grad=True)))
-    output = halves.checkpoint()
-    assert isinstance(output.tensor.grad_fn, Checkpoint._backward_cls)
-    halves.recompute(output)
-    assert isinstance(output.tensor.grad_fn, Recompute._backward_cls)

@@ -138,9 +138,14 @@ def test_the_protocol_is_duck_typed_and_only_the_outermost_module_takes_part(lab
 
     assert isinstance(lab.FakeSparse(), Distributes)
     assert not isinstance(nn.Linear(1, 1), Distributes)
-    model = nn.ModuleDict({"whole": Whole(), "other": lab.FakeSparse()})
-    pipeline = TrainPipelineSparseDist(model, lab.optimizer(model), "cpu")
-    assert list(pipeline._distribution._modules) == ["whole", "other"]
+
+    def uses_none():
+        model = Outer(lab, lambda self, batch: batch["x"])
+        model.sparse, model.other = Whole(), lab.FakeSparse()
+        return model
+
+    pipeline, _ = same_as_plain(lab, uses_none)
+    assert pipeline.statistics().undistributed.keys() == {"sparse", "other"}  # not "sparse.part"
 
 
 def test_a_forward_replaced_by_other_code_is_kept(lab):
