@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\n\n```\n(?P<printed>.*?)^```$)?", re.DOTALL | re.MULTILINE)
 
 
-def blocks() -> list[object]:
+def blocks() -> list[Any]:
     found = []
     for document in DOCUMENTS:
         text = document.read_text(encoding="utf-8")

@@ -255,7 +255,7 @@ def test_reach_finds_what_a_function_names() -> None:
         return head(x) * temperature.exp()
 
     def function(x: Tensor) -> Tensor:
-        return sum(helper(holder.modules[0](each)) for each in x)
+        return sum((helper(holder.modules[0](each)) for each in x), torch.zeros(()))
 
     reach = Reach(function)
     assert {id(module) for module in reach.modules} == {id(inner), id(other)}

@@ -274,7 +274,7 @@ def test_a_wrapper_that_weighs_gradients_of_representations_alone_refuses_a_simi
     loss = CachedMultipleNegativesRankingLoss(Encoder(), similarity_fct=Learned())
     batch = [features(4, 3, 0), features(4, 3, 1)]
     loss(batch).backward()  # by itself it is trained
-    assert loss.similarity_fct.factor.grad is not None
+    assert loss.similarity_fct.factor.grad is not None  # type: ignore[attr-defined]
     loss.calculate_loss = loss.calculate_loss
     with pytest.raises(ValueError, match="without trainable parameters"):
         loss(batch)

@@ -1,6 +1,7 @@
 """Balances come from each layer alone, on any device, and leave the model as it was."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +17,14 @@ CPU = torch.device("cpu")
 
 @skippable(stash=["skip"])
 class Stash(nn.Module):
-    def forward(self, x):
+    def forward(self, x: Any) -> Any:
         yield stash("skip", x * 1)
         return x
 
 
 @skippable(pop=["skip"])
 class Pop(nn.Module):
-    def forward(self, x):
+    def forward(self, x: Any) -> Any:
         skip = yield pop("skip")
         return x + skip
 
@@ -31,47 +32,47 @@ class Pop(nn.Module):
 class FakeTime:
     """A clock that layers set forward."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.now = 0.0
 
-    def perf_counter(self):
+    def perf_counter(self) -> Any:
         return self.now
 
 
 class Costly(nn.Module):
-    def __init__(self, clock, seconds):
+    def __init__(self, clock: Any, seconds: Any) -> None:
         super().__init__()
         self.clock, self.seconds = clock, seconds
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: Any) -> Any:
         return Costly(self.clock, self.seconds)
 
-    def forward(self, x):
+    def forward(self, x: Any) -> Any:
         self.clock.now += self.seconds
         return x * 1
 
 
 @pytest.fixture
-def clock(monkeypatch):
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     fake = FakeTime()
     monkeypatch.setattr(profile, "time", fake)
     return fake
 
 
-def test_balance_by_time_levels_the_times(clock):
+def test_balance_by_time_levels_the_times(clock: Any) -> None:
     model = nn.Sequential(*(Costly(clock, seconds) for seconds in (1, 1, 1, 1, 1, 6)))
     assert balance_by_time(2, model, torch.ones(1, 1), timeout=0, device="cpu") == [5, 1]
     assert balance_by_time(3, model, torch.ones(1, 1), timeout=0, device="cpu") == [2, 3, 1]
 
 
-def test_times_are_the_median_of_the_rounds_that_fit_after_a_first(clock):
+def test_times_are_the_median_of_the_rounds_that_fit_after_a_first(clock: Any) -> None:
     seconds = iter([100, 1, 9, 2])
 
     class Varying(Costly):
-        def __deepcopy__(self, memo):
+        def __deepcopy__(self, memo: Any) -> Any:
             return self
 
-        def forward(self, x):
+        def forward(self, x: Any) -> Any:
             clock.now += next(seconds)
             return x
 
@@ -81,7 +82,7 @@ def test_times_are_the_median_of_the_rounds_that_fit_after_a_first(clock):
 
 
 @pytest.mark.parametrize("by", ["time", "size"])
-def test_defect_pipe_13_models_with_skips_and_in_place_layers_can_be_balanced_without_a_gpu(by):
+def test_defect_pipe_13_models_with_skips_and_in_place_layers_can_be_balanced_without_a_gpu(by: Any) -> None:
     model = nn.Sequential(
         nn.ReLU(inplace=True),
         nn.Linear(4, 4),
@@ -103,7 +104,7 @@ def test_defect_pipe_13_models_with_skips_and_in_place_layers_can_be_balanced_wi
 
 
 @pytest.mark.parametrize("by", [balance_by_time, balance_by_size])
-def test_the_model_and_the_generators_are_as_before(by):
+def test_the_model_and_the_generators_are_as_before(by: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).eval()
     model[0].weight.grad = torch.ones(4, 4)
     x = torch.randn(4, 4)
@@ -115,7 +116,7 @@ def test_the_model_and_the_generators_are_as_before(by):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_sizes_are_parameters_times_scale_and_the_activations_of_one_micro_batch():
+def test_sizes_are_parameters_times_scale_and_the_activations_of_one_micro_batch() -> None:
     model = nn.Sequential(nn.Linear(16, 32, bias=False), nn.Tanh(), nn.Identity())
     x = torch.zeros(8, 16)
     rows, parameters = 2, 4 * 16 * 32
@@ -128,18 +129,18 @@ def test_sizes_are_parameters_times_scale_and_the_activations_of_one_micro_batch
     ]
 
 
-def test_what_is_stashed_counts_where_it_is_stashed():
+def test_what_is_stashed_counts_where_it_is_stashed() -> None:
     sizes = profile_sizes(nn.Sequential(Stash(), Pop()), torch.zeros(4, 8), 1, 2.0, CPU)
     assert sizes[0] == 2 * 4 * 4 * 8
 
 
-def test_integer_inputs_and_layers_without_parameters_are_measured():
+def test_integer_inputs_and_layers_without_parameters_are_measured() -> None:
     model = nn.Sequential(nn.Embedding(10, 4), nn.Identity())
     assert len(profile_times(model, torch.arange(3), 0, CPU)) == 2
     assert profile_sizes(model, torch.arange(3), 1, 2.0, CPU)[0] > 2 * 10 * 4 * 4
 
 
-def test_a_memory_limit_moves_layers_off_the_device_that_cannot_hold_them(clock):
+def test_a_memory_limit_moves_layers_off_the_device_that_cannot_hold_them(clock: Any) -> None:
     layers = [nn.Linear(8, 8, bias=False) for _ in range(4)]
     model = nn.Sequential(*layers)
     free = balance_cost([1, 1, 1, 1], 2)
@@ -153,7 +154,7 @@ def test_a_memory_limit_moves_layers_off_the_device_that_cannot_hold_them(clock)
 
 
 @pytest.mark.parametrize("by", [balance_by_time, balance_by_size])
-def test_bad_arguments_are_named_before_anything_is_measured(by):
+def test_bad_arguments_are_named_before_anything_is_measured(by: Any) -> None:
     with pytest.raises(TypeError, match=r"expected nn\.Sequential"):
         by(1, nn.Linear(1, 1), torch.ones(1, 1))
     with pytest.raises(ValueError, match="from 1 to 2 partitions"):

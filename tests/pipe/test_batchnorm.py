@@ -2,6 +2,7 @@
 
 import copy
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from pipe.batchnorm import DeferredBatchNorm
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def assert_same_statistics(a, b, **tolerance):
+def assert_same_statistics(a: Any, b: Any, **tolerance: Any) -> None:
     for name in STATISTICS:
         torch.testing.assert_close(getattr(a, name), getattr(b, name), **tolerance)
 
@@ -28,7 +29,9 @@ def assert_same_statistics(a, b, **tolerance):
     offset=st.sampled_from([0.0, 1e3]),
     batches=st.integers(1, 3),
 )
-def test_running_statistics_are_those_of_the_mini_batch(cuts, shape, momentum, offset, batches):
+def test_running_statistics_are_those_of_the_mini_batch(
+    cuts: Any, shape: Any, momentum: Any, offset: Any, batches: Any
+) -> None:
     # Rows in pairs: a micro-batch of one row and no further dimension has no variance.
     edges = [0, *(2 * cut for cut in sorted(cuts)), 18]
     norm = nn.BatchNorm1d(2, momentum=momentum).double()
@@ -46,7 +49,7 @@ def test_running_statistics_are_those_of_the_mini_batch(cuts, shape, momentum, o
     torch.testing.assert_close(deferred(x), norm(x))
 
 
-def test_defect_pipe_11_the_running_variance_is_unbiased():
+def test_defect_pipe_11_the_running_variance_is_unbiased() -> None:
     norm = nn.BatchNorm1d(1, momentum=1.0)
     deferred = DeferredBatchNorm(1, momentum=1.0, chunks=2)
     x = torch.randn(4, 1)
@@ -55,7 +58,7 @@ def test_defect_pipe_11_the_running_variance_is_unbiased():
     torch.testing.assert_close(deferred.running_var, x.var(0, correction=1))
 
 
-def test_defect_pipe_11_a_large_mean_does_not_cancel_the_variance():
+def test_defect_pipe_11_a_large_mean_does_not_cancel_the_variance() -> None:
     deferred = DeferredBatchNorm(1, momentum=1.0, chunks=4)
     torch.manual_seed(0)
     x = 0.1 * torch.randn(64, 1) + 1000.0
@@ -64,13 +67,13 @@ def test_defect_pipe_11_a_large_mean_does_not_cancel_the_variance():
     torch.testing.assert_close(deferred.running_var, x.double().var(0).float(), rtol=1e-3, atol=0)
 
 
-def test_each_micro_batch_is_normalised_by_its_own_statistics():
+def test_each_micro_batch_is_normalised_by_its_own_statistics() -> None:
     deferred = DeferredBatchNorm(2, chunks=2)
     x = torch.randn(4, 2)
     torch.testing.assert_close(deferred(x), nn.BatchNorm1d(2)(x))
 
 
-def test_statistics_are_those_of_the_previous_mini_batch_until_the_last_micro_batch():
+def test_statistics_are_those_of_the_previous_mini_batch_until_the_last_micro_batch() -> None:
     deferred = DeferredBatchNorm(2, chunks=2)
     deferred(torch.randn(4, 2))
     assert deferred.num_batches_tracked == 0
@@ -79,7 +82,7 @@ def test_statistics_are_those_of_the_previous_mini_batch_until_the_last_micro_ba
     assert deferred.num_batches_tracked == 1
 
 
-def test_half_precision_inputs_are_counted_in_float():
+def test_half_precision_inputs_are_counted_in_float() -> None:
     deferred = DeferredBatchNorm(1, momentum=1.0)
     x = torch.full((4096, 1), 3.0).bfloat16()
     deferred(x + 0)
@@ -89,7 +92,7 @@ def test_half_precision_inputs_are_counted_in_float():
 class Model:
     """A pipe with a DeferredBatchNorm, and the bare module on the whole mini-batch."""
 
-    def __init__(self, mode="always", chunks=3):
+    def __init__(self, mode: Any = "always", chunks: Any = 3) -> None:
         torch.manual_seed(0)
         bare = nn.Sequential(nn.BatchNorm1d(2), nn.Tanh(), nn.Sequential(nn.BatchNorm1d(2)))
         self.pipe = Pipe(copy.deepcopy(bare), [1, 2], chunks=chunks, checkpoint=mode, deferred_batch_norm=True)
@@ -99,7 +102,7 @@ class Model:
 
 @pytest.mark.parametrize("mode", ["always", "except_last", "never"])
 @pytest.mark.parametrize("rows", [6, 7, 5])
-def test_in_a_pipe_recomputation_counts_nothing(mode, rows):
+def test_in_a_pipe_recomputation_counts_nothing(mode: Any, rows: Any) -> None:
     model = Model(mode, chunks=2)
     assert isinstance(model.norm, DeferredBatchNorm)
     assert isinstance(model.pipe[2][0], DeferredBatchNorm)
@@ -113,7 +116,7 @@ def test_in_a_pipe_recomputation_counts_nothing(mode, rows):
     assert_same_statistics(model.norm, model.bare)
 
 
-def test_defect_pipe_11_a_short_batch_is_a_mini_batch_of_its_own():
+def test_defect_pipe_11_a_short_batch_is_a_mini_batch_of_its_own() -> None:
     model = Model(chunks=4)
     for rows in (8, 4, 8):  # 4 rows would be 4 micro-batches of one row: with a further dimension these have a variance
         x = torch.randn(rows, 2, 3)
@@ -122,7 +125,7 @@ def test_defect_pipe_11_a_short_batch_is_a_mini_batch_of_its_own():
         assert_same_statistics(model.norm, model.bare)
 
 
-def test_defect_pipe_11_fewer_rows_than_chunks_are_counted():
+def test_defect_pipe_11_fewer_rows_than_chunks_are_counted() -> None:
     model = Model(chunks=8)
     x = torch.randn(3, 2, 5)
     model.pipe(x)
@@ -130,11 +133,11 @@ def test_defect_pipe_11_fewer_rows_than_chunks_are_counted():
     assert_same_statistics(model.norm, model.bare)
 
 
-def test_defect_pipe_11_an_exception_leaves_nothing_for_the_next_mini_batch():
+def test_defect_pipe_11_an_exception_leaves_nothing_for_the_next_mini_batch() -> None:
     class Fails(nn.Module):
         broken = True
 
-        def forward(self, x):
+        def forward(self, x: Any) -> Any:
             if self.broken and x[0, 0] == 1:
                 raise ValueError("broken")
             return x
@@ -153,7 +156,7 @@ def test_defect_pipe_11_an_exception_leaves_nothing_for_the_next_mini_batch():
     assert_same_statistics(pipe[0], bare)
 
 
-def test_conversion_shares_parameters_and_leaves_the_given_module_alone():
+def test_conversion_shares_parameters_and_leaves_the_given_module_alone() -> None:
     bare = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2), nn.ReLU()), nn.BatchNorm1d(2, affine=False))
     bare[1][0].weight.requires_grad_(False)
     bare[1].eval()
@@ -169,14 +172,14 @@ def test_conversion_shares_parameters_and_leaves_the_given_module_alone():
     assert list(converted.state_dict()) == list(bare.state_dict())
 
 
-def test_what_has_no_running_statistics_or_is_converted_stays():
+def test_what_has_no_running_statistics_or_is_converted_stays() -> None:
     plain = nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 2))
     assert DeferredBatchNorm.convert_deferred_batch_norm(plain, 2) is plain
     deferred = DeferredBatchNorm(2, chunks=2)
     assert DeferredBatchNorm.convert_deferred_batch_norm(deferred, 2) is deferred
 
 
-def test_converted_again_for_another_number_of_micro_batches_it_counts_those():
+def test_converted_again_for_another_number_of_micro_batches_it_counts_those() -> None:
     norm = nn.BatchNorm1d(2)
     of_four = DeferredBatchNorm.convert_deferred_batch_norm(copy.deepcopy(nn.Sequential(norm)), 4)
     of_eight = DeferredBatchNorm.convert_deferred_batch_norm(of_four, 8)
@@ -191,7 +194,7 @@ def test_converted_again_for_another_number_of_micro_batches_it_counts_those():
 
 
 @pytest.mark.parametrize("rows", [8, 3])
-def test_a_layer_in_training_inside_a_pipe_in_evaluation_counts_mini_batches(rows):
+def test_a_layer_in_training_inside_a_pipe_in_evaluation_counts_mini_batches(rows: Any) -> None:
     model = Model(chunks=4)
     model.pipe.eval()
     model.norm.train()
@@ -201,7 +204,7 @@ def test_a_layer_in_training_inside_a_pipe_in_evaluation_counts_mini_batches(row
     assert_same_statistics(model.norm, model.bare)
 
 
-def test_evaluation_uses_and_changes_no_statistics():
+def test_evaluation_uses_and_changes_no_statistics() -> None:
     deferred = DeferredBatchNorm(2).eval()
     before = {name: getattr(deferred, name).clone() for name in STATISTICS}
     x = torch.randn(4, 2)
@@ -209,10 +212,10 @@ def test_evaluation_uses_and_changes_no_statistics():
     assert all(torch.equal(getattr(deferred, name), value) for name, value in before.items())
 
 
-def test_an_input_without_channels_is_refused():
+def test_an_input_without_channels_is_refused() -> None:
     with pytest.raises(ValueError, match=r"at least 2 dimensions.*\(3,\)"):
         DeferredBatchNorm(3)(torch.ones(3))
 
 
-def test_repr_shows_chunks():
+def test_repr_shows_chunks() -> None:
     assert "chunks=3" in repr(DeferredBatchNorm(2, chunks=3))

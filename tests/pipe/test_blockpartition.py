@@ -1,6 +1,7 @@
 """The partition is the best there is, within the limits, and the same every time."""
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,27 +10,27 @@ from hypothesis import strategies as st
 from pipe.balance.blockpartition import solve
 
 
-def all_partitions(n, partitions):
+def all_partitions(n: Any, partitions: Any) -> Any:
     for cuts in itertools.combinations(range(1, n), partitions - 1):
         edges = [0, *cuts, n]
         yield [slice(a, b) for a, b in itertools.pairwise(edges)]
 
 
 @st.composite
-def problems(draw):
+def problems(draw: Any) -> Any:
     costs = draw(st.lists(st.integers(0, 20), min_size=1, max_size=9))
     return costs, draw(st.integers(1, len(costs)))
 
 
 @given(problems())
-def test_defect_pipe_12_no_partition_has_a_smaller_maximum_and_none_as_small_is_more_even(problem):
+def test_defect_pipe_12_no_partition_has_a_smaller_maximum_and_none_as_small_is_more_even(problem: Any) -> None:
     costs, partitions = problem
     blocks = solve(costs, partitions)
     assert list(itertools.chain(*blocks)) == costs
     assert len(blocks) == partitions
     assert all(blocks)
 
-    def quality(parts):
+    def quality(parts: Any) -> Any:
         sums = [sum(part) for part in parts]
         return max(sums), sum(s * s for s in sums)
 
@@ -38,7 +39,7 @@ def test_defect_pipe_12_no_partition_has_a_smaller_maximum_and_none_as_small_is_
 
 
 @given(problems(), st.data())
-def test_limits_hold_and_the_best_partition_within_them_is_found(problem, data):
+def test_limits_hold_and_the_best_partition_within_them_is_found(problem: Any, data: Any) -> None:
     costs, partitions = problem
     sizes = data.draw(st.lists(st.integers(0, 9), min_size=len(costs), max_size=len(costs)))
     limits = data.draw(st.lists(st.integers(0, 30), min_size=partitions, max_size=partitions))
@@ -58,22 +59,22 @@ def test_limits_hold_and_the_best_partition_within_them_is_found(problem, data):
 
 
 @given(problems(), st.booleans())
-def test_the_fast_way_finds_what_trying_all_finds(problem, fractions):
+def test_the_fast_way_finds_what_trying_all_finds(problem: Any, fractions: Any) -> None:
     costs, partitions = problem
     costs = [cost / 8 for cost in costs] if fractions else costs  # eighths: no rounding decides between equals
     nothing_is_too_large = {"sizes": [0] * len(costs), "limits": 1}
     assert solve(costs, partitions) == solve(costs, partitions, **nothing_is_too_large)
 
 
-def test_a_thousand_elements_with_one_that_outweighs_all_take_no_square_of_their_number():
+def test_a_thousand_elements_with_one_that_outweighs_all_take_no_square_of_their_number() -> None:
     class Counted(int):
         looked_at = 0
 
-        def __sub__(self, other):
+        def __sub__(self, other: Any) -> Any:
             Counted.looked_at += 1
             return int(self) - int(other)
 
-        def __add__(self, other):
+        def __add__(self, other: Any) -> Any:
             return Counted(int(self) + int(other))
 
         __radd__ = __add__
@@ -83,17 +84,17 @@ def test_a_thousand_elements_with_one_that_outweighs_all_take_no_square_of_their
     assert 0 < Counted.looked_at < (n // 2) * n * 12  # partitions x n log n; trying all takes (n // 2) x n x n
 
 
-def test_the_worst_case_of_the_heuristic():
+def test_the_worst_case_of_the_heuristic() -> None:
     assert [len(block) for block in solve([1, 1, 1, 1, 1, 6], 2)] == [5, 1]
 
 
-def test_ties_are_cut_early_and_evenly():
+def test_ties_are_cut_early_and_evenly() -> None:
     assert solve([1, 1, 1, 1, 1], 2) == [[1, 1], [1, 1, 1]]
     assert solve([0, 0, 0], 2) == [[0], [0, 0]]
     assert solve([5, 1, 1, 1, 1], 3) == [[5], [1, 1], [1, 1]]
 
 
-def test_a_single_limit_applies_to_all_devices():
+def test_a_single_limit_applies_to_all_devices() -> None:
     assert solve([1, 1, 1], 2, sizes=[2, 2, 2], limits=4) in ([[1], [1, 1]], [[1, 1], [1]])
 
 
@@ -110,6 +111,6 @@ def test_a_single_limit_applies_to_all_devices():
         (([1, 2], 2), {"limits": 1}, "within the limits"),
     ],
 )
-def test_what_cannot_be_partitioned_is_named(arguments, keywords, message):
+def test_what_cannot_be_partitioned_is_named(arguments: Any, keywords: Any, message: Any) -> None:
     with pytest.raises(ValueError, match=message):
         solve(*arguments, **keywords)

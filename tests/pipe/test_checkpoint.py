@@ -4,6 +4,7 @@ import gc
 import random
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -21,17 +22,17 @@ class Log(torch.autograd.Function):
     """Records its name when the gradient passes."""
 
     @staticmethod
-    def forward(ctx, log, name, x):
+    def forward(ctx: Any, log: Any, name: Any, x: Any) -> Any:
         ctx.log, ctx.name = log, name
         return x.detach()
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Any) -> Any:
         ctx.log.append(ctx.name)
         return None, None, gradient
 
 
-def gradients(function, inputs, loss, *, wrap):
+def gradients(function: Any, inputs: Any, loss: Any, *, wrap: Any) -> Any:
     """Output and gradients of inputs, with generators reset before."""
     torch.manual_seed(3)
     random.seed(3)
@@ -41,7 +42,7 @@ def gradients(function, inputs, loss, *, wrap):
     return output, [leaf.grad for leaf in leaves], torch.get_rng_state(), random.getstate()
 
 
-def assert_transparent(function, inputs, loss):
+def assert_transparent(function: Any, inputs: Any, loss: Any) -> None:
     bare = gradients(function, inputs, loss, wrap=False)
     ours = gradients(function, inputs, loss, wrap=True)
     for a, b in zip(torch.utils._pytree.tree_leaves(bare[0]), torch.utils._pytree.tree_leaves(ours[0]), strict=True):
@@ -77,7 +78,7 @@ OUTPUTS = {
 }
 
 
-def loss_over(output, reached):
+def loss_over(output: Any, reached: Any) -> Any:
     total = torch.zeros((), dtype=torch.complex128)
     for k, part in enumerate(output):
         if k in reached:
@@ -93,12 +94,14 @@ def loss_over(output, reached):
     reached=st.sets(st.integers(0, 4)),
     needs=st.sampled_from([(True, True), (True, False), (False, True)]),
 )
-def test_any_mixture_of_outputs_and_any_loss_gives_the_gradients_of_the_bare_function(names, reached, needs):
-    def function(inputs):
+def test_any_mixture_of_outputs_and_any_loss_gives_the_gradients_of_the_bare_function(
+    names: Any, reached: Any, needs: Any
+) -> None:
+    def function(inputs: Any) -> Any:
         x, y = inputs
         return tuple(OUTPUTS[name](x, y) for name in names)
 
-    def loss(output):
+    def loss(output: Any) -> Any:
         return loss_over(output, reached) + (anchor * 1.0).sum()
 
     anchor = torch.ones(1, requires_grad=True)
@@ -107,8 +110,8 @@ def test_any_mixture_of_outputs_and_any_loss_gives_the_gradients_of_the_bare_fun
     assert_transparent(function, (x, y), loss)
 
 
-def test_defect_pipe_1_an_output_without_gradient_before_one_with_does_not_shift_the_gradients():
-    def function(inputs):
+def test_defect_pipe_1_an_output_without_gradient_before_one_with_does_not_shift_the_gradients() -> None:
+    def function(inputs: Any) -> Any:
         (x,) = inputs
         return x.detach() * 5, x * 2, x * 3
 
@@ -116,7 +119,7 @@ def test_defect_pipe_1_an_output_without_gradient_before_one_with_does_not_shift
 
 
 @pytest.mark.parametrize("skipped", [0, 1])
-def test_defect_pipe_2_a_loss_that_skips_an_output_still_recomputes(skipped):
+def test_defect_pipe_2_a_loss_that_skips_an_output_still_recomputes(skipped: Any) -> None:
     assert_transparent(
         lambda inputs: (inputs[0] * 2, inputs[0] * 3),
         (torch.randn(4, requires_grad=True),),
@@ -124,7 +127,7 @@ def test_defect_pipe_2_a_loss_that_skips_an_output_still_recomputes(skipped):
     )
 
 
-def test_defect_pipe_2_an_integer_first_output_is_no_anchor():
+def test_defect_pipe_2_an_integer_first_output_is_no_anchor() -> None:
     assert_transparent(
         lambda inputs: (inputs[0].argmax(1), inputs[0].exp()),
         (torch.randn(4, 3, requires_grad=True),),
@@ -132,7 +135,7 @@ def test_defect_pipe_2_an_integer_first_output_is_no_anchor():
     )
 
 
-def test_defect_pipe_3_complex_outputs_keep_their_gradient_and_containers_pass():
+def test_defect_pipe_3_complex_outputs_keep_their_gradient_and_containers_pass() -> None:
     assert_transparent(
         lambda inputs: {"z": torch.fft.fft(inputs[0]), "none": None, "list": [inputs[0].cos()]},
         (torch.randn(4, requires_grad=True),),
@@ -140,7 +143,7 @@ def test_defect_pipe_3_complex_outputs_keep_their_gradient_and_containers_pass()
     )
 
 
-def test_only_the_outputs_that_need_a_gradient_need_one():
+def test_only_the_outputs_that_need_a_gradient_need_one() -> None:
     frozen = nn.Linear(3, 3).requires_grad_(False)
     assert not checkpoint(frozen, torch.randn(2, 3)).requires_grad
     layer = nn.Linear(3, 3)
@@ -148,7 +151,7 @@ def test_only_the_outputs_that_need_a_gradient_need_one():
     assert [y.requires_grad for y in output] == [True, False, False]
 
 
-def test_parameters_get_gradients_when_no_input_needs_one():
+def test_parameters_get_gradients_when_no_input_needs_one() -> None:
     layer = nn.Linear(3, 2)
     x = torch.randint(0, 5, (4, 3))
     checkpoint(lambda t: layer(t.float()), x).sum().backward()
@@ -156,7 +159,7 @@ def test_parameters_get_gradients_when_no_input_needs_one():
     assert torch.equal(layer.weight.grad, expected)
 
 
-def test_a_tensor_passed_twice_is_one_input_and_collects_both_gradients():
+def test_a_tensor_passed_twice_is_one_input_and_collects_both_gradients() -> None:
     assert_transparent(lambda inputs: inputs[0] * inputs[0] + inputs[0], (torch.randn(3, requires_grad=True),), sum_)
     x = torch.randn(3, requires_grad=True)
     packed = []
@@ -167,15 +170,15 @@ def test_a_tensor_passed_twice_is_one_input_and_collects_both_gradients():
     assert torch.equal(x.grad, 2 * x.detach())
 
 
-def sum_(y):
+def sum_(y: Any) -> Any:
     return y.sum()
 
 
-def test_without_grad_mode_nothing_is_kept_and_nothing_claims_a_gradient():
+def test_without_grad_mode_nothing_is_kept_and_nothing_claims_a_gradient() -> None:
     seen = []
     layer = nn.Linear(3, 3)
 
-    def function(x):
+    def function(x: Any) -> Any:
         seen.append((is_checkpointing(), is_recomputing(), torch.is_grad_enabled()))
         return layer(x)
 
@@ -186,10 +189,10 @@ def test_without_grad_mode_nothing_is_kept_and_nothing_claims_a_gradient():
     assert seen == [(False, False, False)] * 2
 
 
-def test_phases_read_true_in_their_own_run_only():
+def test_phases_read_true_in_their_own_run_only() -> None:
     seen = []
 
-    def function(x):
+    def function(x: Any) -> Any:
         seen.append((is_checkpointing(), is_recomputing()))
         return x * 2
 
@@ -200,10 +203,10 @@ def test_phases_read_true_in_their_own_run_only():
     assert (is_checkpointing(), is_recomputing()) == (False, False)
 
 
-def test_recomputation_runs_before_operations_between_recompute_and_checkpoint():
+def test_recomputation_runs_before_operations_between_recompute_and_checkpoint() -> None:
     timeline = []
 
-    def function(x):
+    def function(x: Any) -> Any:
         timeline.append("recompute" if is_recomputing() else "forward")
         return Log.apply(timeline, "inside", x)
 
@@ -217,7 +220,7 @@ def test_recomputation_runs_before_operations_between_recompute_and_checkpoint()
     assert timeline == ["forward", "gradient leaves", "recompute", "wait for the gradient", "inside"]
 
 
-def test_without_the_recompute_half_the_gradient_recomputes():
+def test_without_the_recompute_half_the_gradient_recomputes() -> None:
     runs = []
     x = torch.ones(2, requires_grad=True)
     output = Checkpointing(lambda t: runs.append(is_recomputing()) or t.exp(), Batch(x)).checkpoint()
@@ -226,12 +229,12 @@ def test_without_the_recompute_half_the_gradient_recomputes():
     assert torch.equal(x.grad, x.detach().exp())
 
 
-def test_micro_batches_go_back_in_reverse_through_the_phony():
+def test_micro_batches_go_back_in_reverse_through_the_phony() -> None:
     timeline = []
     layer = nn.Linear(2, 2)
 
-    def run(i, phony):
-        def function(x):
+    def run(i: Any, phony: Any) -> Any:
+        def function(x: Any) -> Any:
             if is_recomputing():
                 timeline.append(i)
             return layer(x)
@@ -247,7 +250,7 @@ def test_micro_batches_go_back_in_reverse_through_the_phony():
     assert timeline == [1, 0]
 
 
-def test_an_edge_without_a_loss_recomputes_nothing():
+def test_an_edge_without_a_loss_recomputes_nothing() -> None:
     runs = []
     a = checkpoint(lambda x: runs.append("a") or x * 2, torch.ones(1, requires_grad=True))
     a, phony = fork(a)
@@ -256,10 +259,10 @@ def test_an_edge_without_a_loss_recomputes_nothing():
     assert runs == ["a", "b", "b"]
 
 
-def test_activations_of_the_first_run_are_released_before_it_returns():
+def test_activations_of_the_first_run_are_released_before_it_returns() -> None:
     kept = []
 
-    def function(x):
+    def function(x: Any) -> Any:
         hidden = x.exp()
         kept.append(weakref.ref(hidden))
         return hidden.sin()
@@ -272,7 +275,7 @@ def test_activations_of_the_first_run_are_released_before_it_returns():
     assert kept[1]() is None
 
 
-def test_the_graph_is_freed_without_the_garbage_collector():
+def test_the_graph_is_freed_without_the_garbage_collector() -> None:
     gc.disable()
     try:
         halves = Checkpointing(lambda x: x * 2, Batch(torch.ones(2, requires_grad=True) * 1))
@@ -285,7 +288,7 @@ def test_the_graph_is_freed_without_the_garbage_collector():
         gc.enable()
 
 
-def test_retained_graphs_recompute_again_and_freed_graphs_say_so():
+def test_retained_graphs_recompute_again_and_freed_graphs_say_so() -> None:
     runs = []
     x = torch.ones(2, requires_grad=True)
     y = checkpoint(lambda t: runs.append(1) or torch.dropout(t * t, 0.5, True), x)
@@ -298,7 +301,7 @@ def test_retained_graphs_recompute_again_and_freed_graphs_say_so():
         y.sum().backward()
 
 
-def test_autograd_grad_is_refused_because_it_would_fill_parameter_gradients():
+def test_autograd_grad_is_refused_because_it_would_fill_parameter_gradients() -> None:
     layer = nn.Linear(2, 2)
     x = torch.ones(1, 2, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"expected backward\(\) over a checkpointed forward"):
@@ -307,18 +310,18 @@ def test_autograd_grad_is_refused_because_it_would_fill_parameter_gradients():
 
 
 class FailsTheSecondTime(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(2)
 
-    def forward(self, x):
+    def forward(self, x: Any) -> Any:
         y = torch.dropout(self.norm(x), 0.5, True)
         if is_recomputing():
             raise ValueError("second run")
         return y
 
 
-def test_an_exception_in_the_recomputation_reaches_the_caller_and_restores_everything():
+def test_an_exception_in_the_recomputation_reaches_the_caller_and_restores_everything() -> None:
     model = FailsTheSecondTime()
     y = checkpoint(model, torch.randn(4, 2, requires_grad=True))
     before, mean = torch.get_rng_state(), model.norm.running_mean.clone()
@@ -329,22 +332,22 @@ def test_an_exception_in_the_recomputation_reaches_the_caller_and_restores_every
     assert not is_recomputing()
 
 
-def test_an_input_changed_in_place_is_an_error_not_another_gradient():
+def test_an_input_changed_in_place_is_an_error_not_another_gradient() -> None:
     with pytest.raises(RuntimeError, match="changed in place"):
         checkpoint(lambda pair: pair[0].add_(1) * pair[1], (torch.ones(2), torch.ones(2, requires_grad=True)))
 
 
-def test_a_recomputation_that_returns_something_else_is_an_error():
+def test_a_recomputation_that_returns_something_else_is_an_error() -> None:
     y = checkpoint(lambda x: (x.detach() if is_recomputing() else x * 1, x * 2), torch.ones(1, requires_grad=True))
     with pytest.raises(RuntimeError, match="make the function deterministic"):
         y[0].sum().backward()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_defect_pipe_10_a_nested_torch_checkpoint_reads_recomputing_in_every_run_but_the_first(reentrant):
+def test_defect_pipe_10_a_nested_torch_checkpoint_reads_recomputing_in_every_run_but_the_first(reentrant: Any) -> None:
     runs = []
 
-    def inner(x):
+    def inner(x: Any) -> Any:
         runs.append(is_recomputing())
         return x.exp()
 
@@ -355,13 +358,13 @@ def test_defect_pipe_10_a_nested_torch_checkpoint_reads_recomputing_in_every_run
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_inside_torch_checkpoint_the_gradients_are_the_same(reentrant):
+def test_inside_torch_checkpoint_the_gradients_are_the_same(reentrant: Any) -> None:
     layer = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Tanh())
 
-    def outer(x):
+    def outer(x: Any) -> Any:
         return checkpoint(layer, x * 2).sin()
 
-    def run(wrap):
+    def run(wrap: Any) -> Any:
         torch.manual_seed(1)
         layer.zero_grad()
         x = torch.ones(2, 3, requires_grad=True)
@@ -372,18 +375,18 @@ def test_inside_torch_checkpoint_the_gradients_are_the_same(reentrant):
         assert torch.equal(a, b)
 
 
-def test_a_nested_checkpoint_inside_ours_gives_the_same_gradients():
+def test_a_nested_checkpoint_inside_ours_gives_the_same_gradients() -> None:
     inner, x = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), torch.randn(2, 3, requires_grad=True)
     assert_transparent(lambda t: checkpoint(inner, t[0]).exp(), (x,), sum_)
     assert_transparent(lambda t: checkpoint(lambda u: checkpoint(inner, u).exp(), t[0]), (x,), sum_)
 
 
 class TestSurroundings:
-    def test_defect_pipe_4_autocast_of_the_forward_holds_in_the_recomputation(self):
+    def test_defect_pipe_4_autocast_of_the_forward_holds_in_the_recomputation(self) -> None:
         dtypes = []
         layer = nn.Linear(4, 4)
 
-        def function(x):
+        def function(x: Any) -> Any:
             y = layer(x)
             dtypes.append(y.dtype)
             return y.float()
@@ -393,10 +396,10 @@ class TestSurroundings:
         y.sum().backward()
         assert dtypes == [torch.bfloat16, torch.bfloat16]
 
-    def test_defect_pipe_4_default_device_and_function_modes_hold_in_the_recomputation(self):
+    def test_defect_pipe_4_default_device_and_function_modes_hold_in_the_recomputation(self) -> None:
         made = []
 
-        def function(x):
+        def function(x: Any) -> Any:
             made.append(torch.empty(1).device.type)
             return x * 2
 
@@ -406,11 +409,11 @@ class TestSurroundings:
         assert made == ["meta", "meta"]
         assert torch.empty(1).device.type == "cpu"
 
-    def test_defect_pipe_4_a_mode_that_is_still_active_is_not_entered_twice(self):
+    def test_defect_pipe_4_a_mode_that_is_still_active_is_not_entered_twice(self) -> None:
         calls = []
 
         class Counting(torch.overrides.TorchFunctionMode):
-            def __torch_function__(self, func, types, args=(), kwargs=None):
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 if func is torch.sin:
                     calls.append(1)
                 return func(*args, **(kwargs or {}))
@@ -420,7 +423,7 @@ class TestSurroundings:
             checkpoint(torch.sin, x).backward()
         assert len(calls) == 2
 
-    def test_defect_pipe_4_saved_tensor_hooks_of_the_forward_pack_the_recomputed_activations(self):
+    def test_defect_pipe_4_saved_tensor_hooks_of_the_forward_pack_the_recomputed_activations(self) -> None:
         packed = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(tuple(t.shape)) or t, lambda t: t):
             y = checkpoint(lambda x: x.exp().sum(0).sin(), torch.ones(3, 2, requires_grad=True))
@@ -428,7 +431,7 @@ class TestSurroundings:
         y.sum().backward()
         assert packed == [(3, 2), (3, 2), (2,)]
 
-    def test_defect_pipe_6_each_input_is_saved_once(self):
+    def test_defect_pipe_6_each_input_is_saved_once(self) -> None:
         packed, unpacked = [], []
         hooks = (lambda t: packed.append(t.shape) or t, lambda t: unpacked.append(t.shape) or t)
         x, mask = torch.ones(3, requires_grad=True), torch.ones(4, dtype=torch.bool)
@@ -438,13 +441,13 @@ class TestSurroundings:
         assert packed == [x.shape, mask.shape]
         assert unpacked == [x.shape, mask.shape]
 
-    def test_grad_mode_is_on_in_both_runs(self):
+    def test_grad_mode_is_on_in_both_runs(self) -> None:
         modes = []
         x = torch.ones(1, requires_grad=True)
         checkpoint(lambda t: modes.append(torch.is_grad_enabled()) or t * 2, x).backward()
         assert modes == [True, True]
 
-    def test_defect_pipe_5_draws_after_the_step_are_not_repeated(self):
+    def test_defect_pipe_5_draws_after_the_step_are_not_repeated(self) -> None:
         torch.manual_seed(0)
         drop = nn.Dropout(0.5)
         x = torch.ones(64, requires_grad=True)
@@ -460,7 +463,7 @@ class TestSurroundings:
 
 
 class TestModules:
-    def test_buffers_count_each_forward_once(self):
+    def test_buffers_count_each_forward_once(self) -> None:
         norm, bare = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
         x = torch.randn(8, 3, requires_grad=True)
         checkpoint(norm, x).sum().backward()
@@ -469,7 +472,7 @@ class TestModules:
         assert torch.equal(norm.running_mean, bare.running_mean)
         assert torch.equal(norm.running_var, bare.running_var)
 
-    def test_a_forward_that_reads_the_buffer_it_writes_reads_the_same_value_again(self):
+    def test_a_forward_that_reads_the_buffer_it_writes_reads_the_same_value_again(self) -> None:
         torch.manual_seed(0)
         layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
         x = torch.randn(2, 4)
@@ -481,7 +484,7 @@ class TestModules:
         assert torch.equal(outputs[0], outputs[1])
         assert all(torch.equal(b, vectors[name]) for name, b in layer.named_buffers())
 
-    def test_defect_pipe_7_a_parameter_updated_before_backward_is_named(self):
+    def test_defect_pipe_7_a_parameter_updated_before_backward_is_named(self) -> None:
         layer = nn.Linear(2, 2)
         y = checkpoint(layer, torch.ones(1, 2, requires_grad=True))
         with torch.no_grad():
@@ -489,7 +492,7 @@ class TestModules:
         with pytest.raises(RuntimeError, match=r"parameter 'weight' was modified in place 1 time"):
             y.sum().backward()
 
-    def test_defect_pipe_7_a_mode_changed_before_backward_is_named(self):
+    def test_defect_pipe_7_a_mode_changed_before_backward_is_named(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
         y = checkpoint(model, torch.ones(1, 2, requires_grad=True))
         model.eval()
@@ -497,7 +500,7 @@ class TestModules:
             y.sum().backward()
         assert model[0].weight.grad is None
 
-    def test_a_mode_changed_there_and_back_is_no_change(self):
+    def test_a_mode_changed_there_and_back_is_no_change(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
         y = checkpoint(model, torch.ones(1, 2, requires_grad=True))
         model.eval()
@@ -507,7 +510,7 @@ class TestModules:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_dropout_masks_of_a_cuda_device_are_drawn_again():
+def test_dropout_masks_of_a_cuda_device_are_drawn_again() -> None:
     x = torch.ones(512, device="cuda", requires_grad=True)
     before = torch.cuda.get_rng_state()
     y = checkpoint(nn.Dropout(0.5), x)
@@ -518,7 +521,7 @@ def test_dropout_masks_of_a_cuda_device_are_drawn_again():
     assert torch.equal(torch.cuda.get_rng_state(), after)
 
 
-def test_dropout_masks_of_the_cpu_are_drawn_again():
+def test_dropout_masks_of_the_cpu_are_drawn_again() -> None:
     x = torch.ones(512, requires_grad=True)
     y = checkpoint(nn.Dropout(0.5), x)
     after = torch.get_rng_state()

@@ -1,6 +1,7 @@
 """Copies and waits change places and order, not values, gradients, or what needs one."""
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 class TestStreamsOfTheCpu:
-    def test_all_are_the_placeholder(self):
+    def test_all_are_the_placeholder(self) -> None:
         assert new_stream(CPU) is current_stream(CPU) is default_stream(CPU) is CPUStream
         assert get_device(CPUStream) == CPU
         assert not is_cuda(CPUStream)
@@ -37,19 +38,19 @@ class TestStreamsOfTheCpu:
         with pytest.raises(AssertionError):
             as_cuda(CPUStream)
 
-    def test_using_recording_and_waiting_do_nothing(self):
+    def test_using_recording_and_waiting_do_nothing(self) -> None:
         with use_device(CPU), use_stream(CPUStream):
             wait_stream(CPUStream, CPUStream)
             record_stream(torch.ones(1), CPUStream)
 
-    def test_all_cpus_are_one_device(self):
+    def test_all_cpus_are_one_device(self) -> None:
         assert normalize_device("cpu") == normalize_device(torch.device("cpu", 1)) == CPU
         assert normalize_device("meta") == torch.device("meta")
 
 
 @pytest.mark.parametrize("function", [Copy, Wait])
 class TestBoth:
-    def test_values_and_gradients_pass(self, function):
+    def test_values_and_gradients_pass(self, function: Any) -> None:
         x, y = torch.randn(3, requires_grad=True), torch.randn(2, requires_grad=True)
         a, b = function.apply(CPUStream, CPUStream, x, y)
         assert torch.equal(a, x)
@@ -57,7 +58,7 @@ class TestBoth:
         assert x.grad.tolist() == [2.0] * 3
         assert y.grad.tolist() == [3.0] * 2
 
-    def test_only_what_needed_a_gradient_needs_one(self, function):
+    def test_only_what_needed_a_gradient_needs_one(self, function: Any) -> None:
         tensors = (
             torch.ones(1, requires_grad=True),
             torch.ones(1),
@@ -66,12 +67,12 @@ class TestBoth:
         )
         assert [t.requires_grad for t in function.apply(CPUStream, CPUStream, *tensors)] == [True, False, False, False]
 
-    def test_an_absent_gradient_stays_absent(self, function):
+    def test_an_absent_gradient_stays_absent(self, function: Any) -> None:
         x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
         function.apply(CPUStream, CPUStream, x, y)[1].backward()
         assert x.grad is None
 
-    def test_without_grad_mode_there_is_no_graph(self, function):
+    def test_without_grad_mode_there_is_no_graph(self, function: Any) -> None:
         with torch.no_grad():
             (y,) = function.apply(CPUStream, CPUStream, torch.ones(1, requires_grad=True))
         assert not y.requires_grad
@@ -80,19 +81,19 @@ class TestBoth:
 class FakeStream:
     """Stands for a CUDA stream; the functions of ``pipe.stream`` are replaced by ones that log."""
 
-    def __init__(self, name):
+    def __init__(self, name: Any) -> None:
         self.name = name
 
-    def __repr__(self):
+    def __repr__(self) -> Any:
         return self.name
 
 
 @pytest.fixture
-def log(monkeypatch):
+def log(monkeypatch: pytest.MonkeyPatch) -> Any:
     events = []
 
     @contextlib.contextmanager
-    def use(s):
+    def use(s: Any) -> Any:
         events.append(f"use {s}")
         yield
 
@@ -104,7 +105,7 @@ def log(monkeypatch):
     return events
 
 
-def test_a_copy_runs_on_both_copy_streams_and_tells_the_allocator_in_both_directions(log):
+def test_a_copy_runs_on_both_copy_streams_and_tells_the_allocator_in_both_directions(log: Any) -> None:
     x = torch.zeros(1, requires_grad=True)
     (y,) = Copy.apply(FakeStream("a"), FakeStream("b"), x)
     assert log == ["use a", "use b", "[0.0] read on a", "[0.0] read on compute"]
@@ -113,7 +114,7 @@ def test_a_copy_runs_on_both_copy_streams_and_tells_the_allocator_in_both_direct
     assert log == ["use b", "use a", "[1.0] read on b", "[1.0] read on compute"]
 
 
-def test_a_wait_is_reversed_in_backward(log):
+def test_a_wait_is_reversed_in_backward(log: Any) -> None:
     x = torch.zeros(1, requires_grad=True)
     (y,) = Wait.apply(FakeStream("a"), FakeStream("b"), x)
     assert log == ["b waits for a"]
@@ -125,23 +126,23 @@ def test_a_wait_is_reversed_in_backward(log):
 class Timeline:
     """Runs a two-stage pipe on the CPU that takes its stages for two devices, and logs what a CUDA one would do."""
 
-    def __init__(self, monkeypatch, checkpoint):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, checkpoint: Any) -> None:
         self.events = events = []
 
-        def logged(name):
-            def function(batch, prev, to):
+        def logged(name: Any) -> Any:
+            def function(batch: Any, prev: Any, to: Any) -> None:
                 events.append(f"{name} {prev}>{to}")
                 batch[:] = [Logged.apply(events, f"{name} {to}>{prev}", t) for t in batch]
 
             return function
 
         class Layer(nn.Module):
-            def __init__(self, name):
+            def __init__(self, name: Any) -> None:
                 super().__init__()
                 self.name = name
                 self.weight = nn.Parameter(torch.ones(1))
 
-            def forward(self, x):
+            def forward(self, x: Any) -> Any:
                 events.append(f"run {self.name}")
                 return Logged.apply(events, f"back {self.name}", x * self.weight)
 
@@ -153,25 +154,27 @@ class Timeline:
             stage.device = torch.device("cpu", j)
         self.pipe._copy_streams = [["copy0"], ["copy1"]]
 
-    def take(self):
+    def take(self) -> Any:
         events, self.events[:] = list(self.events), []
         return events
 
 
 class Logged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, events, name, x):
+    def forward(ctx: Any, events: Any, name: Any, x: Any) -> Any:
         ctx.events, ctx.name = events, name
         return x.detach()
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Any) -> Any:
         ctx.events.append(ctx.name)
         return None, None, gradient
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_every_copy_has_a_wait_on_both_sides_and_recomputation_precedes_the_wait(monkeypatch, checkpoint):
+def test_every_copy_has_a_wait_on_both_sides_and_recomputation_precedes_the_wait(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Any
+) -> None:
     timeline = Timeline(monkeypatch, checkpoint)
     y = timeline.pipe(torch.ones(1, 1))
     assert timeline.take() == ["run A", "wait compute0>copy0", "copy copy0>copy1", "wait copy1>compute1", "run B"]
@@ -189,8 +192,8 @@ def test_every_copy_has_a_wait_on_both_sides_and_recomputation_precedes_the_wait
     ]
 
 
-def test_stages_of_one_device_need_no_copies_and_no_waits(monkeypatch):
-    def never(*args):
+def test_stages_of_one_device_need_no_copies_and_no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: Any) -> None:
         raise AssertionError
 
     monkeypatch.setattr(pipeline, "copy", never)
@@ -198,7 +201,7 @@ def test_stages_of_one_device_need_no_copies_and_no_waits(monkeypatch):
     Pipe(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), [1, 1], chunks=2)(torch.ones(2, 1)).sum().backward()
 
 
-def test_depend_orders_batches_by_tensors_that_need_a_gradient_and_changes_no_other():
+def test_depend_orders_batches_by_tensors_that_need_a_gradient_and_changes_no_other() -> None:
     a, b = Batch((torch.arange(2), torch.ones(1, requires_grad=True))), Batch((torch.ones(1), torch.arange(3)))
     before = list(a), list(b)
     pipeline.depend(a, b)
@@ -209,17 +212,17 @@ def test_depend_orders_batches_by_tensors_that_need_a_gradient_and_changes_no_ot
     assert b[1].grad_fn is not None
 
 
-def test_the_host_waits_for_a_stream_only_where_the_cpu_would_read_too_early(monkeypatch):
+def test_the_host_waits_for_a_stream_only_where_the_cpu_would_read_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     events = []
 
     class Cuda:
-        def __init__(self, name):
+        def __init__(self, name: Any) -> None:
             self.name = name
 
-        def wait_stream(self, other):
+        def wait_stream(self, other: Any) -> None:
             events.append(f"{self.name} waits for {other.name}")
 
-        def synchronize(self):
+        def synchronize(self) -> None:
             events.append(f"host waits for {self.name}")
 
     monkeypatch.setattr(stream, "is_cuda", lambda s: isinstance(s, Cuda))
@@ -232,7 +235,7 @@ def test_the_host_waits_for_a_stream_only_where_the_cpu_would_read_too_early(mon
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_copy_to_a_cuda_device_and_back_keeps_values_and_gradients():
+def test_a_copy_to_a_cuda_device_and_back_keeps_values_and_gradients() -> None:
     device = torch.device("cuda", 0)
     to = new_stream(device)
     x = torch.randn(1000, requires_grad=True)

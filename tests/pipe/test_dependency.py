@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -15,17 +16,17 @@ CPU = torch.device("cpu")
 
 class Log(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, log, name, x):
+    def forward(ctx: Any, log: Any, name: Any, x: Any) -> Any:
         ctx.log, ctx.name = log, name
         return x.detach()
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Any) -> Any:
         ctx.log.append(ctx.name)
         return None, None, gradient
 
 
-def test_a_phony_has_no_elements_and_is_made_once():
+def test_a_phony_has_no_elements_and_is_made_once() -> None:
     for requires_grad in (False, True):
         phony = get_phony(CPU, requires_grad=requires_grad)
         assert phony.shape == (0,)
@@ -33,7 +34,9 @@ def test_a_phony_has_no_elements_and_is_made_once():
         assert get_phony(CPU, requires_grad=requires_grad) is phony
 
 
-def test_a_phony_first_made_in_inference_mode_or_on_a_default_device_is_usable_everywhere(monkeypatch):
+def test_a_phony_first_made_in_inference_mode_or_on_a_default_device_is_usable_everywhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(phonies, "_phonies", {})
     with torch.inference_mode(), torch.device("meta"):
         phony = get_phony(CPU, requires_grad=True)
@@ -42,7 +45,7 @@ def test_a_phony_first_made_in_inference_mode_or_on_a_default_device_is_usable_e
     assert fork(phony)[1].requires_grad
 
 
-def backward_order(*, dependent):
+def backward_order(*, dependent: Any) -> Any:
     """Which of two independent lanes goes back first; the engine by itself prefers the higher node number."""
     log = []
     a = torch.rand(1, requires_grad=True)
@@ -51,7 +54,7 @@ def backward_order(*, dependent):
     a, phony = fork(Log.apply(log, "a", a))
     box = []
 
-    def other_lane():  # nodes are numbered by thread, and lower numbers go back later
+    def other_lane() -> None:  # nodes are numbered by thread, and lower numbers go back later
         b = torch.rand(1, requires_grad=True)
         box.append(Log.apply(log, "b", join(b, phony) if dependent else b))
 
@@ -62,15 +65,15 @@ def backward_order(*, dependent):
     return log
 
 
-def test_backward_of_the_joined_runs_before_backward_of_the_forked():
+def test_backward_of_the_joined_runs_before_backward_of_the_forked() -> None:
     assert backward_order(dependent=True) == ["b", "a"]
 
 
-def test_without_the_dependency_the_order_is_another():
+def test_without_the_dependency_the_order_is_another() -> None:
     assert backward_order(dependent=False) == ["a", "b"]
 
 
-def test_values_and_gradients_pass_unchanged():
+def test_values_and_gradients_pass_unchanged() -> None:
     x, y = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
     x2, phony = fork(x)
     y2 = join(y, phony)
@@ -81,14 +84,14 @@ def test_values_and_gradients_pass_unchanged():
     assert y.grad.tolist() == [3.0] * 3
 
 
-def test_the_forked_gets_no_gradient_when_only_the_joined_is_used():
+def test_the_forked_gets_no_gradient_when_only_the_joined_is_used() -> None:
     x, y = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
     _, phony = fork(x)
     join(y, phony).sum().backward()
     assert x.grad is None
 
 
-def test_without_grad_mode_tensors_pass_as_they_are():
+def test_without_grad_mode_tensors_pass_as_they_are() -> None:
     x = torch.rand(1, requires_grad=True)
     with torch.no_grad():
         x2, phony = fork(x)
@@ -98,20 +101,20 @@ def test_without_grad_mode_tensors_pass_as_they_are():
 
 
 @pytest.mark.parametrize("needs", [False, True])
-def test_the_joined_needs_a_gradient_if_the_forked_does(needs):
+def test_the_joined_needs_a_gradient_if_the_forked_does(needs: Any) -> None:
     a, b = torch.rand(1, requires_grad=needs), torch.rand(1)
     a, phony = fork(a)
     assert phony.requires_grad is needs
     assert join(b, phony).requires_grad is needs
 
 
-def test_an_integer_tensor_is_joined_as_it_is():
+def test_an_integer_tensor_is_joined_as_it_is() -> None:
     _, phony = fork(torch.rand(1, requires_grad=True))
     x = torch.arange(3)
     assert join(x, phony) is x
 
 
-def test_a_phony_does_not_keep_its_fork_alive_longer_than_the_graph():
+def test_a_phony_does_not_keep_its_fork_alive_longer_than_the_graph() -> None:
     class Leaf(torch.Tensor):
         pass
 

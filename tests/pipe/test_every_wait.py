@@ -4,6 +4,7 @@ The waits between the stages of a train pipeline have a table of their own (``tr
 """
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tests.waits import fails_with, find_sites, is_value_used, take_out
 
 
 @fails_with("read before it was written")
-def a_stream_reads_what_another_wrote(monkeypatch):
+def a_stream_reads_what_another_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, a, b = LateCuda(monkeypatch), LateStream(), LateStream()
     boundary, read = torch.zeros(3), torch.zeros(3)
     with cuda.on(a):
@@ -37,7 +38,7 @@ def a_stream_reads_what_another_wrote(monkeypatch):
 
 
 @fails_with("read before it was written")
-def the_cpu_reads_what_a_stream_wrote(monkeypatch):
+def the_cpu_reads_what_a_stream_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, a, boundary = LateCuda(monkeypatch), LateStream(), torch.zeros(3)
     with cuda.on(a):
         cuda.launch(lambda: boundary.fill_(7))
@@ -46,21 +47,21 @@ def the_cpu_reads_what_a_stream_wrote(monkeypatch):
 
 
 @fails_with("the allocator does not know the user")
-def the_allocator_is_told_of_the_whole_storage(monkeypatch):
+def the_allocator_is_told_of_the_whole_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     log = []
 
     class Storage:
-        def set_(self, storage):
+        def set_(self, storage: Any) -> Any:
             return self
 
-        def record_stream(self, user):
+        def record_stream(self, user: Any) -> None:
             log.append(user)
 
     class OnDevice(torch.Tensor):
         is_cuda = True
 
     user = LateStream()
-    monkeypatch.setattr(stream.torch, "empty", lambda *_, **__: Storage())
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: Storage())
     stream.record_stream(torch.zeros(3).as_subclass(OnDevice), user)
     assert log == [user], "the allocator does not know the user"
 
@@ -69,7 +70,7 @@ def the_allocator_is_told_of_the_whole_storage(monkeypatch):
 
 
 @fails_with("read before it was written")
-def waits_order_both_directions(monkeypatch):
+def waits_order_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, a, b = LateCuda(monkeypatch), LateStream(), LateStream()
     values = {name: torch.zeros(1) for name in ("output", "input", "gradient", "gradient read")}
     x = torch.zeros(1, requires_grad=True)
@@ -89,7 +90,7 @@ def waits_order_both_directions(monkeypatch):
 
 
 @fails_with("the allocator does not know the users")
-def a_copy_tells_the_allocator_who_uses_its_ends(monkeypatch):
+def a_copy_tells_the_allocator_who_uses_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     log = []
     source, target = LateStream(), CPUStream
     LateCuda(monkeypatch)
@@ -100,19 +101,19 @@ def a_copy_tells_the_allocator_who_uses_its_ends(monkeypatch):
 
 @skip.skippable(stash=["x"])
 class Stash(nn.Module):
-    def forward(self, x):
+    def forward(self, x: Any) -> Any:
         yield skip.stash("x", x)
         return x
 
 
 @skip.skippable(pop=["x"])
 class Pop(nn.Module):
-    def forward(self, x):
+    def forward(self, x: Any) -> Any:
         return x + (yield skip.pop("x"))
 
 
 @fails_with("a copy lacks a wait")
-def a_pipe_waits_on_both_sides_of_every_copy(monkeypatch):
+def a_pipe_waits_on_both_sides_of_every_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = Timeline(monkeypatch, "never")
     pipe = Pipe(nn.Sequential(Stash(), Pop()), [1, 1], chunks=1, checkpoint="never")
     for j, stage in enumerate(pipe._stages):
@@ -129,17 +130,17 @@ def a_pipe_waits_on_both_sides_of_every_copy(monkeypatch):
 class Thread:
     """Notes whether it was waited for."""
 
-    def __init__(self, **_):
+    def __init__(self, **_: Any) -> None:
         self.joined = False
 
-    def start(self): ...
+    def start(self) -> None: ...
 
-    def join(self, timeout=None):
+    def join(self, timeout: Any = None) -> None:
         self.joined = True
 
 
 @fails_with("a worker was not joined")
-def workers_have_ended_when_their_context_ends(monkeypatch):
+def workers_have_ended_when_their_context_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     monkeypatch.setattr("pipe.worker.Thread", lambda **_: made.append(Thread()) or made[-1])
     with spawn_workers([torch.device("cpu")]):
@@ -151,7 +152,7 @@ def workers_have_ended_when_their_context_ends(monkeypatch):
 
 
 @fails_with("the ticket does not know that it is done")
-def a_ticket_is_done_after_its_job(monkeypatch):
+def a_ticket_is_done_after_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
     ticket = Ticket()
     ticket.run(lambda: 7)
     assert ticket.done, "the ticket does not know that it is done"
@@ -159,11 +160,11 @@ def a_ticket_is_done_after_its_job(monkeypatch):
 
 
 @fails_with("the value was read before the job ran")
-def a_ticket_is_waited_for(monkeypatch):
+def a_ticket_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     ticket = Ticket()
 
     class Late(threading.Event().__class__):
-        def wait(self):
+        def wait(self) -> None:
             ticket.run(lambda: 7)
 
     ticket._done = Late()
@@ -172,7 +173,7 @@ def a_ticket_is_waited_for(monkeypatch):
 
 
 @fails_with("read before the lane wrote it")
-def compute_comes_after_what_a_lane_issued(monkeypatch):
+def compute_comes_after_what_a_lane_issued(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, batch, read = LateCuda(monkeypatch), torch.zeros(3), torch.zeros(3)
     ticket = InlineLane(LateStream()).submit(lambda: cuda.launch(lambda: batch.fill_(7)))
     ticket.wait()
@@ -183,7 +184,7 @@ def compute_comes_after_what_a_lane_issued(monkeypatch):
 
 
 @fails_with("somebody else may be changing it")
-def a_lane_and_its_thread_never_look_at_its_jobs_together(monkeypatch):
+def a_lane_and_its_thread_never_look_at_its_jobs_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipe.train.lane.threading.Thread", Thread)
     a = ThreadLane("test")
     a._lock = Condition()
@@ -195,7 +196,7 @@ def a_lane_and_its_thread_never_look_at_its_jobs_together(monkeypatch):
 
 
 @fails_with("a running job was not waited for")
-def the_interpreter_ends_after_jobs_that_run(monkeypatch):
+def the_interpreter_ends_after_jobs_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
     a = ThreadLane("test")
     a._thread = Thread()
     monkeypatch.setattr(lane, "_lanes", [a])
@@ -279,20 +280,20 @@ SITES = {str(site): site for site in find_sites([f"{module.replace('.', '/')}.py
 SCENARIOS = {scenario.__name__: scenario for scenario in TABLE.values()}
 
 
-def test_no_wait_is_forgotten():
+def test_no_wait_is_forgotten() -> None:
     assert sorted(SITES) == sorted([*TABLE, *EXCEPTIONS])
 
 
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
-def test_with_all_waits(name, monkeypatch):
+def test_with_all_waits(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     SCENARIOS[name](monkeypatch)
 
 
 @pytest.mark.parametrize("wait", sorted(TABLE))
-def test_without_this_wait(wait, monkeypatch):
+def test_without_this_wait(wait: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     take_out(SITES[wait], monkeypatch, STAND_INS.get(wait))
     TABLE[wait].fails(monkeypatch)
 
 
-def test_every_used_value_has_a_stand_in():
+def test_every_used_value_has_a_stand_in() -> None:
     assert set(STAND_INS) == {wait for wait in TABLE if is_value_used(SITES[wait])}

@@ -116,7 +116,7 @@ def test_hooks_that_would_see_parts_of_a_gradient_are_refused_before_a_layer_run
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when the optimizers are imported
 def test_optimizers_hooked_into_the_graph_are_refused_before_a_layer_runs() -> None:
-    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 
     pipe, _ = pair(checkpoint="always")
     _apply_optimizer_in_backward(torch.optim.SGD, pipe.parameters(), {"lr": 0.1})

@@ -1,5 +1,7 @@
 """Cutting a batch and putting it together again loses no row and no structure."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -20,7 +22,7 @@ from pipe.nested import flatten, tensors_in
 
 
 @given(rows=st.integers(1, 12), chunks=st.integers(1, 15))
-def test_gather_is_the_inverse_of_split(rows, chunks):
+def test_gather_is_the_inverse_of_split(rows: Any, chunks: Any) -> None:
     value = {"x": torch.arange(rows), "y": [torch.arange(2 * rows).view(rows, 2), None, "name"]}
     parts = split_nested(value, chunks)
     sizes = [rows_of(part) for part in parts]
@@ -34,20 +36,20 @@ def test_gather_is_the_inverse_of_split(rows, chunks):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a is b
 
 
-def test_micro_batches_are_views():
+def test_micro_batches_are_views() -> None:
     x = torch.zeros(4, 2)
     split_nested(x, 2)[1].fill_(1)
     assert x.sum() == 4
 
 
-def test_scalars_and_objects_go_to_every_micro_batch():
+def test_scalars_and_objects_go_to_every_micro_batch() -> None:
     marker = object()
     parts = split_nested((torch.zeros(4), torch.tensor(3.0), marker), 2)
     assert [part[1].item() for part in parts] == [3.0, 3.0]
     assert all(part[2] is marker for part in parts)
 
 
-def test_no_chunk_is_passed_whole_to_every_micro_batch_and_does_not_count_as_rows():
+def test_no_chunk_is_passed_whole_to_every_micro_batch_and_does_not_count_as_rows() -> None:
     mask = torch.ones(5, 5)
     for chunks in (1, 2):
         parts = split_nested((torch.zeros(4), NoChunk(mask)), chunks)
@@ -55,17 +57,17 @@ def test_no_chunk_is_passed_whole_to_every_micro_batch_and_does_not_count_as_row
         assert all(part[1] is mask for part in parts)
 
 
-def test_no_chunk_refuses_what_is_not_a_tensor():
+def test_no_chunk_refuses_what_is_not_a_tensor() -> None:
     with pytest.raises(TypeError, match="expected a tensor to keep whole, got list"):
         NoChunk([torch.zeros(1)])
 
 
-def test_defect_pipe_9_unequal_rows_are_an_error_not_a_truncation():
+def test_defect_pipe_9_unequal_rows_are_an_error_not_a_truncation() -> None:
     with pytest.raises(ValueError, match=r"sizes of dimension 0 \[6, 8\].*NoChunk"):
         split_nested((torch.zeros(8), torch.zeros(6)), 2)
 
 
-def test_a_single_micro_batch_is_not_cut_so_its_rows_may_differ():
+def test_a_single_micro_batch_is_not_cut_so_its_rows_may_differ() -> None:
     edges, positions = torch.zeros(2, 9, dtype=torch.long), torch.arange(5).unsqueeze(0)
     value = (torch.zeros(8, 3), {"edges": edges, "positions": positions})
     (same,) = split_nested(value, 1)
@@ -77,33 +79,33 @@ def test_a_single_micro_batch_is_not_cut_so_its_rows_may_differ():
         rows_of_micro_batches(value, 2)
 
 
-def test_an_empty_batch_is_one_micro_batch():
+def test_an_empty_batch_is_one_micro_batch() -> None:
     assert [part.shape for part in split_nested(torch.zeros(0, 3), 4)] == [(0, 3)]
 
 
-def test_no_chunks_is_an_error():
+def test_no_chunks_is_an_error() -> None:
     with pytest.raises(ValueError, match="chunks=0"):
         split_nested(torch.zeros(2), 0)
 
 
-def test_outputs_of_another_structure_are_an_error():
+def test_outputs_of_another_structure_are_an_error() -> None:
     with pytest.raises(ValueError, match="micro-batch 1 returned another structure"):
         gather_nested([(torch.zeros(1),), torch.zeros(1)])
 
 
-def test_objects_that_differ_between_micro_batches_are_an_error():
+def test_objects_that_differ_between_micro_batches_are_an_error() -> None:
     with pytest.raises(ValueError, match="output leaf 1 is a str that differs"):
         gather_nested([(torch.zeros(1), "a"), (torch.zeros(1), "b")])
 
 
-def test_a_scalar_output_of_several_micro_batches_is_an_error():
+def test_a_scalar_output_of_several_micro_batches_is_an_error() -> None:
     with pytest.raises(ValueError, match="0-dimensional"):
         gather_nested([torch.zeros(()), torch.zeros(())])
     assert gather_nested([torch.zeros(())]).dim() == 0
 
 
 class TestBatch:
-    def test_of_one_tensor(self):
+    def test_of_one_tensor(self) -> None:
         x = torch.ones(2)
         batch = Batch(x)
         assert batch.atomic
@@ -123,7 +125,7 @@ class TestBatch:
         with pytest.raises(IndexError, match="expected 1 tensors"):
             batch[:] = (x, y)
 
-    def test_of_nested_values_counts_tensors_and_keeps_the_rest(self):
+    def test_of_nested_values_counts_tensors_and_keeps_the_rest(self) -> None:
         x, y = torch.ones(2), torch.zeros(2)
         batch = Batch({"a": x, "b": (None, y)})
         assert not batch.atomic
@@ -140,14 +142,14 @@ class TestBatch:
         with pytest.raises(NotImplementedError):
             batch[0:1] = (x,)
 
-    def test_call_wraps_the_output(self):
+    def test_call_wraps_the_output(self) -> None:
         assert Batch((1, 2)).call(lambda pair: pair[0] + pair[1]).value == 3
 
-    def test_repr_shows_the_value(self):
+    def test_repr_shows_the_value(self) -> None:
         assert repr(Batch(3)) == "Batch[atomic=False](3)"
 
 
-def test_check_wants_something_to_cut():
+def test_check_wants_something_to_cut() -> None:
     check(torch.zeros(1))
     check({"a": [torch.zeros(1), 3]})
     for nothing in (3, [], {"a": "b"}, None):
@@ -155,7 +157,7 @@ def test_check_wants_something_to_cut():
             check(nothing)
 
 
-def test_scatter_and_gather_speak_batches():
+def test_scatter_and_gather_speak_batches() -> None:
     x = torch.arange(6)
     batches = scatter((x, x * 2), 4)
     assert [len(batch[0]) for batch in batches] == [2, 2, 1, 1]

@@ -1,6 +1,7 @@
 """Nested values keep their structure whatever is done to their leaves."""
 
 from collections import OrderedDict, namedtuple
+from typing import Any
 
 import torch
 from hypothesis import given
@@ -27,7 +28,7 @@ values = st.recursive(
 
 
 @given(values)
-def test_flatten_and_unflatten_are_inverse(value):
+def test_flatten_and_unflatten_are_inverse(value: Any) -> None:
     parts, spec = flatten(value)
     again = unflatten(parts, spec)
     assert type(again) is type(value)
@@ -36,13 +37,13 @@ def test_flatten_and_unflatten_are_inverse(value):
 
 
 @given(values)
-def test_tensors_in_are_the_tensor_leaves_in_the_order_of_flatten(value):
+def test_tensors_in_are_the_tensor_leaves_in_the_order_of_flatten(value: Any) -> None:
     expected = [leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor)]
     assert all(a is b for a, b in zip(tensors_in(value), expected, strict=True))
 
 
 @given(values)
-def test_map_tensors_leaves_everything_else_as_it_is(value):
+def test_map_tensors_leaves_everything_else_as_it_is(value: Any) -> None:
     mapped = map_tensors(lambda t: t + 1, value)
     assert flatten(mapped)[1] == flatten(value)[1]
     for before, after in zip(flatten(value)[0], flatten(mapped)[0], strict=True):
@@ -52,7 +53,7 @@ def test_map_tensors_leaves_everything_else_as_it_is(value):
             assert after is before
 
 
-def test_a_bare_tensor_is_one_leaf():
+def test_a_bare_tensor_is_one_leaf() -> None:
     x = torch.ones(2)
     parts, spec = flatten(x)
     assert parts[0] is x

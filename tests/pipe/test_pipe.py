@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -30,18 +31,18 @@ MODES = ["always", "except_last", "never"]
 class Noise(nn.Module):
     """Draws from Python's generator."""
 
-    def forward(self, x):
+    def forward(self, x: Any) -> Any:
         return x * (1 + random.random())
 
 
 class Counter(nn.Module):
     """Reads and writes a buffer, so that a second count would show in the output."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
 
-    def forward(self, x):
+    def forward(self, x: Any) -> Any:
         self.calls += 1
         return x * (1 + self.calls / 10)
 
@@ -49,31 +50,31 @@ class Counter(nn.Module):
 class Fan(nn.Module):
     """One tensor into a nested value with an integer first, and None."""
 
-    def forward(self, x):
+    def forward(self, x: Any) -> Any:
         return {"index": x.argmax(1), "none": None, "parts": [x, x.detach() * 2, torch.complex(x, x)]}
 
 
 class Gather(nn.Module):
-    def forward(self, value):
+    def forward(self, value: Any) -> Any:
         x, constant, z = value["parts"]
         return x + constant + z.abs() + value["index"].unsqueeze(1)
 
 
 @skippable(stash=["skip"])
 class Stash(nn.Module):
-    def forward(self, x):
+    def forward(self, x: Any) -> Any:
         yield stash("skip", x * 2)
         return x.sin()
 
 
 @skippable(pop=["skip"])
 class Pop(nn.Module):
-    def forward(self, x):
+    def forward(self, x: Any) -> Any:
         skip = yield pop("skip")
         return x + skip
 
 
-def build(kinds):
+def build(kinds: Any) -> Any:
     """Layers of these kinds; ``skip`` puts a Stash there and its Pop at the end."""
     layers, ends = [], []
     for kind in kinds:
@@ -104,7 +105,7 @@ KINDS = {
 
 
 @st.composite
-def problems(draw):
+def problems(draw: Any) -> Any:
     chunks = draw(st.integers(1, 5))
     kinds = draw(st.lists(st.sampled_from([*KINDS, "fan", "skip"]), min_size=1, max_size=5))
     rows = draw(st.integers(1, 7)) if "norm" not in kinds else draw(st.integers(2 * chunks, 12))
@@ -116,7 +117,7 @@ def problems(draw):
     return model, balance, chunks, rows
 
 
-def reference(model, balance, x, chunks, order):
+def reference(model: Any, balance: Any, x: Any, chunks: Any, order: Any) -> Any:
     """The bare layers on the micro-batches, in the order of the cells."""
     values, begin, stages = split_nested(x, chunks), 0, []
     for size in balance:
@@ -132,16 +133,16 @@ def reference(model, balance, x, chunks, order):
     return gather_nested(values)
 
 
-def seed():
+def seed() -> None:
     torch.manual_seed(5)
     random.seed(5)
 
 
-def states():
+def states() -> Any:
     return torch.get_rng_state().tolist(), random.getstate()
 
 
-def assert_same(a, b, x, y):
+def assert_same(a: Any, b: Any, x: Any, y: Any) -> None:
     """Two models after a step, and their inputs."""
     for (name, p), (other, q) in zip(a.named_parameters(), b.named_parameters(), strict=True):
         assert name == other
@@ -157,7 +158,7 @@ def assert_same(a, b, x, y):
 
 @settings(max_examples=80, deadline=None)
 @given(problem=problems(), mode=st.sampled_from(MODES), needs=st.booleans(), threads=st.booleans())
-def test_forward_and_backward_are_those_of_the_bare_module(problem, mode, needs, threads):
+def test_forward_and_backward_are_those_of_the_bare_module(problem: Any, mode: Any, needs: Any, threads: Any) -> None:
     model, balance, chunks, rows = problem
     bare = copy.deepcopy(model)
     x = torch.randn(rows, WIDTH, dtype=torch.float64, requires_grad=needs)
@@ -201,7 +202,9 @@ def test_forward_and_backward_are_those_of_the_bare_module(problem, mode, needs,
     make=st.sampled_from([fill_drain, one_forward_one_backward]),
     reduction=st.sampled_from(["mean", "sum"]),
 )
-def test_a_train_step_is_that_of_the_bare_module(problem, mode, needs, threads, make, reduction):
+def test_a_train_step_is_that_of_the_bare_module(
+    problem: Any, mode: Any, needs: Any, threads: Any, make: Any, reduction: Any
+) -> None:
     model, balance, chunks, rows = problem
     bare = copy.deepcopy(model)
     x = torch.randn(rows, WIDTH, dtype=torch.float64, requires_grad=needs)
@@ -228,7 +231,7 @@ def test_a_train_step_is_that_of_the_bare_module(problem, mode, needs, threads, 
     assert_same(pipe, bare, x, y)
 
 
-def linears(n=3):
+def linears(n: Any = 3) -> Any:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(n)))
 
@@ -245,11 +248,11 @@ class TestCheckpointModes:
             ("except_last", 1, [False]),
         ],
     )
-    def test_defect_pipe_9_except_last_keeps_exactly_the_last(self, mode, rows, expected):
+    def test_defect_pipe_9_except_last_keeps_exactly_the_last(self, mode: Any, rows: Any, expected: Any) -> None:
         seen, again = [], []
 
         class Probe(nn.Module):
-            def forward(self, x):
+            def forward(self, x: Any) -> Any:
                 (again if is_recomputing() else seen).append(is_checkpointing())
                 return x
 
@@ -258,11 +261,11 @@ class TestCheckpointModes:
         assert seen == expected
         assert len(again) == sum(expected)
 
-    def test_evaluation_and_no_grad_checkpoint_nothing(self):
+    def test_evaluation_and_no_grad_checkpoint_nothing(self) -> None:
         seen = []
 
         class Probe(nn.Module):
-            def forward(self, x):
+            def forward(self, x: Any) -> Any:
                 seen.append(is_checkpointing())
                 return x
 
@@ -273,15 +276,15 @@ class TestCheckpointModes:
         pipe(torch.randn(2, WIDTH))
         assert seen == [False] * 4
 
-    def test_a_cell_whose_backward_follows_its_forward_is_not_recomputed(self):
+    def test_a_cell_whose_backward_follows_its_forward_is_not_recomputed(self) -> None:
         runs = []
 
         class Probe(nn.Module):
-            def __init__(self, name):
+            def __init__(self, name: Any) -> None:
                 super().__init__()
                 self.name = name
 
-            def forward(self, x):
+            def forward(self, x: Any) -> Any:
                 runs.append(self.name)
                 return x
 
@@ -295,12 +298,12 @@ class Back(torch.autograd.Function):
     """Notes when the gradient passes."""
 
     @staticmethod
-    def forward(ctx, x, note):
+    def forward(ctx: Any, x: Any, note: Any) -> Any:
         ctx.note = note
         return x.clone()
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Any) -> Any:
         ctx.note()
         return gradient, None
 
@@ -308,18 +311,20 @@ class Back(torch.autograd.Function):
 class TestOrderAndMemory:
     @pytest.mark.parametrize("threads", [False, True])
     @pytest.mark.parametrize("mode", MODES)
-    def test_backward_of_a_micro_batch_runs_before_the_previous_one_is_recomputed(self, threads, mode, monkeypatch):
+    def test_backward_of_a_micro_batch_runs_before_the_previous_one_is_recomputed(
+        self, threads: Any, mode: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """In threads nodes are numbered apart, and autograd by itself would recompute all micro-batches first."""
         monkeypatch.setattr(workers, "needs_threads", lambda devices: threads)
         timeline = []
 
         class Probe(nn.Module):
-            def __init__(self, stage):
+            def __init__(self, stage: Any) -> None:
                 super().__init__()
                 self.stage = stage
                 self.weight = nn.Parameter(torch.ones(()))
 
-            def forward(self, x):
+            def forward(self, x: Any) -> Any:
                 i = int(x.detach().flatten()[0])
                 if is_recomputing():
                     timeline.append((self.stage, i, "recomputed"))
@@ -335,30 +340,30 @@ class TestOrderAndMemory:
                 expected += [(stage, i, "recomputed")] * (i < checkpointed) + [(stage, i, "back")]
             assert [event for event in timeline if event[0] == stage] == expected
 
-    def test_the_order_holds_for_integer_inputs(self):
+    def test_the_order_holds_for_integer_inputs(self) -> None:
         pipe = Pipe(nn.Sequential(nn.Embedding(9, WIDTH), nn.Linear(WIDTH, 1)), [1, 1], chunks=4, checkpoint="always")
         with pipe.recording() as trace:
             pipe(torch.arange(8).view(8, 1)).sum().backward()
         assert [a for a in trace if a.stage == 0] == list(fill_drain(4, 2).orders[0])
 
     @pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
-    def test_a_step_holds_as_many_activations_as_the_schedule_says(self, schedule):
+    def test_a_step_holds_as_many_activations_as_the_schedule_says(self, schedule: Any) -> None:
         alive, peak = [0], [0]
 
         class Held(torch.autograd.Function):
             @staticmethod
-            def forward(ctx, x):
+            def forward(ctx: Any, x: Any) -> Any:
                 alive[0] += 1
                 peak[0] = max(peak[0], alive[0])
                 return x.clone()
 
             @staticmethod
-            def backward(ctx, gradient):
+            def backward(ctx: Any, gradient: Any) -> Any:
                 alive[0] -= 1
                 return gradient
 
         class Layer(nn.Module):
-            def forward(self, x):
+            def forward(self, x: Any) -> Any:
                 return Held.apply(x)
 
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Layer(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
@@ -369,39 +374,39 @@ class TestOrderAndMemory:
 
 
 class TestInputs:
-    def test_no_chunk_is_passed_whole_to_every_micro_batch(self):
+    def test_no_chunk_is_passed_whole_to_every_micro_batch(self) -> None:
         class Add(nn.Module):
-            def forward(self, value):
+            def forward(self, value: Any) -> Any:
                 x, mask = value
                 return x * mask.sum()
 
         pipe = Pipe(nn.Sequential(Add()), [1], chunks=2)
         assert torch.equal(pipe((torch.ones(4, 1), NoChunk(torch.ones(3)))), torch.full((4, 1), 3.0))
 
-    def test_defect_pipe_9_unequal_rows_are_an_error(self):
+    def test_defect_pipe_9_unequal_rows_are_an_error(self) -> None:
         with pytest.raises(ValueError, match=r"sizes of dimension 0 \[6, 8\]"):
             Pipe(linears(), [3], chunks=2)((torch.ones(8, WIDTH), torch.ones(6, WIDTH)))
 
-    def test_fewer_rows_than_chunks_work(self):
+    def test_fewer_rows_than_chunks_work(self) -> None:
         pipe = Pipe(linears(), [1, 2], chunks=8)
         assert pipe(torch.ones(3, WIDTH)).shape == (3, WIDTH)
 
-    def test_an_input_without_tensors_is_refused(self):
+    def test_an_input_without_tensors_is_refused(self) -> None:
         with pytest.raises(TypeError, match="expected a tensor"):
             Pipe(linears(), [3])("text")
 
-    def test_an_empty_module_returns_its_input(self):
+    def test_an_empty_module_returns_its_input(self) -> None:
         x = torch.ones(1)
         assert Pipe(nn.Sequential(), [])(x) is x
 
-    def test_the_input_is_left_as_it_is_by_in_place_layers(self):
+    def test_the_input_is_left_as_it_is_by_in_place_layers(self) -> None:
         x = torch.randn(4, WIDTH)
         before = x.clone()
         Pipe(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, 1)), [1, 1], chunks=2)(x)
         assert torch.equal(x, before)
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_an_input_may_require_grad_and_have_a_graph(self, mode):
+    def test_an_input_may_require_grad_and_have_a_graph(self, mode: Any) -> None:
         x = torch.randn(4, WIDTH, requires_grad=True)
         Pipe(linears(), [1, 2], chunks=2, checkpoint=mode).train_step(x * 2, torch.zeros(4, WIDTH), nn.MSELoss())
         y = x.detach().clone().requires_grad_()
@@ -413,14 +418,14 @@ class TestSettings:
     """Inline and in threads: what the user wrote around the call holds in the layers."""
 
     @pytest.fixture(params=["inline", "threads"], autouse=True)
-    def threads(self, request, monkeypatch):
+    def threads(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(workers, "needs_threads", lambda devices: request.param == "threads")
 
-    def probe(self, context, reads, mode="always"):
+    def probe(self, context: Any, reads: Any, mode: Any = "always") -> Any:
         seen = []
 
         class Probe(nn.Module):
-            def forward(self, x):
+            def forward(self, x: Any) -> Any:
                 seen.append(reads())
                 return x * 1
 
@@ -431,15 +436,15 @@ class TestSettings:
         y.sum().backward(torch.ones((), dtype=y.dtype, device="cpu"))
         return seen
 
-    def test_defect_pipe_4_autocast(self):
+    def test_defect_pipe_4_autocast(self) -> None:
         context = torch.autocast("cpu", dtype=torch.bfloat16)
         assert self.probe(context, lambda: torch.is_autocast_enabled("cpu")) == [True] * 4
 
-    def test_defect_pipe_4_default_device(self):
+    def test_defect_pipe_4_default_device(self) -> None:
         assert self.probe(torch.device("meta"), lambda: torch.empty(1).device.type) == ["meta"] * 4
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_defect_pipe_4_saved_tensor_hooks_reach_the_stages(self, mode):
+    def test_defect_pipe_4_saved_tensor_hooks_reach_the_stages(self, mode: Any) -> None:
         packed = []
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: t)
         pipe = Pipe(nn.Sequential(nn.Tanh(), nn.Sigmoid()), [1, 1], chunks=2, checkpoint=mode)
@@ -452,7 +457,7 @@ class TestSettings:
         assert forward == 4
         assert len(packed) == {"always": 8, "except_last": 6, "never": 4}[mode]
 
-    def test_defect_pipe_4_an_activation_offload_context_packs_what_the_stages_save(self):
+    def test_defect_pipe_4_an_activation_offload_context_packs_what_the_stages_save(self) -> None:
         x = torch.randn(4, WIDTH, requires_grad=True)
         with torch.autograd.graph.save_on_cpu():
             y = Pipe(linears(), [1, 2], chunks=2)(x)
@@ -461,11 +466,11 @@ class TestSettings:
         linears()(z).sum().backward()
         torch.testing.assert_close(x.grad, z.grad)
 
-    def test_phases_of_an_enclosing_recomputation_reach_the_stages(self):
+    def test_phases_of_an_enclosing_recomputation_reach_the_stages(self) -> None:
         seen = []
 
         class Probe(nn.Module):
-            def forward(self, x):
+            def forward(self, x: Any) -> Any:
                 seen.append(is_recomputing())
                 return x.exp()
 
@@ -473,7 +478,7 @@ class TestSettings:
         torch.utils.checkpoint.checkpoint(pipe, torch.randn(2, WIDTH), use_reentrant=False).sum().backward()
         assert seen == [False, True]
 
-    def test_inside_torch_checkpoint_gradients_are_the_same(self):
+    def test_inside_torch_checkpoint_gradients_are_the_same(self) -> None:
         model = nn.Sequential(*linears(2), nn.Dropout(0.5), *linears(1))
         x = torch.randn(4, WIDTH)
         grads = []
@@ -491,11 +496,11 @@ class Boom(BaseException):
 
 
 class Fails(nn.Module):
-    def __init__(self, error, when=lambda: True):
+    def __init__(self, error: Any, when: Any = lambda: True) -> None:
         super().__init__()
         self.error, self.when = error, when
 
-    def forward(self, x):
+    def forward(self, x: Any) -> Any:
         if self.error is not None and self.when():
             raise self.error
         return x
@@ -503,12 +508,14 @@ class Fails(nn.Module):
 
 class TestExceptions:
     @pytest.fixture(params=["inline", "threads"], autouse=True)
-    def threads(self, request, monkeypatch):
+    def threads(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(workers, "needs_threads", lambda devices: request.param == "threads")
 
     @pytest.mark.parametrize("error", [ValueError("a"), SystemExit(3), KeyboardInterrupt(), Boom()])
     @pytest.mark.parametrize("stage", [0, 2])
-    def test_defect_pipe_8_whatever_a_layer_raises_reaches_the_caller_and_the_pipe_works_afterwards(self, error, stage):
+    def test_defect_pipe_8_whatever_a_layer_raises_reaches_the_caller_and_the_pipe_works_afterwards(
+        self, error: Any, stage: Any
+    ) -> None:
         layers = list(linears(2))
         layers.insert(stage, Fails(error))
         pipe = Pipe(nn.Sequential(*layers), [1, 1, 1], chunks=3)
@@ -519,17 +526,17 @@ class TestExceptions:
         x = torch.randn(3, WIDTH)
         torch.testing.assert_close(pipe(x), linears(2)(x))
 
-    def test_an_exception_in_recomputation_reaches_the_caller(self):
+    def test_an_exception_in_recomputation_reaches_the_caller(self) -> None:
         pipe = Pipe(nn.Sequential(*linears(1), Fails(Boom(), is_recomputing)), [1, 1], chunks=2)
         y = pipe(torch.randn(2, WIDTH))
         with pytest.raises(Boom):
             y.sum().backward()
 
     @pytest.mark.parametrize("when", ["forward", "backward", "loss"])
-    def test_after_a_failed_step_gradients_are_those_of_before(self, when):
+    def test_after_a_failed_step_gradients_are_those_of_before(self, when: Any) -> None:
         runs = []
 
-        def later():
+        def later() -> Any:
             runs.append(is_recomputing())
             return is_recomputing() if when == "backward" else len(runs) == 3
 
@@ -538,7 +545,7 @@ class TestExceptions:
         pipe[0].weight.grad = before = torch.ones(WIDTH, WIDTH)
         losses = []
 
-        def loss_fn(output, target):
+        def loss_fn(output: Any, target: Any) -> Any:
             losses.append(1)
             if when == "loss" and len(losses) == 2:
                 raise ValueError("no")
@@ -554,7 +561,7 @@ class TestExceptions:
         assert pipe[0].weight.grad is before
         assert not torch.equal(before, torch.ones(WIDTH, WIDTH))
 
-    def test_defect_pipe_7_a_parameter_updated_before_backward_is_named(self):
+    def test_defect_pipe_7_a_parameter_updated_before_backward_is_named(self) -> None:
         pipe = Pipe(linears(), [1, 2], chunks=2, checkpoint="always")
         y = pipe(torch.randn(2, WIDTH))
         with torch.no_grad():
@@ -562,7 +569,7 @@ class TestExceptions:
         with pytest.raises(RuntimeError, match=r"parameter '1.weight' was modified"):
             y.sum().backward()
 
-    def test_defect_pipe_7_a_mode_changed_before_backward_is_named(self):
+    def test_defect_pipe_7_a_mode_changed_before_backward_is_named(self) -> None:
         pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout()), [1, 1], chunks=2)
         y = pipe(torch.randn(2, WIDTH))
         pipe.eval()
@@ -571,7 +578,7 @@ class TestExceptions:
 
 
 class TestTheFace:
-    def test_defect_pipe_14_names_are_those_of_the_bare_module(self):
+    def test_defect_pipe_14_names_are_those_of_the_bare_module(self) -> None:
         model = nn.Sequential()
         model.add_module("chunks", nn.Linear(2, 2))
         model.add_module("norm", nn.BatchNorm1d(2))
@@ -583,7 +590,7 @@ class TestTheFace:
         bare.load_state_dict(pipe.state_dict())
         assert pipe.chunks == 1
 
-    def test_it_is_a_sequence_of_its_layers(self):
+    def test_it_is_a_sequence_of_its_layers(self) -> None:
         model = linears()
         pipe = Pipe(model, [1, 2])
         assert len(pipe) == 3
@@ -594,15 +601,15 @@ class TestTheFace:
         with pytest.raises(IndexError):
             _ = pipe[3]
 
-    def test_fields_are_those_of_torchgpipe(self):
+    def test_fields_are_those_of_torchgpipe(self) -> None:
         pipe = Pipe(linears(), [1, 2], devices=["cpu", "cpu", "cpu"], chunks=4, checkpoint="never")
         assert pipe.balance == [1, 2]
         assert pipe.devices == [torch.device("cpu")] * 2
         assert (pipe.chunks, pipe.checkpoint) == (4, "never")
 
-    def test_a_checkpoint_mode_may_be_anything_that_reads_as_one(self):
+    def test_a_checkpoint_mode_may_be_anything_that_reads_as_one(self) -> None:
         class Mode:
-            def __str__(self):
+            def __str__(self) -> Any:
                 return "always"
 
         pipe = Pipe(linears(), [1, 2], chunks=2.0, checkpoint=Mode())
@@ -610,7 +617,7 @@ class TestTheFace:
         assert (pipe.chunks, type(pipe.chunks)) == (2, int)
         pipe(torch.randn(2, WIDTH)).sum().backward()
 
-    def test_without_a_balance_parameters_are_spread_evenly(self):
+    def test_without_a_balance_parameters_are_spread_evenly(self) -> None:
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(64, 64))
         assert Pipe(model, devices=["cpu", "cpu"]).balance == [2, 2]
         assert Pipe(model, devices=["cpu"] * 9).balance == [1, 1, 1, 1]
@@ -618,7 +625,7 @@ class TestTheFace:
             assert Pipe(model).balance == [4]
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_defect_pipe_8_deepcopy_and_pickle_give_a_pipe_of_its_own(self, mode):
+    def test_defect_pipe_8_deepcopy_and_pickle_give_a_pipe_of_its_own(self, mode: Any) -> None:
         pipe = Pipe(nn.Sequential(Stash(), *linears(1), Pop()), [1, 1, 1], chunks=2, checkpoint=mode)
         x = torch.randn(4, WIDTH)
         expected = pipe(x)
@@ -629,7 +636,7 @@ class TestTheFace:
             other(x).sum().backward()
             assert pipe[1].weight.grad is None
 
-    def test_defect_pipe_8_streams_and_traces_belong_to_the_process(self):
+    def test_defect_pipe_8_streams_and_traces_belong_to_the_process(self) -> None:
         pipe = Pipe(linears(), [1, 2])
         pipe._copy_streams = [[threading.Lock()]]  # like a CUDA stream, it cannot be copied
         with pipe.recording() as trace:
@@ -637,7 +644,7 @@ class TestTheFace:
             other(torch.randn(1, WIDTH))
         assert trace == []
 
-    def test_defect_pipe_8_a_pipe_that_is_a_module_global_lets_the_interpreter_exit(self):
+    def test_defect_pipe_8_a_pipe_that_is_a_module_global_lets_the_interpreter_exit(self) -> None:
         program = (
             "import torch\nfrom torch import nn\nfrom pipe import Pipe, worker\n"
             "worker.needs_threads = lambda devices: True\n"
@@ -647,13 +654,13 @@ class TestTheFace:
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
         assert done.stdout == "done\n"
 
-    def test_torch_save_keeps_it(self):
+    def test_torch_save_keeps_it(self) -> None:
         file = io.BytesIO()
         torch.save(Pipe(linears(), [1, 2]), file)
         file.seek(0)
         assert len(torch.load(file, weights_only=False)) == 3
 
-    def test_modes_reach_all_layers_and_types_can_be_changed(self):
+    def test_modes_reach_all_layers_and_types_can_be_changed(self) -> None:
         pipe = Pipe(linears(), [1, 2]).eval()
         assert not any(module.training for module in pipe.modules())
         assert not any(partition.training for partition in pipe.partitions)
@@ -677,7 +684,7 @@ class TestTheFace:
             lambda p: p.to(tensor=torch.ones(1)),
         ],
     )
-    def test_moving_is_refused(self, move):
+    def test_moving_is_refused(self, move: Any) -> None:
         with pytest.raises(TypeError, match="denied to move parameters and buffers"):
             move(Pipe(linears(), [3]))
 
@@ -692,19 +699,19 @@ class TestTheFace:
             ({"balance": [1, 1, 1], "devices": ["cpu"]}, IndexError, "devices given: 1, partitions: 3"),
         ],
     )
-    def test_bad_arguments_are_named(self, arguments, error, message):
+    def test_bad_arguments_are_named(self, arguments: Any, error: Any, message: Any) -> None:
         with pytest.raises(error, match=message):
             Pipe(**{"module": linears(), "balance": [1, 2], "devices": ["cpu", "cpu"], **arguments})
 
-    def test_a_sequential_with_a_forward_of_its_own_is_refused(self):
+    def test_a_sequential_with_a_forward_of_its_own_is_refused(self) -> None:
         class Own(nn.Sequential):
-            def forward(self, x):
+            def forward(self, x: Any) -> Any:
                 return super().forward(x) * 2
 
         with pytest.raises(TypeError, match="with its own forward"):
             Pipe(Own(nn.Linear(1, 1)), [1])
 
-    def test_tied_layers_work_on_one_device_and_are_refused_on_two(self):
+    def test_tied_layers_work_on_one_device_and_are_refused_on_two(self) -> None:
         layer = nn.Linear(WIDTH, WIDTH)
         tied = nn.Sequential(layer, nn.Tanh(), layer)
         x = torch.randn(3, WIDTH)
@@ -729,7 +736,7 @@ class TestTheFace:
             ({"loss_fn": lambda a, b: a.sum().detach()}, "is anything trainable"),
         ],
     )
-    def test_bad_arguments_of_a_step_are_named(self, arguments, message):
+    def test_bad_arguments_of_a_step_are_named(self, arguments: Any, message: Any) -> None:
         pipe = Pipe(linears(), [1, 2], chunks=2)
         given = {"target": torch.zeros(4, WIDTH), "loss_fn": nn.MSELoss(), **arguments}
         with pytest.raises(ValueError, match=message):
@@ -737,7 +744,7 @@ class TestTheFace:
         assert pipe[0].weight.grad is None
 
 
-def test_two_forwards_before_one_backward():
+def test_two_forwards_before_one_backward() -> None:
     pipe, bare = (
         Pipe(nn.Sequential(*linears(), nn.Dropout(0.5)), [2, 2], chunks=1),
         nn.Sequential(*linears(), nn.Dropout(0.5)),
@@ -749,7 +756,7 @@ def test_two_forwards_before_one_backward():
     assert_same(pipe, bare, x, y)
 
 
-def test_outputs_that_are_nested_are_gathered():
+def test_outputs_that_are_nested_are_gathered() -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Fan()), [1, 1], chunks=3)
     output = pipe(torch.randn(5, WIDTH))
     assert [t.shape[0] for t in tensors_in(output)] == [5] * 4
@@ -759,7 +766,7 @@ def test_outputs_that_are_nested_are_gathered():
 
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_two_cuda_devices_give_the_gradients_of_the_bare_module():
+def test_two_cuda_devices_give_the_gradients_of_the_bare_module() -> None:
     x = torch.randn(8, WIDTH)
     pipe = Pipe(linears(), [1, 2], [0, 1], chunks=4)
     pipe(x).sum().backward()

@@ -1,5 +1,7 @@
 """A schedule says what runs when, and what it says can be checked and simulated before."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ sizes = {"m": st.integers(1, 9), "n": st.integers(1, 6)}
 
 
 @given(**sizes)
-def test_fill_drain_runs_forward_in_clock_cycles(m, n):
+def test_fill_drain_runs_forward_in_clock_cycles(m: Any, n: Any) -> None:
     forward = [
         cells
         for clock in fill_drain(m, n).clocks()
@@ -27,7 +29,7 @@ def test_fill_drain_runs_forward_in_clock_cycles(m, n):
 
 
 @given(**sizes)
-def test_clock_cycles_visit_each_cell_once_and_no_stage_twice_in_a_clock(m, n):
+def test_clock_cycles_visit_each_cell_once_and_no_stage_twice_in_a_clock(m: Any, n: Any) -> None:
     clocks = list(clock_cycles(m, n))
     assert len(clocks) == m + n - 1
     assert sorted(cell for clock in clocks for cell in clock) == [(i, j) for i in range(m) for j in range(n)]
@@ -36,7 +38,7 @@ def test_clock_cycles_visit_each_cell_once_and_no_stage_twice_in_a_clock(m, n):
 
 @pytest.mark.parametrize("make", [fill_drain, one_forward_one_backward])
 @given(**sizes)
-def test_schedules_are_valid_and_print_what_they_parse(make, m, n):
+def test_schedules_are_valid_and_print_what_they_parse(make: Any, m: Any, n: Any) -> None:
     schedule = make(m, n).validate()
     assert (schedule.stages, schedule.micro_batches) == (n, m)
     assert Schedule.parse(schedule.lines()) == schedule
@@ -44,33 +46,33 @@ def test_schedules_are_valid_and_print_what_they_parse(make, m, n):
 
 @pytest.mark.parametrize("make", [fill_drain, one_forward_one_backward])
 @given(**sizes)
-def test_the_bubble_is_that_of_the_formula(make, m, n):
+def test_the_bubble_is_that_of_the_formula(make: Any, m: Any, n: Any) -> None:
     simulation = simulate(make(m, n))
     assert simulation.bubble == pytest.approx((n - 1) / (m + n - 1))
     assert simulation.step == pytest.approx(3 * (m + n - 1))
 
 
 @given(**sizes)
-def test_1f1b_holds_as_many_boundaries_as_stages_follow_and_fill_drain_holds_all(m, n):
+def test_1f1b_holds_as_many_boundaries_as_stages_follow_and_fill_drain_holds_all(m: Any, n: Any) -> None:
     assert simulate(one_forward_one_backward(m, n)).peak_boundaries == tuple(min(m, n - j) for j in range(n))
     assert simulate(fill_drain(m, n)).peak_boundaries == (m,) * n
 
 
-def test_stages_on_one_device_take_turns_and_leave_no_bubble():
+def test_stages_on_one_device_take_turns_and_leave_no_bubble() -> None:
     simulation = simulate(fill_drain(4, 3), devices=["cpu"] * 3)
     assert simulation.step == 4 * 3 * 3
     assert simulation.bubble == pytest.approx(0)
     assert simulation.peak_boundaries == (12,)
 
 
-def test_measured_costs_give_the_bubble_of_uneven_stages():
+def test_measured_costs_give_the_bubble_of_uneven_stages() -> None:
     simulation = simulate(fill_drain(2, 2), lambda action: 3.0 if action.stage else 1.0)
     # Stage 1 works 12 of 14; stage 0 works 4 of 14.
     assert simulation.step == 14
     assert simulation.bubble == pytest.approx(1 - 16 / 28)
 
 
-def test_the_table_prints_clocks_and_stages():
+def test_the_table_prints_clocks_and_stages() -> None:
     assert str(one_forward_one_backward(2, 2)) == "\n".join(
         [
             "clock j=0  j=1",
@@ -98,22 +100,22 @@ def test_the_table_prints_clocks_and_stages():
         ("F1.0 B1.0", "F0.0 occurs 0 times"),
     ],
 )
-def test_violations_are_named(text, message):
+def test_violations_are_named(text: Any, message: Any) -> None:
     with pytest.raises(ValueError, match=message):
         Schedule.parse(text).validate()
 
 
-def test_all_violations_are_named_at_once_with_the_schedule():
+def test_all_violations_are_named_at_once_with_the_schedule() -> None:
     with pytest.raises(ValueError, match=r"F0.1 occurs 2 times; B0.1 occurs 0 times\nF0.0 B0.0 F0.1 F0.1"):
         Schedule.parse("F0.0 B0.0 F0.1 F0.1").validate()
 
 
-def test_unknown_actions_are_refused():
+def test_unknown_actions_are_refused() -> None:
     with pytest.raises(ValueError, match="expected an action such as"):
         Action.parse("X1.2")
 
 
-def test_a_cell_whose_backward_follows_its_forward_is_known():
+def test_a_cell_whose_backward_follows_its_forward_is_known() -> None:
     schedule = one_forward_one_backward(3, 2)
     assert all(schedule.follows_at_once(1, i) for i in range(3))
     assert not any(schedule.follows_at_once(0, i) for i in range(2))

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -15,25 +16,25 @@ from pipe.skip.tracker import SkipTracker, current_skip_tracker, use_skip_tracke
 
 @skippable(stash=["a"])
 class StashA(nn.Module):
-    def forward(self, x):
+    def forward(self, x: Any) -> Any:
         yield stash("a", x * 2)
         return x + 1
 
 
 @skippable(pop=["a"])
 class PopA(nn.Module):
-    def forward(self, x):
+    def forward(self, x: Any) -> Any:
         a = yield pop("a")
         return x if a is None else x * a
 
 
 @skippable(stash=["b"], pop=["a"])
 class Exchange(nn.Module):
-    def __init__(self, width=3):
+    def __init__(self, width: Any = 3) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
 
-    def forward(self, x):
+    def forward(self, x: Any) -> Any:
         a = yield pop("a")
         yield stash("b", a + 1)
         return self.linear(x)
@@ -41,22 +42,22 @@ class Exchange(nn.Module):
 
 @skippable(pop=["b"])
 class PopB(nn.Module):
-    def forward(self, x):
+    def forward(self, x: Any) -> Any:
         b = yield pop("b")
         return x - b
 
 
-def test_a_plain_sequential_needs_no_pipe():
+def test_a_plain_sequential_needs_no_pipe() -> None:
     x = torch.randn(2, 3, requires_grad=True)
     y = nn.Sequential(StashA(), nn.Identity(), PopA())(x)
     assert torch.equal(y, (x + 1) * (x * 2))
     assert not current_skip_tracker().tensors
 
 
-def test_none_can_be_handed_on():
+def test_none_can_be_handed_on() -> None:
     @skippable(stash=["a"])
     class StashNone(nn.Module):
-        def forward(self, x):
+        def forward(self, x: Any) -> Any:
             yield stash("a", None)
             return x
 
@@ -66,17 +67,17 @@ def test_none_can_be_handed_on():
     assert torch.equal(Pipe(model, [1, 1, 1], chunks=2)(x), x)
 
 
-def test_a_layer_may_stash_in_forward_without_being_a_generator_only_if_it_declares_nothing():
+def test_a_layer_may_stash_in_forward_without_being_a_generator_only_if_it_declares_nothing() -> None:
     @skippable()
     class Plain(nn.Module):
-        def forward(self, x):
+        def forward(self, x: Any) -> Any:
             return x * 2
 
     assert Plain()(torch.ones(1)).item() == 2
 
 
 @pytest.mark.parametrize("mode", ["always", "except_last", "never"])
-def test_skips_between_stages_have_the_gradients_of_the_bare_module(mode):
+def test_skips_between_stages_have_the_gradients_of_the_bare_module(mode: Any) -> None:
     torch.manual_seed(0)
     bare = nn.Sequential(StashA(), nn.Linear(3, 3), Exchange(), nn.Tanh(), PopB())
     pipe = Pipe(copy.deepcopy(bare), [1, 1, 1, 1, 1], chunks=3, checkpoint=mode)
@@ -89,7 +90,7 @@ def test_skips_between_stages_have_the_gradients_of_the_bare_module(mode):
         torch.testing.assert_close(p.grad, q.grad)
 
 
-def test_a_skip_is_copied_once_and_straight_to_the_device_of_its_consumer(monkeypatch):
+def test_a_skip_is_copied_once_and_straight_to_the_device_of_its_consumer(monkeypatch: pytest.MonkeyPatch) -> None:
     copies = []
     monkeypatch.setattr(pipeline, "copy", lambda batch, prev, to: copies.append((prev, to, batch.value.sum().item())))
     pipe = Pipe(nn.Sequential(StashA(), nn.Identity(), nn.Identity(), PopA()), [1, 1, 1, 1], chunks=1)
@@ -106,7 +107,9 @@ def test_a_skip_is_copied_once_and_straight_to_the_device_of_its_consumer(monkey
     ]
 
 
-def test_a_skip_waits_for_the_stage_that_stashes_it_and_is_waited_for_by_the_one_that_pops_it(monkeypatch):
+def test_a_skip_waits_for_the_stage_that_stashes_it_and_is_waited_for_by_the_one_that_pops_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     waits = []
     monkeypatch.setattr(pipeline, "copy", lambda batch, prev, to: None)
     monkeypatch.setattr(pipeline, "wait", lambda batch, prev, to: waits.append((prev, to, batch.value.sum().item())))
@@ -127,7 +130,7 @@ def test_a_skip_waits_for_the_stage_that_stashes_it_and_is_waited_for_by_the_one
     ]
 
 
-def test_namespaces_keep_equal_names_apart():
+def test_namespaces_keep_equal_names_apart() -> None:
     inner, outer = Namespace(), Namespace()
     model = nn.Sequential(
         StashA().isolate(outer), StashA().isolate(inner), PopA().isolate(inner), PopA().isolate(outer)
@@ -138,7 +141,7 @@ def test_namespaces_keep_equal_names_apart():
     assert torch.equal(Pipe(model, [1, 1, 1, 1], chunks=2)(x), expected)
 
 
-def test_a_subset_of_names_can_be_isolated():
+def test_a_subset_of_names_can_be_isolated() -> None:
     namespace = Namespace()
     layer = Exchange().isolate(namespace, only=["a"])
     assert layer.poppable() == [(namespace, "a")]
@@ -147,7 +150,7 @@ def test_a_subset_of_names_can_be_isolated():
         layer.isolate(namespace, only=["c"])
 
 
-def test_namespaces_are_ordered_hashed_and_equal_to_their_copies():
+def test_namespaces_are_ordered_hashed_and_equal_to_their_copies() -> None:
     a, b = sorted([Namespace(), Namespace()])
     assert a < b
     assert not b < a
@@ -158,7 +161,7 @@ def test_namespaces_are_ordered_hashed_and_equal_to_their_copies():
     assert str(a.id) in repr(a)
 
 
-def test_routes_are_known_before_any_forward_and_nested_layers_count():
+def test_routes_are_known_before_any_forward_and_nested_layers_count() -> None:
     model = [nn.Sequential(StashA()), nn.Sequential(nn.Sequential(nn.Identity(), Exchange())), nn.Sequential(PopB())]
     layout = inspect_skip_layout(model)
     assert layout.routes == (Route((None, "a"), 0, 1), Route((None, "b"), 1, 2))
@@ -166,7 +169,7 @@ def test_routes_are_known_before_any_forward_and_nested_layers_count():
     assert layout.leaving(1) == [Route((None, "b"), 1, 2)]
 
 
-def test_a_skip_inside_one_stage_has_no_route():
+def test_a_skip_inside_one_stage_has_no_route() -> None:
     assert inspect_skip_layout([nn.Sequential(StashA(), PopA())]).routes == ()
 
 
@@ -182,7 +185,7 @@ def test_a_skip_inside_one_stage_has_no_route():
         ([skippable(stash=["a"], pop=["a"])(nn.Identity)()], "both as stashable and as poppable"),
     ],
 )
-def test_pairs_that_do_not_match_are_named_before_any_forward(layers, message):
+def test_pairs_that_do_not_match_are_named_before_any_forward(layers: Any, message: Any) -> None:
     model = nn.Sequential(*layers)
     with pytest.raises(TypeError, match=message):
         verify_skippables(model)
@@ -190,14 +193,14 @@ def test_pairs_that_do_not_match_are_named_before_any_forward(layers, message):
         Pipe(model, [len(layers)])
 
 
-def test_all_violations_are_named_at_once():
+def test_all_violations_are_named_at_once() -> None:
     with pytest.raises(TypeError, match=r"(?s)\* '0' declared 'b'.*\* no module declared 'a'"):
         verify_skippables(nn.Sequential(PopB(), StashA()))
 
 
-def commands(*, declares_stash=(), declares_pop=(), do):
+def commands(*, declares_stash: Any = (), declares_pop: Any = (), do: Any) -> Any:
     class Layer(nn.Module):
-        def forward(self, x):
+        def forward(self, x: Any) -> Any:
             yield from (command for command in do(x))
             return x
 
@@ -216,12 +219,12 @@ def commands(*, declares_stash=(), declares_pop=(), do):
         (commands(do=lambda x: [3]), TypeError, "got int"),
     ],
 )
-def test_commands_that_break_the_declaration_are_named(layer, error, message):
+def test_commands_that_break_the_declaration_are_named(layer: Any, error: Any, message: Any) -> None:
     with use_skip_tracker(SkipTracker([((None, "p"), torch.ones(1))])), pytest.raises(error, match=message):
         layer(torch.ones(1))
 
 
-def test_defect_pipe_8_skippable_layers_can_be_copied_and_pickled():
+def test_defect_pipe_8_skippable_layers_can_be_copied_and_pickled() -> None:
     torch.manual_seed(0)
     namespace = Namespace()
     layer = Exchange(3).isolate(namespace).eval()
@@ -236,11 +239,11 @@ def test_defect_pipe_8_skippable_layers_can_be_copied_and_pickled():
         assert len(other._forward_hooks) == 1
 
 
-def _hook(module, args, output):
+def _hook(module: Any, args: Any, output: Any) -> Any:
     return None
 
 
-def test_a_copy_of_a_model_keeps_parameters_tied():
+def test_a_copy_of_a_model_keeps_parameters_tied() -> None:
     layer = Exchange(3)
     tied = nn.Sequential(layer, nn.Linear(3, 3))
     tied[1].weight = layer.module.linear.weight
@@ -249,5 +252,5 @@ def test_a_copy_of_a_model_keeps_parameters_tied():
     assert copied[1].weight is not tied[1].weight
 
 
-def test_repr_shows_the_layer():
+def test_repr_shows_the_layer() -> None:
     assert repr(Exchange(3)).startswith("@skippable(Exchange(")

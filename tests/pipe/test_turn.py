@@ -4,6 +4,7 @@ import copy
 import itertools
 import pickle
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -20,13 +21,13 @@ from tests.pipe.turns import Turner
 MAKERS = {"fill_drain": fill_drain, "1f1b": one_forward_one_backward}
 
 
-def cut(model, balance):
+def cut(model: Any, balance: Any) -> Any:
     """The layers as stages that take turns."""
     edges = [0, *itertools.accumulate(balance)]
     return nn.Sequential(*(Turner(*model[a:b]) for a, b in itertools.pairwise(edges)))
 
 
-def turners(n, width=WIDTH):
+def turners(n: Any, width: Any = WIDTH) -> Any:
     torch.manual_seed(0)
     return nn.Sequential(*(Turner(nn.Linear(width, width), nn.Dropout(0.2)) for _ in range(n)))
 
@@ -35,7 +36,9 @@ class TestTables:
     @pytest.mark.parametrize("make", MAKERS.values())
     @settings(deadline=None)
     @given(places=st.lists(st.integers(0, 3), min_size=1, max_size=7), m=st.integers(1, 7))
-    def test_a_schedule_for_any_placement_is_valid_and_prints_what_it_parses(self, make, places, m):
+    def test_a_schedule_for_any_placement_is_valid_and_prints_what_it_parses(
+        self, make: Any, places: Any, m: Any
+    ) -> None:
         schedule = make(m, len(places), places).validate()
         assert (schedule.stages, schedule.micro_batches) == (len(places), m)
         assert len(schedule.orders) == len(set(places))
@@ -45,7 +48,7 @@ class TestTables:
             assert len(on) == len(set(on)), "a device runs one stage at a time"
 
     @given(m=st.integers(1, 7), n=st.integers(1, 7), d=st.integers(1, 4))
-    def test_fill_drain_changes_as_rarely_as_can_be(self, m, n, d):
+    def test_fill_drain_changes_as_rarely_as_can_be(self, m: Any, n: Any, d: Any) -> None:
         places = [j % d for j in range(n)]
         simulation = simulate(fill_drain(m, n, places))
         on_each = [places.count(place) for place in range(min(n, d))]
@@ -53,36 +56,36 @@ class TestTables:
         assert simulation.peak_boundaries == tuple(m * stages for stages in on_each)
 
     @given(rounds=st.integers(1, 4), d=st.integers(1, 4), m=st.integers(1, 7))
-    def test_turns_make_the_bubble_smaller_by_their_number(self, rounds, d, m):
+    def test_turns_make_the_bubble_smaller_by_their_number(self, rounds: Any, d: Any, m: Any) -> None:
         micro_batches = m + d - 1  # fewer than devices, and a turn waits for the one before
         simulation = simulate(fill_drain(micro_batches, rounds * d, [j % d for j in range(rounds * d)]))
         assert simulation.bubble == pytest.approx((d - 1) / (rounds * micro_batches + d - 1))
 
     @settings(deadline=None)
     @given(rounds=st.integers(1, 4), d=st.integers(1, 4))
-    def test_what_interleaved_1f1b_holds_does_not_grow_with_the_micro_batches(self, rounds, d):
+    def test_what_interleaved_1f1b_holds_does_not_grow_with_the_micro_batches(self, rounds: Any, d: Any) -> None:
         places = [j % d for j in range(rounds * d)]
         few, many = (simulate(one_forward_one_backward(k * d, rounds * d, places)) for k in (3, 9))
         assert few.peak_boundaries == many.peak_boundaries
         assert all(peak <= (rounds - 1) * d + 2 * d - 1 for peak in few.peak_boundaries)
 
-    def test_loads_take_time_of_their_device(self):
+    def test_loads_take_time_of_their_device(self) -> None:
         schedule = fill_drain(2, 2, ["a", "a"])
         assert simulate(schedule, load=lambda stage: 10.0 + stage).step == 4 * 3 + 10 + 11 + 10
         assert simulate(schedule, load=lambda stage: 10.0).turns == (3,)
 
-    def test_the_table_names_the_stages_of_a_device(self):
+    def test_the_table_names_the_stages_of_a_device(self) -> None:
         assert str(fill_drain(1, 3, [0, 1, 0])).splitlines()[0] == "clock j=0,2 j=1"
 
-    def test_a_stage_on_two_lines_is_named(self):
+    def test_a_stage_on_two_lines_is_named(self) -> None:
         with pytest.raises(ValueError, match=r"B0\.0 is in line 1, but its stage began in line 0"):
             Schedule.parse("F0.0\nF1.0 B1.0 B0.0").validate()
 
-    def test_a_device_for_each_stage_is_asked_for(self):
+    def test_a_device_for_each_stage_is_asked_for(self) -> None:
         with pytest.raises(ValueError, match="a device for each of 3 stages, got 2"):
             fill_drain(1, 3, ["a", "b"])
 
-    def test_the_next_turn_is_known_when_one_begins(self):
+    def test_the_next_turn_is_known_when_one_begins(self) -> None:
         schedule = fill_drain(2, 3, ["a", "b", "a"])
         coming = coming_turns(schedule.clocks(), schedule.lines_of_stages)
         found = {str(first): str(following) for first, following in coming.items()}
@@ -98,7 +101,9 @@ class TestTables:
     schedule=st.sampled_from([None, *MAKERS]),
     threads=st.booleans(),
 )
-def test_stages_that_take_turns_are_the_bare_module(problem, mode, needs, devices, schedule, threads):
+def test_stages_that_take_turns_are_the_bare_module(
+    problem: Any, mode: Any, needs: Any, devices: Any, schedule: Any, threads: Any
+) -> None:
     model, balance, chunks, rows = problem
     bare = copy.deepcopy(model)
     stages = len(balance)
@@ -133,34 +138,34 @@ def test_stages_that_take_turns_are_the_bare_module(problem, mode, needs, device
         assert tuple(action for action in trace if action.stage in on_line) == line
 
 
-def test_a_turn_is_announced_when_the_one_before_has_begun():
+def test_a_turn_is_announced_when_the_one_before_has_begun() -> None:
     pipe = Pipe(turners(3), [1, 1, 1], ["cpu"], chunks=2, checkpoint="never")
     pipe(torch.randn(4, WIDTH)).sum().backward()
     a, b, c = "0 of 3", "1 of 3", "2 of 3"
     assert pipe[0].log == [a, f"next is {b}", a, b, f"next is {c}", b, c, c]
 
 
-def test_a_step_announces_turns_of_its_backward():
+def test_a_step_announces_turns_of_its_backward() -> None:
     pipe = Pipe(turners(2), [1, 1], ["cpu"], chunks=2, checkpoint="never")
     pipe.train_step(torch.randn(4, WIDTH), torch.zeros(4, WIDTH), nn.MSELoss(), schedule="fill_drain")
     a, b = "0 of 2", "1 of 2"
     assert pipe[0].log == [a, f"next is {b}", a, b, f"next is {a}, back", b]
 
 
-def test_a_stage_with_a_device_entry_of_its_own_takes_no_turns():
+def test_a_stage_with_a_device_entry_of_its_own_takes_no_turns() -> None:
     pipe = Pipe(turners(3), [1, 1, 1], ["cpu", "cpu", "cpu"])
     assert [turner.name for turner in pipe] == ["0 of 1"] * 3
     assert len({id(turner.log) for turner in pipe}) == 3
 
 
-def test_stages_are_assigned_round_robin():
+def test_stages_are_assigned_round_robin() -> None:
     pipe = Pipe(turners(5), [1] * 5, ["cpu", "cpu"], chunks=3)
     assert [turner.name for turner in pipe] == ["0 of 3", "0 of 2", "1 of 3", "1 of 2", "2 of 3"]
     assert [str(device) for device in pipe.devices] == ["cpu"] * 5
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
-def test_a_copy_takes_turns_of_its_own(again):
+def test_a_copy_takes_turns_of_its_own(again: Any) -> None:
     pipe = Pipe(turners(2), [1, 1], ["cpu"], chunks=2)
     twin = again(pipe)
     twin(torch.randn(2, WIDTH))
@@ -170,29 +175,29 @@ def test_a_copy_takes_turns_of_its_own(again):
 
 
 class TestRefusals:
-    def test_layers_that_take_no_turns_need_a_device_each(self):
+    def test_layers_that_take_no_turns_need_a_device_each(self) -> None:
         mixed = nn.Sequential(*turners(2), nn.Linear(WIDTH, WIDTH))
         with pytest.raises(IndexError, match="offload every stage so that they take turns"):
             Pipe(mixed, [1, 1, 1], ["cpu", "cpu"])
 
-    def test_layers_without_parameters_may_be_stages_beside_those_that_take_turns(self):
+    def test_layers_without_parameters_may_be_stages_beside_those_that_take_turns(self) -> None:
         pipe = Pipe(nn.Sequential(*turners(2), nn.ReLU()), [1, 1, 1], ["cpu"], chunks=2)
         assert pipe(torch.randn(4, WIDTH)).min() >= 0
 
-    def test_a_stage_made_for_another_device_is_named(self):
+    def test_a_stage_made_for_another_device_is_named(self) -> None:
         stages = nn.Sequential(Turner(nn.Linear(2, 2)), Turner(nn.Linear(2, 2), device="meta"))
         with pytest.raises(ValueError, match="expected stage 1 on cpu, got one that computes on meta"):
             Pipe(stages, [1, 1], ["cpu"])
 
-    def test_a_table_with_two_devices_on_one_line_is_refused(self):
+    def test_a_table_with_two_devices_on_one_line_is_refused(self) -> None:
         pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], ["cpu", "meta"])
         with pytest.raises(ValueError, match=r"share a device, got \['cpu', 'meta'\] on line 0"):
             pipe.train_step(torch.ones(1, 2), None, lambda y, _: y.sum(), schedule=fill_drain(1, 2, [0, 0]))
 
 
-def test_after_an_exception_weights_may_change_again():
+def test_after_an_exception_weights_may_change_again() -> None:
     class Fails(nn.Module):
-        def forward(self, x):
+        def forward(self, x: Any) -> None:
             raise KeyError(random.random())
 
     pipe = Pipe(nn.Sequential(*turners(1), Turner(Fails())), [1, 1], ["cpu"], chunks=2)

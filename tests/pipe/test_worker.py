@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +19,11 @@ from pipe.worker import Task, needs_threads, spawn_workers, task_runner, worker
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-def task(function, **keywords):
+def task(function: Any, **keywords: Any) -> Any:
     return Task(CPUStream, compute=function, finalize=None, **keywords)
 
 
-def test_one_device_has_one_worker_and_tasks_keep_their_order():
+def test_one_device_has_one_worker_and_tasks_keep_their_order() -> None:
     ran = []
     with spawn_workers([CPU, CPU, META]) as (in_queues, out_queues):
         assert in_queues[0] is in_queues[1]
@@ -34,15 +35,15 @@ def test_one_device_has_one_worker_and_tasks_keep_their_order():
     assert [(ok, payload[1].value) for ok, payload in results] == [(True, k) for k in range(10)]
 
 
-def test_workers_of_different_devices_run_at_the_same_time():
+def test_workers_of_different_devices_run_at_the_same_time() -> None:
     barrier = threading.Barrier(2, timeout=60)
     with task_runner([CPU, META]) as run:
         run([(0, task(lambda: Batch(barrier.wait()))), (1, task(lambda: Batch(barrier.wait())))])
 
 
 @pytest.mark.parametrize("error", [ValueError("a"), SystemExit(1), KeyboardInterrupt(), GeneratorExit()])
-def test_defect_pipe_8_any_exception_is_handed_over_and_the_worker_lives_on(error):
-    def fail():
+def test_defect_pipe_8_any_exception_is_handed_over_and_the_worker_lives_on(error: Any) -> None:
+    def fail() -> None:
         raise error
 
     with spawn_workers([CPU]) as (in_queues, out_queues):
@@ -53,10 +54,10 @@ def test_defect_pipe_8_any_exception_is_handed_over_and_the_worker_lives_on(erro
         assert out_queues[0].get()[0]
 
 
-def test_the_first_failing_task_is_raised_after_all_have_ended():
+def test_the_first_failing_task_is_raised_after_all_have_ended() -> None:
     ended = []
 
-    def fail(message):
+    def fail(message: Any) -> None:
         ended.append(message)
         raise ValueError(message)
 
@@ -65,7 +66,7 @@ def test_the_first_failing_task_is_raised_after_all_have_ended():
     assert sorted(ended) == ["first", "second"]
 
 
-def test_all_threads_have_ended_when_the_context_ends():
+def test_all_threads_have_ended_when_the_context_ends() -> None:
     before = set(threading.enumerate())
     with contextlib.suppress(RuntimeError), spawn_workers([CPU, META]) as (in_queues, _):
         in_queues[0].put(task(lambda: Batch(1)))
@@ -73,12 +74,12 @@ def test_all_threads_have_ended_when_the_context_ends():
     assert set(threading.enumerate()) <= before
 
 
-def test_settings_phase_and_context_of_the_caller_hold_in_the_worker():
+def test_settings_phase_and_context_of_the_caller_hold_in_the_worker() -> None:
     variable = contextvars.ContextVar("variable", default="nobody")
     variable.set("caller")
     reads = {}
 
-    def read():
+    def read() -> Any:
         reads.update(
             grad=torch.is_grad_enabled(),
             autocast=torch.is_autocast_enabled("cpu"),
@@ -102,7 +103,7 @@ def test_settings_phase_and_context_of_the_caller_hold_in_the_worker():
     }
 
 
-def test_tasks_of_a_single_device_run_in_the_calling_thread():
+def test_tasks_of_a_single_device_run_in_the_calling_thread() -> None:
     assert not needs_threads([CPU, torch.device("cpu", 1)])
     assert needs_threads([CPU, META])
     with task_runner([CPU, CPU]) as run:
@@ -110,10 +111,10 @@ def test_tasks_of_a_single_device_run_in_the_calling_thread():
     assert output.value is threading.current_thread()
 
 
-def test_inline_tasks_run_in_the_calling_thread_before_later_ones_of_their_device():
+def test_inline_tasks_run_in_the_calling_thread_before_later_ones_of_their_device() -> None:
     ran = []
 
-    def note(name):
+    def note(name: Any) -> Any:
         ran.append((name, threading.current_thread() is threading.main_thread()))
         return Batch(name)
 
@@ -126,19 +127,19 @@ def test_inline_tasks_run_in_the_calling_thread_before_later_ones_of_their_devic
     assert ran.index(("a", True)) < ran.index(("c", False))
 
 
-def test_a_worker_keeps_no_task_alive_while_it_waits():
+def test_a_worker_keeps_no_task_alive_while_it_waits() -> None:
     class Payload:
         pass
 
     class InQueue:
         """Gives one task out; when asked for the next, notes whether the first is still alive."""
 
-        def __init__(self):
+        def __init__(self) -> None:
             payload = Payload()
             self.alive = weakref.ref(payload)
             self.tasks = [task(lambda: Batch(payload) and Batch(None))]
 
-        def get(self):
+        def get(self) -> Any:
             if self.tasks:
                 return self.tasks.pop()
             out_queue.get()  # a result refers to its task
@@ -151,7 +152,7 @@ def test_a_worker_keeps_no_task_alive_while_it_waits():
     assert not in_queue.alive_while_waiting
 
 
-def test_finalize_runs_with_what_compute_returned():
+def test_finalize_runs_with_what_compute_returned() -> None:
     seen = []
     both = Task(CPUStream, compute=lambda: Batch(3), finalize=seen.append)
     batch = both.compute()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,16 +32,16 @@ OPTIMIZERS = {
 class LateLane(Lane):
     """Reads rows only when somebody waits for them."""
 
-    def submit(self, job):
+    def submit(self, job: Any) -> Any:
         return LateTicket(job)
 
 
-class LateTicket(Ticket):
-    def __init__(self, job):
+class LateTicket(Ticket[Any]):
+    def __init__(self, job: Any) -> None:
         super().__init__()
         self.job = job
 
-    def succeeded(self):
+    def succeeded(self) -> Any:
         if not self.done:
             self.run(self.job)
         return super().succeeded()
@@ -49,14 +51,14 @@ LANES = {"thread": lambda: None, "earliest": InlineLane, "latest": LateLane}
 
 
 @pytest.fixture
-def home(request, tmp_path):
+def home(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return tmp_path if request.param == "disk" else "cpu"
 
 
 both_homes = pytest.mark.parametrize("home", ["host", "disk"], indirect=True)
 
 
-def pair(home="cpu", **options):
+def pair(home: Any = "cpu", **options: Any) -> Any:
     """The same table in device memory and at home."""
     torch.manual_seed(0)
     ours = OffloadEmbeddingBag(ROWS, DIM, offload_device=home, **options)
@@ -64,7 +66,7 @@ def pair(home="cpu", **options):
     return nn.EmbeddingBag(ROWS, DIM, sparse=options.get("mode") != "max", **options), ours
 
 
-def grads_equal(theirs, ours):
+def grads_equal(theirs: Any, ours: Any) -> None:
     dense = [None if m.weight.grad is None else m.weight.grad.to_dense() for m in (theirs, ours)]
     torch.testing.assert_close(dense[1], dense[0])
 
@@ -74,7 +76,9 @@ def grads_equal(theirs, ours):
 @pytest.mark.parametrize("padding_idx", [None, 3, -1])
 @pytest.mark.parametrize("two_dimensional", [True, False])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_outputs_and_gradients_equal_those_of_a_table_on_the_device(home, mode, padding_idx, two_dimensional, dtype):
+def test_outputs_and_gradients_equal_those_of_a_table_on_the_device(
+    home: Any, mode: Any, padding_idx: Any, two_dimensional: Any, dtype: Any
+) -> None:
     theirs, ours = pair(home, mode=mode, padding_idx=padding_idx)
     assert torch.equal(theirs.weight, ours.weight)
     generator = torch.Generator().manual_seed(1)
@@ -90,7 +94,7 @@ def test_outputs_and_gradients_equal_those_of_a_table_on_the_device(home, mode, 
     assert ours.weight.grad.is_sparse
 
 
-def test_weights_per_sample_have_gradients_and_the_last_offset_may_be_included():
+def test_weights_per_sample_have_gradients_and_the_last_offset_may_be_included() -> None:
     theirs, ours = pair(mode="sum", include_last_offset=True)
     indices, offsets = torch.tensor([1, 5, 5, 2]), torch.tensor([0, 1, 4])
     weights = [torch.tensor([0.5, 2.0, 1.0, -1.0], requires_grad=True) for _ in range(2)]
@@ -102,7 +106,7 @@ def test_weights_per_sample_have_gradients_and_the_last_offset_may_be_included()
     grads_equal(theirs, ours)
 
 
-def test_a_batch_without_indices_touches_no_row():
+def test_a_batch_without_indices_touches_no_row() -> None:
     _, ours = pair(mode="sum")
     before = ours.weight.detach().clone()
     optimizer = torch.optim.SparseAdam(ours.parameters(), 0.1)
@@ -120,7 +124,7 @@ def test_a_batch_without_indices_touches_no_row():
     assert torch.equal(moved[1:], before[1:])
 
 
-def test_only_distinct_rows_travel():
+def test_only_distinct_rows_travel() -> None:
     _, ours = pair(mode="sum")
     ours(torch.tensor([[4, 4, 4], [7, 4, 7]])).sum().backward()
     statistics = ours.statistics()
@@ -129,18 +133,18 @@ def test_only_distinct_rows_travel():
 
 
 class Model(nn.Module):
-    def __init__(self, bag):
+    def __init__(self, bag: Any) -> None:
         super().__init__()
         self.bag = bag
         torch.manual_seed(3)
         self.top = nn.Sequential(nn.Linear(DIM, 3), nn.Dropout(0.2), nn.Linear(3, 1))
 
-    def forward(self, batch):
+    def forward(self, batch: Any) -> Any:
         output = self.top(self.bag(batch["indices"]).tanh())
         return (output - batch["labels"]) ** 2, output.detach()
 
 
-def batches(count, rows=ROWS):
+def batches(count: Any, rows: Any = ROWS) -> Any:
     generator = torch.Generator().manual_seed(5)
     return [
         {"indices": torch.randint(rows, (4, 2), generator=generator), "labels": torch.randn(4, 1, generator=generator)}
@@ -148,11 +152,11 @@ def batches(count, rows=ROWS):
     ]
 
 
-def optimizers_of(model, name):
+def optimizers_of(model: Any, name: Any) -> Any:
     return [OPTIMIZERS[name](model.bag.parameters()), torch.optim.SGD(model.top.parameters(), 0.1)]
 
 
-def train_plainly(model, optimizers, count, size):
+def train_plainly(model: Any, optimizers: Any, count: Any, size: Any) -> None:
     torch.manual_seed(4)
     data = batches(count)
     for start in range(0, count, size):
@@ -174,7 +178,9 @@ def train_plainly(model, optimizers, count, size):
     count=st.integers(1, 12),
     ahead=st.integers(0, 4),
 )
-def test_a_pipeline_that_prefetches_rows_trains_the_same_table(tmp_path_factory, name, lane, disk, size, count, ahead):
+def test_a_pipeline_that_prefetches_rows_trains_the_same_table(
+    tmp_path_factory: pytest.TempPathFactory, name: Any, lane: Any, disk: Any, size: Any, count: Any, ahead: Any
+) -> None:
     theirs, ours = pair(tmp_path_factory.mktemp("home") if disk else "cpu", mode="sum")
     reference, model = Model(theirs), Model(ours)
     ours._lane = LANES[lane]() or ours._lane
@@ -192,7 +198,7 @@ def test_a_pipeline_that_prefetches_rows_trains_the_same_table(tmp_path_factory,
     assert pipeline.statistics().undistributed == {}
 
 
-def run(model, lane, count=8):
+def run(model: Any, lane: Any, count: Any = 8) -> Any:
     model.bag._lane = lane
     pipeline = TrainPipelineSparseDist(model, optimizers_of(model, "sgd"), "cpu")
     iterator = iter(batches(count))
@@ -202,7 +208,7 @@ def run(model, lane, count=8):
     return model
 
 
-def test_without_reading_updated_rows_again_a_read_that_is_early_trains_another_table():
+def test_without_reading_updated_rows_again_a_read_that_is_early_trains_another_table() -> None:
     theirs, ours = pair(mode="sum")
     reference, model = Model(theirs), Model(ours)
     train_plainly(reference, optimizers_of(reference, "sgd"), 8, 1)
@@ -211,23 +217,23 @@ def test_without_reading_updated_rows_again_a_read_that_is_early_trains_another_
     assert not torch.allclose(model.bag.weight, reference.bag.weight, atol=1e-4)
 
 
-def test_without_the_wait_before_a_lookup_a_read_that_is_late_has_no_rows():
+def test_without_the_wait_before_a_lookup_a_read_that_is_late_has_no_rows() -> None:
     model = Model(pair(mode="sum")[1])
     run(model, LateLane())  # with it, all is well
 
     class NoWait(LateTicket):
-        def succeeded(self):
+        def succeeded(self) -> Any:
             return True
 
     class Careless(LateLane):
-        def submit(self, job):
+        def submit(self, job: Any) -> Any:
             return NoWait(job)
 
     with pytest.raises(AttributeError, match="_value"):
         run(Model(pair(mode="sum")[1]), Careless())
 
 
-def test_rows_that_no_gradient_reached_are_not_read_again():
+def test_rows_that_no_gradient_reached_are_not_read_again() -> None:
     _, ours = pair(mode="sum")
     model = Model(ours)
     generator = torch.Generator().manual_seed(0)
@@ -243,7 +249,7 @@ def test_rows_that_no_gradient_reached_are_not_read_again():
     assert ours.statistics().rows_read == 20
 
 
-def test_a_loaded_state_reaches_prefetched_rows():
+def test_a_loaded_state_reaches_prefetched_rows() -> None:
     _, ours = pair(mode="sum")
     request = ours.input_dist(None, torch.tensor([[1, 2]])).wait().wait()
     ours.load_state_dict({"weight": torch.ones(ROWS, DIM)})
@@ -251,7 +257,7 @@ def test_a_loaded_state_reaches_prefetched_rows():
 
 
 @pytest.mark.parametrize("options", [{"momentum": 0.9}, {"weight_decay": 0.1}])
-def test_an_optimizer_that_changes_rows_without_a_gradient_is_refused(options):
+def test_an_optimizer_that_changes_rows_without_a_gradient_is_refused(options: Any) -> None:
     model = Model(pair(mode="sum")[1])
     with pytest.raises(ValueError, match=r"changes only rows that have a gradient, got SGD"):
         TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), 0.1, **options), "cpu")
@@ -259,7 +265,7 @@ def test_an_optimizer_that_changes_rows_without_a_gradient_is_refused(options):
 
 
 @both_homes
-def test_the_table_is_not_moved_with_the_module_and_a_copy_has_its_own(home):
+def test_the_table_is_not_moved_with_the_module_and_a_copy_has_its_own(home: Any) -> None:
     _, ours = pair(home, mode="sum")
     address = ours.weight.data_ptr()
     nn.ModuleList([ours]).to("cpu")
@@ -275,14 +281,14 @@ def test_the_table_is_not_moved_with_the_module_and_a_copy_has_its_own(home):
         nn.ModuleList([ours]).double()
 
 
-def test_lookups_may_run_on_another_device():
+def test_lookups_may_run_on_another_device() -> None:
     _, ours = pair(mode="sum")
     ours.to("meta")
     assert ours.device.type == "meta"
     assert ours.weight.device.type == "cpu"
 
 
-def test_an_index_outside_the_table_is_refused_in_its_turn():
+def test_an_index_outside_the_table_is_refused_in_its_turn() -> None:
     model = Model(pair(mode="sum")[1])
     data = batches(5)
     data[3]["indices"][1, 1] = ROWS
@@ -304,25 +310,25 @@ def test_an_index_outside_the_table_is_refused_in_its_turn():
         ({"offload_device": "cuda"}, "directory"),
     ],
 )
-def test_bad_arguments_are_refused_by_name(options, message):
+def test_bad_arguments_are_refused_by_name(options: Any, message: Any) -> None:
     with pytest.raises(ValueError, match=message):
         OffloadEmbeddingBag(**{"num_embeddings": 5, "embedding_dim": 2, **options})
 
 
 @pytest.mark.parametrize("indices", [torch.zeros(2, 2, 2, dtype=torch.int64), torch.zeros(3)])
-def test_indices_of_another_kind_are_refused(indices):
+def test_indices_of_another_kind_are_refused(indices: Any) -> None:
     with pytest.raises(ValueError, match="expected indices as a 1- or 2-dimensional integer tensor"):
         pair()[1](indices)
 
 
-def test_the_module_speaks_the_protocol_of_the_train_pipelines():
+def test_the_module_speaks_the_protocol_of_the_train_pipelines() -> None:
     assert isinstance(pair()[1], Distributes)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @both_homes
-def test_on_cuda_a_pipeline_that_prefetches_rows_trains_the_same_table(home):
+def test_on_cuda_a_pipeline_that_prefetches_rows_trains_the_same_table(home: Any) -> None:
     theirs, ours = pair(home, mode="sum")
     reference, model = Model(theirs).cuda(), Model(ours).cuda()
     for module in (reference, model):
@@ -344,7 +350,7 @@ def test_on_cuda_a_pipeline_that_prefetches_rows_trains_the_same_table(home):
 # ---------------------------------------------------------------------------------------------- RowWiseAdagrad
 
 
-def test_rowwise_adagrad_does_what_its_formula_says_with_one_number_per_row():
+def test_rowwise_adagrad_does_what_its_formula_says_with_one_number_per_row() -> None:
     parameter = nn.Parameter(torch.randn(5, 3, dtype=torch.float64))
     optimizer = RowWiseAdagrad([parameter], lr=0.1)
     expected, total = parameter.detach().clone(), torch.zeros(5, dtype=torch.float64)
@@ -360,7 +366,7 @@ def test_rowwise_adagrad_does_what_its_formula_says_with_one_number_per_row():
     assert optimizer.state[parameter]["sum"].shape == (5,)
 
 
-def test_rowwise_adagrad_refuses_dense_gradients_before_it_changes_anything():
+def test_rowwise_adagrad_refuses_dense_gradients_before_it_changes_anything() -> None:
     sparse, dense = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2))
     sparse.grad = torch.sparse_coo_tensor([[1]], [[1.0, 1.0]], (3, 2), check_invariants=True)
     dense.grad = torch.ones(3, 2)

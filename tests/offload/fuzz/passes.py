@@ -151,7 +151,7 @@ def targets(world: World, used: list[Live], which: str | None) -> list[Tensor] |
         return None
     if which == "x":
         return [live.x for live in used if live.x.requires_grad]
-    trainable = [p for p in world.parameters() if p.requires_grad]
+    trainable: list[Tensor] = [p for p in world.parameters() if p.requires_grad]
     return {"all": trainable, "first": trainable[:1], "last": trainable[-1:]}[which]
 
 

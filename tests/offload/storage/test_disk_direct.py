@@ -102,7 +102,7 @@ class TestDirectTier(TierContract):
             block.read_into(memory) if name == "preadv" else block.write(memory, 0)
         assert caught.value.errno == number
         assert len(calls.log) <= 1 + STAGED.in_flight  # what was on its way ended; nothing more was begun
-        assert tier.transfers.staging.nbytes > 0  # type: ignore[attr-defined] - and its buffers are free
+        assert tier.transfers.staging.nbytes > 0  # type: ignore[attr-defined]  # and its buffers are free
         calls.fault = lambda *_: None
         block.write(noise(8, 1), 0)
         block.read_into(memory)

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def test_slots_on_the_cpu_begin_on_a_page(tmp_path: Path) -> None:
     assert all(address % PAGE_BYTES == 0 for address in slots)
 
 
-def _loaded(model: OffloadModel) -> list[object]:
+def _loaded(model: OffloadModel) -> list[Any]:
     return [shard for shard in model._executor.shards if shard._slot is not None]
 
 

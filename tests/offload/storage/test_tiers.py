@@ -199,7 +199,7 @@ class TestDiskTier(TierContract):
                     scratch.release(kept.pop(0)[0])
                 for ticket, tensor in kept:
                     assert torch.equal(scratch.fetch(ticket), tensor)
-            assert scratch._end <= 240 * most  # type: ignore[attr-defined] - room for each size at most
+            assert scratch._end <= 240 * most  # type: ignore[attr-defined]  # room for each size at most
             scratch.close()
 
     def test_other_files_of_the_directory_are_neither_read_nor_lost(self, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -15,25 +16,25 @@ from pipe.recompute.module_state import ModuleState, WatchedModule
 class Counter(nn.Module):
     """Reads a buffer, writes it, and leaves another alone."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("table", torch.arange(4.0))
         self.register_buffer("absent", None)
         self.weight = nn.Parameter(torch.ones(()))
 
-    def forward(self):
+    def forward(self) -> Any:
         self.calls += 1
         return self.calls.item()
 
 
-def run(module, module_state=None):
+def run(module: Any, module_state: Any = None) -> Any:
     module_state = module_state or ModuleState(WatchedModule(module))
     value = module()
     return value, module_state.seal()
 
 
-def test_a_repeated_forward_reads_what_the_first_read_and_writes_nothing():
+def test_a_repeated_forward_reads_what_the_first_read_and_writes_nothing() -> None:
     module = Counter()
     first, module_state = run(module)
     second, _ = run(module)
@@ -46,7 +47,7 @@ def test_a_repeated_forward_reads_what_the_first_read_and_writes_nothing():
     assert module.calls == 2
 
 
-def test_only_written_buffers_are_kept():
+def test_only_written_buffers_are_kept() -> None:
     module = Counter()
     _, module_state = run(module)
     read = weakref.ref(module.table)
@@ -57,9 +58,9 @@ def test_only_written_buffers_are_kept():
         assert module() == 1.0
 
 
-def test_a_buffer_replaced_by_the_forward_counts_as_written():
+def test_a_buffer_replaced_by_the_forward_counts_as_written() -> None:
     class Replacing(Counter):
-        def forward(self):
+        def forward(self) -> Any:
             self.calls = self.calls + 1
             return self.calls.item()
 
@@ -70,7 +71,7 @@ def test_a_buffer_replaced_by_the_forward_counts_as_written():
     assert module.calls == 1
 
 
-def test_buffers_are_restored_after_an_exception():
+def test_buffers_are_restored_after_an_exception() -> None:
     module = Counter()
     _, module_state = run(module)
     with contextlib.suppress(ValueError), module_state.again():
@@ -79,7 +80,7 @@ def test_buffers_are_restored_after_an_exception():
     assert module.calls == 1
 
 
-def test_all_changes_are_named_at_once():
+def test_all_changes_are_named_at_once() -> None:
     module = nn.Sequential(Counter(), nn.Dropout())
     module_state = ModuleState(WatchedModule(module)).seal()
     module.eval()
@@ -90,7 +91,7 @@ def test_all_changes_are_named_at_once():
             pass
 
 
-def test_a_parameter_prepared_by_the_forward_itself_is_no_change():
+def test_a_parameter_prepared_by_the_forward_itself_is_no_change() -> None:
     module = Counter()
     module_state = ModuleState(WatchedModule(module))
     with torch.no_grad():
@@ -106,25 +107,25 @@ LARGE = 1 << 15
 class Clones(TorchDispatchMode):
     """Counts elements that are copied in large pieces."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.elements = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default and args[0].numel() >= LARGE:
             self.elements += args[0].numel()
         return func(*args, **(kwargs or {}))
 
 
-def replace(module):
+def replace(module: Any) -> None:
     module.table = module.table + 1
 
 
-def give_other_memory(module):
+def give_other_memory(module: Any) -> None:
     module.table.data = module.table + 1
 
 
-def write_unannounced(module):
+def write_unannounced(module: Any) -> None:
     torch.ops.guard_tests.increment(module.table)
 
 
@@ -149,12 +150,12 @@ WRITES = {
 class Table(nn.Module):
     """Reads a large buffer, and writes it in some of its forwards."""
 
-    def __init__(self, write=None, calls=(), **buffers):
+    def __init__(self, write: Any = None, calls: Any = (), **buffers: Any) -> None:
         super().__init__()
         self.register_buffer("table", torch.zeros(LARGE))
         self.write, self.calls, self.count = write, calls, -1
 
-    def forward(self, x=None):
+    def forward(self, x: Any = None) -> Any:
         self.count += 1
         value = self.table.sum() + self.table[3]
         if self.count in self.calls:
@@ -163,7 +164,7 @@ class Table(nn.Module):
         return value.item()
 
 
-def guarded(module, watched):
+def guarded(module: Any, watched: Any) -> Any:
     module_state = ModuleState(watched)
     with module_state.running():
         value = module()
@@ -177,7 +178,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("how", "calls"), CASES)
-def test_each_repeated_forward_meets_the_large_buffer_that_it_met(how, calls):
+def test_each_repeated_forward_meets_the_large_buffer_that_it_met(how: Any, calls: Any) -> None:
     """Also the first that writes it, and where only some forwards do."""
     module, plain = Table(WRITES[how], calls), Table(WRITES[how], calls)
     watched, expected = WatchedModule(module), [plain() for _ in range(4)]
@@ -192,7 +193,7 @@ def test_each_repeated_forward_meets_the_large_buffer_that_it_met(how, calls):
         assert torch.equal(module.table, after)
 
 
-def test_a_large_buffer_that_is_only_read_is_never_copied():
+def test_a_large_buffer_that_is_only_read_is_never_copied() -> None:
     """A queue of 64 MiB, or quantised weights held as buffers, cost a copy of themselves with every chunk."""
     module = Table()
     for watched in (WatchedModule(module), WatchedModule(module)):
@@ -207,7 +208,7 @@ def test_a_large_buffer_that_is_only_read_is_never_copied():
         assert clones.elements == 0
 
 
-def test_a_large_buffer_that_forwards_write_is_copied_once_for_each():
+def test_a_large_buffer_that_forwards_write_is_copied_once_for_each() -> None:
     module = Table(WRITES["in place"], range(10))
     watched = WatchedModule(module)
     with Clones() as clones:
@@ -217,7 +218,7 @@ def test_a_large_buffer_that_forwards_write_is_copied_once_for_each():
 
 
 @pytest.mark.parametrize("how", [how for how in WRITES if how != "unannounced"])
-def test_a_trial_leaves_no_trace_in_a_large_buffer(how):
+def test_a_trial_leaves_no_trace_in_a_large_buffer(how: Any) -> None:
     module = Table(WRITES[how], range(10))
     table = module.table
     with ModuleState(WatchedModule(module)).trial():
@@ -226,10 +227,10 @@ def test_a_trial_leaves_no_trace_in_a_large_buffer(how):
     assert torch.equal(table, torch.zeros(LARGE))
 
 
-def test_a_write_that_could_not_be_seen_is_refused_once():
+def test_a_write_that_could_not_be_seen_is_refused_once() -> None:
     """As of compiled code, which writes below what sees operations; only afterwards its versions tell."""
 
-    def write(module):
+    def write(module: Any) -> None:
         with _disable_current_modes():
             module.table.add_(1)
 
@@ -244,10 +245,10 @@ def test_a_write_that_could_not_be_seen_is_refused_once():
         assert module() == value
 
 
-def test_a_compiled_module_s_large_buffers_are_copied_before_its_first_forward():
+def test_a_compiled_module_s_large_buffers_are_copied_before_its_first_forward() -> None:
     module = Table()
 
-    def forward(x):
+    def forward(x: Any) -> Any:
         module.table.add_(1)
         return x + module.table.sum()
 
@@ -263,7 +264,7 @@ def test_a_compiled_module_s_large_buffers_are_copied_before_its_first_forward()
     assert torch.equal(module.table, torch.ones(LARGE))
 
 
-def test_a_buffer_of_inference_mode_counts_no_versions_and_is_kept():
+def test_a_buffer_of_inference_mode_counts_no_versions_and_is_kept() -> None:
     module = Counter()
     with torch.inference_mode():
         module.calls = module.calls + 1

@@ -1,5 +1,7 @@
 """NumPy's generator is read as if its whole state were read each time, but rarely is."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -19,12 +21,12 @@ DRAWS = {
 
 
 @pytest.fixture
-def reads(monkeypatch):
+def reads(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Counts how often the whole state is read."""
     count = [0]
     get_state = np.random.get_state
 
-    def counted(*args, **kwargs):
+    def counted(*args: Any, **kwargs: Any) -> Any:
         count[0] += 1
         return get_state(*args, **kwargs)
 
@@ -32,13 +34,13 @@ def reads(monkeypatch):
     return count
 
 
-def whole():
+def whole() -> Any:
     return repr(np.random.get_state(legacy=False))
 
 
 @settings(max_examples=100, deadline=None)
 @given(draws=st.lists(st.sampled_from(sorted(DRAWS)), max_size=6), before=st.booleans())
-def test_it_is_moved_exactly_if_the_whole_state_is_another(draws, before):
+def test_it_is_moved_exactly_if_the_whole_state_is_another(draws: Any, before: Any) -> None:
     if before:
         np.random.randn()
     with np.printoptions(threshold=10_000):
@@ -53,7 +55,7 @@ def test_it_is_moved_exactly_if_the_whole_state_is_another(draws, before):
     assert not numpy_state.moved(states[0][1])
 
 
-def test_an_unused_generator_is_read_once(reads):
+def test_an_unused_generator_is_read_once(reads: Any) -> None:
     np.random.seed(0)
     state = numpy_state.read()
     reads[0] = 0
@@ -63,7 +65,7 @@ def test_an_unused_generator_is_read_once(reads):
     assert reads == [0]
 
 
-def test_seeded_again_to_the_same_words_a_kept_number_makes_another_state():
+def test_seeded_again_to_the_same_words_a_kept_number_makes_another_state() -> None:
     np.random.seed(3)
     np.random.randn(2)
     state = numpy_state.read()
@@ -73,17 +75,19 @@ def test_seeded_again_to_the_same_words_a_kept_number_makes_another_state():
     assert numpy_state.read().whole["has_gauss"] == 1
 
 
-def test_this_numpy_is_one_that_can_be_read_cheaply():
+def test_this_numpy_is_one_that_can_be_read_cheaply() -> None:
     assert numpy_state.read().mark is not None
 
 
 @pytest.mark.parametrize("lacks", ["layout", "another generator"])
-def test_a_numpy_that_is_built_differently_is_read_in_whole(lacks, monkeypatch, reads):
-    old = np.random.get_bit_generator()
+def test_a_numpy_that_is_built_differently_is_read_in_whole(
+    lacks: Any, monkeypatch: pytest.MonkeyPatch, reads: Any
+) -> None:
+    old = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if lacks == "layout":
         monkeypatch.setattr(numpy_state, "_kept_offset", lambda random: None)
     else:
-        np.random.set_bit_generator(np.random.PCG64(1))
+        np.random.set_bit_generator(np.random.PCG64(1))  # type: ignore[attr-defined]
     try:
         state = numpy_state.read()
         assert state.mark is None
@@ -94,4 +98,4 @@ def test_a_numpy_that_is_built_differently_is_read_in_whole(lacks, monkeypatch, 
         numpy_state.write(state)
         assert not numpy_state.moved(state)
     finally:
-        np.random.set_bit_generator(old)
+        np.random.set_bit_generator(old)  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 import contextlib
 import random
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ DRAWS = {
 
 
 @given(st.lists(st.sampled_from(sorted(DRAWS)), max_size=6), st.lists(st.sampled_from(sorted(DRAWS)), max_size=3))
-def test_draws_repeat_inside_and_continue_outside(inside, between):
+def test_draws_repeat_inside_and_continue_outside(inside: Any, between: Any) -> None:
     replay = Replay.capture([CPU])
     first = [DRAWS[name]() for name in inside]
     replay.seal()
@@ -44,7 +45,7 @@ NORMAL = {"uniform": np.random.rand, "normal": np.random.normal, "seed": lambda:
     st.lists(st.sampled_from(sorted(NORMAL)), max_size=4),
     st.lists(st.sampled_from(["uniform", "normal"]), max_size=3),
 )
-def test_a_kept_normal_number_of_numpy_is_part_of_its_state(before, inside):
+def test_a_kept_normal_number_of_numpy_is_part_of_its_state(before: Any, inside: Any) -> None:
     # The second normal number of a pair comes without moving the words of the generator.
     for name in before:
         NORMAL[name]()
@@ -60,7 +61,7 @@ def test_a_kept_normal_number_of_numpy_is_part_of_its_state(before, inside):
     assert np.random.normal() != following
 
 
-def test_a_replay_inside_a_rewound_generator_notes_the_kept_normal_number():
+def test_a_replay_inside_a_rewound_generator_notes_the_kept_normal_number() -> None:
     # The same words, with and without a kept number: rewinding brings the former back.
     np.random.seed(3)
     np.random.normal()
@@ -76,9 +77,9 @@ def test_a_replay_inside_a_rewound_generator_notes_the_kept_normal_number():
             assert np.random.normal() == kept
 
 
-def test_another_bit_generator_of_numpy_is_replayed():
-    original = np.random.get_bit_generator()
-    np.random.set_bit_generator(np.random.Philox(3))
+def test_another_bit_generator_of_numpy_is_replayed() -> None:
+    original = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    np.random.set_bit_generator(np.random.Philox(3))  # type: ignore[attr-defined]
     try:
         replay = Replay.capture([CPU])
         first = np.random.rand(3).tolist()
@@ -86,17 +87,17 @@ def test_another_bit_generator_of_numpy_is_replayed():
         with replay.again():
             assert np.random.rand(3).tolist() == first
     finally:
-        np.random.set_bit_generator(original)
+        np.random.set_bit_generator(original)  # type: ignore[attr-defined]
 
 
-def test_a_forward_that_draws_nothing_touches_no_generator():
+def test_a_forward_that_draws_nothing_touches_no_generator() -> None:
     replay = Replay.capture([CPU]).seal()
     with replay.again():
         a = torch.rand(1)
     assert not torch.equal(a, torch.rand(1))
 
 
-def test_generators_are_restored_after_an_exception():
+def test_generators_are_restored_after_an_exception() -> None:
     replay = Replay.capture([CPU])
     torch.rand(1), random.random()
     replay.seal()
@@ -108,7 +109,7 @@ def test_generators_are_restored_after_an_exception():
     assert random.getstate() == before[1]
 
 
-def test_replays_nest():
+def test_replays_nest() -> None:
     outer = Replay.capture([CPU])
     a = torch.rand(2)
     inner = Replay.capture([CPU])
@@ -121,7 +122,7 @@ def test_replays_nest():
         assert torch.equal(torch.rand(2), b)
 
 
-def test_defect_pipe_5_replays_of_several_threads_take_turns_and_rewind_nothing():
+def test_defect_pipe_5_replays_of_several_threads_take_turns_and_rewind_nothing() -> None:
     replays = []
     for _ in range(8):
         replay = Replay.capture([CPU])
@@ -130,7 +131,7 @@ def test_defect_pipe_5_replays_of_several_threads_take_turns_and_rewind_nothing(
     after = torch.get_rng_state()
     wrong = []
 
-    def repeat(replay, expected):
+    def repeat(replay: Any, expected: Any) -> None:
         for _ in range(20):
             with replay.again():
                 halves = torch.cat([torch.rand(50), torch.rand(50)])
@@ -148,14 +149,14 @@ def test_defect_pipe_5_replays_of_several_threads_take_turns_and_rewind_nothing(
 
 
 @pytest.mark.parametrize("draws", [True, False])
-def test_only_a_replay_that_rewinds_a_shared_generator_makes_others_wait(draws):
+def test_only_a_replay_that_rewinds_a_shared_generator_makes_others_wait(draws: Any) -> None:
     replay = Replay.capture([CPU])
     if draws:
         torch.rand(1)
     replay.seal()
     free = []
 
-    def try_to_enter():
+    def try_to_enter() -> None:
         free.append(_shared_generators.acquire(blocking=False))
         if free[-1]:
             _shared_generators.release()
@@ -167,7 +168,7 @@ def test_only_a_replay_that_rewinds_a_shared_generator_makes_others_wait(draws):
     assert free == [not draws]
 
 
-def test_autocast_reads_as_at_capture_and_keeps_no_cast():
+def test_autocast_reads_as_at_capture_and_keeps_no_cast() -> None:
     weight = torch.ones(2, 2, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         replay = Replay.capture([CPU])
@@ -180,7 +181,7 @@ def test_autocast_reads_as_at_capture_and_keeps_no_cast():
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_a_replay_of_a_forward_without_autocast_turns_it_off():
+def test_a_replay_of_a_forward_without_autocast_turns_it_off() -> None:
     replay = Replay.capture([CPU])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with replay.again():
@@ -188,7 +189,7 @@ def test_a_replay_of_a_forward_without_autocast_turns_it_off():
         assert torch.is_autocast_enabled("cpu")
 
 
-def test_a_cast_under_no_grad_is_not_left_for_a_forward_that_needs_its_gradient():
+def test_a_cast_under_no_grad_is_not_left_for_a_forward_that_needs_its_gradient() -> None:
     weight = torch.ones(2, 2, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with torch.no_grad(), autocast_without_cache([CPU]):
@@ -197,13 +198,13 @@ def test_a_cast_under_no_grad_is_not_left_for_a_forward_that_needs_its_gradient(
         assert (torch.ones(2, 2) @ weight).requires_grad
 
 
-def test_grad_mode_is_left_to_the_caller():
+def test_grad_mode_is_left_to_the_caller() -> None:
     with torch.no_grad():
         replay = Replay.capture([CPU])
     with torch.enable_grad(), replay.again():
         assert torch.is_grad_enabled()
 
 
-def test_devices_are_those_of_all_tensors():
+def test_devices_are_those_of_all_tensors() -> None:
     assert devices_of({"a": [torch.ones(1)], "b": torch.ones(1, device="meta")}, 3) == {CPU, torch.device("meta")}
     assert Replay.capture([torch.device("meta"), CPU]).seal().drawn == ()

@@ -1,6 +1,7 @@
 """Thread settings are the same in another thread as where they were noted."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipe.recompute.thread_state import ThreadState
 
 
-def in_thread(function):
+def in_thread(function: Any) -> Any:
     """What ``function`` returns in a fresh thread, whose settings are torch's defaults."""
     box = []
     thread = threading.Thread(target=lambda: box.append(function()))
@@ -22,27 +23,27 @@ def in_thread(function):
 class Named(TorchFunctionMode):
     entered = 0
 
-    def __enter__(self):
+    def __enter__(self) -> Any:
         self.entered += 1
         return super().__enter__()
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.sin:
             return "seen"
         return func(*args, **(kwargs or {}))
 
 
 class Counting(TorchDispatchMode):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.calls = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls += 1
         return func(*args, **(kwargs or {}))
 
 
-def packs():
+def packs() -> Any:
     seen = []
     return seen, torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(1) or t, lambda t: t)
 
@@ -60,13 +61,13 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_defect_pipe_4_a_setting_of_this_thread_is_carried_into_another(name):
+def test_defect_pipe_4_a_setting_of_this_thread_is_carried_into_another(name: Any) -> None:
     make, reads = SETTINGS[name]
     assert not reads()
     with make():
         thread_state = ThreadState.capture({"cpu"})
 
-    def elsewhere():
+    def elsewhere() -> Any:
         before = reads()
         with thread_state.again():
             inside = reads()
@@ -75,12 +76,12 @@ def test_defect_pipe_4_a_setting_of_this_thread_is_carried_into_another(name):
     assert in_thread(elsewhere) == (False, True, False)
 
 
-def test_defect_pipe_4_saved_tensor_hooks_are_carried_into_another_thread():
+def test_defect_pipe_4_saved_tensor_hooks_are_carried_into_another_thread() -> None:
     seen, hooks = packs()
     with hooks:
         thread_state = ThreadState.capture()
 
-    def elsewhere():
+    def elsewhere() -> None:
         with thread_state.again():
             torch.ones(1, requires_grad=True).exp()
 
@@ -88,21 +89,21 @@ def test_defect_pipe_4_saved_tensor_hooks_are_carried_into_another_thread():
     assert seen == [1]
 
 
-def test_a_set_default_device_is_carried_into_another_thread():
+def test_a_set_default_device_is_carried_into_another_thread() -> None:
     torch.set_default_device("meta")
     try:
         thread_state = ThreadState.capture()
     finally:
         torch.set_default_device(None)
 
-    def elsewhere():
+    def elsewhere() -> Any:
         with thread_state.again():
             return torch.empty(1).device.type
 
     assert in_thread(elsewhere) == "meta"
 
 
-def test_dispatch_modes_are_carried_and_entered_once():
+def test_dispatch_modes_are_carried_and_entered_once() -> None:
     counting = Counting()
     with counting:
         thread_state = ThreadState.capture()
@@ -110,7 +111,7 @@ def test_dispatch_modes_are_carried_and_entered_once():
             torch.ones(1)
     assert counting.calls == 1
 
-    def elsewhere():
+    def elsewhere() -> None:
         with thread_state.again():
             torch.ones(1)
 
@@ -118,11 +119,11 @@ def test_dispatch_modes_are_carried_and_entered_once():
     assert counting.calls == 2
 
 
-def test_a_function_mode_that_is_active_is_not_entered_twice():
+def test_a_function_mode_that_is_active_is_not_entered_twice() -> None:
     calls = []
 
     class Noting(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.sin:
                 calls.append(1)
             return func(*args, **(kwargs or {}))
@@ -134,7 +135,7 @@ def test_a_function_mode_that_is_active_is_not_entered_twice():
     assert calls == [1]
 
 
-def test_a_mode_is_pushed_without_the_effects_of_entering_it():
+def test_a_mode_is_pushed_without_the_effects_of_entering_it() -> None:
     mode = Named()
     with mode:
         thread_state = ThreadState.capture()
@@ -143,7 +144,7 @@ def test_a_mode_is_pushed_without_the_effects_of_entering_it():
     assert mode.entered == 1
 
 
-def test_settings_are_restored_after_an_exception():
+def test_settings_are_restored_after_an_exception() -> None:
     with torch.no_grad(), torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
         thread_state = ThreadState.capture()
     with pytest.raises(ValueError, match="inside"), thread_state.again():
@@ -153,10 +154,10 @@ def test_settings_are_restored_after_an_exception():
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_hooks_of_torch_checkpoint_reach_a_thread_but_not_a_recomputation():
+def test_hooks_of_torch_checkpoint_reach_a_thread_but_not_a_recomputation() -> None:
     noted = []
 
-    def function(x):
+    def function(x: Any) -> Any:
         noted.append(ThreadState.capture())
         return x * 2
 

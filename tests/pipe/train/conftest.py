@@ -198,7 +198,7 @@ class Lab:
     def __init__(self) -> None:
         self._plain: dict[Any, Any] = {}
 
-    def model(self, kind: str = "dict", seed: int = 0) -> Net:
+    def model(self, kind: str = "dict", seed: int = 0) -> nn.Module:
         torch.manual_seed(seed)
         return Net(KINDS[kind][1])
 

@@ -59,7 +59,7 @@ def ones() -> Tensor:
     ],
     ids=lambda batch: type(batch).__name__,
 )
-def test_a_moved_batch_has_its_type_and_all_its_tensors_moved(batch):
+def test_a_moved_batch_has_its_type_and_all_its_tensors_moved(batch: Any) -> None:
     moved = move(batch, META)
     assert type(moved) is type(batch)
     for (path, old), (new_path, new) in zip(walk(batch), walk(moved), strict=False):
@@ -70,22 +70,22 @@ def test_a_moved_batch_has_its_type_and_all_its_tensors_moved(batch):
             assert old.device.type == "cpu"
 
 
-def test_default_factories_and_read_only_mappings_survive():
+def test_default_factories_and_read_only_mappings_survive() -> None:
     moved = move(defaultdict(list, a=ones()), META)
     assert moved["missing"] == []
     assert move(MappingProxyType({"a": ones()}), META)["a"].device == META
 
 
-def test_a_batch_without_tensors_is_returned_unchanged():
+def test_a_batch_without_tensors_is_returned_unchanged() -> None:
     for batch in ({"a": 1}, [ones()], (ones(), {"k": ones()}), "text", None, object(), Frozen(ones(), "n")):
         assert move(batch, torch.device("cpu")) is batch
 
 
-def test_a_class_is_not_a_batch_with_a_to_method():
+def test_a_class_is_not_a_batch_with_a_to_method() -> None:
     assert move([Tensor], META) == [Tensor]
 
 
-def test_every_object_of_a_batch_is_found_once_and_its_path_leads_to_it():
+def test_every_object_of_a_batch_is_found_once_and_its_path_leads_to_it() -> None:
     class Features:
         def __init__(self) -> None:
             self.values = ones()

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +22,12 @@ BOTH = pytest.mark.parametrize("make", [TrainPipelineBase, TrainPipelineSparseDi
 class Counting(nn.Module):
     """Its gradient names the batches that it is made of: batch k adds 10**k."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.ran = []
 
-    def forward(self, batch):
+    def forward(self, batch: Any) -> Any:
         self.ran.append(int(batch))
         return self.weight * 10.0 ** int(batch), batch
 
@@ -34,16 +35,16 @@ class Counting(nn.Module):
 class Recording(torch.optim.SGD):
     """Notes the gradient of each step."""
 
-    def __init__(self, model):
+    def __init__(self, model: Any) -> None:
         super().__init__(model.parameters(), lr=1.0)
         self.seen = []
 
-    def step(self, closure=None):
+    def step(self, closure: Any = None) -> Any:
         self.seen.append(next(p.grad.item() for group in self.param_groups for p in group["params"]))
         return super().step(closure)
 
 
-def numbers(count):
+def numbers(count: Any) -> Any:
     return [torch.tensor(k) for k in range(count)]
 
 
@@ -52,7 +53,7 @@ def numbers(count):
 
 @BOTH
 @pytest.mark.parametrize("grad_accum", [1, 2, 3, 4, 5])
-def test_every_step_holds_the_gradients_of_all_the_batches_of_its_window(lab, make, grad_accum):
+def test_every_step_holds_the_gradients_of_all_the_batches_of_its_window(lab: Any, make: Any, grad_accum: Any) -> None:
     model = Counting()
     optimizer = Recording(model)
     lab.run(make(model, optimizer, "cpu", grad_accum=grad_accum), iter(numbers(11)))
@@ -63,7 +64,7 @@ def test_every_step_holds_the_gradients_of_all_the_batches_of_its_window(lab, ma
 
 @BOTH
 @pytest.mark.parametrize("grad_accum", [None, 3])
-def test_gradients_from_before_the_first_window_do_not_leak_in(lab, make, grad_accum):
+def test_gradients_from_before_the_first_window_do_not_leak_in(lab: Any, make: Any, grad_accum: Any) -> None:
     model = Counting()
     model.weight.grad = torch.tensor(0.5, dtype=torch.float64)
     optimizer = Recording(model)
@@ -75,7 +76,7 @@ def test_gradients_from_before_the_first_window_do_not_leak_in(lab, make, grad_a
 
 
 @BOTH
-def test_batches_in_flight_are_run_before_the_loader_ends_and_not_in_the_next_epoch(lab, make):
+def test_batches_in_flight_are_run_before_the_loader_ends_and_not_in_the_next_epoch(lab: Any, make: Any) -> None:
     model = Counting()
     pipeline = make(model, Recording(model), "cpu")
     for count in (5, 1, 2, 0, 3):
@@ -86,7 +87,9 @@ def test_batches_in_flight_are_run_before_the_loader_ends_and_not_in_the_next_ep
 
 @BOTH
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
-def test_batches_in_flight_of_an_iterator_that_was_left_early_run_before_those_of_the_next(lab, make, count):
+def test_batches_in_flight_of_an_iterator_that_was_left_early_run_before_those_of_the_next(
+    lab: Any, make: Any, count: Any
+) -> None:
     model = Counting()
     pipeline = make(model, Recording(model), "cpu")
     first = iter(numbers(count))
@@ -98,17 +101,17 @@ def test_batches_in_flight_of_an_iterator_that_was_left_early_run_before_those_o
 
 
 @BOTH
-def test_a_loader_that_has_ended_is_not_touched_again_before_the_caller_knows(make):
+def test_a_loader_that_has_ended_is_not_touched_again_before_the_caller_knows(make: Any) -> None:
     class Rewinding:
         """Starts again after its end, as some endless loaders do: what is read too far belongs to the next epoch."""
 
-        def __init__(self):
+        def __init__(self) -> None:
             self.reads = 0
 
-        def __iter__(self):
+        def __iter__(self) -> Any:
             return self
 
-        def __next__(self):
+        def __next__(self) -> Any:
             self.reads += 1
             if self.reads % 3 == 0:
                 raise StopIteration
@@ -124,17 +127,17 @@ def test_a_loader_that_has_ended_is_not_touched_again_before_the_caller_knows(ma
 
 
 @BOTH
-def test_a_loader_exception_is_raised_after_earlier_batches_and_the_loader_may_continue(lab, make):
+def test_a_loader_exception_is_raised_after_earlier_batches_and_the_loader_may_continue(lab: Any, make: Any) -> None:
     class Loader:
         """Fails at its third batch, and can go on."""
 
-        def __init__(self):
+        def __init__(self) -> None:
             self.calls = 0
 
-        def __iter__(self):
+        def __iter__(self) -> Any:
             return self
 
-        def __next__(self):
+        def __next__(self) -> Any:
             self.calls += 1
             if self.calls == 3:
                 raise OSError("unreadable file")
@@ -156,7 +159,7 @@ def test_a_loader_exception_is_raised_after_earlier_batches_and_the_loader_may_c
 
 
 @BOTH
-def test_a_partial_last_window_is_stepped_in_its_epoch_with_the_mean_over_its_true_size(lab, make):
+def test_a_partial_last_window_is_stepped_in_its_epoch_with_the_mean_over_its_true_size(lab: Any, make: Any) -> None:
     model = Counting()
     optimizer = Recording(model)
     pipeline = make(model, optimizer, "cpu", grad_accum=4)
@@ -167,14 +170,14 @@ def test_a_partial_last_window_is_stepped_in_its_epoch_with_the_mean_over_its_tr
 
 
 @BOTH
-def test_a_partial_window_of_sparse_gradients_is_scaled_too(lab, make):
+def test_a_partial_window_of_sparse_gradients_is_scaled_too(lab: Any, make: Any) -> None:
     class Bag(nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
             self.bag = nn.EmbeddingBag(7, 3, mode="sum", sparse=True)
 
-        def forward(self, batch):
+        def forward(self, batch: Any) -> Any:
             output = self.bag(batch)
             return output.pow(2).sum(), output
 
@@ -189,8 +192,8 @@ def test_a_partial_window_of_sparse_gradients_is_scaled_too(lab, make):
 
 
 @BOTH
-def test_waiting_for_a_loader_that_fails_does_not_destroy_the_accumulated_gradient(lab, make):
-    def loader():
+def test_waiting_for_a_loader_that_fails_does_not_destroy_the_accumulated_gradient(lab: Any, make: Any) -> None:
+    def loader() -> Any:
         yield from numbers(2)
         raise OSError("connection lost")
 
@@ -213,19 +216,19 @@ def test_waiting_for_a_loader_that_fails_does_not_destroy_the_accumulated_gradie
 class Replica(nn.Module):
     """Notes, for each forward and backward, whether replicas would communicate."""
 
-    def __init__(self, module):
+    def __init__(self, module: Any) -> None:
         super().__init__()
         self.module = module
         self.silent = False
         self.log = []
 
     @contextlib.contextmanager
-    def no_sync(self):
+    def no_sync(self) -> Any:
         self.silent = True
         yield
         self.silent = False
 
-    def forward(self, batch):
+    def forward(self, batch: Any) -> Any:
         losses, output = self.module(batch)
         self.log.append(("forward", int(batch), self.silent))
         losses.register_hook(lambda grad: self.log.append(("backward", int(batch), self.silent)))
@@ -233,7 +236,7 @@ class Replica(nn.Module):
 
 
 @BOTH
-def test_replicas_communicate_once_per_window_the_partial_one_included(lab, make):
+def test_replicas_communicate_once_per_window_the_partial_one_included(lab: Any, make: Any) -> None:
     model = Replica(Counting())
     lab.run(make(model, Recording(model), "cpu", grad_accum=3), iter(numbers(5)))
     closing = {2, 4}
@@ -241,7 +244,7 @@ def test_replicas_communicate_once_per_window_the_partial_one_included(lab, make
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_hooks_that_step_inside_backward_are_refused_where_they_would_step_on_a_part(size):
+def test_hooks_that_step_inside_backward_are_refused_where_they_would_step_on_a_part(size: Any) -> None:
     model = Counting()
     model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
     context = pytest.raises(ValueError, match=r"'weight' \(register_post_accumulate_grad_hook\)")
@@ -249,7 +252,7 @@ def test_hooks_that_step_inside_backward_are_refused_where_they_would_step_on_a_
         TrainPipelineBase(model, Recording(model), "cpu", grad_accum=size)
 
 
-def test_fused_optimizers_are_refused_under_accumulation_and_under_gradient_scaling():
+def test_fused_optimizers_are_refused_under_accumulation_and_under_gradient_scaling() -> None:
     class Fused(Counting):
         class fused_optimizer:
             params = {"table": None}  # noqa: RUF012
@@ -262,17 +265,17 @@ def test_fused_optimizers_are_refused_under_accumulation_and_under_gradient_scal
     TrainPipelineSparseDist(model, Recording(model), "cpu", enable_amp=True)
 
 
-def test_an_optimizer_that_says_that_it_updates_inside_backward_is_refused_under_accumulation():
+def test_an_optimizer_that_says_that_it_updates_inside_backward_is_refused_under_accumulation() -> None:
     model = Counting()
     optimizer = Recording(model)
-    optimizer.update_in_backward = True
+    optimizer.update_in_backward = True  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"Recording\(update_in_backward=True\)"):
         TrainPipelineBase(model, optimizer, "cpu", grad_accum=2)
     TrainPipelineBase(model, optimizer, "cpu")
 
 
 @pytest.mark.parametrize("options", [{"grad_accum": 2}, {"amp_dtype": torch.float16}])
-def test_a_hook_added_after_construction_is_refused_before_the_next_batch_runs(lab, options):
+def test_a_hook_added_after_construction_is_refused_before_the_next_batch_runs(lab: Any, options: Any) -> None:
     model = Counting()
     pipeline = TrainPipelineBase(model, Recording(model), "cpu", **options)
     batches = iter(numbers(6))
@@ -286,8 +289,8 @@ def test_a_hook_added_after_construction_is_refused_before_the_next_batch_runs(l
     assert [int(output) for output in lab.run(pipeline, batches)] == [2, 3, 4, 5]
 
 
-def test_hooks_with_which_replicas_reduce_gradients_are_no_optimizers():
-    def reduce(parameter, more=None):
+def test_hooks_with_which_replicas_reduce_gradients_are_no_optimizers() -> None:
+    def reduce(parameter: Any, more: Any = None) -> None:
         """As those of FullyShardedDataParallel."""
 
     reduce.__module__ = "torch.distributed.fsdp._runtime_utils"
@@ -300,14 +303,16 @@ class InBackward(torch.optim.SGD):
     update_in_backward = True
 
     @contextlib.contextmanager
-    def accumulate(self):
+    def accumulate(self) -> Any:
         yield
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_updates_inside_backward_are_refused_for_a_pipe_of_several_micro_batches(chunks, where, checkpoint):
+def test_updates_inside_backward_are_refused_for_a_pipe_of_several_micro_batches(
+    chunks: Any, where: Any, checkpoint: Any
+) -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"], chunks=chunks, checkpoint=checkpoint)
     model = nn.ModuleDict({"pipe": pipe, "head": nn.Linear(2, 2)})
     part = model["pipe" if where == "inside" else "head"]
@@ -320,19 +325,19 @@ def test_updates_inside_backward_are_refused_for_a_pipe_of_several_micro_batches
         TrainPipelineBase(model, optimizer, "cpu")
 
 
-def test_an_optimizer_that_can_be_told_to_wait_is_deferred_to_the_backward_that_closes(lab):
+def test_an_optimizer_that_can_be_told_to_wait_is_deferred_to_the_backward_that_closes(lab: Any) -> None:
     class Deferrable(Recording):
         """Steps inside backward, save under ``accumulate``."""
 
         update_in_backward = True
         waiting = False
 
-        def __init__(self, model):
+        def __init__(self, model: Any) -> None:
             super().__init__(model)
             model.weight.register_hook(lambda grad: waits.append(self.waiting))
 
         @contextlib.contextmanager
-        def accumulate(self):
+        def accumulate(self) -> Any:
             self.waiting = True
             yield
             self.waiting = False
@@ -348,10 +353,10 @@ def test_an_optimizer_that_can_be_told_to_wait_is_deferred_to_the_backward_that_
 # 6 ------------------------------------------------------------------------------------------------------------
 
 
-def test_gradients_are_scaled_for_fp16_and_never_for_bf16(lab):
+def test_gradients_are_scaled_for_fp16_and_never_for_bf16(lab: Any) -> None:
     model = lab.model()
 
-    def scaler(**options):
+    def scaler(**options: Any) -> Any:
         return TrainPipelineSparseDist(model, lab.optimizer(model), "cpu", **options)._window.scaler
 
     assert scaler() is None
@@ -366,13 +371,13 @@ def test_gradients_are_scaled_for_fp16_and_never_for_bf16(lab):
 # 7 ------------------------------------------------------------------------------------------------------------
 
 
-def test_feature_processors_of_a_distributed_module_are_applied(lab):
+def test_feature_processors_of_a_distributed_module_are_applied(lab: Any) -> None:
     class Processed(lab.FakeSparse):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.processor = nn.Linear(3, 3)
 
-        def compute_and_output_dist(self, ctx, dist_input):
+        def compute_and_output_dist(self, ctx: Any, dist_input: Any) -> Any:
             features, twice = dist_input
             return super().compute_and_output_dist(ctx, (features, self.processor(twice)))
 
@@ -391,11 +396,11 @@ def test_feature_processors_of_a_distributed_module_are_applied(lab):
 # (kinds of batches and shapes of losses: test_transparency.py; streams of the pipeline's device: test_lane.py)
 
 
-def test_batches_that_cannot_overlap_because_they_are_pageable_are_reported(lab):
+def test_batches_that_cannot_overlap_because_they_are_pageable_are_reported(lab: Any) -> None:
     class OnMeta(nn.Module):
         """A copy to the meta device is a copy from pageable memory like any other, and needs no accelerator."""
 
-        def forward(self, batch):
+        def forward(self, batch: Any) -> Any:
             assert batch["x"].device.type == "meta"
             return torch.zeros(1, requires_grad=True), None
 
@@ -411,7 +416,7 @@ def test_batches_that_cannot_overlap_because_they_are_pageable_are_reported(lab)
 # 9 ------------------------------------------------------------------------------------------------------------
 
 
-def test_an_iterator_is_known_by_itself_and_not_by_an_id_that_is_used_again(lab):
+def test_an_iterator_is_known_by_itself_and_not_by_an_id_that_is_used_again(lab: Any) -> None:
     model = Counting()
     pipeline = TrainPipelineBase(model, Recording(model), "cpu")
     for _ in range(50):  # each list iterator is garbage before the next is made, most likely at the same address
@@ -420,7 +425,7 @@ def test_an_iterator_is_known_by_itself_and_not_by_an_id_that_is_used_again(lab)
     assert model.ran == [0, 1] * 50
 
 
-def test_detach_gives_the_model_back_and_nothing_of_the_pipeline_stays_in_it(lab):
+def test_detach_gives_the_model_back_and_nothing_of_the_pipeline_stays_in_it(lab: Any) -> None:
     model = lab.sparse_model()
     untouched = {name: set(vars(module)) for name, module in model.named_modules()}
     pipeline = TrainPipelineSparseDist(model, lab.optimizer(model), "cpu")
@@ -433,7 +438,7 @@ def test_detach_gives_the_model_back_and_nothing_of_the_pipeline_stays_in_it(lab
     assert len(lab.run(pipeline, batches)) == 3
 
 
-def test_the_model_is_left_clean_by_a_forward_that_fails(lab):
+def test_the_model_is_left_clean_by_a_forward_that_fails(lab: Any) -> None:
     model = lab.sparse_model()
     batches = lab.batches(5)
     del batches[2]["y"]
@@ -452,7 +457,7 @@ def test_the_model_is_left_clean_by_a_forward_that_fails(lab):
 
 
 @BOTH
-def test_a_second_epoch_with_a_fresh_iterator_runs_all_its_batches(lab, make):
+def test_a_second_epoch_with_a_fresh_iterator_runs_all_its_batches(lab: Any, make: Any) -> None:
     model = Counting()
     pipeline = make(model, Recording(model), "cpu")
     for _ in range(3):
@@ -460,7 +465,7 @@ def test_a_second_epoch_with_a_fresh_iterator_runs_all_its_batches(lab, make):
 
 
 @BOTH
-def test_an_iterator_that_has_ended_ends_again(lab, make):
+def test_an_iterator_that_has_ended_ends_again(lab: Any, make: Any) -> None:
     model = Counting()
     pipeline = make(model, Recording(model), "cpu")
     batches = iter(numbers(2))

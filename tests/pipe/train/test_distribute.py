@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 from pipe.train import Distributes, TrainPipelineSparseDist
 
 
-def pipeline_of(lab, model, **options):
+def pipeline_of(lab: Any, model: Any, **options: Any) -> Any:
     return TrainPipelineSparseDist(model, lab.optimizer(model), "cpu", **options)
 
 
-def same_as_plain(lab, make_model, count=6, **options):
+def same_as_plain(lab: Any, make_model: Any, count: Any = 6, **options: Any) -> Any:
     torch.manual_seed(0)
     reference = make_model()
     torch.manual_seed(0)
@@ -28,7 +30,7 @@ def same_as_plain(lab, make_model, count=6, **options):
     return pipeline, model
 
 
-def test_the_next_batch_is_distributed_before_the_forward_and_exchanged_before_the_backward(lab):
+def test_the_next_batch_is_distributed_before_the_forward_and_exchanged_before_the_backward(lab: Any) -> None:
     model = lab.sparse_model()
     batches = lab.batches(5)
     index = {id(batch["x"]): k for k, batch in enumerate(batches)}
@@ -45,7 +47,7 @@ def test_the_next_batch_is_distributed_before_the_forward_and_exchanged_before_t
 
 
 @pytest.mark.parametrize("distribute", [0, 1, 2, 3])
-def test_each_batch_is_distributed_exactly_once_at_any_depth(lab, distribute):
+def test_each_batch_is_distributed_exactly_once_at_any_depth(lab: Any, distribute: Any) -> None:
     model = lab.sparse_model()
     ahead = {"load": 3, "copy": 3, "distribute": distribute}
     lab.run(pipeline_of(lab, model, ahead=ahead), iter(lab.batches(6)))
@@ -57,37 +59,37 @@ def test_each_batch_is_distributed_exactly_once_at_any_depth(lab, distribute):
 class Outer(nn.Module):
     """A model around a distributing module, whose use of it the tests vary."""
 
-    def __init__(self, lab, use):
+    def __init__(self, lab: Any, use: Any) -> None:
         super().__init__()
         self.sparse = lab.FakeSparse()
         self.net = lab.Net(lambda batch: batch)
         self.use = use
         self.calls = 0
 
-    def forward(self, batch):
+    def forward(self, batch: Any) -> Any:
         self.calls += 1
         return self.net((self.use(self, batch), batch["y"]))
 
 
-def test_an_argument_that_is_no_part_of_the_batch_is_not_distributed_and_said_so(lab):
+def test_an_argument_that_is_no_part_of_the_batch_is_not_distributed_and_said_so(lab: Any) -> None:
     pipeline, model = same_as_plain(lab, lambda: Outer(lab, lambda self, batch: self.sparse(batch["x"] * 2)))
     assert pipeline.statistics().undistributed == {"sparse": "it was called with a Tensor that is no part of the batch"}
     assert [event for event, _ in model.sparse.log].count("forward") == 6
 
 
-def test_a_call_that_differs_from_the_first_runs_the_modules_own_forward(lab):
-    def use(self, batch):
+def test_a_call_that_differs_from_the_first_runs_the_modules_own_forward(lab: Any) -> None:
+    def use(self: Any, batch: Any) -> Any:
         return self.sparse(batch["x"], flip=self.calls > 3)
 
     pipeline, _ = same_as_plain(lab, lambda: Outer(lab, use))
     assert "other objects" in pipeline.statistics().undistributed["sparse"]
 
 
-def test_a_batch_without_the_part_that_the_first_one_had_is_distributed_by_the_forward(lab):
-    def use(self, batch):
+def test_a_batch_without_the_part_that_the_first_one_had_is_distributed_by_the_forward(lab: Any) -> None:
+    def use(self: Any, batch: Any) -> Any:
         return self.sparse(batch["again"]["x"] if "again" in batch else batch["x"])
 
-    def batches():
+    def batches() -> Any:
         batches = lab.batches(6)
         for k in (0, 1, 4):
             batches[k]["again"] = {"x": batches[k].pop("x")}
@@ -107,8 +109,8 @@ def test_a_batch_without_the_part_that_the_first_one_had_is_distributed_by_the_f
 
 
 @pytest.mark.parametrize("second", [{"flip": True}, {}], ids=["differently", "in_the_same_way"])
-def test_a_module_called_twice_gets_the_distribution_of_each_call(lab, second):
-    def use(self, batch):
+def test_a_module_called_twice_gets_the_distribution_of_each_call(lab: Any, second: Any) -> None:
+    def use(self: Any, batch: Any) -> Any:
         return self.sparse(batch["x"]) + self.sparse(batch["x"], **second)
 
     pipeline, model = same_as_plain(lab, lambda: Outer(lab, use))
@@ -116,8 +118,8 @@ def test_a_module_called_twice_gets_the_distribution_of_each_call(lab, second):
     assert [event for event, _ in model.sparse.log].count("forward") == 2
 
 
-def test_a_recomputation_in_backward_runs_the_modules_own_forward(lab):
-    def use(self, batch):
+def test_a_recomputation_in_backward_runs_the_modules_own_forward(lab: Any) -> None:
+    def use(self: Any, batch: Any) -> Any:
         return checkpoint(self.sparse, batch["x"], use_reentrant=False)
 
     pipeline, model = same_as_plain(lab, lambda: Outer(lab, use))
@@ -125,21 +127,21 @@ def test_a_recomputation_in_backward_runs_the_modules_own_forward(lab):
     assert [event for event, _ in model.sparse.log].count("forward") == 1 + 6
 
 
-def test_a_module_that_the_first_forward_does_not_call_is_reported(lab):
+def test_a_module_that_the_first_forward_does_not_call_is_reported(lab: Any) -> None:
     pipeline, _ = same_as_plain(lab, lambda: Outer(lab, lambda self, batch: batch["x"]))
     assert pipeline.statistics().undistributed == {"sparse": "the first forward did not call it"}
 
 
-def test_the_protocol_is_duck_typed_and_only_the_outermost_module_takes_part(lab):
+def test_the_protocol_is_duck_typed_and_only_the_outermost_module_takes_part(lab: Any) -> None:
     class Whole(lab.FakeSparse):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.part = lab.FakeSparse()
 
     assert isinstance(lab.FakeSparse(), Distributes)
     assert not isinstance(nn.Linear(1, 1), Distributes)
 
-    def uses_none():
+    def uses_none() -> Any:
         model = Outer(lab, lambda self, batch: batch["x"])
         model.sparse, model.other = Whole(), lab.FakeSparse()
         return model
@@ -148,7 +150,7 @@ def test_the_protocol_is_duck_typed_and_only_the_outermost_module_takes_part(lab
     assert pipeline.statistics().undistributed.keys() == {"sparse", "other"}  # not "sparse.part"
 
 
-def test_a_forward_replaced_by_other_code_is_kept(lab):
+def test_a_forward_replaced_by_other_code_is_kept(lab: Any) -> None:
     model = lab.sparse_model()
     sparse = model.inner["sparse"]
     own = sparse.forward

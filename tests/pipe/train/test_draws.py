@@ -95,7 +95,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("speed", ["eager", "late", "thread"])
 @pytest.mark.parametrize("source", ["torch", "python", "numpy"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_loader_and_a_model_that_draw_from_one_generator_draw_as_in_a_plain_loop(lab, make, speed, source, size):
+def test_a_loader_and_a_model_that_draw_from_one_generator_draw_as_in_a_plain_loop(
+    lab: Any, make: Any, speed: Any, source: Any, size: Any
+) -> None:
     load = {"eager": EagerLane, "late": lab.LateLane, "thread": lambda: None}[speed]()
     reference, model = Drawing(source), Drawing(source)
     seed()
@@ -110,7 +112,7 @@ def test_a_loader_and_a_model_that_draw_from_one_generator_draw_as_in_a_plain_lo
 
 
 @BOTH
-def test_the_code_around_the_pipeline_draws_as_in_a_plain_loop_too(make):
+def test_the_code_around_the_pipeline_draws_as_in_a_plain_loop_too(make: Any) -> None:
     class Plain(Drawing):
         """Draws nothing."""
 
@@ -132,7 +134,7 @@ def order_of(model_source: str, loader: Iterator[Tensor], log: list[str]) -> str
     return " ".join(log)
 
 
-def test_a_loader_that_does_not_draw_is_read_ahead():
+def test_a_loader_that_does_not_draw_is_read_ahead() -> None:
     log: list[str] = []
 
     def loader() -> Iterator[Tensor]:
@@ -143,14 +145,14 @@ def test_a_loader_that_does_not_draw_is_read_ahead():
     assert order_of("torch", loader(), log) == "read read read forward read forward forward forward"
 
 
-def test_a_loader_and_a_model_with_generators_of_their_own_run_side_by_side_once_that_is_known():
+def test_a_loader_and_a_model_with_generators_of_their_own_run_side_by_side_once_that_is_known() -> None:
     log: list[str] = []
     # One batch in turn tells what the model draws: nothing that the loader draws.
     expected = "read forward read read read forward read forward forward forward"
     assert order_of("torch", drawing_loader("numpy", 5, log), log) == expected
 
 
-def test_a_loader_of_torch_that_draws_seeds_alone_is_read_ahead_behind_them():
+def test_a_loader_of_torch_that_draws_seeds_alone_is_read_ahead_behind_them() -> None:
     data = TensorDataset(torch.arange(24.0).reshape(8, 3))
 
     class Unpacked(Drawing):
@@ -166,7 +168,7 @@ def test_a_loader_of_torch_that_draws_seeds_alone_is_read_ahead_behind_them():
     assert pipeline.statistics().batches_in_turn == 1
 
 
-def test_an_endless_loader_that_draws_seeds_again_and_again_is_read_in_turn():
+def test_an_endless_loader_that_draws_seeds_again_and_again_is_read_in_turn() -> None:
     data = TensorDataset(torch.arange(9.0).reshape(3, 3))
 
     def endless(count: int) -> Iterator[Tensor]:
@@ -186,7 +188,7 @@ def test_an_endless_loader_that_draws_seeds_again_and_again_is_read_in_turn():
 
 
 @pytest.mark.parametrize("speed", ["eager", "late", "thread"])
-def test_a_model_that_draws_in_training_alone_is_watched_anew_when_its_mode_changes(lab, speed):
+def test_a_model_that_draws_in_training_alone_is_watched_anew_when_its_mode_changes(lab: Any, speed: Any) -> None:
     load = {"eager": EagerLane, "late": lab.LateLane, "thread": lambda: None}[speed]()
     model = Drawing("torch").eval()
     pipeline = TrainPipelineBase(model, sgd(model), "cpu", lanes=load and lanes(load))
@@ -214,7 +216,7 @@ def test_a_model_that_draws_in_training_alone_is_watched_anew_when_its_mode_chan
 
 @BOTH
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_with_nothing_ahead_a_batch_may_depend_on_what_became_of_the_one_before(make, size):
+def test_with_nothing_ahead_a_batch_may_depend_on_what_became_of_the_one_before(make: Any, size: Any) -> None:
     outputs: list[Tensor] = []
 
     class Feedback:
@@ -261,7 +263,7 @@ def test_with_nothing_ahead_a_batch_may_depend_on_what_became_of_the_one_before(
     assert pipeline.statistics().steps == -(-7 // size)
 
 
-def test_reads_are_observed_until_both_sides_are_known():
+def test_reads_are_observed_until_both_sides_are_known() -> None:
     draws = Draws(iter(()), torch.device("cpu"))
     assert not draws.shared()
     with draws.observing():

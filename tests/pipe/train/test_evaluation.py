@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from pipe.train import EvalPipelineSparseDist, TrainPipelineSparseDist
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("grad", [True, False])
-def test_outputs_are_those_of_the_model_and_nothing_is_trained(lab, mode, grad):
+def test_outputs_are_those_of_the_model_and_nothing_is_trained(lab: Any, mode: Any, grad: Any) -> None:
     reference, model = getattr(lab.sparse_model(), mode)(), getattr(lab.sparse_model(), mode)()
     optimizer = lab.optimizer(model)
     parameters = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -33,7 +35,7 @@ def test_outputs_are_those_of_the_model_and_nothing_is_trained(lab, mode, grad):
     assert [event for event, _ in model.inner["sparse"].log].count("forward") == 1
 
 
-def test_every_iterator_is_run_to_its_end_and_a_reset_drops_what_is_in_flight(lab):
+def test_every_iterator_is_run_to_its_end_and_a_reset_drops_what_is_in_flight(lab: Any) -> None:
     model = lab.sparse_model().eval()
     pipeline = EvalPipelineSparseDist(model, None, "cpu")
     for count in (4, 0, 1):
@@ -45,7 +47,7 @@ def test_every_iterator_is_run_to_its_end_and_a_reset_drops_what_is_in_flight(la
     assert len(list(left)) == 3
 
 
-def test_evaluation_in_the_middle_of_an_epoch_leaves_the_training_as_it_is(lab):
+def test_evaluation_in_the_middle_of_an_epoch_leaves_the_training_as_it_is(lab: Any) -> None:
     reference, model = lab.sparse_model(), lab.sparse_model()
     torch.manual_seed(2)
     lab.plain_loop(reference, [lab.batches(6)], 3)
@@ -61,10 +63,10 @@ def test_evaluation_in_the_middle_of_an_epoch_leaves_the_training_as_it_is(lab):
     lab.assert_same(model, reference)
 
 
-def test_autocast_and_a_forward_of_the_callers_own_are_used(lab):
+def test_autocast_and_a_forward_of_the_callers_own_are_used(lab: Any) -> None:
     seen = []
 
-    def forward(batch):
+    def forward(batch: Any) -> Any:
         seen.append(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
         return model(batch)
 
@@ -75,6 +77,6 @@ def test_autocast_and_a_forward_of_the_callers_own_are_used(lab):
 
 
 @pytest.mark.parametrize("unwanted", ["grad_accum", "enable_grad_scaling", "execute_all_batches"])
-def test_arguments_of_training_are_refused(lab, unwanted):
+def test_arguments_of_training_are_refused(lab: Any, unwanted: Any) -> None:
     with pytest.raises(TypeError, match=unwanted):
         EvalPipelineSparseDist(lab.sparse_model(), None, "cpu", **{unwanted: 2})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,12 @@ from pipe.train import InlineLane, Lanes, TrainPipelineBase, TrainPipelineSparse
 class Fragile(nn.Module):
     """Fails in the forward or backward of chosen batches; the gradient of batch k is 10**k."""
 
-    def __init__(self, forward=None, backward=None):
+    def __init__(self, forward: Any = None, backward: Any = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.forward_errors, self.backward_errors = forward or {}, backward or {}
 
-    def forward(self, batch):
+    def forward(self, batch: Any) -> Any:
         k = int(batch)
         if k in self.forward_errors:
             raise self.forward_errors.pop(k)
@@ -29,19 +30,21 @@ class Fragile(nn.Module):
         losses.register_hook(lambda grad: self.fail_backward(k))
         return losses, k
 
-    def fail_backward(self, k):
+    def fail_backward(self, k: Any) -> None:
         if k in self.backward_errors:
             raise self.backward_errors.pop(k)
 
 
-def numbers(count):
+def numbers(count: Any) -> Any:
     return iter([torch.tensor(k) for k in range(count)])
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["error", "interrupt"])
 @pytest.mark.parametrize("make", [TrainPipelineBase, TrainPipelineSparseDist])
-def test_a_failing_batch_abandons_its_window_and_the_next_batch_opens_a_new_one(lab, make, where, error):
+def test_a_failing_batch_abandons_its_window_and_the_next_batch_opens_a_new_one(
+    lab: Any, make: Any, where: Any, error: Any
+) -> None:
     model = Fragile(**{where: {1: error}})
     steps = []
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -54,7 +57,7 @@ def test_a_failing_batch_abandons_its_window_and_the_next_batch_opens_a_new_one(
     assert steps == pytest.approx([11100 / 3, 100000])
 
 
-def test_a_stop_iteration_inside_the_model_does_not_pass_for_the_end_of_the_loader(lab):
+def test_a_stop_iteration_inside_the_model_does_not_pass_for_the_end_of_the_loader(lab: Any) -> None:
     model = Fragile(forward={1: StopIteration()})
     pipeline, batches = TrainPipelineBase(model, torch.optim.SGD(model.parameters()), "cpu"), numbers(4)
     pipeline.progress(batches)
@@ -63,9 +66,9 @@ def test_a_stop_iteration_inside_the_model_does_not_pass_for_the_end_of_the_load
     assert lab.run(pipeline, batches) == [2, 3]
 
 
-def test_a_batch_that_cannot_be_copied_fails_in_its_turn(lab):
+def test_a_batch_that_cannot_be_copied_fails_in_its_turn(lab: Any) -> None:
     class Unmovable:
-        def to(self, device):
+        def to(self, device: Any) -> None:
             raise OSError("no such batch")
 
     model = Fragile()
@@ -77,13 +80,13 @@ def test_a_batch_that_cannot_be_copied_fails_in_its_turn(lab):
     assert lab.run(pipeline, batches) == [3]
 
 
-def test_a_distribution_that_fails_fails_in_its_turn(lab):
+def test_a_distribution_that_fails_fails_in_its_turn(lab: Any) -> None:
     model = lab.sparse_model()
     sparse = model.inner["sparse"]
     batches = lab.batches(6)
     plain = sparse.input_dist
 
-    def input_dist(ctx, features, flip=False):
+    def input_dist(ctx: Any, features: Any, flip: Any = False) -> Any:
         if features is batches[3]["x"]:
             raise OSError("link down")
         return plain(ctx, features, flip)
@@ -98,13 +101,13 @@ def test_a_distribution_that_fails_fails_in_its_turn(lab):
     assert len(lab.run(pipeline, iterator)) == 2
 
 
-def test_an_interrupt_while_waiting_for_the_loader_loses_no_batch(lab):
+def test_an_interrupt_while_waiting_for_the_loader_loses_no_batch(lab: Any) -> None:
     class Interrupted(InlineLane):
         """The lane of a caller who presses a key while the third copy is under way."""
 
         jobs = 0
 
-        def submit(self, job):
+        def submit(self, job: Any) -> Any:
             self.jobs += 1
             if self.jobs == 3:
                 raise KeyboardInterrupt
@@ -119,8 +122,8 @@ def test_an_interrupt_while_waiting_for_the_loader_loses_no_batch(lab):
     assert lab.run(pipeline, batches) == [0, 1, 2, 3, 4]
 
 
-def test_a_loader_that_leaves_the_process_is_heard_in_its_turn(lab):
-    def loader():
+def test_a_loader_that_leaves_the_process_is_heard_in_its_turn(lab: Any) -> None:
+    def loader() -> Any:
         yield torch.tensor(0)
         raise SystemExit(3)
 
@@ -132,7 +135,7 @@ def test_a_loader_that_leaves_the_process_is_heard_in_its_turn(lab):
     assert lab.run(pipeline, numbers(3)) == [0, 1, 2]
 
 
-def test_another_mode_with_batches_in_flight_is_refused_and_nothing_is_lost(lab):
+def test_another_mode_with_batches_in_flight_is_refused_and_nothing_is_lost(lab: Any) -> None:
     model = Fragile()
     pipeline, batches = TrainPipelineBase(model, torch.optim.SGD(model.parameters()), "cpu"), numbers(4)
     pipeline.progress(batches)
@@ -155,22 +158,22 @@ def test_another_mode_with_batches_in_flight_is_refused_and_nothing_is_lost(lab)
         ({"amp_dtype": torch.float64}, ValueError, "float64"),
     ],
 )
-def test_bad_arguments_are_refused_by_name(lab, options, error, message):
+def test_bad_arguments_are_refused_by_name(lab: Any, options: Any, error: Any, message: Any) -> None:
     model = lab.model()
     with pytest.raises(error, match=message):
         TrainPipelineSparseDist(model, lab.optimizer(model), "cpu", **options)
 
 
 @pytest.mark.parametrize("optimizers", [[], [torch.zeros(1)], None, object()])
-def test_what_is_no_optimizer_is_refused(lab, optimizers):
+def test_what_is_no_optimizer_is_refused(lab: Any, optimizers: Any) -> None:
     with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, or several"):
         TrainPipelineBase(lab.model(), optimizers, "cpu")
 
 
 @pytest.mark.parametrize("returned", [torch.zeros(1), (torch.zeros(1),), None])
-def test_a_model_that_does_not_return_losses_and_output_is_told_so(lab, returned):
+def test_a_model_that_does_not_return_losses_and_output_is_told_so(lab: Any, returned: Any) -> None:
     class Wrong(nn.Module):
-        def forward(self, batch):
+        def forward(self, batch: Any) -> Any:
             return returned
 
     pipeline = TrainPipelineBase(Wrong(), torch.optim.SGD([nn.Parameter(torch.zeros(1))]), "cpu")
@@ -178,9 +181,9 @@ def test_a_model_that_does_not_return_losses_and_output_is_told_so(lab, returned
         pipeline.progress(numbers(1))
 
 
-def test_losses_without_a_tensor_are_refused():
+def test_losses_without_a_tensor_are_refused() -> None:
     class Wrong(nn.Module):
-        def forward(self, batch):
+        def forward(self, batch: Any) -> Any:
             return 1.0, None
 
     pipeline = TrainPipelineBase(Wrong(), torch.optim.SGD([nn.Parameter(torch.zeros(1))]), "cpu")
@@ -188,14 +191,14 @@ def test_losses_without_a_tensor_are_refused():
         pipeline.progress(numbers(1))
 
 
-def test_an_interrupt_inside_the_loader_in_the_callers_thread_loses_no_batch(lab):
+def test_an_interrupt_inside_the_loader_in_the_callers_thread_loses_no_batch(lab: Any) -> None:
     class Loader:
         calls = 0
 
-        def __iter__(self):
+        def __iter__(self) -> Any:
             return self
 
-        def __next__(self):
+        def __next__(self) -> Any:
             self.calls += 1
             if self.calls == 3:
                 raise KeyboardInterrupt
@@ -214,13 +217,13 @@ def test_an_interrupt_inside_the_loader_in_the_callers_thread_loses_no_batch(lab
 class Unreliable:
     """A loader that fails at some of its reads and goes on."""
 
-    def __init__(self, numbers, broken):
+    def __init__(self, numbers: Any, broken: Any) -> None:
         self.numbers, self.broken, self.reads = list(numbers), set(broken), 0
 
-    def __iter__(self):
+    def __iter__(self) -> Any:
         return self
 
-    def __next__(self):
+    def __next__(self) -> Any:
         self.reads += 1
         if self.reads in self.broken:
             self.broken.discard(self.reads)
@@ -230,7 +233,7 @@ class Unreliable:
         return torch.tensor(self.numbers.pop(0))
 
 
-def events_of(progress, steps):
+def events_of(progress: Any, steps: Any) -> Any:
     """What a caller sees, call by call, until the loader ends: outputs, errors, and the gradients stepped so far."""
     events = []
     while True:
@@ -242,7 +245,7 @@ def events_of(progress, steps):
             events.append(repr(error))
 
 
-def plain_events(model, optimizer, steps, loader, size, window):
+def plain_events(model: Any, optimizer: Any, steps: Any, loader: Any, size: Any, window: Any) -> Any:
     """The same from a plain loop. A failing batch abandons its window; a loader's last batch closes it, or its end.
 
     ``window`` holds the number of batches in the open window: where a failing read stands between a loader's last
@@ -250,7 +253,7 @@ def plain_events(model, optimizer, steps, loader, size, window):
     """
     waiting = []
 
-    def peek():
+    def peek() -> Any:
         if not waiting:
             try:
                 waiting.append(next(loader))
@@ -258,13 +261,13 @@ def plain_events(model, optimizer, steps, loader, size, window):
                 waiting.append(error)
         return waiting[0]
 
-    def step():
+    def step() -> None:
         for parameter in model.parameters():
             parameter.grad.mul_(size / window[0])
         optimizer.step()
         window[0] = 0
 
-    def progress():
+    def progress() -> Any:
         batch = peek()
         waiting.clear()
         if isinstance(batch, StopIteration) and window[0]:
@@ -297,7 +300,9 @@ def plain_events(model, optimizer, steps, loader, size, window):
     copy=st.integers(0, 4),
     kind=st.sampled_from(["threads", "serial", "sparse"]),
 )
-def test_whatever_fails_the_caller_sees_what_a_plain_loop_shows(counts, data, size, load, copy, kind):
+def test_whatever_fails_the_caller_sees_what_a_plain_loop_shows(
+    counts: Any, data: Any, size: Any, load: Any, copy: Any, kind: Any
+) -> None:
     broken_reads = [data.draw(st.sets(st.integers(1, count + 1), max_size=2)) for count in counts]
     total = sum(counts)
     failing = {

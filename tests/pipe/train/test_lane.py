@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,10 @@ from pipe.train import InlineLane, Lanes, ThreadLane, TrainPipelineBase
 
 @pytest.mark.parametrize("make", [InlineLane, lambda: ThreadLane("test")], ids=["inline", "thread"])
 class TestEveryLane:
-    def test_jobs_run_in_order_and_never_two_at_a_time(self, make):
+    def test_jobs_run_in_order_and_never_two_at_a_time(self, make: Any) -> None:
         lane, log, inside = make(), [], threading.Lock()
 
-        def job(k):
+        def job(k: Any) -> Any:
             assert inside.acquire(blocking=False)
             log.append(k)
             inside.release()
@@ -31,10 +32,10 @@ class TestEveryLane:
         assert [ticket.wait() for ticket in tickets] == list(range(50))
         assert log == list(range(50))
 
-    def test_an_exception_is_raised_by_every_wait_and_harms_no_other_job(self, make):
+    def test_an_exception_is_raised_by_every_wait_and_harms_no_other_job(self, make: Any) -> None:
         lane = make()
 
-        def fail():
+        def fail() -> None:
             raise OSError("disk")
 
         failed, good = lane.submit(fail), lane.submit(lambda: 1)
@@ -45,21 +46,21 @@ class TestEveryLane:
         assert good.wait() == 1
 
 
-def test_a_thread_forwards_base_exceptions():
+def test_a_thread_forwards_base_exceptions() -> None:
     ticket = ThreadLane("test").submit(lambda: sys.exit(3))
     with pytest.raises(SystemExit):
         ticket.wait()
 
 
-def test_an_interrupt_in_the_callers_thread_is_raised_at_once():
-    def interrupt():
+def test_an_interrupt_in_the_callers_thread_is_raised_at_once() -> None:
+    def interrupt() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         InlineLane().submit(interrupt)
 
 
-def test_an_idle_lane_has_no_thread_and_keeps_nothing_alive():
+def test_an_idle_lane_has_no_thread_and_keeps_nothing_alive() -> None:
     class Batch:
         pass
 
@@ -76,7 +77,7 @@ def test_an_idle_lane_has_no_thread_and_keeps_nothing_alive():
     assert alive() is None
 
 
-def test_a_lane_whose_job_never_ends_does_not_hang_interpreter_exit():
+def test_a_lane_whose_job_never_ends_does_not_hang_interpreter_exit() -> None:
     program = (
         "import threading, pipe.train.lane as lane\n"
         "lane._EXIT_SECONDS = 0.01\n"
@@ -88,7 +89,7 @@ def test_a_lane_whose_job_never_ends_does_not_hang_interpreter_exit():
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_on_the_cpu_the_loader_and_the_copies_have_threads_and_nothing_has_a_stream():
+def test_on_the_cpu_the_loader_and_the_copies_have_threads_and_nothing_has_a_stream() -> None:
     lanes = Lanes.for_device(torch.device("cpu"))
     assert isinstance(lanes.load, ThreadLane)
     assert isinstance(lanes.copy, ThreadLane)
@@ -98,7 +99,7 @@ def test_on_the_cpu_the_loader_and_the_copies_have_threads_and_nothing_has_a_str
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_cuda_streams_belong_to_the_devices_of_the_pipeline():
+def test_on_cuda_streams_belong_to_the_devices_of_the_pipeline() -> None:
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     lanes = Lanes.for_device(device)
     assert lanes.copy.stream.device == device
@@ -107,7 +108,7 @@ def test_on_cuda_streams_belong_to_the_devices_of_the_pipeline():
     assert float(ticket.wait().sum()) == 1 << 20
 
 
-def settings():
+def settings() -> Any:
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -132,7 +133,7 @@ LABEL = contextvars.ContextVar("LABEL", default="none")
         lambda: torch.device("meta"),
     ],
 )
-def test_a_job_in_another_thread_sees_the_settings_of_the_thread_that_submitted_it(surroundings):
+def test_a_job_in_another_thread_sees_the_settings_of_the_thread_that_submitted_it(surroundings: Any) -> None:
     lane, go = ThreadLane("test"), threading.Event()
     token = LABEL.set("mine")
     lane.submit(go.wait)
@@ -144,10 +145,10 @@ def test_a_job_in_another_thread_sees_the_settings_of_the_thread_that_submitted_
     assert lane.submit(settings).wait() == settings(), "the settings of a job outlived it"
 
 
-def test_a_loader_runs_under_the_grad_mode_and_the_autocast_of_the_call(lab):
+def test_a_loader_runs_under_the_grad_mode_and_the_autocast_of_the_call(lab: Any) -> None:
     seen = []
 
-    def loader():
+    def loader() -> Any:
         for batch in lab.batches(4):
             seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
             yield batch

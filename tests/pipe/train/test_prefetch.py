@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,13 @@ from torch import nn
 from pipe.train import Lanes, PrefetchTrainPipelineSparseDist, TrainPipelineSparseDist
 
 
-def prefetching(lab, model, **options):
+def prefetching(lab: Any, model: Any, **options: Any) -> Any:
     return PrefetchTrainPipelineSparseDist(model, lab.optimizer(model), "cpu", **options)
 
 
 @pytest.mark.parametrize("grad_accum", [1, 3])
 @pytest.mark.parametrize("serial", [False, True])
-def test_a_model_whose_modules_prefetch_is_trained_as_in_a_plain_loop(lab, grad_accum, serial):
+def test_a_model_whose_modules_prefetch_is_trained_as_in_a_plain_loop(lab: Any, grad_accum: Any, serial: Any) -> None:
     reference, model = lab.cached_model(), lab.cached_model()
     torch.manual_seed(2)
     expected = lab.plain_loop(reference, [lab.batches(7)], grad_accum)
@@ -32,7 +33,7 @@ def test_a_model_whose_modules_prefetch_is_trained_as_in_a_plain_loop(lab, grad_
     assert pipeline.statistics().undistributed == {}
 
 
-def test_rows_are_prefetched_between_the_forward_before_and_the_forward_that_needs_them(lab):
+def test_rows_are_prefetched_between_the_forward_before_and_the_forward_that_needs_them(lab: Any) -> None:
     model, batches = lab.cached_model(), lab.batches(6)
     number = {id(batch["x"]): k for k, batch in enumerate(batches)}
     lab.run(prefetching(lab, model), iter(batches))
@@ -43,7 +44,7 @@ def test_rows_are_prefetched_between_the_forward_before_and_the_forward_that_nee
     )
 
 
-def test_a_module_without_prefetch_is_distributed_ahead_all_the_same(lab):
+def test_a_module_without_prefetch_is_distributed_ahead_all_the_same(lab: Any) -> None:
     model = lab.sparse_model()
     pipeline = prefetching(lab, model)
     assert len(lab.run(pipeline, iter(lab.batches(6)))) == 6
@@ -51,16 +52,16 @@ def test_a_module_without_prefetch_is_distributed_ahead_all_the_same(lab):
     assert [event for event, _ in model.inner["sparse"].log].count("forward") == 1
 
 
-def test_a_module_that_is_called_with_other_objects_than_were_prefetched_is_refused(lab):
+def test_a_module_that_is_called_with_other_objects_than_were_prefetched_is_refused(lab: Any) -> None:
     class Fickle(nn.Module):
         """Distributes something else from its third batch on."""
 
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.sparse, self.calls = lab.FakeCached(), 0
             self.net = lab.Net(lambda batch: batch)
 
-        def forward(self, batch):
+        def forward(self, batch: Any) -> Any:
             self.calls += 1
             features = batch["x"] if self.calls < 3 else batch["x"] * 1.0
             return self.net((self.sparse(features), batch["y"]))
@@ -73,12 +74,12 @@ def test_a_module_that_is_called_with_other_objects_than_were_prefetched_is_refu
         pipeline.progress(batches)
 
 
-def test_a_prefetch_that_fails_fails_in_its_turn(lab):
+def test_a_prefetch_that_fails_fails_in_its_turn(lab: Any) -> None:
     model = lab.cached_model()
     sparse, batches = model.inner["sparse"], lab.batches(6)
     plain = sparse.prefetch
 
-    def prefetch(dist_input, **options):
+    def prefetch(dist_input: Any, **options: Any) -> None:
         if dist_input[0] is batches[3]["x"]:
             raise OSError("disk")
         plain(dist_input, **options)
@@ -95,7 +96,7 @@ def test_a_prefetch_that_fails_fails_in_its_turn(lab):
 class Table(nn.Module):
     """As fbgemm's tables look from outside."""
 
-    def __init__(self, prefetch_pipeline, rows):
+    def __init__(self, prefetch_pipeline: Any, rows: Any) -> None:
         super().__init__()
         self.prefetch_pipeline = prefetch_pipeline
         self.register_buffer("lxu_cache_weights", torch.zeros(rows, 2))
@@ -104,7 +105,9 @@ class Table(nn.Module):
 @pytest.mark.parametrize(
     ("prefetch_pipeline", "rows", "refused"), [(False, 4, True), (False, 0, False), (True, 4, False)]
 )
-def test_tables_that_are_cached_and_not_made_to_be_prefetched_are_refused(lab, prefetch_pipeline, rows, refused):
+def test_tables_that_are_cached_and_not_made_to_be_prefetched_are_refused(
+    lab: Any, prefetch_pipeline: Any, rows: Any, refused: Any
+) -> None:
     model = lab.cached_model()
     model.inner["sparse"].lookups = [nn.ModuleList([Table(prefetch_pipeline, rows)])]  # in a list, as torchrec's
     make = partial(prefetching, lab, model)

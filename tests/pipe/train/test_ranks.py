@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -180,7 +181,7 @@ CLAIMS = [
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory):
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What two ranks print that put every claim to the test: one start of the processes for all of them."""
     store = tmp_path_factory.mktemp("ranks") / "store"
     processes = []
@@ -197,5 +198,5 @@ def outputs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
-def test_two_ranks(outputs, claim):
+def test_two_ranks(outputs: Any, claim: Any) -> None:
     assert all(f"held: {claim}" in output for output in outputs), "\n---\n".join(outputs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,11 +19,11 @@ from pipe.train import (
 )
 
 
-def stage(name, ahead=0, after=()):
+def stage(name: Any, ahead: Any = 0, after: Any = ()) -> Any:
     return Stage(name, InlineLane(), lambda flight: None, ahead, after)
 
 
-def test_fill_steady_state_and_drain_of_the_sparse_pipeline(lab):
+def test_fill_steady_state_and_drain_of_the_sparse_pipeline(lab: Any) -> None:
     model = lab.model()
     stages = TrainPipelineSparseDist(model, lab.optimizer(model), "cpu").stages()
     assert plan(stages, 5).splitlines() == [
@@ -34,7 +36,7 @@ def test_fill_steady_state_and_drain_of_the_sparse_pipeline(lab):
     ]
 
 
-def test_the_prefetch_pipeline_sends_features_beside_the_forward_and_fetches_rows_beside_the_backward(lab):
+def test_the_prefetch_pipeline_sends_features_beside_the_forward_and_fetches_rows_beside_the_backward(lab: Any) -> None:
     model = lab.model()
     stages = PrefetchTrainPipelineSparseDist(model, lab.optimizer(model), "cpu").stages()
     assert plan(stages, 5).splitlines() == [
@@ -47,7 +49,7 @@ def test_the_prefetch_pipeline_sends_features_beside_the_forward_and_fetches_row
     ]
 
 
-def test_a_batch_may_be_copied_behind_the_forward_of_the_batch_before(lab):
+def test_a_batch_may_be_copied_behind_the_forward_of_the_batch_before(lab: Any) -> None:
     model = lab.model()
     options = {"enqueue_batch_after_forward": True}
     base = TrainPipelineBase(model, lab.optimizer(model), "cpu", **options).stages()
@@ -60,7 +62,7 @@ def test_a_batch_may_be_copied_behind_the_forward_of_the_batch_before(lab):
     )
 
 
-def test_while_nothing_may_run_ahead_a_tick_brings_one_batch_through(lab):
+def test_while_nothing_may_run_ahead_a_tick_brings_one_batch_through(lab: Any) -> None:
     model = lab.model()
     schedule = Schedule(TrainPipelineSparseDist(model, lab.optimizer(model), "cpu").stages())
     ticks = [" ".join(map(str, schedule.tick(i, lambda i=i: i >= 2))) for i in range(4)]
@@ -73,7 +75,7 @@ def test_while_nothing_may_run_ahead_a_tick_brings_one_batch_through(lab):
     ]
 
 
-def test_depth_zero_everywhere_is_a_plain_loop(lab):
+def test_depth_zero_everywhere_is_a_plain_loop(lab: Any) -> None:
     model = lab.model()
     ahead = {"load": 0, "copy": 0, "distribute": 0}
     stages = TrainPipelineSparseDist(model, lab.optimizer(model), "cpu", ahead=ahead).stages()
@@ -82,7 +84,7 @@ def test_depth_zero_everywhere_is_a_plain_loop(lab):
 
 
 @given(st.data())
-def test_every_stage_runs_once_per_batch_in_order_and_after_what_it_needs(data):
+def test_every_stage_runs_once_per_batch_in_order_and_after_what_it_needs(data: Any) -> None:
     count = data.draw(st.integers(1, 5))
     names = [f"s{k}" for k in range(count)]
     stages = []
@@ -101,11 +103,11 @@ def test_every_stage_runs_once_per_batch_in_order_and_after_what_it_needs(data):
         assert all((needed, batch) in done[:k] for needed in next(s for s in stages if s.name == name).after)
 
 
-def test_an_action_that_raised_is_yielded_again():
+def test_an_action_that_raised_is_yielded_again() -> None:
     schedule = Schedule([stage("a"), stage("b", after=("a",))])
     tick = schedule.tick(0)
     assert [str(next(tick)), str(next(tick))] == ["a.0", "b.0"]
-    tick.close()  # what happens to a generator whose loop is left by an exception
+    tick.close()  # type: ignore[attr-defined]  # what happens to a generator whose loop is left by an exception
     assert [str(action) for action in schedule.tick(0)] == ["b.0"]
 
 
@@ -118,6 +120,6 @@ def test_an_action_that_raised_is_yielded_again():
         ([stage("a", after=("b",)), stage("b", after=("a",))], "circle"),
     ],
 )
-def test_stages_that_cannot_run_are_refused(stages, message):
+def test_stages_that_cannot_run_are_refused(stages: Any, message: Any) -> None:
     with pytest.raises(ValueError, match=message):
         Schedule(stages)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from pipe.train import TrainPipelineBase, TrainPipelineSparseDist
 
 
-def through_a_file(state):
+def through_a_file(state: Any) -> Any:
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -30,7 +31,9 @@ def through_a_file(state):
     ahead=st.integers(0, 4),
     fp16=st.booleans(),
 )
-def test_a_continued_run_equals_an_uninterrupted_one(lab, grad_accum, count, stop, sparse, ahead, fp16):
+def test_a_continued_run_equals_an_uninterrupted_one(
+    lab: Any, grad_accum: Any, count: Any, stop: Any, sparse: Any, ahead: Any, fp16: Any
+) -> None:
     make = TrainPipelineBase
     options = {"grad_accum": grad_accum, "ahead": {"load": ahead, "copy": ahead}}
     if sparse:
@@ -66,7 +69,7 @@ def test_a_continued_run_equals_an_uninterrupted_one(lab, grad_accum, count, sto
     assert continued.statistics().batches == count + 3
 
 
-def test_the_state_is_a_copy_that_training_does_not_change(lab):
+def test_the_state_is_a_copy_that_training_does_not_change(lab: Any) -> None:
     model = lab.model()
     pipeline = TrainPipelineBase(model, lab.optimizer(model), "cpu", grad_accum=3)
     loader = iter(lab.batches(9))
@@ -79,7 +82,7 @@ def test_the_state_is_a_copy_that_training_does_not_change(lab):
     assert len(state["in_flight"]) == 2
 
 
-def test_a_state_that_had_seen_the_end_reads_nothing_before_the_end_is_told(lab):
+def test_a_state_that_had_seen_the_end_reads_nothing_before_the_end_is_told(lab: Any) -> None:
     model = lab.model()
     first = TrainPipelineBase(model, lab.optimizer(model), "cpu")
     loader = iter(lab.batches(3))
@@ -100,7 +103,9 @@ def test_a_state_that_had_seen_the_end_reads_nothing_before_the_end_is_told(lab)
         ({"grad_accum": 3, "amp_dtype": torch.float16}, "gradient scaling, got the opposite"),
     ],
 )
-def test_a_state_of_another_kind_of_pipeline_is_refused_and_changes_nothing(lab, options, message):
+def test_a_state_of_another_kind_of_pipeline_is_refused_and_changes_nothing(
+    lab: Any, options: Any, message: Any
+) -> None:
     model = lab.model()
     pipeline = TrainPipelineBase(model, lab.optimizer(model), "cpu", grad_accum=3)
     pipeline.progress(iter(lab.batches(5)))
@@ -112,7 +117,7 @@ def test_a_state_of_another_kind_of_pipeline_is_refused_and_changes_nothing(lab,
     assert other.statistics().batches == 0
 
 
-def test_a_pipeline_with_batches_in_flight_takes_no_state(lab):
+def test_a_pipeline_with_batches_in_flight_takes_no_state(lab: Any) -> None:
     model = lab.model()
     pipeline = TrainPipelineBase(model, lab.optimizer(model), "cpu")
     loader = iter(lab.batches(5))

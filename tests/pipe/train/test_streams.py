@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from pipe.train.lane import Ticket
 
 
 class Event:
-    def __init__(self, known):
+    def __init__(self, known: Any) -> None:
         self.known = frozenset(known)
 
 
@@ -36,29 +37,29 @@ class Stream:
 
     device = torch.device("cuda", 0)
 
-    def __init__(self, name):
+    def __init__(self, name: Any) -> None:
         self.name, self.known = name, set()
 
-    def record_event(self):
+    def record_event(self) -> Any:
         return Event(self.known)
 
-    def wait_event(self, event):
+    def wait_event(self, event: Any) -> None:
         self.known |= event.known
 
 
 class Machine:
     """The current stream of each thread, and what the current stream knew when something was issued on it."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.local = threading.local()
         self.compute = Stream("compute")
         self.seen = {}
 
-    def current(self, device=None):
+    def current(self, device: Any = None) -> Any:
         return getattr(self.local, "stream", self.compute)
 
     @contextlib.contextmanager
-    def on(self, stream):
+    def on(self, stream: Any) -> Any:
         if stream is None:
             yield
             return
@@ -67,12 +68,12 @@ class Machine:
         yield
         self.local.stream = before
 
-    def issue(self, name, batch):
+    def issue(self, name: Any, batch: Any) -> None:
         stream = self.current()
         self.seen[name, batch] = set(stream.known)
         stream.known.add((name, batch))
 
-    def lanes(self):
+    def lanes(self) -> Any:
         return Lanes(
             load=ThreadLane("load"),
             copy=ThreadLane("copy", Stream("copy")),
@@ -83,22 +84,22 @@ class Machine:
 
 
 @pytest.fixture
-def machine(monkeypatch):
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     machine = Machine()
     monkeypatch.setattr(lane, "_on", machine.on)
     monkeypatch.setattr(torch.cuda, "current_stream", machine.current)
     return machine
 
 
-def observed(kind, machine):
+def observed(kind: Any, machine: Any) -> Any:
     """The pipeline, each stage of which is issued on the machine."""
 
     class Observed(kind):
-        def stages(self):
+        def stages(self) -> Any:
             return [replace(stage, work=self.noting(stage.name, stage.work)) for stage in super().stages()]
 
-        def noting(self, name, work):
-            def noted(flight):
+        def noting(self, name: Any, work: Any) -> Any:
+            def noted(flight: Any) -> None:
                 if name != "load":
                     machine.issue(name, flight.index)
                 work(flight)
@@ -108,7 +109,7 @@ def observed(kind, machine):
     return Observed
 
 
-def train(lab, kind, machine, count=6):
+def train(lab: Any, kind: Any, machine: Any, count: Any = 6) -> Any:
     model = lab.cached_model()
     pipeline = observed(kind, machine)(model, lab.optimizer(model), "cpu", lanes=machine.lanes())
     assert len(lab.run(pipeline, iter(lab.batches(count)))) == count
@@ -134,7 +135,7 @@ NEEDS = {
 
 
 @pytest.mark.parametrize("kind", list(NEEDS))
-def test_every_stage_is_issued_on_a_stream_that_waits_for_what_it_needs(lab, machine, kind):
+def test_every_stage_is_issued_on_a_stream_that_waits_for_what_it_needs(lab: Any, machine: Any, kind: Any) -> None:
     train(lab, kind, machine)
     for stage, needed in NEEDS[kind].items():
         for i in range(6):
@@ -142,7 +143,7 @@ def test_every_stage_is_issued_on_a_stream_that_waits_for_what_it_needs(lab, mac
 
 
 @pytest.mark.parametrize("kind", list(NEEDS))
-def test_copies_do_not_wait_for_compute(lab, machine, kind):
+def test_copies_do_not_wait_for_compute(lab: Any, machine: Any, kind: Any) -> None:
     train(lab, kind, machine)
     for i in range(6):
         assert machine.seen["copy", i] == {("copy", k) for k in range(i)}
@@ -151,8 +152,10 @@ def test_copies_do_not_wait_for_compute(lab, machine, kind):
 
 
 @pytest.mark.parametrize("kind", list(NEEDS))
-def test_without_the_events_a_stage_would_be_issued_too_early(lab, machine, kind, monkeypatch):
-    def succeeded(ticket):  # waits on the host alone
+def test_without_the_events_a_stage_would_be_issued_too_early(
+    lab: Any, machine: Any, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def succeeded(ticket: Any) -> Any:  # waits on the host alone
         ticket._done.wait()
         return ticket._error is None
 
@@ -161,12 +164,14 @@ def test_without_the_events_a_stage_would_be_issued_too_early(lab, machine, kind
     assert ("copy", 3) not in machine.seen["forward", 3]
 
 
-def test_a_lookup_is_issued_behind_the_rows_and_rows_behind_the_indices(machine, monkeypatch):
+def test_a_lookup_is_issued_behind_the_rows_and_rows_behind_the_indices(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     bag = OffloadEmbeddingBag(10, 2, "sum")
     bag._lane = ThreadLane("rows", Stream("rows"))
 
-    def fence(device):
+    def fence(device: Any) -> Any:
         ticket = Ticket()
         ticket.run(lambda: None, machine.current())
         return ticket
@@ -174,7 +179,7 @@ def test_a_lookup_is_issued_behind_the_rows_and_rows_behind_the_indices(machine,
     monkeypatch.setattr("offload.embedding.bag.fence", fence)
     read = bag._read
 
-    def noted(input, before):
+    def noted(input: Any, before: Any) -> Any:
         result = read(input, before)
         machine.issue("rows", 0)
         return result

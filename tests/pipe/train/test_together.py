@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ EXAMPLE = Path(__file__).resolve().parents[3] / "docs" / "examples" / "retrieval
 
 
 @pytest.fixture(scope="module")
-def example():
+def example() -> Any:
     spec = importlib.util.spec_from_file_location("retrieval_from_disk", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -26,7 +27,7 @@ def example():
     del sys.modules[spec.name]
 
 
-def plain(example, batches, grad_accum):
+def plain(example: Any, batches: Any, grad_accum: Any) -> Any:
     """The same training with ``torch.nn`` alone; dropout is off, because chunks draw in an order of their own."""
     torch.manual_seed(1)
     words = nn.EmbeddingBag(example.WORDS, example.DIM, mode="mean", sparse=True)
@@ -49,10 +50,12 @@ def plain(example, batches, grad_accum):
     return words, encoder, losses
 
 
-def test_all_of_them_together_train_what_plain_torch_trains(example, tmp_path, monkeypatch):
+def test_all_of_them_together_train_what_plain_torch_trains(
+    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layers = example.encoder_layers
 
-    def without_dropout(seed=0):
+    def without_dropout(seed: Any = 0) -> Any:
         built = layers(seed)
         for module in built.modules():
             if isinstance(module, nn.Dropout):
@@ -68,7 +71,7 @@ def test_all_of_them_together_train_what_plain_torch_trains(example, tmp_path, m
         torch.testing.assert_close(value, reference, atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_the_example_learns_with_dropout_on(example, tmp_path):
+def test_the_example_learns_with_dropout_on(example: Any, tmp_path: Path) -> None:
     _, losses = example.train(tmp_path, batches=60)
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
 
@@ -77,18 +80,18 @@ def test_the_example_learns_with_dropout_on(example, tmp_path):
 @pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("ahead", [None, {"load": 0, "copy": 0}], ids=["ahead", "nothing_ahead"])
 def test_an_offloaded_model_and_its_optimizer_accumulate_windows_in_a_pipeline(
-    lab, tmp_path, update_in_backward, on_disk, ahead
-):
+    lab: Any, tmp_path: Path, update_in_backward: Any, on_disk: Any, ahead: Any
+) -> None:
     class Whole(nn.Module):
-        def __init__(self, layers):
+        def __init__(self, layers: Any) -> None:
             super().__init__()
             self.layers = layers
 
-        def forward(self, batch):
+        def forward(self, batch: Any) -> Any:
             output = self.layers(batch["x"])
             return (output - batch["y"]).square().mean(), output.detach()
 
-    def layers():
+    def layers() -> Any:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
 

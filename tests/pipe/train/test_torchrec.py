@@ -9,6 +9,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -300,7 +301,7 @@ CLAIMS = [
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one_process", "two_processes"])
-def outputs(request, tmp_path_factory):
+def outputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What so many ranks print that put every claim to the test."""
     store = tmp_path_factory.mktemp("torchrec") / "store"
     world, processes = request.param, []
@@ -318,5 +319,5 @@ def outputs(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
-def test_torchrec(outputs, claim):
+def test_torchrec(outputs: Any, claim: Any) -> None:
     assert all(f"held: {claim}" in output for output in outputs), "\n---\n".join(outputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -34,18 +35,18 @@ class Summing(nn.Module):
         return self.weight * float(batch), int(batch)
 
 
-def pipeline_of(make, model, **options):
+def pipeline_of(make: Any, model: Any, **options: Any) -> Any:
     return make(model, torch.optim.SGD(model.parameters(), 1.0), "cpu", **options)
 
 
-def numbers(*values):
+def numbers(*values: Any) -> Any:
     return iter([torch.tensor(k) for k in values])
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
-def test_the_order_of_positional_arguments_stays_and_later_ones_are_taken_by_keyword():
+def test_the_order_of_positional_arguments_stays_and_later_ones_are_taken_by_keyword() -> None:
     parameters = inspect.signature(TrainPipelineSparseDist).parameters
     positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert positional == ["model", "optimizer", "device", "enable_amp", "enable_grad_scaling", "grad_accum"]
@@ -64,7 +65,7 @@ def test_the_order_of_positional_arguments_stays_and_later_ones_are_taken_by_key
 
 
 @SPARSE
-def test_what_torchrec_is_asked_for_speed_changes_nothing(lab, make):
+def test_what_torchrec_is_asked_for_speed_changes_nothing(lab: Any, make: Any) -> None:
     reference, model = lab.sparse_model(), lab.sparse_model()
     torch.manual_seed(2)
     lab.plain_loop(reference, [lab.batches(5)])
@@ -86,17 +87,17 @@ def test_what_torchrec_is_asked_for_speed_changes_nothing(lab, make):
         ({"no_such_argument": 1}, TypeError, "no_such_argument"),
     ],
 )
-def test_arguments_that_cannot_be_met_are_refused_by_name(options, error, message):
+def test_arguments_that_cannot_be_met_are_refused_by_name(options: Any, error: Any, message: Any) -> None:
     with pytest.raises(error, match=message):
         pipeline_of(TrainPipelineSparseDist, Summing(), **options)
 
 
 @BOTH
-def test_a_forward_of_the_callers_own_takes_the_models_place(lab, make):
+def test_a_forward_of_the_callers_own_takes_the_models_place(lab: Any, make: Any) -> None:
     reference, model = lab.sparse_model(), lab.sparse_model()
     batches = [(batch, 3.0) for batch in lab.batches(6)]
 
-    def weighted(pair):
+    def weighted(pair: Any) -> Any:
         (losses, output), factor = model(pair[0]), pair[1]
         return losses * factor, output
 
@@ -116,7 +117,7 @@ def test_a_forward_of_the_callers_own_takes_the_models_place(lab, make):
 
 
 @BOTH
-def test_without_execute_all_batches_those_in_flight_wait_for_the_next_iterator(lab, make):
+def test_without_execute_all_batches_those_in_flight_wait_for_the_next_iterator(lab: Any, make: Any) -> None:
     model = Summing()
     pipeline = pipeline_of(make, model, execute_all_batches=False)
     first = numbers(1, 2, 3, 4, 5)
@@ -132,8 +133,8 @@ def test_without_execute_all_batches_those_in_flight_wait_for_the_next_iterator(
 
 
 @BOTH
-def test_without_execute_all_batches_a_loaders_failure_is_heard_in_its_turn(lab, make):
-    def failing():
+def test_without_execute_all_batches_a_loaders_failure_is_heard_in_its_turn(lab: Any, make: Any) -> None:
+    def failing() -> Any:
         yield from numbers(1, 2)
         raise OSError("disk")
 
@@ -146,7 +147,7 @@ def test_without_execute_all_batches_a_loaders_failure_is_heard_in_its_turn(lab,
 
 
 @BOTH
-def test_without_execute_all_batches_and_with_nothing_ahead_every_batch_runs(lab, make):
+def test_without_execute_all_batches_and_with_nothing_ahead_every_batch_runs(lab: Any, make: Any) -> None:
     model = Summing()
     ahead = dict.fromkeys(make.default_ahead, 0)
     pipeline = pipeline_of(make, model, execute_all_batches=False, ahead=ahead, grad_accum=2)
@@ -156,11 +157,13 @@ def test_without_execute_all_batches_and_with_nothing_ahead_every_batch_runs(lab
 
 
 @pytest.mark.parametrize(("interval", "size", "expected"), [(1, 1, 5), (2, 1, 3), (1, 2, 3), (None, 1, 0)])
-def test_replicated_tables_are_averaged_before_the_steps_whose_turn_it_is(lab, interval, size, expected):
+def test_replicated_tables_are_averaged_before_the_steps_whose_turn_it_is(
+    lab: Any, interval: Any, size: Any, expected: Any
+) -> None:
     log = []
 
     class DMPCollection(Summing):
-        def sync(self):
+        def sync(self) -> None:
             log.append(("sync", self.weight.grad.item()))
 
     model = DMPCollection()
@@ -182,7 +185,7 @@ def test_replicated_tables_are_averaged_before_the_steps_whose_turn_it_is(lab, i
     "make", [TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist, EvalPipelineSparseDist]
 )
 @pytest.mark.parametrize("calls", [0, 1, 4, 5])
-def test_reset_drops_batches_in_flight_and_continues_with_any_iterator(lab, make, calls):
+def test_reset_drops_batches_in_flight_and_continues_with_any_iterator(lab: Any, make: Any, calls: Any) -> None:
     model = Summing()
     pipeline = pipeline_of(make, model)
     batches = numbers(*range(1, 9))
@@ -198,7 +201,7 @@ def test_reset_drops_batches_in_flight_and_continues_with_any_iterator(lab, make
 
 
 @BOTH
-def test_a_reset_drops_the_open_window_and_keeps_the_parameters(lab, make):
+def test_a_reset_drops_the_open_window_and_keeps_the_parameters(lab: Any, make: Any) -> None:
     model = Summing()
     pipeline = pipeline_of(make, model, grad_accum=3)
     batches = numbers(*range(1, 10))
@@ -212,9 +215,9 @@ def test_a_reset_drops_the_open_window_and_keeps_the_parameters(lab, make):
 
 
 @BOTH
-def test_a_reset_waits_for_reads_and_copies_that_are_under_way(lab, make):
+def test_a_reset_waits_for_reads_and_copies_that_are_under_way(lab: Any, make: Any) -> None:
     class Late(make):
-        def stages(self):
+        def stages(self) -> Any:
             return [replace(s, lane=lab.LateLane()) if s.name in ("load", "copy") else s for s in super().stages()]
 
     model = Summing()
@@ -225,7 +228,7 @@ def test_a_reset_waits_for_reads_and_copies_that_are_under_way(lab, make):
     assert lab.run(pipeline, batches) == [5, 6, 7, 8]
 
 
-def test_a_state_may_be_loaded_after_a_reset(lab):
+def test_a_state_may_be_loaded_after_a_reset(lab: Any) -> None:
     model = lab.model()
     pipeline = TrainPipelineBase(model, lab.optimizer(model), "cpu", grad_accum=3)
     batches = iter(lab.batches(7))
@@ -241,7 +244,7 @@ def test_a_state_may_be_loaded_after_a_reset(lab):
 
 
 @SPARSE
-def test_a_model_that_was_detached_may_be_attached_again_or_forgotten_about(lab, make):
+def test_a_model_that_was_detached_may_be_attached_again_or_forgotten_about(lab: Any, make: Any) -> None:
     reference, model = lab.sparse_model(), lab.sparse_model()
     torch.manual_seed(2)
     lab.plain_loop(reference, [lab.batches(8)])
@@ -260,7 +263,7 @@ def test_a_model_that_was_detached_may_be_attached_again_or_forgotten_about(lab,
 
 
 @SPARSE
-def test_another_model_runs_the_batches_in_flight_and_all_after_them(lab, make):
+def test_another_model_runs_the_batches_in_flight_and_all_after_them(lab: Any, make: Any) -> None:
     old, new = lab.sparse_model(), lab.sparse_model(seed=3)
     plain_old, plain_new = copy.deepcopy(old), copy.deepcopy(new)
     batches = lab.batches(8)
@@ -284,7 +287,7 @@ def test_another_model_runs_the_batches_in_flight_and_all_after_them(lab, make):
     assert [event for event, _ in new.inner["sparse"].log].count("forward") == 1
 
 
-def test_a_module_inside_the_model_may_be_replaced_between_detach_and_attach(lab):
+def test_a_module_inside_the_model_may_be_replaced_between_detach_and_attach(lab: Any) -> None:
     reference, model = lab.sparse_model(), lab.sparse_model()
     replacement = lab.FakeSparse()
     replacement.scale = model.inner["sparse"].scale
@@ -302,7 +305,7 @@ def test_a_module_inside_the_model_may_be_replaced_between_detach_and_attach(lab
     assert [event for event, _ in replacement.log].count("forward") == 1
 
 
-def test_a_model_that_cannot_be_attached_leaves_the_one_before(lab):
+def test_a_model_that_cannot_be_attached_leaves_the_one_before(lab: Any) -> None:
     model, other = Summing(), Summing()
     pipeline = pipeline_of(TrainPipelineSparseDist, model, grad_accum=2)
     other.weight.register_post_accumulate_grad_hook(lambda parameter: None)

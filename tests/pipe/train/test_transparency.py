@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -26,11 +27,11 @@ KINDS = [
 ]
 
 
-def test_all_kinds_of_batches_are_covered(lab):
+def test_all_kinds_of_batches_are_covered(lab: Any) -> None:
     assert tuple(KINDS) == lab.kinds
 
 
-def compare_counts(lab, counts, kind, grad_accum):
+def compare_counts(lab: Any, counts: Any, kind: Any, grad_accum: Any) -> None:
     for count in counts:
         make = TrainPipelineBase if count % 2 else TrainPipelineSparseDist
         pipeline = lab.compare(make, (count,), grad_accum, kind)
@@ -39,20 +40,22 @@ def compare_counts(lab, counts, kind, grad_accum):
 
 
 @pytest.mark.parametrize("grad_accum", [None, 1, 2, 3, 4, 5])
-def test_final_weights_equal_a_plain_loop_for_1_to_20_batches(lab, grad_accum):
+def test_final_weights_equal_a_plain_loop_for_1_to_20_batches(lab: Any, grad_accum: Any) -> None:
     compare_counts(lab, range(1, 21), "dict", grad_accum)
 
 
 @pytest.mark.parametrize("grad_accum", [None, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_final_weights_equal_a_plain_loop_for_every_kind_of_batch(lab, kind, grad_accum):
+def test_final_weights_equal_a_plain_loop_for_every_kind_of_batch(lab: Any, kind: Any, grad_accum: Any) -> None:
     compare_counts(lab, [1, 2, 7], kind, grad_accum)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grad_accum", [None, 1, 2, 3, 4, 5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_final_weights_equal_a_plain_loop_for_1_to_20_batches_of_every_kind(lab, kind, grad_accum):
+def test_final_weights_equal_a_plain_loop_for_1_to_20_batches_of_every_kind(
+    lab: Any, kind: Any, grad_accum: Any
+) -> None:
     compare_counts(lab, range(1, 21), kind, grad_accum)
 
 
@@ -69,8 +72,17 @@ def test_final_weights_equal_a_plain_loop_for_1_to_20_batches_of_every_kind(lab,
     behind=st.booleans(),
 )
 def test_any_depth_any_lanes_and_any_number_of_epochs_change_nothing(
-    lab, counts, grad_accum, kind, load, copy, distribute, prefetch, serial, behind
-):
+    lab: Any,
+    counts: Any,
+    grad_accum: Any,
+    kind: Any,
+    load: Any,
+    copy: Any,
+    distribute: Any,
+    prefetch: Any,
+    serial: Any,
+    behind: Any,
+) -> None:
     depths = {"load": load, "copy": copy, "distribute": distribute, "prefetch": prefetch}
     ahead = {name: depths[name] for name in kind.default_ahead}
     lanes = Lanes.serial() if serial else None
@@ -78,10 +90,10 @@ def test_any_depth_any_lanes_and_any_number_of_epochs_change_nothing(
     lab.compare(make, tuple(counts), grad_accum)
 
 
-def test_a_pipeline_without_look_ahead_never_reads_beyond_the_batch_it_runs(lab):
+def test_a_pipeline_without_look_ahead_never_reads_beyond_the_batch_it_runs(lab: Any) -> None:
     read = []
 
-    def loader():
+    def loader() -> Any:
         for k, batch in enumerate(lab.batches(4)):
             read.append(k)
             yield batch
@@ -96,7 +108,7 @@ def test_a_pipeline_without_look_ahead_never_reads_beyond_the_batch_it_runs(lab)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("grad_accum", [None, 3])
-def test_autocast_and_gradient_scaling_equal_a_plain_loop_with_them(lab, dtype, grad_accum):
+def test_autocast_and_gradient_scaling_equal_a_plain_loop_with_them(lab: Any, dtype: Any, grad_accum: Any) -> None:
     reference, model = lab.model(), lab.model()
     batches = lab.batches(7)
     optimizer = lab.optimizer(reference)
@@ -120,7 +132,7 @@ def test_autocast_and_gradient_scaling_equal_a_plain_loop_with_them(lab, dtype, 
     lab.assert_same(model, reference)
 
 
-def test_a_model_in_eval_mode_only_runs_forward(lab):
+def test_a_model_in_eval_mode_only_runs_forward(lab: Any) -> None:
     model = lab.model().eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     pipeline = TrainPipelineBase(model, lab.optimizer(model), "cpu")
@@ -130,7 +142,7 @@ def test_a_model_in_eval_mode_only_runs_forward(lab):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_evaluation_by_a_second_pipeline_does_not_touch_an_open_window(lab):
+def test_evaluation_by_a_second_pipeline_does_not_touch_an_open_window(lab: Any) -> None:
     reference, model = lab.model(), lab.model()
     torch.manual_seed(2)
     lab.plain_loop(reference, [lab.batches(6)], 3)
@@ -156,13 +168,13 @@ def test_evaluation_by_a_second_pipeline_does_not_touch_an_open_window(lab):
     ],
     ids=["vector", "scalar", "three_dimensions", "nested"],
 )
-def test_losses_may_have_any_shape(lab, shape_losses):
+def test_losses_may_have_any_shape(lab: Any, shape_losses: Any) -> None:
     class Shaped(nn.Module):
-        def __init__(self, net):
+        def __init__(self, net: Any) -> None:
             super().__init__()
             self.net = net
 
-        def forward(self, batch):
+        def forward(self, batch: Any) -> Any:
             losses, output = self.net(batch)
             return shape_losses(losses), output
 

@@ -6,6 +6,7 @@ Each stage has a late lane, whose jobs run when they are waited for, and checks 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -33,10 +34,10 @@ WAITS = [
 ]
 
 
-def checked(stage):
+def checked(stage: Any) -> Any:
     """The stage, which says so if it runs on a batch before the stages that it needs."""
 
-    def work(flight):
+    def work(flight: Any) -> None:
         for name in stage.after:
             assert flight.tickets[name].done, f"{stage.name} ran before {name}"
         stage.work(flight)
@@ -44,11 +45,11 @@ def checked(stage):
     return work
 
 
-def late(lab, kind, stage_name=None, needed=None):
+def late(lab: Any, kind: Any, stage_name: Any = None, needed: Any = None) -> Any:
     """The pipeline with a late lane for each stage, and one wait taken out of its stages."""
 
     class Late(kind):
-        def stages(self):
+        def stages(self) -> Any:
             stages = [replace(stage, lane=lab.LateLane(), work=checked(stage)) for stage in super().stages()]
             return [
                 replace(stage, after=tuple(name for name in stage.after if name != needed))
@@ -60,7 +61,7 @@ def late(lab, kind, stage_name=None, needed=None):
     return Late
 
 
-def train(lab, kind):
+def train(lab: Any, kind: Any) -> None:
     prefetches = "prefetch" in kind.default_ahead
     reference = lab.sparse_model()
     model = lab.cached_model() if prefetches else lab.sparse_model()
@@ -80,17 +81,17 @@ def train(lab, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pipeline_whose_lanes_are_as_late_as_they_may_be_is_still_a_plain_loop(lab, kind):
+def test_a_pipeline_whose_lanes_are_as_late_as_they_may_be_is_still_a_plain_loop(lab: Any, kind: Any) -> None:
     train(lab, late(lab, kind))
 
 
 @pytest.mark.parametrize(("kind", "stage_name", "needed"), WAITS)
-def test_without_this_wait_its_stage_runs_too_early(lab, kind, stage_name, needed):
+def test_without_this_wait_its_stage_runs_too_early(lab: Any, kind: Any, stage_name: Any, needed: Any) -> None:
     with pytest.raises(AssertionError, match=f"^{stage_name} ran before {needed}"):
         train(lab, late(lab, kind, stage_name, needed))
 
 
-def test_these_are_all_the_waits_there_are(lab):
+def test_these_are_all_the_waits_there_are(lab: Any) -> None:
     model = lab.model()
     for kind in KINDS:
         stages = kind(model, lab.optimizer(model), "cpu").stages()
@@ -98,7 +99,7 @@ def test_these_are_all_the_waits_there_are(lab):
         assert waits == {(stage, needed) for k, stage, needed in WAITS if k is kind}
 
 
-def test_the_wait_inside_the_forward_earns_its_place(lab, monkeypatch):
+def test_the_wait_inside_the_forward_earns_its_place(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = lab.sparse_model()
     pipeline = TrainPipelineSparseDist(model, lab.optimizer(model), "cpu")
     monkeypatch.setattr(Distribution, "_distributed", lambda self, request: request.awaitable)
