@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from gradcache import GradCache
 from gradcache.budget import kept_bytes
-from gradcache.grouping import SavedBytes
 from offload import OffloadModel
+from offload.engine.saved_bytes import SavedBytes
 
 # Input (32 bytes a row) is saved by the first layer, its output (64) by tanh, which returns what the second saves.
 BYTES_PER_ROW = 32 + 64
