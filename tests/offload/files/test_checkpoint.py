@@ -23,7 +23,7 @@ from tests.offload.pair import Pair
 from tests.offload.zoo import WIDTH, build
 
 INDEX = "model.safetensors.index.json"
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def make(

@@ -278,7 +278,7 @@ def test_a_home_whose_process_was_killed_is_refused(left: tuple[Path, dict[str, 
     )
     offloaded_and_closed(left[0])
     arguments = [sys.executable, "-c", code, str(left[0])]
-    assert subprocess.run(arguments, check=False, timeout=120, cwd=Path(__file__).parents[2]).returncode == -9
+    assert subprocess.run(arguments, check=False, timeout=120, cwd=Path(__file__).parents[3]).returncode == -9
     with pytest.raises(HomeError, match="expected a home that was closed, but the model that used it ended"):
         offloaded(layers("meta"), left[0])
 
