@@ -41,8 +41,8 @@ from offload.engine.surroundings import StateBefore
 from offload.engine.tape import Tape
 from offload.planning.plan import Action, Kind
 from offload.planning.planner import Pass
+from offload.planning.residency import Key
 from offload.process import check_process
-from offload.residency import Key
 from offload.storage import Tier
 from offload.streaming.lane import Lanes
 from offload.streaming.shard import Shard

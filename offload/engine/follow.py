@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -22,6 +23,7 @@ def follow(
     streamer: Streamer,
     run: Callable[[Cell], None],
     end_visit: Callable[[int, Callable[[Action], None]], Sequence[Action]] = lambda j, perform: (),
+    around_cells: Callable[[int], contextlib.AbstractContextManager[None]] = lambda j: contextlib.nullcontext(),
     gradients: tuple[BoundaryStore, Residency, Sizes] | None = None,
 ) -> Plan:
     """Plans a pass and does what the plan says.
@@ -33,6 +35,7 @@ def follow(
         run: runs a cell while its shard is on the compute device.
         end_visit: what is to be done before the shard leaves, after its last cell. It may perform actions of its own,
             and returns those that it has done besides.
+        around_cells: a context for the cells of a shard.
         gradients: those of boundaries, in a backward; what plans which of them stay in memory; and their sizes.
 
     Returns:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from offload.optim.access import updates_of
 from torch import nn
 
 from offload import OffloadModel
+from offload.optim.access import updates_of
 from offload.planning.plan import CELLS, Kind, Plan, validate
 from offload.telemetry.timeline import draw_timeline
 
