@@ -30,7 +30,6 @@ from offload.engine.regroup import RegroupedTape, by_chunk, join_chunks, looks_a
 from offload.engine.structure import Structure
 from offload.engine.tape import Tape
 from offload.files.pretrained import Pretrained, tensors_of
-from offload.module import ModuleAtHome
 from offload.optim.access import OptimizerAccess
 from offload.persistence import PersistentHome
 from offload.planning.estimate import Estimate, estimate_step
@@ -40,9 +39,9 @@ from offload.rollback import Rollback
 from offload.storage import DiskHome, open_tier
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import open_lanes
-from offload.streaming.streamer import Streamer
 from offload.telemetry.statistics import Meter, Statistics
 from offload.telemetry.trace import Event
+from offload.turns import ModuleInTurn
 from pipe.interception import offered
 from pipe.microbatch import gather_nested, split_nested
 from pipe.nested import map_tensors
@@ -51,7 +50,7 @@ from pipe.torch_private import outside_of_compiled_graphs
 __all__ = ["OffloadModel"]
 
 
-class OffloadModel(ModuleAtHome):
+class OffloadModel(ModuleInTurn):
     """An ``nn.Sequential`` that trains on a device whose memory cannot hold it.
 
     The layers are cut into shards. Shards are stored in host memory or in files, and are loaded to the compute device
@@ -307,30 +306,6 @@ class OffloadModel(ModuleAtHome):
             return 0
         return int(self._activation_bytes // per_row)
 
-    # --- taking turns in a Pipe -----------------------------------------------------------------------------------
-
-    @property
-    def updates_in_backward(self) -> bool:
-        """Whether the next backward updates parameters, so that gradients cannot accumulate over micro-batches."""
-        updater = self._executor.streamer.gradient_offload.optimizers.in_backward
-        return updater is not None and updater.updates
-
-    def optimizer_access(self) -> OptimizerAccess:
-        """What an :class:`~offload.OffloadOptimizer` may do with this model, besides reading its parameters."""
-        return OptimizerAccess(self._executor, self._tier, self._meter)
-
-    def take_turns(self, stages: Sequence[Sequence[object]]) -> None:
-        """Shares device memory with models that never compute at the same time: see :mod:`pipe.turn`."""
-        Streamer.share_room([[m._executor.streamer for m in s if isinstance(m, OffloadModel)] for s in stages])
-
-    def held_still(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, nobody changes parameters: what one call loaded serves the next as well."""
-        return self._executor.held_still()
-
-    def expect(self, *, backward: bool = False) -> None:
-        """Begins to load what the next pass uses first, into memory that nobody else needs."""
-        self._executor.expect(backward=backward)
-
     # --- looking ------------------------------------------------------------------------------------------------
 
     def statistics(self) -> Statistics:
@@ -392,6 +367,10 @@ class OffloadModel(ModuleAtHome):
             tracer.sample(self._meter.held_bytes)
             yield events
         tracer.write(path, events)
+
+    def optimizer_access(self) -> OptimizerAccess:
+        """What an :class:`~offload.OffloadOptimizer` may do with this model, besides reading its parameters."""
+        return OptimizerAccess(self._executor, self._tier, self._meter)
 
     def extra_repr(self) -> str:
         """One line about the shards."""

@@ -63,7 +63,6 @@ class Rollback:
         for module, mapping, parameters, buffers in self._members:
             mapping.clear()
             mapping.update(parameters)
-            module.__dict__["_parameters"] = mapping
             module._buffers.clear()
             module._buffers.update(buffers)
         for parameter, was in self._parameters.items():

@@ -38,7 +38,7 @@ from pipe.skip.skippable import verify_skippables
 from pipe.state_dict import without_partitions
 from pipe.step import Step, split_target
 from pipe.stream import AbstractStream, new_stream
-from pipe.turn import TakesTurns, held_still, share_places, takers_in
+from pipe.turn import TakesTurns, frozen_weights, share_places, takers_in
 
 __all__ = ["BalanceError", "Pipe"]
 
@@ -211,7 +211,7 @@ class Pipe(nn.Module):
             check_updates(takers)
         record = self._record if self._recorders else None
         kind = ("forward", torch.is_grad_enabled(), *self._modes())
-        with held_still(takers), mini_batch(len(batches)), self._draws.ordered(kind, self._stages) as in_order:
+        with frozen_weights(takers), mini_batch(len(batches)), self._draws.ordered(kind, self._stages) as in_order:
             Pipeline(
                 batches,
                 self._stages,
@@ -282,7 +282,7 @@ class Pipe(nn.Module):
         with (
             contextlib.nullcontext() if tried else undone_on(UndeclaredReductionError, self, self.devices),
             gradients.accumulated(),
-            held_still(takers),
+            frozen_weights(takers),
             mini_batch(len(rows)),
             self._draws.ordered(("step", *self._modes()), self._stages) as in_order,
         ):

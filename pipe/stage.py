@@ -72,7 +72,7 @@ class Stage:
     def expect(self, *, backward: bool = False) -> None:
         """Calls ``expect`` of the modules that take turns: the next turn on the device is that of this stage."""
         for taker in self._takers:
-            taker.expect(backward=backward)
+            taker.prefetch(backward=backward)
 
     def watched(self) -> WatchedLayers:
         """The modules and parameters of the layers, recorded so that a recomputation can verify them."""

@@ -25,7 +25,7 @@ from torch import nn
 
 from pipe.stream import normalize_device
 
-__all__ = ["TakesTurns", "held_still", "share_places", "takers_in", "takes_turns"]
+__all__ = ["TakesTurns", "frozen_weights", "share_places", "takers_in", "takes_turns"]
 
 
 @runtime_checkable
@@ -37,7 +37,7 @@ class TakesTurns(Protocol):
         """The device that it computes on. It is fixed: the pipe does not move the module."""
         ...
 
-    def take_turns(self, stages: Sequence[Sequence[TakesTurns]]) -> None:
+    def share_slots(self, stages: Sequence[Sequence[TakesTurns]]) -> None:
         """Shares the memory for weights. Called on the first module of a place.
 
         No two of these stages compute at the same time, so their weights may use the same memory.
@@ -47,11 +47,11 @@ class TakesTurns(Protocol):
         """
         ...
 
-    def held_still(self) -> contextlib.AbstractContextManager[None]:
+    def frozen_weights(self) -> contextlib.AbstractContextManager[None]:
         """A context in which weights do not change, so that weights loaded by one call may be reused by the next."""
         ...
 
-    def expect(self, *, backward: bool = False) -> None:
+    def prefetch(self, *, backward: bool = False) -> None:
         """Announces that the module has the next turn at its place, so that it may prefetch into unused memory."""
         ...
 
@@ -94,13 +94,13 @@ def share_places(
         if takers:
             shared.setdefault(place, []).append(takers)
     for groups in shared.values():
-        groups[0][0].take_turns(groups)
+        groups[0][0].share_slots(groups)
 
 
 @contextlib.contextmanager
-def held_still(takers: Iterable[TakesTurns]) -> Iterator[None]:
+def frozen_weights(takers: Iterable[TakesTurns]) -> Iterator[None]:
     """A context in which the weights of all these modules do not change."""
     with contextlib.ExitStack() as stack:
         for taker in takers:
-            stack.enter_context(taker.held_still())
+            stack.enter_context(taker.frozen_weights())
         yield

@@ -106,7 +106,7 @@ def time_pairs(
         if slots is not None:
             # Said by a user who changes no parameters meanwhile. Without this, each step loads them anew, since they
             # might have been changed.
-            stack.enter_context(model.held_still())
+            stack.enter_context(model.frozen_weights())
         for k in range(-warmup, pairs):
             seconds, losses = {}, {}
             before = model.statistics()

@@ -34,7 +34,6 @@ from offload.engine.cell import Cell, OutputFn, ReplayableShard
 from offload.engine.cell_executor import CellExecutor, requires, rows_of, versions_of
 from offload.engine.follow import follow
 from offload.engine.layouts import bytes_of_boundary, refuse_hidden, refuse_strided_nested
-from offload.engine.staleness import StalenessTracker
 from offload.engine.steps import Steps, joined
 from offload.engine.structure import Structure
 from offload.engine.surroundings import StateBefore
@@ -43,6 +42,7 @@ from offload.planning.plan import Action, Kind
 from offload.planning.planner import Pass
 from offload.planning.residency import Key
 from offload.process import check_process
+from offload.references import References
 from offload.storage import Tier
 from offload.streaming.lane import Lanes
 from offload.streaming.shard import Shard
@@ -104,7 +104,7 @@ class Executor:
         )
         for replayable in self.replayables:
             replayable.measures_graphs = recompute and graph_bytes > 0
-        self._untouched = StalenessTracker(
+        self._references = References(
             shards, (p for replayable in self.replayables for _, p in replayable.watched.parameters)
         )
         #: Whether a pass is under way, or was interrupted before it could clean up.
@@ -147,11 +147,10 @@ class Executor:
         return count
 
     def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool:
-        """See :meth:`offload.engine.staleness.StalenessTracker.held_elsewhere`; ``known`` is without the engine's own
-        graphs."""
+        """See :meth:`offload.references.References.held_elsewhere`; ``known`` is without the engine's own graphs."""
         for node in self.nodes:
             known.update(p for p in node.parameters if p in known)
-        return self._untouched.held_elsewhere(known, views)
+        return self._references.held_elsewhere(known, views)
 
     def bytes_at_home(self) -> int:
         """Bytes of parameters and of gradients that rest at home."""
@@ -244,11 +243,11 @@ class Executor:
                 self._meter.begin_step()
             # Inside a turn the next micro-batch comes at once, and a backward recomputes with what its forward saw.
             # Otherwise anything may have happened to homes that somebody could reach, also what no version counts.
-            in_turn = self._held_still > 0 or (self.streamer.slot_pool.shared and is_recomputing())
-            if not (in_turn or self._untouched.since_mark()):
+            shared = self.streamer.slot_pool.shared
+            in_turn = self._held_still > 0 or (shared and is_recomputing())
+            if not in_turn:
                 self.streamer.release()
                 self.store_assigned_data()
-            self._untouched.forget()
             this = Pass(
                 shards=n,
                 microbatches=m,
@@ -257,7 +256,7 @@ class Executor:
                 records=tape.records,
                 kept=tape.graphs,
                 resident=self.streamer.resident(),
-                later=range(n) if in_turn else range(n - 1, tape.first - 1, -1) if tape.records else (),
+                later=range(n) if in_turn and shared else range(n - 1, tape.first - 1, -1) if tape.records else (),
                 pending=self.streamer.pending(),
             )
             outputs: list[Any] = [None] * m
@@ -309,8 +308,6 @@ class Executor:
             else:
                 self.steps.ran(tape.plan, tape.rows, training=False)
                 self.streamer.wait_for_home_reads()
-                # What is in slots stays there. The next forward asks whether it still holds what the homes do.
-                self._untouched.mark()
         return outputs
 
     # --- backward -----------------------------------------------------------------------------------------------
@@ -348,7 +345,6 @@ class Executor:
         gradients = self._store(gradients=True)
         input_gradients: list[list[Any]] = [[None] * len(leaves) for leaves in tape.inputs]
         with contextlib.closing(gradients), self._exclusively(recomputes=self._recompute):
-            self._untouched.forget()
             in_turn = self._held_still > 0 or self.streamer.slot_pool.shared
             if tape.assignments != self._assignments and not in_turn:
                 # A later forward loaded what slots hold, and parameters may have had other values for its time.
@@ -460,7 +456,6 @@ class Executor:
             self._cancel()
 
     def _cancel(self) -> None:
-        self._untouched.forget()
         self.streamer.cancel()
         self._busy = False
 

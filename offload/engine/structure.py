@@ -69,10 +69,9 @@ class Structure:
 
 
 def _parameters(module: nn.Module) -> list[tuple[str, int]]:
-    # By identity, and past the methods of the mapping, which may note who takes parameters out.
-    return [(name, id(p)) for name, p in dict.items(module._parameters) if p is not None]
+    return [(name, id(p)) for name, p in module._parameters.items() if p is not None]
 
 
 def _members(module: nn.Module) -> tuple[object, ...]:
     """Identities of the children and parameters of a module, and the names of its buffers."""
-    return (*map(id, dict.values(module._parameters)), *map(id, module._modules.values()), *module._buffers)
+    return (*map(id, module._parameters.values()), *map(id, module._modules.values()), *module._buffers)

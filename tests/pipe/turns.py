@@ -27,7 +27,7 @@ class Turner(nn.Sequential):
         self.log.append(self.name)
         return super().forward(x)
 
-    def take_turns(self, stages: Sequence[Sequence[TakesTurns]]) -> None:
+    def share_slots(self, stages: Sequence[Sequence[TakesTurns]]) -> None:
         log: list[str] = []
         for k, stage in enumerate(stages):
             for turner in stage:
@@ -35,12 +35,12 @@ class Turner(nn.Sequential):
                 turner.log, turner.name = log, f"{k} of {len(stages)}"
 
     @contextlib.contextmanager
-    def held_still(self) -> Iterator[None]:
+    def frozen_weights(self) -> Iterator[None]:
         self.still += 1
         try:
             yield
         finally:
             self.still -= 1
 
-    def expect(self, *, backward: bool = False) -> None:
+    def prefetch(self, *, backward: bool = False) -> None:
         self.log.append(f"next is {self.name}{', back' if backward else ''}")

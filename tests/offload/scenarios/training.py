@@ -125,7 +125,7 @@ def an_unused_load_never_lands(monkeypatch: pytest.MonkeyPatch, path: Path) -> N
     model = OffloadModel(build(["linear"] * 2), "cpu", f"{path}/", num_slices=4, checkpoint_activation=True)
     model(torch.zeros(1, WIDTH)).sum().backward()  # makes slots, and leaves them empty
     with torch.no_grad():
-        model.expect()
+        model.prefetch()
         for p, q in zip(model.parameters(), bare.parameters(), strict=True):
             p.mul_(2)
             q.copy_(p)

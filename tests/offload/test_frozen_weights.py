@@ -1,9 +1,8 @@
-"""What one call loaded serves the next, unless anybody can have written to a home in between."""
+"""Inside frozen_weights what one call loaded serves the next; outside, every write is seen by the next call."""
 
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,43 +39,60 @@ def loads(model: OffloadModel) -> int:
     return model.statistics().shard_loads - before
 
 
-def test_inference_loads_nothing_once_all_fits(home: str) -> None:
+def test_with_frozen_weights_inference_loads_nothing_once_all_fits(home: str) -> None:
     bare, model = make(home)
-    assert [loads(model) for _ in range(4)] == [4, 0, 0, 0]
-    assert torch.equal(infer(model), infer(bare))
-    with torch.inference_mode():
-        model(batch())
-    model.eval()
-    assert loads(model) == 0
+    held = list(model.parameters())  # a list of parameters does not matter
+    with model.frozen_weights():
+        assert [loads(model) for _ in range(4)] == [4, 0, 0, 0]
+        assert torch.equal(infer(model), infer(bare))
+        with torch.inference_mode():
+            model(batch())
+        model.eval()
+        assert loads(model) == 0
+    assert [loads(model) for _ in range(2)] == [4, 4]  # outside, they might have been written to
     _, tight = make(home, slots=3)
-    assert [loads(tight) for _ in range(3)][1:] == [2, 2]  # the cache of a cycle that does not fit
+    with tight.frozen_weights():
+        assert [loads(tight) for _ in range(3)][1:] == [2, 2]  # the cache of a cycle that does not fit
+    del held
 
 
-def test_a_training_step_begins_with_what_inference_left_and_inference_after_it_loads(home: str) -> None:
-    bare, model = make(home)
-    infer(model)
-    before = model.statistics().shard_loads
-    for run in (bare, model):
-        run(batch()).pow(2).sum().backward()
-    assert model.statistics().shard_loads == before
-    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
-    del p, q
-    assert loads(model) == 4
-
-
-def test_training_steps_inside_held_still_load_once_although_parameters_are_referenced_elsewhere(home: str) -> None:
+def test_training_steps_with_frozen_weights_load_once(home: str) -> None:
     bare, model = make(home)
     held = list(model.parameters())
     before = model.statistics().shard_loads
-    with model.held_still():
+    with model.frozen_weights():
         for _ in range(3):
             for run in (bare, model):
                 run(batch()).pow(2).sum().backward()
     assert model.statistics().shard_loads == before + 4
     for p, q in zip(bare.parameters(), held, strict=True):
         assert torch.equal(p.grad, q.grad)
-    assert loads(model) == 4  # outside, it might have been written to
+
+
+def _held_still(model: OffloadModel) -> bool:
+    with model.held_still():
+        return [loads(model) for _ in range(2)] == [4, 0]
+
+
+def _take_turns(model: OffloadModel) -> bool:
+    other = make()[1]
+    model.take_turns([[model], [other]])
+    return model._executor.streamer.slot_pool is other._executor.streamer.slot_pool
+
+
+OLD: dict[str, tuple[str, Callable[[OffloadModel], bool]]] = {
+    "held_still": ("frozen_weights", _held_still),
+    "take_turns": ("share_slots", _take_turns),
+    "expect": ("prefetch", lambda model: model.expect(backward=True) is None),
+}
+
+
+@pytest.mark.parametrize("old", OLD)
+def test_old_names_work_and_name_the_new_ones(old: str) -> None:
+    new, use = OLD[old]
+    with pytest.warns(DeprecationWarning, match=f"OffloadModel.{old} is now called {new}") as warned:
+        assert use(make()[1])
+    assert warned[0].filename == __file__
 
 
 @torch.no_grad()
@@ -197,14 +213,6 @@ def test_a_hook_that_references_a_parameter_counts_as_a_holder(home: str) -> Non
     assert torch.equal(infer(model), infer(bare))
 
 
-def test_caching_begins_again_when_the_last_holder_is_gone(home: str) -> None:
-    _, model = make(home)
-    held = list(model.parameters())
-    assert [loads(model) for _ in range(2)] == [4, 4]
-    del held
-    assert [loads(model) for _ in range(3)] == [4, 0, 0]
-
-
 def test_evaluation_between_steps_sees_every_update(home: str) -> None:
     bare, model = make(home)
     plain, ours = torch.optim.SGD(bare.parameters(), lr=0.1), OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
@@ -243,13 +251,3 @@ def test_data_of_another_size_is_refused() -> None:
     _first(model).data = torch.ones(2, 2)
     with pytest.raises(ValueError, match=r"expected data of 256 bytes for parameter 0\.weight, got shape \(2, 2\)"):
         infer(model)
-
-
-def test_copies_of_layers_are_ordinary_modules() -> None:
-    _, model = make()
-    layer = next(model.children())
-    for other in (copy.deepcopy(layer), copy.copy(layer._parameters), pickle.loads(pickle.dumps(layer))):
-        parameters = other if isinstance(other, dict) else other._parameters
-        assert type(parameters) is dict
-    assert type(layer._parameters | {}) is dict
-    assert list(layer._parameters) == ["weight", "bias"]

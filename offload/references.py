@@ -1,0 +1,95 @@
+"""Whether other code holds parameters of a model, and so can look at them past the model.
+
+An update may be pending as long as everybody who could read its parameters asks the model for them, which finishes it
+first. Code that holds a parameter already, its gradient or a view of its home (a list for an average, a NumPy array)
+does not ask. So references are counted: those that the engine knows of, and those that there are.
+
+Whatever is unclear counts as held, and costs an update that is not hidden behind the next forward.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from offload.streaming.shard import Shard
+from pipe.torch_private import native_uses, storage_uses
+
+__all__ = ["References"]
+
+
+class References:
+    """The engine's own references to the parameters of a model; made once, when its parameters are home.
+
+    Args:
+        shards: of the model.
+        held: parameters that other parts of the engine hold, as often as they do.
+    """
+
+    def __init__(self, shards: Sequence[Shard], held: Iterable[nn.Parameter] = ()) -> None:
+        self._shards = shards
+        #: How many references of the engine, and of the modules themselves, each parameter has.
+        self._ours: Counter[nn.Parameter] = Counter()
+        for module in dict.fromkeys(m for shard in shards for layer in shard.layers for m in layer.modules()):
+            self._ours.update(p for p in module._parameters.values() if p is not None)
+        for shard in shards:
+            self._ours.update(s.parameter for s in (*shard.own, *shard.slices))
+        self._ours.update(held)
+        self._ours.update(list(self._ours))  # the counter holds each one, too
+
+    def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool:
+        """Whether code outside of the engine holds parameters, their gradients or memory of their homes.
+
+        Args:
+            known: the parameters that are asked about, and how often optimizers and graphs of the model hold each.
+            views: how many tensors optimizers have made of the home of each shard, by its index.
+        """
+        for parameter, held in known.items():
+            ours = self._ours[parameter] + held + 1  # ``known`` itself
+            ours += _BY_GRAPHS if native_uses(parameter) > 1 else 0
+            if sys.getrefcount(parameter) - ours != _UNHELD or weakref.getweakrefcount(parameter):
+                return True
+            gradient = parameter.grad
+            if gradient is not None and sys.getrefcount(gradient) != _UNHELD_GRADIENT:
+                return True
+        return any(
+            storage_uses(shard.home.tensor) != 1 + len(shard.own) + views[shard.index]
+            for shard in self._shards
+            if shard.home is not None and shard.index in views
+        )
+
+
+def _unheld() -> int:
+    """What ``sys.getrefcount`` counts in the loop above besides the references that are known, in this Python."""
+    held = {nn.Parameter(torch.empty(0)): 1}
+    for parameter, ours in held.items():
+        return sys.getrefcount(parameter) - ours
+    raise AssertionError
+
+
+def _by_graphs() -> int:
+    """How many references to a parameter's Python object graphs hold, however many they are, in this torch."""
+    parameter = nn.Parameter(torch.ones(1))
+    before = sys.getrefcount(parameter)
+    output = parameter * 1.0
+    after = sys.getrefcount(parameter)
+    del output
+    return after - before
+
+
+def _unheld_gradient() -> int:
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    gradient = parameter.grad
+    return sys.getrefcount(gradient)
+
+
+_BY_GRAPHS, _UNHELD_GRADIENT = _by_graphs(), _unheld_gradient()
+
+#: What the counts above come to where there is nobody else: references of the expressions themselves.
+_UNHELD = _unheld()
