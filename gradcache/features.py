@@ -32,7 +32,7 @@ class FeatureSplitter:
             ValueError: if members differ in their number of rows, or tokens are to be counted without a mask.
         """
         features: Mapping[str, Any] = model_input[0][0]
-        total = _rows_of(features)
+        total = _texts_in(features)
         starts = range(0, max(total, 1), rows) if self._tokens is None else self._starts(features)
         stops = [*starts[1:], max(total, 1)]
         return [([_cut(features, start, stop)], {}) for start, stop in zip(starts, stops, strict=True)]
@@ -51,7 +51,7 @@ class FeatureSplitter:
         return starts
 
 
-def _rows_of(features: Mapping[str, Any]) -> int:
+def _texts_in(features: Mapping[str, Any]) -> int:
     """Rows that all members have.
 
     Raises:

@@ -25,7 +25,7 @@ from offload.engine.cell import Cell, OutputFn, ReplayableShard
 from offload.engine.layouts import fitting
 from offload.engine.raw_chunk import MadeInput
 from offload.engine.saved_tensors import weights_by_reference
-from offload.engine.source import Source
+from offload.engine.source import CellInput
 from offload.engine.tape import CellNotes, KeptCell, Tape
 from offload.engine.weight_writes import (
     HomeWatch,
@@ -43,7 +43,7 @@ from offload.telemetry.statistics import Meter
 from pipe.nested import flatten, map_distinct, unflatten
 from pipe.torch_private import hidden_hooks
 
-__all__ = ["CellExecutor", "requires", "rows_of", "versions_of"]
+__all__ = ["CellExecutor", "largest_rows", "requires", "versions_of"]
 
 
 class CellExecutor:
@@ -265,7 +265,7 @@ class CellExecutor:
         shard: Shard,
         roots: list[Tensor],
         gradients: list[Any],
-        source: Source | None,
+        source: CellInput | None,
         only: Collection[nn.Parameter],
         retain: bool,
     ) -> list[Tensor | None] | None:
@@ -368,10 +368,10 @@ def _check_same(tape: CellNotes, cell: Cell, outputs: Sequence[Any]) -> None:
         )
 
 
-def _source(tape: CellNotes, cell: Cell, boundary: Any) -> tuple[Source, Any]:
+def _source(tape: CellNotes, cell: Cell, boundary: Any) -> tuple[CellInput, Any]:
     """The beginning of a cell's graph, and the boundary as that graph sees it."""
     leaves, spec = flatten(boundary)
-    source = Source(leaves, tape.requires.get(cell, [False] * len(leaves)), cell.j)
+    source = CellInput(leaves, tape.requires.get(cell, [False] * len(leaves)), cell.j)
     return source, unflatten(list(source.leaves), spec)
 
 
@@ -385,7 +385,7 @@ def versions_of(leaves: Sequence[Any]) -> list[int]:
     return [x._version for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
 
 
-def rows_of(leaves: Sequence[Any]) -> int:
+def largest_rows(leaves: Sequence[Any]) -> int:
     """Rows of a micro-batch: the largest dimension 0, since not every input has one."""
     raw = (x.rows for x in leaves if isinstance(x, MadeInput))
     return max((*(x.size(0) for x in leaves if isinstance(x, Tensor) and x.dim()), *raw), default=1)

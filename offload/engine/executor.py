@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from offload.engine.boundary_store import BoundaryStore
 from offload.engine.cell import Cell, OutputFn, ReplayableShard
-from offload.engine.cell_executor import CellExecutor, requires, rows_of, versions_of
+from offload.engine.cell_executor import CellExecutor, largest_rows, requires, versions_of
 from offload.engine.follow import follow
 from offload.engine.layouts import bytes_of_boundary, refuse_hidden, refuse_strided_nested
 from offload.engine.steps import Steps, joined
@@ -213,7 +213,7 @@ class Executor:
                 replayable.watch()
         input_requires_grad = any(isinstance(x, Tensor) and x.requires_grad for leaves in inputs for x in leaves)
         first = 0 if input_requires_grad else next((s.index for s in self.shards if s.trainable), len(self.shards))
-        rows = [rows_of(leaves) for leaves in inputs]
+        rows = [largest_rows(leaves) for leaves in inputs]
         records = torch.is_grad_enabled() and first < len(self.shards)
         elements = [sum(x.numel() for x in leaves if isinstance(x, Tensor)) for leaves in inputs]
         self.steps.check_input(elements, training=records)

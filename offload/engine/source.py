@@ -17,7 +17,7 @@ from torch import Tensor
 from pipe.phony import get_phony
 from pipe.torch_private import will_run
 
-__all__ = ["Source", "used_outside"]
+__all__ = ["CellInput", "used_outside"]
 
 
 def used_outside(shard: int) -> RuntimeError:
@@ -30,7 +30,7 @@ def used_outside(shard: int) -> RuntimeError:
     )
 
 
-class Source:
+class CellInput:
     """The beginning of one cell's graph.
 
     Args:
@@ -120,7 +120,7 @@ def _nodes(outputs: Sequence[Any]) -> Iterator[Any]:
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, source: Source, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, source: CellInput, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         # Without a weak reference, the source holds its graph and the graph its source, until garbage is collected.
         ctx.source, ctx.shard = weakref.ref(source), source._shard

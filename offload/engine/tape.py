@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from offload.engine.boundary_store import BoundaryStore
 from offload.engine.cell import Cell
-from offload.engine.source import Source
+from offload.engine.source import CellInput
 from offload.planning.plan import Plan
 from offload.planning.residency import Residency
 from pipe.nested import TreeSpec, flatten, unflatten
@@ -25,7 +25,7 @@ __all__ = ["CellNotes", "KeptCell", "Tape"]
 class KeptCell:
     """A cell that kept its graph instead of being recomputed: where the graph begins, and its flat output."""
 
-    source: Source
+    source: CellInput
     outputs: list[Any]
     spec: TreeSpec
 

@@ -31,7 +31,7 @@ from pipe.train.compute import Compute
 from pipe.train.flight import Flight, SkippedStage
 from pipe.train.lane import InlineLane, Lanes
 from pipe.train.reader import Reader
-from pipe.train.schedule import Action, Schedule, Stage
+from pipe.train.schedule import Schedule, Stage, StageRun
 from pipe.train.source import Kind, Read
 from pipe.train.statistics import Statistics
 from pipe.train.window import Window
@@ -271,7 +271,7 @@ class TrainPipelineBase:
         self._position = i + 1
         return self._flights.pop(i)
 
-    def _run(self, action: Action) -> None:
+    def _run(self, action: StageRun) -> None:
         """Submits one stage of one batch to its lane."""
         stage, k = action
         if k < self._position:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipe.torch_private import pytree
 
-__all__ = ["Step", "follow", "move", "pageable_bytes", "record_stream", "walk"]
+__all__ = ["PathStep", "follow", "move", "pageable_bytes", "record_stream", "walk"]
 
 
 def _takes_non_blocking(to: Callable[..., Any]) -> bool:
@@ -70,7 +70,7 @@ def move(batch: Any, device: torch.device) -> Any:
     return pytree.tree_unflatten([move(leaf, device) for leaf in leaves], spec)
 
 
-class Step(NamedTuple):
+class PathStep(NamedTuple):
     """One step of a path into a batch: ``.key`` of an object, or ``[key]`` of a container."""
 
     attribute: bool
@@ -84,13 +84,13 @@ _OPAQUE = (str, bytes, int, float, complex, bool, type(None), type, torch.device
 _DEEPEST = 8  # levels of containers that are walked; deeper values are taken for object graphs, not for a batch
 
 
-def _children(value: Any) -> Iterator[tuple[Step, Any]]:
+def _children(value: Any) -> Iterator[tuple[PathStep, Any]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield Step(False, key), item
+            yield PathStep(False, key), item
     elif isinstance(value, (list, tuple)):
         for k, item in enumerate(value):
-            yield Step(False, k), item
+            yield PathStep(False, k), item
     elif not isinstance(value, (Tensor, *_OPAQUE)) and not callable(value):
         names = dict.fromkeys(getattr(value, "__dict__", ()))
         for kind in type(value).__mro__:
@@ -99,15 +99,15 @@ def _children(value: Any) -> Iterator[tuple[Step, Any]]:
         for name in names:
             item = getattr(value, name, None)
             if item is not None:
-                yield Step(True, name), item
+                yield PathStep(True, name), item
 
 
-def walk(batch: Any) -> Iterator[tuple[tuple[Step, ...], Any]]:
+def walk(batch: Any) -> Iterator[tuple[tuple[PathStep, ...], Any]]:
     """Every object that the batch reaches, with its path, outermost first; each object once."""
     seen: set[int] = set()  # ids are safe here: everything seen is kept alive by the batch while this runs
-    level: list[tuple[tuple[Step, ...], Any]] = [((), batch)]
+    level: list[tuple[tuple[PathStep, ...], Any]] = [((), batch)]
     for _ in range(_DEEPEST):
-        below: list[tuple[tuple[Step, ...], Any]] = []
+        below: list[tuple[tuple[PathStep, ...], Any]] = []
         for path, value in level:
             if id(value) not in seen:
                 seen.add(id(value))
@@ -116,7 +116,7 @@ def walk(batch: Any) -> Iterator[tuple[tuple[Step, ...], Any]]:
         level = below
 
 
-def follow(batch: Any, path: tuple[Step, ...]) -> Any:
+def follow(batch: Any, path: tuple[PathStep, ...]) -> Any:
     """The object at ``path``.
 
     Raises:

@@ -27,7 +27,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from pipe.train.batch import Step, follow, record_stream, walk
+from pipe.train.batch import PathStep, follow, record_stream, walk
 from pipe.train.lane import Lane
 
 __all__ = ["Distributes", "Distribution", "Request"]
@@ -53,7 +53,7 @@ class Distributes(Protocol):
 
 @dataclass(frozen=True)
 class _FromBatch:
-    path: tuple[Step, ...]
+    path: tuple[PathStep, ...]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class _Unknown(Exception):
     """An argument that the batch does not contain."""
 
 
-def _template(value: Any, paths: dict[int, tuple[Step, ...]]) -> Any:
+def _template(value: Any, paths: dict[int, tuple[PathStep, ...]]) -> Any:
     if id(value) in paths and not isinstance(value, _CONSTANTS):
         return _FromBatch(paths[id(value)])
     if type(value) in (list, tuple):

@@ -19,7 +19,7 @@ import torch
 
 from pipe.train.distribute import Distribution
 from pipe.train.flight import Flight
-from pipe.train.schedule import Action, Stage
+from pipe.train.schedule import Stage, StageRun
 from pipe.train.sparse import TrainPipelineSparseDist
 
 __all__ = ["PrefetchTrainPipelineSparseDist"]
@@ -72,7 +72,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
             self._lanes.distribute.submit(partial(self._exchange, flight)).wait()
         self._distribution.prefetch(flight.requests, self._forward_stream)
 
-    def _run(self, action: Action) -> None:
+    def _run(self, action: StageRun) -> None:
         if self._device.type == "cuda":
             # Read in the caller's thread and outside of every lane: the stream that the forward will run on.
             self._forward_stream = torch.cuda.current_stream(self._device)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from pipe.train.lane import Lane
 
-__all__ = ["Action", "Schedule", "Stage", "plan"]
+__all__ = ["Schedule", "Stage", "StageRun", "plan"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Stage:
     after: tuple[str, ...] = ()
 
 
-class Action(NamedTuple):
+class StageRun(NamedTuple):
     """Run ``stage`` on batch ``batch``."""
 
     stage: Stage
@@ -86,7 +86,7 @@ class Schedule:
         for needed in self._named[name].after:
             self._refuse_circles(needed, (*path, name))
 
-    def tick(self, i: int, may_run_ahead: Callable[[], bool] = lambda: True) -> Iterator[Action]:
+    def tick(self, i: int, may_run_ahead: Callable[[], bool] = lambda: True) -> Iterator[StageRun]:
         """Yields the actions of tick ``i``.
 
         Args:
@@ -101,14 +101,14 @@ class Schedule:
                     break
                 yield from self.reach(stage.name, k)
 
-    def reach(self, name: str, batch: int) -> Iterator[Action]:
+    def reach(self, name: str, batch: int) -> Iterator[StageRun]:
         """Yields the missing actions up to stage ``name`` on ``batch``, each after the stages it waits for."""
         stage = self._named[name]
         while self._next[name] <= batch:
             k = self._next[name]
             for needed in stage.after:
                 yield from self.reach(needed, k)
-            yield Action(stage, k)
+            yield StageRun(stage, k)
             self._next[name] = k + 1
 
 
