@@ -31,7 +31,6 @@ def make_walk(
     recompute: bool,
     graph_bytes: int,
     param_dtype: torch.dtype | None,
-    strict: bool,
 ) -> Executor:
     """Moves parameters home and buffers to the compute device.
 
@@ -39,7 +38,7 @@ def make_walk(
         layers: by name.
         cuts: number of layers of each shard.
         values: what parameters and buffers are read from, if not from the layers.
-        layout: slots, and bytes for boundaries.
+        layout: slots, bytes for boundaries, and the budget that was asked for.
         device: where layers compute.
         tier: where homes are.
         lanes: for the copies of this model.
@@ -47,7 +46,6 @@ def make_walk(
         recompute: whether only what enters each shard is kept.
         graph_bytes: for graphs between forward and backward.
         param_dtype: of floating-point parameters in slots.
-        strict: whether a budget of memory was asked for.
     """
     shards = make_shards(list(layers.items()), cuts, tier, param_dtype, values)
     for layer in layers.values():
@@ -68,5 +66,5 @@ def make_walk(
         recompute=recompute,
         graph_bytes=graph_bytes,
         param_dtype=param_dtype,
-        strict=strict,
+        budget_bytes=layout.budget_bytes,
     )

@@ -193,7 +193,6 @@ class OffloadModel(ModuleInTurn):
                 recompute=checkpoint_activation,
                 graph_bytes=graphs,
                 param_dtype=param_dtype,
-                strict=memory_budget is not None,
             )
             # Children under the bare model's names, as in state_dict(). A layer may be called like a method of this.
             self._modules.update(named)

@@ -77,10 +77,12 @@ class Executor:
         recompute: bool,
         graph_bytes: int = 0,
         param_dtype: torch.dtype | None = None,
-        strict: bool = False,
+        budget_bytes: int | None = None,
     ) -> None:
         self.shards = shards
-        self.streamer = Streamer(shards, slots=slots, device=device, tier=tier, lanes=lanes, meter=meter)
+        self.streamer = Streamer(
+            shards, slots=slots, device=device, tier=tier, lanes=lanes, meter=meter, budget_bytes=budget_bytes
+        )
         self.replayables = [
             ReplayableShard(shard, names, device) for shard, names in zip(shards, layer_names, strict=True)
         ]
@@ -99,7 +101,7 @@ class Executor:
             boundary_bytes=boundary_bytes,
             recompute=recompute,
             graph_bytes=graph_bytes,
-            strict=strict,
+            strict=budget_bytes is not None,
             spills=tier.scratch() is not None,
         )
         for replayable in self.replayables:

@@ -48,11 +48,12 @@ def parse_bytes(value: int | str, name: str = "memory_budget") -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Layers in each shard, number of slots, and bytes for boundaries."""
+    """Layers in each shard, number of slots, bytes for boundaries; and what all may take, if that was asked for."""
 
     cuts: tuple[int, ...]
     slots: int
     boundary_bytes: int
+    budget_bytes: int | None = None
 
 
 def fit(
@@ -121,4 +122,4 @@ def fit(
         spare = budget_bytes * (1 - BOUNDARY_SHARE) - 2 * gradients
         slots = min(shards, max(2, int(spare // largest) if largest else shards))
     slots = min(slots, shards)
-    return Layout(tuple(cuts), slots, budget_bytes - slots * largest - 2 * gradients)
+    return Layout(tuple(cuts), slots, budget_bytes - slots * largest - 2 * gradients, budget_bytes)

@@ -6,13 +6,15 @@ allocator, piece by piece between other things, and the process would look as la
 The same happens slowly while layers compute on the CPU: activations come and go between tensors that live longer, holes
 are left that nothing fits into, and the heap grows from step to step. To give every freed block back at once is no way
 out: a page that is new to a process costs eight times as long to write to as one that it has. So free memory is kept,
-until :data:`KEEP_BYTES` of it have come together. Set that to None to leave the heap to the C library.
+until :data:`KEEP_BYTES` of it have come together, or as much as the model's budget. Set that to None to leave the heap
+to the C library.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -48,18 +50,27 @@ def anonymous_bytes() -> int:
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
-class Heap:
-    """Keeps the free memory of the process within bounds, for one model that computes on the CPU."""
+#: Less than this is not given back, however small a budget is: it takes milliseconds.
+LEAST_BYTES = 16 << 20
 
-    def __init__(self) -> None:
+
+class Heap:
+    """Keeps the free memory of the process within bounds, for one model that computes on the CPU.
+
+    Args:
+        budget_bytes: of the model, if it has one: no more than that is kept free.
+    """
+
+    def __init__(self, budget_bytes: int | None = None) -> None:
         self._needed: int | None = None
+        self._most = math.inf if budget_bytes is None else max(budget_bytes, LEAST_BYTES)
 
     def bound(self) -> None:
         """To be called now and then, where much has been freed; takes microseconds most of the time."""
         if KEEP_BYTES is None:
             return
         held = anonymous_bytes()
-        if self._needed is not None and held > self._needed + KEEP_BYTES:
+        if self._needed is not None and held > self._needed + min(KEEP_BYTES, self._most):
             return_freed_memory()
             self._needed = anonymous_bytes()
         elif self._needed is None or held < self._needed:

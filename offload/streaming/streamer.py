@@ -51,7 +51,15 @@ class Streamer:
     """Moves the shards of one model."""
 
     def __init__(
-        self, shards: list[Shard], *, slots: int, device: torch.device, tier: Tier, lanes: Lanes, meter: Meter
+        self,
+        shards: list[Shard],
+        *,
+        slots: int,
+        device: torch.device,
+        tier: Tier,
+        lanes: Lanes,
+        meter: Meter,
+        budget_bytes: int | None = None,
     ) -> None:
         self.shards = shards
         self.slots = slots
@@ -65,7 +73,7 @@ class Streamer:
         self._loads: dict[int, Arrival] = {}
         self._collected: dict[int, list[Tensor | None]] = {}
         self._updating: dict[int, _Updating] = {}
-        self._heap = Heap() if device.type == "cpu" else None
+        self._heap = Heap(budget_bytes) if device.type == "cpu" else None
         #: Whether slots are being given or taken outside of a pass. If an exception leaves it so, :meth:`cancel`.
         self.unsettled = False
         #: Whether the model is in the middle of a pass.

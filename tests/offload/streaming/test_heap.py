@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -38,6 +40,39 @@ def test_freed_memory_is_given_back_only_when_the_process_has_outgrown_what_it_n
     held[0] = 10**9
     heap.bound()
     assert returned == [251, 401]
+
+
+_STEPS = """
+import sys
+import torch
+from torch import nn
+import offload.streaming.heap
+from offload import OffloadModel, OffloadOptimizer
+
+torch.set_num_threads(1)
+with torch.device("meta"):
+    layers = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(32)))
+start = offload.streaming.heap.anonymous_bytes()
+model = OffloadModel(
+    layers, "cpu", sys.argv[1], num_slices=None, checkpoint_activation=True, memory_budget=sys.argv[2]
+)
+optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-4)
+for _ in range(2):
+    model(torch.randn(16, 1024)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+optimizer.synchronize()
+print(offload.streaming.heap.anonymous_bytes() - start)
+"""
+
+
+def test_a_model_with_a_budget_keeps_no_more_free_memory_than_that(tmp_path: Path) -> None:
+    """Gradients of four MiB each are freed between smaller blocks, and 128 MiB of them come by in a step."""
+    if not anonymous_bytes():
+        pytest.skip("needs a system with /proc")
+    command = [sys.executable, "-c", _STEPS, f"{tmp_path}/", "32MiB"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert int(result.stdout) < 160 << 20
 
 
 def test_anonymous_memory_counts_what_is_written_to_and_not_what_a_file_backs(tmp_path: Path) -> None:
