@@ -352,6 +352,7 @@ class OffloadModel(ModuleInTurn):
             tier=self._tier,
             device=self.device,
             updates=self._executor.streamer.gradient_offload.optimizers.planned(),
+            reserved_bytes=self._executor.steps.reserved_bytes,
         )
 
     @contextlib.contextmanager

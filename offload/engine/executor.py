@@ -103,6 +103,7 @@ class Executor:
             graph_bytes=graph_bytes,
             strict=budget_bytes is not None,
             spills=tier.scratch() is not None,
+            on_host=device.type == "cpu",
         )
         for replayable in self.replayables:
             replayable.measures_graphs = recompute and graph_bytes > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from offload.engine.cell import Cell, ReplayableShard
 from offload.planning.kept_graphs import graphs_that_fit
 from offload.planning.plan import Action, Kind, Plan
 from offload.planning.planner import Sizes, Updates, plan_step
-from offload.planning.residency import Residency, check_boundaries
+from offload.planning.residency import MOVING, Residency, check_boundaries
 
 __all__ = ["Steps", "joined"]
 
@@ -25,6 +26,7 @@ class Steps:
         graph_bytes: for graphs between forward and backward.
         strict: whether a budget of memory was asked for.
         spills: whether boundaries can leave the memory that layers compute in. Else there is no other place for them.
+        on_host: whether that is host memory, where buffers of optimizers are.
     """
 
     def __init__(
@@ -36,14 +38,17 @@ class Steps:
         graph_bytes: int,
         strict: bool,
         spills: bool,
+        on_host: bool,
     ) -> None:
         self._replayables = replayables
         self._shards = len(replayables)
-        # One half is for boundaries, and one for their gradients.
-        self._budget_bytes = boundary_bytes // 2 if spills else math.inf
+        self._boundary_bytes = boundary_bytes if spills else math.inf
+        #: What others take of the same memory, as long as they live.
+        self._reserved: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._recompute = recompute
         self._graph_bytes = graph_bytes
         self._strict = strict and spills
+        self._on_host = on_host
         #: Bytes of what enters a shard, and of its gradient, for a micro-batch of so many rows; of the last step.
         self.boundary_bytes: dict[tuple[int, int], int] = {}
         self.gradient_bytes: dict[tuple[int, int], int] = {}
@@ -71,6 +76,29 @@ class Steps:
             known = [replayable.graph_bytes_per_row for replayable in self._replayables]
             kept |= graphs_that_fit(known, rows, first=first, budget_bytes=self._graph_bytes)
         return kept
+
+    @property
+    def _budget_bytes(self) -> float:
+        """For boundaries; their gradients have as much."""
+        shared = self._strict and self._on_host
+        return (self._boundary_bytes - (self.reserved_bytes if shared else 0)) / 2
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of memory that buffers of optimizers take."""
+        return sum(self._reserved.values())
+
+    def reserve(self, owner: object, nbytes: int) -> None:
+        """Leaves so many bytes to ``owner``, as long as it lives; under a budget boundaries have less."""
+        self._reserved[owner] = nbytes
+
+    def spare_bytes(self) -> float:
+        """What may be reserved: half of what boundaries have, and no boundary that was seen may suffer."""
+        if not (self._strict and self._on_host):
+            return math.inf
+        seen = max(self.boundary_bytes.values(), default=0)
+        free = self._boundary_bytes - self.reserved_bytes
+        return min(free // 2, free - 2 * MOVING * seen)
 
     def residency(self, *, gradients: bool = False) -> Residency:
         """Plans which boundaries, or their gradients, stay in memory."""

@@ -118,6 +118,14 @@ class OptimizerAccess:
         """Makes the optimizer a part of the model's steps, as long as it lives: see :class:`Optimizers`."""
         self._streamer.gradient_offload.optimizers.add(optimizer)
 
+    def spare_bytes(self) -> float:
+        """Bytes that the model's memory budget leaves to an optimizer; infinite without a budget."""
+        return self._executor.steps.spare_bytes()
+
+    def reserve(self, optimizer: OffloadOptimizer, nbytes: int) -> None:
+        """Takes the buffers of an optimizer out of the model's budget, as long as the optimizer lives."""
+        self._executor.steps.reserve(optimizer, nbytes)
+
     def check_idle(self) -> None:
         """Raises RuntimeError in the middle of a forward or backward."""
         if self._executor.busy:

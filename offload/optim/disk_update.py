@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.optim.io_buffers import IOBuffer, IOBufferPool
+from offload.optim.io_buffers import IOBuffer, IOBufferPool, buffer_pool_bytes
 from offload.optim.io_requests import Copy, Read, Write
 from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
 from offload.optim.update_block import StateSlice, UpdateBlock
@@ -62,10 +63,27 @@ ELEMENTWISE = (
 )
 
 
-def update_block_bytes(shards: Sequence[Shard]) -> int:
-    """Bytes of weights that are updated at once, in a model of such shards."""
+def update_block_bytes(shards: Sequence[Shard], most_bytes: float = math.inf) -> int:
+    """Bytes of weights that are updated at once, in a model of such shards.
+
+    Args:
+        shards: of the model.
+        most_bytes: for the buffers of the I/O buffers.
+
+    Raises:
+        ValueError: if no I/O buffers is as small as that.
+    """
     largest = max((sum(s.nbytes for s in shard.own) for shard in shards), default=0)
-    return min(BITE_BYTES, max(1, largest // BITES_OF_A_SHARD // BITE_UNIT) * BITE_UNIT)
+    update_block = min(BITE_BYTES, max(1, largest // BITES_OF_A_SHARD // BITE_UNIT) * BITE_UNIT)
+    while buffer_pool_bytes(update_block) > most_bytes and update_block > PAGE_BYTES:
+        update_block = max(PAGE_BYTES, update_block // 2 // PAGE_BYTES * PAGE_BYTES)
+    if buffer_pool_bytes(update_block) > most_bytes:
+        raise ValueError(
+            f"the buffers of an optimizer whose states are on disk take at least {buffer_pool_bytes(update_block):,} "
+            f"bytes, but memory_budget leaves {max(0, int(most_bytes)):,} besides slots, gradients and boundaries; use a larger "
+            f"budget, or more shards"
+        )
+    return update_block
 
 
 def cut(slices: Sequence[Slice], most: int) -> Iterator[list[Slice]]:

@@ -37,13 +37,22 @@ from offload.optim.io_requests import Copy, Read, Write, in_one_call, neighbours
 from offload.storage.buffer import PAGE_BYTES, host_buffer
 from offload.storage.io_thread_pool import IOThreadPool, PooledCall
 
-__all__ = ["IO_BUFFERS", "IOBuffer", "IOBufferPool"]
+__all__ = ["IO_BUFFERS", "IOBuffer", "IOBufferPool", "buffer_pool_bytes"]
 
 #: Transfers at a time: what one block of Adam reads, and what another one writes.
 AT_A_TIME = 6
 
 #: Bites that are worked on, read or written at a time.
 IO_BUFFERS = 5
+
+#: What an I/O buffer has room for, in sizes of its block: weights, gradient as it is and clipped, and up to three
+#: states.
+PARTS = 6
+
+
+def buffer_pool_bytes(update_block_bytes: int) -> int:
+    """The most that an I/O buffers takes whose blocks have so many bytes of weights."""
+    return IO_BUFFERS * PARTS * (update_block_bytes + PAGE_BYTES)
 
 
 class IOBuffer:

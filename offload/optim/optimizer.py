@@ -17,7 +17,7 @@ from offload.optim.disk_update import DiskParamBlock, cut, update_block_bytes
 from offload.optim.group_changes import GroupChanges
 from offload.optim.groups import check_choices, options_of, resolve_groups, stand_in
 from offload.optim.in_backward import InBackward
-from offload.optim.io_buffers import IOBufferPool
+from offload.optim.io_buffers import IOBufferPool, buffer_pool_bytes
 from offload.optim.param_block import HostParamBlock, OptimizerFactory, ParamBlock, UpdateJob
 from offload.optim.update import Update
 from offload.planning.budget import parse_bytes
@@ -64,7 +64,8 @@ class OffloadOptimizer(Optimizer):
     Raises:
         TypeError: if ``model`` or ``optimizer_class`` is something else, or the class needs a closure.
         ValueError: if hyperparameters are refused by the class, patterns match nothing, or ``max_norm`` is combined
-            with ``update_in_backward`` (the norm is known only after the last gradient).
+            with ``update_in_backward`` (the norm is known only after the last gradient); or if the model's
+            ``memory_budget`` has no room for the buffers of updates on disk.
 
     On disk a step of Adam moves, for each float32 parameter, with two slots: 8 bytes of weights that are read, by the
     load of each pass; 4 of its gradient and 8 of its two moments, each written once and read once; and 4 of weights
@@ -105,6 +106,9 @@ class OffloadOptimizer(Optimizer):
         self._access = model.optimizer_access()
         self._lane = open_update_lane(model.device)
         self._buffer_pool = IOBufferPool()
+        self._update_block_bytes = update_block_bytes(self._access.shards, self._access.spare_bytes())
+        if self._access.tier.blocking_io:
+            self._access.reserve(self, buffer_pool_bytes(self._update_block_bytes))
         #: Fills a slot while the update before still runs.
         self._filler = IOThreadPool(1)
         self._factory = OptimizerFactory(optimizer_class, optimizer_kwargs)
@@ -131,7 +135,7 @@ class OffloadOptimizer(Optimizer):
         super().add_param_group(group)
         index, members = len(self.param_groups) - 1, set(self.param_groups[-1]["params"])
         tier, shards = self._access.tier, self._access.shards
-        most = update_block_bytes(shards)
+        most = self._update_block_bytes
         for shard in shards:
             slices = [s for s in shard.own if s.parameter in members]
             param_blocks = self.param_blocks.setdefault(shard, [])

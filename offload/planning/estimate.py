@@ -34,7 +34,7 @@ class Estimate:
     bytes_stored: int
     #: The most bytes of each tier: on the compute device (what the engine holds; the activations inside one cell come
     #: on top), at home (parameters, gradients, boundaries that rest there), and in host memory between the two
-    #: ("staging").
+    #: ("staging"), buffers of optimizers among it.
     peak_bytes: dict[str, int]
     #: On the compute device on top of that: what layers keep for their backward, of one cell where it is computed
     #: again, of all cells where it is not; and the gradients that one cell pushes through that.
@@ -54,8 +54,9 @@ def estimate_step(
     tier: Tier,
     device: torch.device,
     updates: Updates,
+    reserved_bytes: int = 0,
 ) -> Estimate:
-    """Predicts a training step with ``rows[i]`` rows in micro-batch i.
+    """Predicts a training step with ``rows[i]`` rows in micro-batch i; optimizers have ``reserved_bytes`` of buffers.
 
     Raises:
         RuntimeError: if no training step has been measured yet.
@@ -123,8 +124,8 @@ def estimate_step(
         peak_bytes={
             "device": forecast.slot_bytes + gradients_in_flight + resident + gradients_of_boundaries,
             tier.name: at_rest + sum(s.nbytes for s in own if s.parameter.requires_grad) + sum(resting) - resident,
-            "staging": tier.staging_bytes,
+            "staging": tier.staging_bytes + reserved_bytes,
         },
         activation_bytes=peak_memory.activation_bytes(),
-        memory_bytes=peak_memory.peak_bytes() + (tier.staging_bytes if device.type == "cpu" else 0),
+        memory_bytes=peak_memory.peak_bytes() + (tier.staging_bytes + reserved_bytes if device.type == "cpu" else 0),
     )

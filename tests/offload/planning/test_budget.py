@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from offload import OffloadModel
+from offload import OffloadModel, OffloadOptimizer
 from offload.planning.budget import fit, parse_bytes
 from offload.planning.partition import layer_bytes
 from tests.offload.zoo import WIDTH
@@ -166,3 +167,32 @@ def test_an_estimate_counts_what_a_step_then_moves(tmp_path: Path) -> None:
     assert estimate.bytes_stored == after.bytes_stored - before.bytes_stored
     assert estimate.seconds >= estimate.compute_seconds > 0
     assert after.peak_device_bytes <= estimate.peak_bytes["device"]
+
+
+def test_an_optimizer_on_disk_has_its_buffers_from_the_budget_or_is_refused(tmp_path: Path) -> None:
+    def make(home: Path | str, budget: int) -> OffloadModel:
+        layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+        return OffloadModel(layers, "cpu", home, 4, num_slots=2, checkpoint_activation=True, memory_budget=budget)
+
+    fixed = make(tmp_path, 4 << 20)
+    taken = (4 << 20) - fixed._executor.boundary_bytes
+    model = make(tmp_path, taken + (1 << 20))
+    steps = model._executor.steps
+    before = steps._budget_bytes
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW)
+    assert 0 < steps.reserved_bytes <= model._executor.boundary_bytes // 2
+    assert steps._budget_bytes == before - steps.reserved_bytes // 2
+    for _ in range(2):
+        model(torch.randn(4, 256)).sum().backward()
+        optimizer.step()
+    optimizer.synchronize()
+    io_buffers = [*optimizer._buffer_pool._idle, *optimizer._buffer_pool._ahead]
+    assert 0 < sum(io_buffer._memory.numel() for io_buffer in io_buffers) <= steps.reserved_bytes
+    assert model.estimate(4).peak_bytes["staging"] >= steps.reserved_bytes
+    del optimizer, io_buffers
+    gc.collect()
+    assert steps.reserved_bytes == 0
+    small = make(tmp_path, taken + 100_000)
+    with pytest.raises(ValueError, match="buffers of an optimizer whose states are on disk take at least"):
+        OffloadOptimizer(small, torch.optim.AdamW)
+    assert OffloadOptimizer(make("cpu", taken + 100_000), torch.optim.AdamW) is not None
