@@ -79,7 +79,7 @@ def update_block_bytes(shards: Sequence[Shard], most_bytes: float = math.inf) ->
         update_block = max(PAGE_BYTES, update_block // 2 // PAGE_BYTES * PAGE_BYTES)
     if buffer_pool_bytes(update_block) > most_bytes:
         raise ValueError(
-            f"the buffers of an optimizer whose states are on disk take at least {buffer_pool_bytes(update_block):,} "
+            f"optimizer states are on disk: their buffers take at least {buffer_pool_bytes(update_block):,} "
             f"bytes, but memory_budget leaves {max(0, int(most_bytes)):,} besides slots, gradients and boundaries; use a larger "
             f"budget, or more shards"
         )
