@@ -19,10 +19,10 @@ from gradcache.chunks import call_arguments
 from gradcache.context_managers import devices_in_use
 from gradcache.nested import map_tensors, tensors_in
 from gradcache.streamed import StreamedModel
-from offload.engine.saved_bytes import SavedBytes
 from pipe.microbatch import rows_of
-from pipe.recompute.module_state import ModuleState, WatchedModule
+from pipe.recompute.module_state import WatchedModule
 from pipe.recompute.replay import Replay
+from pipe.recompute.rerun import RepeatableLayers, trial
 
 __all__ = ["ChunkBudget", "kept_by_a_shard", "kept_bytes"]
 
@@ -74,13 +74,22 @@ class ChunkBudget:
 
 def kept_bytes(model: nn.Module, chunk: Any, encoder: Callable[[Any], Any]) -> int:
     """What the graph of a chunk keeps besides parameters. A frozen model is measured as if it were trained."""
-    parameters = list(model.parameters())
-    counter = SavedBytes(parameters)
-    replay = Replay.capture(devices_in_use(tensors_in(chunk), parameters))
-    with _as_if_trained(model):
-        with ModuleState(WatchedModule(model)).trial(), replay.again(), counter, torch.enable_grad():
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    # Storages are held, since the address of one that is freed would soon be another one's.
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def saved(tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage
+
+    def never(_: None) -> torch.Tensor:
+        raise AssertionError("the graph of a forward that keeps no activations was used")
+
+    layers = RepeatableLayers(WatchedModule(model), devices_in_use(tensors_in(chunk), list(model.parameters())))
+    with _as_if_trained(model), trial([layers], layers.devices), torch.enable_grad():
+        with torch.autograd.graph.saved_tensors_hooks(saved, never):
             encoder(map_tensors(lambda tensor: tensor.detach().clone(), chunk))
-    return counter.total
+    return sum(storage.nbytes() for address, storage in kept.items() if address not in own)
 
 
 def kept_by_a_shard(model: Any, chunk: Any, process: Callable[[Any], Any], output_fn: Callable[[Any], Any]) -> int:

@@ -15,11 +15,34 @@ from torch import Tensor
 
 from gradcache.trial import treats_rows_apart
 from offload.engine.regroup import rows_in, runs_alike
-from offload.engine.resident import ResidentRunner, Survey
+from offload.engine.resident import ResidentRunner
 from pipe.nested import flatten
 from pipe.recompute.dead_code import DeadCode
+from pipe.recompute.rerun import Rerun
 
 __all__ = ["Profile", "Profiles"]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What one forward of a layer shows."""
+
+    activation_bytes: int
+    """What its graph keeps, besides parameters."""
+    graph_bytes: int
+    """What a lean graph keeps, with what entered it, but without its result if that enters another layer."""
+    entering_bytes: int
+    """What enters it, where that is to be kept."""
+    dead_code: DeadCode | None
+    """What a recomputation may leave out."""
+    moves_buffers: bool
+    """Whether it wrote a buffer."""
+
+    @classmethod
+    def of(cls, replayable: ResidentRunner, rerun: Rerun, entering_bytes: int) -> Survey:
+        """Of the layer that just ran."""
+        moves = rerun.module_state is not None and rerun.module_state.moved
+        return cls(replayable.activation_bytes, replayable.graph_bytes, entering_bytes, rerun.dead_code, moves)
 
 
 @dataclass(frozen=True)
@@ -29,37 +52,35 @@ class Profile:
     rows: int
     together: int
     """Chunks that may run at a time: whose layers keep no more than the whole model does for one chunk."""
-    layer_bytes: int
-    """What the largest layer's graph keeps, besides what entered it."""
-    entering_bytes: tuple[int, ...]
-    """What enters each layer, where it is to be kept."""
-    graph_bytes: tuple[int, ...]
-    """What each layer's lean graph keeps, with what entered it."""
-    dead_code: tuple[DeadCode | None, ...]
-    """What each layer's recomputation may leave out."""
+    surveys: Sequence[Survey]
 
-    def graph_bytes_of(self, j: int, rows: int) -> int:
+    @property
+    def entering_bytes(self) -> int:
+        """What enters all layers, where it is to be kept."""
+        return sum(survey.entering_bytes for survey in self.surveys)
+
+    def graph_bytes(self, j: int, rows: int) -> int:
         """What layer ``j``'s graph keeps of so many rows."""
-        return -(-self.graph_bytes[j] * rows // max(self.rows, 1))
+        return -(-self.surveys[j].graph_bytes * rows // max(self.rows, 1))
 
     def chunks_together(self, chunks: int, budget: int | None) -> int:
         """How many of ``chunks`` run at a time: more than one only in room that what all of them keep leaves."""
         if budget is None:
             return self.together
-        room = max(budget - chunks * sum(self.entering_bytes), 0)
-        return min(self.together, 1 + room // self.layer_bytes)
+        room = max(budget - chunks * self.entering_bytes, 0)
+        return min(self.together, 1 + room // max(*(survey.activation_bytes for survey in self.surveys), 1))
 
     def graphs_from(self, runs: Sequence[int], first: int, budget: int) -> list[int]:
         """For each run of so many chunks the layer from which on graphs are kept.
 
         Backward begins with these cells, so kept graphs are gone when it recomputes anything.
         """
-        layers = len(self.graph_bytes)
-        plan = [layers] * len(runs)
-        left = budget - sum(runs) * sum(self.entering_bytes)
-        for j in range(layers - 1, first - 1, -1):
+        plan = [len(self.surveys)] * len(runs)
+        left = budget - sum(runs) * self.entering_bytes
+        for j in range(len(self.surveys) - 1, first - 1, -1):
+            survey = self.surveys[j]
             for k, chunks in enumerate(runs):
-                left -= chunks * (self.graph_bytes[j] - self.entering_bytes[j])
+                left -= chunks * (survey.graph_bytes - survey.entering_bytes)
                 if left < 0:
                     return plan
                 plan[k] = j
@@ -90,7 +111,6 @@ class Profiles:
         self,
         chunk: Any,
         surveys: Sequence[Survey],
-        entering_bytes: Sequence[int],
         further: Callable[[], Sequence[Any]],
     ) -> None:
         """Notes the profile of a chunk that just ran.
@@ -98,19 +118,11 @@ class Profiles:
         Args:
             chunk: what entered the first layer.
             surveys: of the layers.
-            entering_bytes: what enters each layer, where it is to be kept.
             further: gives two further chunks for a trial, if it is asked.
         """
         alone = [survey.activation_bytes for survey in surveys]
         together = max(sum(alone) // max(*alone, 1), 1) if self._may_join(surveys, further) else 1
-        self._known[self._key(chunk)] = Profile(
-            rows=rows_in(chunk) or 0,
-            together=together,
-            layer_bytes=max(*alone, 1),
-            entering_bytes=tuple(entering_bytes),
-            graph_bytes=tuple(survey.graph_bytes for survey in surveys),
-            dead_code=tuple(survey.dead_code for survey in surveys),
-        )
+        self._known[self._key(chunk)] = Profile(rows_in(chunk) or 0, together, surveys)
 
     def _may_join(self, surveys: Sequence[Survey], further: Callable[[], Sequence[Any]]) -> bool:
         if not self._regroup or any(survey.moves_buffers for survey in surveys):

@@ -1,14 +1,8 @@
 """A plain ``nn.Sequential`` in memory as a streamed model: the engine's cells, over layers that stay where they are.
 
-::
-
-    pass 1    for group of chunks g:            for layer j:             value = layer_j(value), no graph; value is kept
-    pass 2    for layer j, reversed:            for group of chunks g:   layer_j again with a graph, gradient through it
-
 Two passes over a checkpointed model run every layer three times forward. Here what entered each layer in pass 1 serves
-pass 2, and it is two times; or one, for the cells (layer j, group g) at the end of pass 1 whose graphs are kept. Since
-nothing has to be loaded, chunks go through all layers one group after the other, so that the boundaries of a whole
-batch are never there at once.
+pass 2, and it is two times; or one, for the cells at the end of pass 1 whose graphs are kept. The engine runs the cells
+(:mod:`offload.engine.chunks_in_turn`); this module decides which chunks run together, and what is kept.
 
 Guarantees
     * Only one layer's activations of one chunk are alive at a time, and besides them no more than ``boundary_bytes``.
@@ -26,7 +20,6 @@ Guarantees
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,15 +31,13 @@ from torch import Tensor, nn
 from gradcache import representations
 from gradcache.distributed.sharded import is_sharded
 from gradcache.entering import Entering, InputFn
-from gradcache.profiles import Profile, Profiles
-from offload.engine.cell import Cell
+from gradcache.profiles import Profile, Profiles, Survey
+from offload.engine.chunks_in_turn import ChunksInTurn, ResidentLayers, nbytes_of
 from offload.engine.raw_chunk import MadeInput
 from offload.engine.regroup import joined, rows_in, runs_alike, split_output
-from offload.engine.resident import ResidentStore, Survey, make_resident
-from offload.engine.tape import CellNotes
 from pipe.nested import flatten, map_tensors, tensors_in
-from pipe.recompute.module_state import ModuleState
-from pipe.recompute.replay import Replay, devices_of
+from pipe.recompute.replay import devices_of
+from pipe.recompute.rerun import trial
 
 __all__ = ["SequentialModel", "is_plain_sequential"]
 
@@ -73,8 +64,8 @@ class SequentialModel:
         self.layers = list(model)
         self.boundary_bytes = boundary_bytes
         self.parameters = list(model.parameters())
-        self.cells = make_resident(self.layers, representations.push)
-        self.profiles = Profiles(self.cells.replayables, regroup)
+        self.resident = ResidentLayers(self.layers, representations.push)
+        self.profiles = Profiles(self.resident.replayables, regroup)
 
     def forward_chunks(
         self, chunks: Sequence[Any], output_fn: OutputFn | None = None, input_fn: InputFn | None = None
@@ -86,26 +77,20 @@ class SequentialModel:
 
 @dataclass
 class _Group(MadeInput):
-    """Chunks that run together, with the rows of each; cells from layer ``graphs_from`` on keep their graphs."""
+    """Chunks that run together, with the rows of each; made of the step's chunks again as they were made first."""
 
     source: Entering
     chunks: list[int]
     counts: list[int]
-    profile: Profile | None
-    graphs_from: int
     #: Leaves of the output of each chunk.
     leaves: list[int] = field(default_factory=list)
-    #: What entered the first layer, while a backward needs it more than once.
-    entered: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rows = sum(self.counts)
 
     def entering(self, bring: Callable[[Tensor], Tensor]) -> Any:
-        """What enters the first layer, made again as it was made first."""
-        if not self.entered:
-            self.entered.append(joined([self.source.take(i) for i in self.chunks]))
-        return self.entered[0]
+        """What enters the first layer."""
+        return joined([self.source.take(i) for i in self.chunks])
 
 
 class SequentialTape:
@@ -119,47 +104,42 @@ class SequentialTape:
 
     def __init__(self, model: SequentialModel, entering: Entering, output_fn: OutputFn | None) -> None:
         self._model = model
-        self._crossing = model.cells.cell_executor
         self._entering = entering
         self._output_fn = output_fn
         self._records = torch.is_grad_enabled()
-        known = [flatten(chunk)[0] for chunk in entering.known or ()]
-        self._wants_input = any(isinstance(x, Tensor) and x.requires_grad for leaves in known for x in leaves)
-        self._inputs = known
-        wants = [replayable.shard.trainable for replayable in model.cells.replayables]
+        #: The leaves of each chunk, unless they are made when they enter.
+        self._inputs = [flatten(chunk)[0] for chunk in entering.known or ()]
+        self._wants_input = any(tensor.requires_grad for tensor in tensors_in(self._inputs))
+        wants = [replayable.shard.trainable for replayable in model.resident.replayables]
         wants[0] = wants[0] or self._wants_input
-        #: The first layer that a backward has to reach.
-        self._first = wants.index(True) if True in wants else len(wants)
+        first = wants.index(True) if True in wants else len(wants)
         self._groups: list[_Group] = []
-        self._store = ResidentStore()
-        layers: dict[int, tuple[int, ...]] = dict.fromkeys(range(len(wants)), ())
-        self._notes = CellNotes(records=self._records, first=0, boundaries=self._store, versions=layers)
-        self._bytes_left = model.boundary_bytes
+        self._walk = ChunksInTurn(model.resident, first, model.boundary_bytes)
 
     # -- pass 1 -------------------------------------------------------------------------------------------------------
 
     def run_forward(self) -> list[Any]:
         """Runs all chunks. A first chunk of its kind runs once before, to learn from it."""
-        entering, outputs = self._entering, [None] * len(self._entering)
+        entering, budget = self._entering, self._model.boundary_bytes
+        outputs: list[Any] = [None] * len(entering)
         if self._records and len(entering) > 1 and self._model.profiles.of(entering.look(0)) is None:
             self._explore()
-        profile = self._model.profiles.of(entering.look(0))
-        together = 1
+        profile, together = self._model.profiles.of(entering.look(0)), 1
         if profile is not None:
-            together = profile.chunks_together(len(entering), self._bytes_left if self._records else None)
-        most_rows = together * profile.rows if profile is not None else 0
+            together = profile.chunks_together(len(entering), budget if self._records else None)
+        most_rows = 0 if profile is None else together * profile.rows
         runs = self._planned_runs(together, most_rows)
         graphs_from = [len(self._model.layers)] * len(runs)
         if profile is not None and self._records:
-            graphs_from = profile.graphs_from([len(run) for run in runs], self._first, self._bytes_left)
+            graphs_from = profile.graphs_from([len(run) for run in runs], self._walk.first, budget)
         for run, begin in zip(runs, graphs_from, strict=True):
             values = [entering.take(i) for i in run]
             for part in runs_alike(values, most_rows):
-                group = self._new_group([run[k] for k in part], [values[k] for k in part], begin)
-                value = [joined([values[k] for k in part])]
+                group = _Group(entering, [run[k] for k in part], [rows_in(values[k]) or 0 for k in part])
+                kind, value = self._model.profiles.of(values[part[0]]), [joined([values[k] for k in part])]
                 if part[-1] + 1 == len(run):
                     values.clear()  # what was joined is not kept a second time
-                for i, output in zip(group.chunks, self._run_group(len(self._groups) - 1, value), strict=True):
+                for i, output in zip(group.chunks, self._run_group(group, value, kind, begin), strict=True):
                     outputs[i] = representations.detached(output)
         return outputs
 
@@ -171,71 +151,45 @@ class SequentialTape:
         numbers = list(range(len(self._entering)))
         return [numbers[k : k + together] for k in range(0, len(numbers), together)]
 
-    def _new_group(self, chunks: list[int], values: list[Any], graphs_from: int) -> _Group:
-        counts = [rows_in(value) or 0 for value in values]
-        group = _Group(self._entering, chunks, counts, self._model.profiles.of(values[0]), graphs_from)
-        notes, g = self._notes, len(self._groups)
+    def _run_group(self, group: _Group, entering: list[Any], profile: Profile | None, graphs_from: int) -> Any:
+        """The outputs of a group's chunks, whose graphs are kept from a layer on. Takes the value out of the list."""
         self._groups.append(group)
-        notes.inputs.append([group])
-        notes.input_versions.append([])
-        notes.rows.append(group.rows)
-        notes.output_fns = [*notes.output_fns, partial(_by_chunk, self._output_fn, counts)]
+        requires = None
         if self._wants_input:
-            columns = zip(*(self._inputs[i] for i in chunks), strict=True)
-            notes.requires[Cell(0, g)] = [any(getattr(x, "requires_grad", False) for x in column) for column in columns]
-        return group
-
-    def _run_group(self, g: int, entering: list[Any]) -> Any:
-        """The outputs of a group's chunks. Takes what enters the first layer out of the list."""
-        value, group, notes = entering.pop(), self._groups[g], self._notes
-        for j, replayable in enumerate(self._model.cells.replayables):
-            cell = Cell(j, g)
-            if self._keeps_graph(j, group):
-                notes.graphs |= {cell}
-            elif self._records and j >= max(self._first, 1) and self._takes(_nbytes_of(value)):
-                self._store.put((j, g), value)
-            value = self._crossing.forward(notes, cell, value)
+            columns = zip(*(self._inputs[i] for i in group.chunks), strict=True)
+            requires = [any(getattr(x, "requires_grad", False) for x in column) for column in columns]
+        g = self._walk.add(group, requires, partial(_by_chunk, self._output_fn, group.counts))
+        if profile is None:
+            outputs = self._walk.forward(g, entering, {}, None)
+        else:
+            layers = range(graphs_from, len(self._model.layers))
+            graph_bytes = {j: profile.graph_bytes(j, group.rows) for j in layers}
             # What one chunk's recomputation may leave out is a guess for the others.
-            if cell in notes.cells and group.profile is not None and replayable.leaves_out:
-                notes.cells[cell].dead_code = group.profile.dead_code[j]
-        group.leaves = [len(flatten(output)[0]) for output in value]
-        return value
-
-    def _keeps_graph(self, j: int, group: _Group) -> bool:
-        if not self._records or group.profile is None or j < group.graphs_from:
-            return False
-        return self._takes(group.profile.graph_bytes_of(j, group.rows))
-
-    def _takes(self, nbytes: int) -> bool:
-        """Takes bytes out of the budget, if they are left."""
-        fits = nbytes <= self._bytes_left
-        self._bytes_left -= nbytes if fits else 0
-        return fits
+            outputs = self._walk.forward(g, entering, graph_bytes, [survey.dead_code for survey in profile.surveys])
+        group.leaves = [len(flatten(output)[0]) for output in outputs]
+        return outputs
 
     def _explore(self) -> None:
         """Runs the first chunk and leaves no trace.
 
         It runs again with the others: kept apart from them, it would have gradients of its own beside their sum.
         """
-        entering, replayables = self._entering, self._model.cells.replayables
-        chunk = value = entering.look(0)
+        entering, replayables = self._entering, self._model.resident.replayables
+        chunk = entering.look(0)
+        value = map_tensors(_as_leaf, chunk)
         surveys: list[Survey] = []
-        entering_bytes: list[int] = []
-        with contextlib.ExitStack() as stack:
-            for replayable in replayables:
-                stack.enter_context(ModuleState(replayable.watched, attributes=True).trial())
-            held = [generator for replayable in replayables for generator in replayable.watched.generators]
-            stack.enter_context(Replay.capture(devices_of(chunk, self._model.parameters), held).again())
-            value = map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), value)
+        replayables[0].callers_input = entering.known is not None
+        with trial([replayable.layers for replayable in replayables], devices_of(chunk, self._model.parameters)):
             for j, replayable in enumerate(replayables):
-                entering_bytes.append(_nbytes_of(value) if j >= max(self._first, 1) else 0)
+                entering_bytes = nbytes_of(value) if j >= max(self._walk.first, 1) else 0
                 last = j + 1 == len(replayables)
                 output_fn = partial(_by_chunk, self._output_fn, [rows_in(chunk) or 0]) if last else None
-                callers_own = j == 0 and entering.known is not None
-                value, survey = replayable.survey(value, output_fn, callers_own=callers_own, last=last)
-                surveys.append(survey)
+                output, rerun = replayable.surveyed(value, output_fn)
+                surveys.append(Survey.of(replayable, rerun, entering_bytes))
+                value = map_tensors(_as_leaf, output)
+                del output
         further = range(1, min(3, len(entering)))
-        self._model.profiles.learn(chunk, surveys, entering_bytes, lambda: [entering.look(k) for k in further])
+        self._model.profiles.learn(chunk, surveys, lambda: [entering.look(k) for k in further])
 
     # -- pass 2 -------------------------------------------------------------------------------------------------------
 
@@ -251,38 +205,15 @@ class SequentialTape:
         if len(output_gradients) != len(self._entering):
             raise ValueError(f"expected {len(self._entering)} gradients, one per chunk, got {len(output_gradients)}")
         self._records = False
+        entered = self._walk.backward({g: self._flat(g, output_gradients) for g in range(len(self._groups))})
         links: list[tuple[Tensor, Tensor]] = []
-        groups = range(len(self._groups))
-        complete = [g for g in groups if not self._missing(g)]
-        # Layer by layer, what was kept for a layer is gone before gradients of the next one's parameters are made. A
-        # group that did not keep everything makes it again, beyond the budget; such groups go one at a time.
-        for together in [complete, *([g] for g in groups if self._missing(g))]:
-            self._push_back(together, output_gradients, links)
+        for g, gradients in entered.items() if self._wants_input else ():
+            group = self._groups[g]
+            for i, parts in zip(group.chunks, _cut(gradients, group.counts), strict=True):
+                pairs = zip(self._inputs[i], parts, strict=True)
+                links += [(x, part) for x, part in pairs if isinstance(part, Tensor) and x.requires_grad]
         if links:
             representations.push([tensor for tensor, _ in links], [gradient for _, gradient in links])
-
-    def _push_back(
-        self, groups: list[int], output_gradients: Sequence[Any], links: list[tuple[Tensor, Tensor]]
-    ) -> None:
-        """Takes groups through all layers, side by side; ``links`` gets what the chunks themselves are to receive."""
-        # Gradients wait where other kept values rest; that of a group that goes alone goes on at once.
-        waiting = _Waiting(ResidentStore() if len(groups) > 1 else None)
-        for g in groups:
-            if waiting.put(g, self._flat(g, output_gradients)):
-                self._find_again(g)
-        for j in range(len(self._model.layers) - 1, self._first - 1, -1):
-            for g in waiting.groups:
-                waiting.put(g, self._back_through(Cell(j, g), waiting.take(g)))
-        for g in waiting.groups if self._wants_input else ():
-            group, gradients = self._groups[g], waiting.take(g)
-            parts = [
-                x.split(group.counts) if isinstance(x, Tensor) and len(group.chunks) > 1 else [x] for x in gradients
-            ]
-            for k, i in enumerate(group.chunks):
-                pairs = zip(self._inputs[i], [part[k % len(part)] for part in parts], strict=True)
-                links += [(x, x_grad) for x, x_grad in pairs if isinstance(x_grad, Tensor) and x.requires_grad]
-        for g in groups:
-            self._forget(g)
 
     def _flat(self, g: int, output_gradients: Sequence[Any]) -> list[Any]:
         """Gradients of a group's outputs, flat."""
@@ -293,83 +224,6 @@ class SequentialTape:
             if len(leaves) != count:
                 raise ValueError(f"chunk {i}: expected gradients of the output's {count} leaves, got {len(leaves)}")
             found += leaves
-        return found
-
-    def _back_through(self, cell: Cell, given: list[Any]) -> list[Any]:
-        """The gradient of what entered a cell, None for each leaf where it has none. The cell is used up."""
-        kept = self._crossing.keeps_graph(self._notes, cell)
-        boundary = None if kept else self._crossing.enter(self._notes, cell)
-        back = self._crossing.backward(self._notes, cell, boundary, given, consume=True)
-        self._store.drop((cell.j, cell.i))
-        self._notes.cells.pop(cell, None)
-        return back
-
-    def _missing(self, g: int) -> list[int]:
-        """The layers that a backward reaches where what entered them was not kept."""
-        layers = range(max(self._first, 1), len(self._model.layers))
-        return [j for j in layers if Cell(j, g) not in self._notes.kept and (j, g) not in self._store]
-
-    def _find_again(self, g: int) -> None:
-        """Computes what was not kept, from the last thing that was."""
-        missing = self._missing(g)
-        if not missing:
-            return
-        notes, store = self._notes, self._store
-        value: Any = None
-        start = max((j for j in range(missing[0]) if Cell(j, g) in notes.kept or (j, g) in store), default=0)
-        for j in range(start, missing[-1]):
-            cell = Cell(j, g)
-            if cell in notes.kept:
-                value = map_tensors(Tensor.detach, notes.kept[cell].output())
-            else:
-                if j == 0 or (j, g) in store:
-                    value = self._crossing.enter(notes, cell)
-                value = self._crossing.again(notes, cell, value)
-            if j + 1 in missing:
-                store.put((j + 1, g), value)
-
-    def _forget(self, g: int) -> None:
-        """Frees what a group left."""
-        self._groups[g].entered.clear()
-        for j in range(len(self._model.layers)):
-            cell = Cell(j, g)
-            self._store.drop((j, g))
-            self._notes.cells.pop(cell, None)
-            self._notes.kept.pop(cell, None)
-
-
-class _Waiting:
-    """Gradients of groups between layers, of those that have any."""
-
-    def __init__(self, store: ResidentStore | None) -> None:
-        self._store = store
-        self._alone: list[Any] = []
-        self._groups: dict[int, None] = {}
-
-    @property
-    def groups(self) -> list[int]:
-        """The groups that have a gradient."""
-        return list(self._groups)
-
-    def put(self, g: int, gradients: list[Any]) -> bool:
-        """Keeps the gradients of a group, and returns whether there is any."""
-        if not tensors_in(gradients):
-            return False
-        self._groups[g] = None
-        if self._store is None:
-            self._alone = gradients
-        else:
-            self._store.put(g, gradients)
-        return True
-
-    def take(self, g: int) -> list[Any]:
-        """Gives them back, once."""
-        del self._groups[g]
-        if self._store is None:
-            gradients, self._alone = self._alone, []
-            return gradients
-        found: list[Any] = self._store.get(g)
-        self._store.drop(g)
         return found
 
 
@@ -387,5 +241,5 @@ def _cut(gradients: list[Any], counts: Sequence[int]) -> list[list[Any]]:
     return [[column[k] for column in columns] for k in range(len(counts))]
 
 
-def _nbytes_of(value: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
+def _as_leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -66,6 +66,10 @@ class ReplayableShard:
     #: The same of a lean graph, with what entered the cell if it is not the first; where ``measures_graphs``.
     graph_bytes: int = 0
     measures_graphs: bool = False
+    #: Whether recorded forwards measure these, and find out what recomputations may leave out.
+    measures: bool = True
+    #: Whether what enters the first shard is memory of the caller's, so that no graph adds to it.
+    callers_input: bool = False
     #: As the last recorded forward had it; None before.
     graph_bytes_per_row: float | None = None
     #: Whether the layers were seen to write their own parameters; if so, whether they write the same once more.
@@ -117,6 +121,9 @@ class ReplayableShard:
 
         ``boundary`` holds fresh leaves. The output must be detached, which frees its graph.
         """
+        if not self.measures:
+            output, _, rerun = self._recorded(boundary, output_fn, _dropped)
+            return output, rerun
         sizes: dict[StorageWeakRef, int] = {}
         made_again: set[StorageWeakRef] = set()
         notes = MemoryProfileRecorder(self.shard)
@@ -144,12 +151,18 @@ class ReplayableShard:
 
         others = [mode for mode in (casts, cheap_recompute) if mode is not None]
         output, given, rerun = self._recorded(boundary, output_fn, drop, *others, listener=listener)
-        sizes.pop(StorageWeakRef(self.shard.slot.untyped_storage()), None)
+        for reference in self.shard.memory:
+            sizes.pop(reference, None)
         self.activation_bytes = sum(sizes.values())
         # A copy that only showed that none is needed stands for the boundary itself.
         own = tensors_in(boundary if rerun.copies_input else given)
         self.saved_tensors = notes.saved_tensors(elsewhere=own)
         entered = {count(part) for t in own for part in parts_of(t)} if self.shard.index else set()
+        # A result enters the next shard and is counted there, or is the user's; but what follows it keeps its argument.
+        for t in tensors_in(output) if output_fn is None else ():
+            made_again.update(map(count, parts_of(t)))
+        if self.callers_input and not rerun.copies_input:
+            made_again.update(count(part) for t in own for part in parts_of(t))
         self.graph_bytes = sum(nbytes for reference, nbytes in sizes.items() if reference not in made_again - entered)
         if self.leaves_out:
             rerun.dead_code = listener.dead_code()
@@ -222,7 +235,15 @@ class ReplayableShard:
             Its output, and the course that its backward takes.
         """
         notes = MemoryProfileRecorder(self.shard)
-        with weights_by_reference(self.shard, notes, cheap_recompute=cheap_recompute), torch.enable_grad():
+        saving = weights_by_reference(
+            self.shard,
+            notes,
+            cheap_recompute=cheap_recompute,
+            changing=self.watched.changing() if cheap_recompute else (),
+        )
+        # Recomputations of other cells must not meet what this one writes into buffers.
+        first = self.layers.rerun().first() if cheap_recompute else contextlib.nullcontext()
+        with first, saving, torch.enable_grad():
             return self._first_run(boundary, output_fn)[0], notes.saved_tensors()
 
     def _first_run(
@@ -265,3 +286,7 @@ class ReplayableShard:
         refuse_strided_nested(tensor, f"an output of shard {self.shard.index}")
         slot = self.shard.slot.untyped_storage().data_ptr()
         return tensor.clone() if any(part.untyped_storage().data_ptr() == slot for part in parts_of(tensor)) else tensor
+
+
+def _dropped(tensor: Tensor) -> None:
+    """The graph of a first run only tells which outputs need a gradient."""

@@ -16,12 +16,13 @@ torch would call only the innermost.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.engine.source import used_outside
 from offload.planning.memory_profile import MemoryProfileRecorder
@@ -70,19 +71,24 @@ class _Packed:
 
 
 @contextlib.contextmanager
-def weights_by_reference(shard: Shard, notes: MemoryProfileRecorder, cheap_recompute: bool = False) -> Iterator[None]:
+def weights_by_reference(
+    shard: Shard, notes: MemoryProfileRecorder, cheap_recompute: bool = False, changing: Iterable[Tensor] = ()
+) -> Iterator[None]:
     """Inside, autograd saves views of ``shard``'s slot, and casts of them, by reference.
 
-    The shard must be bound, then and in backward.
+    The shard must be bound, then and in backward. A weight that is in no slot is saved as it is.
 
     Args:
         shard: whose layers run.
         notes: of what is saved.
         lean: save what is cheap to compute again as its recipe. Not done under hooks of the user's, which would not
             see what a recipe holds.
+        changing: tensors that later forwards write in place, before backward; what is saved of them is copied.
     """
     address = shard.slot.untyped_storage().data_ptr()
     seen = CastsSeen(shard.weight_casts, shard.slot)
+    own = shard.memory
+    written_later = {StorageWeakRef(tensor.untyped_storage()) for tensor in changing}
     users = lasting_hooks()
 
     def handed_on(tensor: Tensor) -> Any:
@@ -120,6 +126,11 @@ def weights_by_reference(shard: Shard, notes: MemoryProfileRecorder, cheap_recom
         # Without detaching, an operation that saves its own output holds itself, through no object of Python's: its
         # activations stay for ever.
         detached = tensor.detach()
+        storage = StorageWeakRef(tensor.untyped_storage())
+        if storage in written_later:
+            return handed_on(detached.clone())
+        if storage in own:
+            return handed_on(detached)  # which the layers may prepare in place, for every micro-batch alike
         # Without the count, a change in place after it was saved would go unnoticed, as it does in no plain graph.
         return Kept(detached, detached._version) if users is None else handed_on(detached)
 

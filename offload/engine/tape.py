@@ -59,12 +59,6 @@ class Boundaries(Protocol):
     def get(self, key: Cell) -> Any:
         """See :meth:`offload.engine.boundary_store.BoundaryStore.get`."""
 
-    def drop(self, key: Cell) -> None:
-        """Forgets a value."""
-
-    def close(self) -> None:
-        """Forgets everything."""
-
 
 @dataclass(eq=False, kw_only=True)
 class CellNotes:

@@ -80,8 +80,8 @@ def update_block_bytes(shards: Sequence[Shard], most_bytes: float = math.inf) ->
     if buffer_pool_bytes(update_block) > most_bytes:
         raise ValueError(
             f"optimizer states are on disk: their buffers take at least {buffer_pool_bytes(update_block):,} "
-            f"bytes, but memory_budget leaves {max(0, int(most_bytes)):,} besides slots, gradients and boundaries; use a larger "
-            f"budget, or more shards"
+            f"bytes, but memory_budget leaves {max(0, int(most_bytes)):,} besides slots, gradients and "
+            f"boundaries; use a larger budget, or more shards"
         )
     return update_block
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.planning.partition import aligned
@@ -299,6 +300,11 @@ class Shard:
     def bound(self) -> bool:
         """Whether a slot holds the shard for layers to use."""
         return self._slot is not None
+
+    @property
+    def memory(self) -> set[StorageWeakRef]:
+        """The memory that the layers' parameters are in while they compute."""
+        return {StorageWeakRef(self.slot.untyped_storage())}
 
     @property
     def in_slot(self) -> list[Tensor]:

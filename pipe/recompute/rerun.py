@@ -26,7 +26,7 @@ operations           :mod:`pipe.recompute.elimination` leaves out those that no 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.phase import enable_checkpointing
 from pipe.recompute.replay import Replay, autocast_without_cache
 
-__all__ = ["RepeatableLayers", "Rerun"]
+__all__ = ["RepeatableLayers", "Rerun", "trial"]
 
 Call = Callable[[Any], Any]
 
@@ -135,6 +135,21 @@ class Rerun:
         return leaving_out(self.dead_code, run)
 
 
+@contextlib.contextmanager
+def trial(layers: Iterable[RepeatableLayers], devices: Collection[torch.device]) -> Iterator[None]:
+    """Around a forward that is made to learn from it: it leaves no trace in modules and generators.
+
+    Whoever counts forwards in Python can tell, by ``is_recomputing``.
+    """
+    watched = [each.watched for each in layers]
+    with contextlib.ExitStack() as stack:
+        for each in watched:
+            stack.enter_context(ModuleState(each, attributes=True).trial())
+        held = [generator for each in watched for generator in each.generators]
+        stack.enter_context(Replay.capture(devices, held).again())
+        yield
+
+
 class RepeatableLayers:
     """Layers, and what their runs have taught about how to run them again.
 
@@ -144,10 +159,12 @@ class RepeatableLayers:
         inputs: what is known about writes into their input.
     """
 
-    def __init__(self, watched: WatchedModule, devices: Collection[torch.device], inputs: InputWrites) -> None:
+    def __init__(
+        self, watched: WatchedModule, devices: Collection[torch.device], inputs: InputWrites | None = None
+    ) -> None:
         self.watched = watched
         self.devices = devices
-        self.inputs = inputs
+        self.inputs = InputWrites("a layer") if inputs is None else inputs
 
     def rerun(self) -> Rerun:
         """To be called just before a first run that is to be repeated."""

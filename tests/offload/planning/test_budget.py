@@ -193,6 +193,6 @@ def test_an_optimizer_on_disk_has_its_buffers_from_the_budget_or_is_refused(tmp_
     gc.collect()
     assert steps.reserved_bytes == 0
     small = make(tmp_path, taken + 100_000)
-    with pytest.raises(ValueError, match="buffers of an optimizer whose states are on disk take at least"):
+    with pytest.raises(ValueError, match="optimizer states are on disk: their buffers take at least"):
         OffloadOptimizer(small, torch.optim.AdamW)
     assert OffloadOptimizer(make("cpu", taken + 100_000), torch.optim.AdamW) is not None
