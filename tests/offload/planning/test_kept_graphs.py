@@ -237,3 +237,36 @@ def test_a_first_layer_that_writes_over_what_input_fn_hands_on_does_not_write_ov
     x.add_(1)
     with pytest.raises(RuntimeError, match="changed in place"):
         tape.backward(outputs)
+
+
+class Drifting(nn.Module):
+    """Multiplies by a buffer that each forward writes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.mul_(0.9)
+        scaled: Tensor = self.linear(x) * self.scale
+        return scaled
+
+
+def test_a_kept_graph_holds_a_buffer_as_it_was_before_later_micro_batches_wrote_it() -> None:
+    """Its backward was refused, although without kept graphs the model trained."""
+    torch.manual_seed(0)
+    bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), Drifting(), Drifting())
+    models = [
+        OffloadModel(
+            copy.deepcopy(bare), "cpu", num_slices=3, checkpoint_activation=True, num_microbatches=3, graph_bytes=size
+        )
+        for size in (None, "1MiB")
+    ]
+    for _ in range(2):  # the first measures
+        x = torch.randn(6, WIDTH)
+        for model in models:
+            model(x).square().sum().backward()
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
