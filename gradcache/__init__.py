@@ -1,4 +1,4 @@
-"""Contrastive batches larger than memory: representations first, their gradients next, the encoders' gradients last."""
+"""Contrastive training on batches larger than memory, by gradient caching: the memory of one chunk, exact gradients."""
 
 from gradcache.accumulation import Accumulation
 from gradcache.context_managers import RandContext

@@ -1,16 +1,16 @@
-"""Accumulation: the gradients of many chunks, added up exactly and handed over all at once.
+"""Sums the gradients of many chunks in float32, and adds them to ``.grad`` at the end of the step.
 
-Adding a thousand chunk gradients in bfloat16 loses what is smaller than the sum's last bit, several per cent in the
-end. So each chunk's gradient of a parameter narrower than 32 bits is added to a float32 sum as it appears, and is
-rounded once.
+Adding a thousand chunk gradients in bfloat16 loses all bits below the sum's last bit, which changes the result by
+several per cent. So each chunk's gradient of a parameter narrower than 32 bits is added to a float32 sum when autograd
+produces it, and the sum is rounded once.
 
 Guarantees
-    * Until :meth:`Accumulation.commit`, ``.grad`` as the user left it is put aside; afterwards it is the old gradient
-      plus this step's. After an exception every ``.grad`` is the very tensor that it was before the step.
-    * A parameter that no chunk reached keeps its ``.grad``, None included.
+    * Until :meth:`Accumulation.commit`, the user's ``.grad`` is kept separately; afterwards it is the old gradient plus
+      this step's. After an exception every ``.grad`` is the same tensor object as before the step.
+    * A parameter that no chunk used keeps its ``.grad``, None included.
 
-Costs nothing where ``.grad`` is None before the step (``zero_grad()`` as it is by default); else the old gradients stay
-alive beside the new ones until the step is done.
+No additional memory if ``.grad`` is None before the step (the default ``zero_grad()``); otherwise the old gradients
+remain allocated beside the new ones until the step is done.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["Accumulation"]
 
 
 class Accumulation:
-    """The gradients of one step, apart from those that were there before it. A context manager.
+    """A context manager that collects the gradients of one step separately from earlier ones.
 
     Args:
-        parameters: whose gradients.
-        at_home: those among them that a streamed model owns, which brings sums of its own to them.
+        parameters: the parameters of the step.
+        at_home: those of them that belong to a streamed model, which sums their gradients itself.
     """
 
     def __init__(self, parameters: Iterable[Tensor], at_home: Iterable[Tensor] = ()) -> None:
@@ -63,24 +63,24 @@ class Accumulation:
         parameter.grad = None
 
     def take(self, parameter: Tensor) -> Tensor | None:
-        """This step's gradient of a parameter, in the widest type that it was summed in; it is forgotten here."""
+        """Removes and returns this step's gradient of a parameter, in the widest type that it was summed in."""
         gradient = self._sums.pop(id(parameter), None)
         if gradient is None:
             gradient, parameter.grad = parameter.grad, None
         return gradient
 
     def commit(self, reduce: Callable[[list[Tensor | None]], list[Tensor | None]] | None = None) -> None:
-        """Adds this step's gradients to those that were there before.
+        """Adds this step's gradients to the earlier ones.
 
         Args:
-            reduce: turns this process's gradients, in the order of the parameters, into those of all processes.
+            reduce: reduces this process's gradients, in the order of the parameters, over all processes.
         """
         self.postponed(reduce)()
 
     def postponed(
         self, reduce: Callable[[list[Tensor | None]], list[Tensor | None]] | None = None
     ) -> Callable[[], None]:
-        """As :meth:`commit`, but until the function that it returns is called every ``.grad`` is what it was before."""
+        """Returns a function that does what :meth:`commit` does; until it is called, every ``.grad`` is the old one."""
         self._remove_hooks()
         gradients = [self.take(parameter) for parameter in self._parameters]
         self._restore()
@@ -102,7 +102,7 @@ class Accumulation:
             elif before is None:
                 parameter.grad = gradient.to(parameter.dtype)
             elif before.layout == gradient.layout:
-                parameter.grad = before.add_(gradient)  # the user's tensor stays the gradient, as autograd keeps it
+                parameter.grad = before.add_(gradient)  # in place, as autograd does: .grad stays the user's tensor
             else:
                 parameter.grad = (gradient + before).to(parameter.dtype)
 

@@ -1,9 +1,10 @@
-"""Audit of a streamed walk: whether each layer's recomputation returned what its first run did.
+"""Checks for nondeterminism: compares each layer's output in the recomputation with that of the first pass.
 
-The representations alone do not tell: a recomputation begins at what entered a shard, so a layer that repeats itself
-otherwise spoils the gradients of its own shard and of those before, and never shows in the last one's output.
+Comparing representations is not enough: a recomputation starts from the saved input of a shard, so a layer with a
+different second output makes the gradients of its own shard and of earlier shards wrong, but does not change the
+output of the last shard.
 
-Keeps what every layer returned, in host memory, until the step is done.
+Every layer's output is kept in host memory until the step is done.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["LayerAudit"]
 
 
 class LayerAudit:
-    """What some layers returned in the first pass, and how far the second pass was from it."""
+    """The outputs of layers in the first pass, and their greatest difference from the second pass."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._layers = list(layers)
@@ -32,13 +33,13 @@ class LayerAudit:
 
     @contextlib.contextmanager
     def first_pass(self) -> Iterator[None]:
-        """Inside, results are noted."""
+        """A context in which the layers' outputs are recorded."""
         with self._listening(lambda j, result: self._first[j].append(result)):
             yield
 
     @contextlib.contextmanager
     def second_pass(self) -> Iterator[None]:
-        """Inside, results are compared."""
+        """A context in which the layers' outputs are compared."""
 
         def compare(j: int, result: list[Tensor]) -> None:
             self.greatest_difference = max(self.greatest_difference, _difference(self._first[j], result))
@@ -63,20 +64,20 @@ class LayerAudit:
 
 
 def _difference(first: Sequence[list[Tensor]], second: list[Tensor]) -> float:
-    """The distance of a result from what the first pass returned for the same chunks; infinite if that is not found.
+    """The difference of an output from the first pass's output for the same chunks; infinite if none has its shape.
 
-    The second pass may walk chunks in another order, and put neighbours together, so the nearest result counts, of one
-    chunk or of several below each other.
+    The second pass may run chunks in another order, and concatenate neighbours, so the nearest of all outputs of one
+    chunk, or of several consecutive chunks, is taken.
     """
     if not second:
         return 0.0
     nearest = math.inf
     for start in range(len(first)):
         for stop in range(start + 1, len(first) + 1):
-            alike = _compared(first[start:stop], second)
-            if alike is None:
+            difference = _compared(first[start:stop], second)
+            if difference is None:
                 break
-            nearest = min(nearest, alike)
+            nearest = min(nearest, difference)
     return nearest
 
 
@@ -103,5 +104,5 @@ def _compared(run: Sequence[list[Tensor]], second: list[Tensor]) -> float | None
 def _greatest(a: Tensor, b: Tensor) -> float:
     wide = torch.complex128 if a.is_complex() else torch.float64
     difference = (a.to(wide) - b.to(wide)).abs()
-    difference[(a == b) | (a.isnan() & b.isnan())] = 0.0  # two infinities are no difference
+    difference[(a == b) | (a.isnan() & b.isnan())] = 0.0  # equal infinities would give inf - inf = NaN
     return float(difference.nan_to_num(nan=math.inf).max())

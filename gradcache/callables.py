@@ -1,4 +1,4 @@
-"""A function as a tower: a bound method (``clip.encode_image``), or any callable that uses modules."""
+"""Wraps a function that uses modules, such as a bound method (``clip.encode_image``), in an ``nn.Module``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["CallableModel", "Towers"]
 
 
 class CallableModel(nn.Module):
-    """A callable with the modules that it can use, so that their parameters, buffers and modes are known."""
+    """A callable with the modules that it uses as submodules, so that their parameters, buffers and modes are known."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -29,13 +29,13 @@ class CallableModel(nn.Module):
 
 
 class Towers:
-    """The models of a step as modules; the same callable is the same module, in this step and in later ones."""
+    """Converts the models of a step to modules; the same callable gives the same module, also in later steps."""
 
     def __init__(self) -> None:
         self._made: list[CallableModel] = []
 
     def of(self, models: Sequence[Any]) -> list[nn.Module]:
-        """Modules as they are, callables as :class:`CallableModel`.
+        """The modules themselves; callables wrapped in a :class:`CallableModel`.
 
         Raises:
             TypeError: for anything else.
@@ -50,7 +50,7 @@ class Towers:
                 raise TypeError(
                     f"expected torch modules or callables, got {type(model).__name__} among models (models[{k}])"
                 )
-            # Bound methods are made anew at each access, so they are compared, not identified.
+            # Each access makes a new bound method object, so methods are compared by equality, not by identity.
             known = [tower for tower in [*made, *self._made] if tower.function == model]
             tower = known[0] if known and _same_modules(known[0]) else CallableModel(model)
             made.append(tower)
@@ -60,7 +60,7 @@ class Towers:
 
 
 def _same_modules(tower: CallableModel) -> bool:
-    """Whether the function still uses what it used when the tower was made."""
+    """Whether the function still uses the modules and tensors that it used when the tower was made."""
     reach = Reach(tower.function)
     pairs: list[tuple[list[Any], list[Any]]] = [(list(tower.used), reach.modules), (tower.tensors, reach.tensors)]
     return all(len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True)) for a, b in pairs)

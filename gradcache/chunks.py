@@ -1,8 +1,8 @@
-"""Chunks: a model's input cut into pieces of ``chunk_size`` rows, and the call that each piece stands for.
+"""Splits a model's input into chunks of ``chunk_size`` rows, and converts each chunk to call arguments.
 
-The contract is strict, because a row that is lost in splitting is lost in silence: all tensors of an input have the
-same number of rows and all are cut; what every chunk shall see whole is declared by name (``broadcast``). Nothing is
-truncated to the shortest member.
+The checks are strict, because rows lost in splitting would not be noticed: all tensors of an input must have the same
+number of rows and all are split; members that every chunk receives whole are declared by name (``broadcast``). No input
+is truncated to the shortest member.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Name = str | int
 
 
 def call_arguments(chunk: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments that a model input stands for.
+    """The positional and keyword arguments with which a model is called for an input.
 
     ``x`` is called as ``model(x)``, a list as ``model(*x)``, a mapping as ``model(**x)``, a pair of a sequence and a
     mapping as ``model(*x[0], **x[1])``; any other tuple as ``model(*x)``.
@@ -64,38 +64,38 @@ def chunk_size_of(size: Any) -> int | str:
 
 
 def split_input(model_input: Any, chunk_size: int, broadcast: Collection[Name] = ()) -> list[Any]:
-    """Cuts every tensor of a model input into views of ``chunk_size`` rows; the last chunk may be shorter.
+    """Splits every tensor of a model input into views of ``chunk_size`` rows; the last chunk may be shorter.
 
     Args:
         model_input: a tensor, list, mapping or (list, mapping); members may be nested.
         chunk_size: rows of a chunk.
-        broadcast: keys of a mapping or positions of a list whose members go to every chunk whole.
+        broadcast: keys of a mapping or positions of a list whose members are passed to every chunk whole.
 
-    Scalars, ``None`` and 0-dimensional tensors have no rows and go to every chunk.
+    Scalars, ``None`` and 0-dimensional tensors have no rows and are passed to every chunk.
 
     Raises:
         ValueError: if members differ in their number of rows.
-        TypeError: if a member cannot be cut and is not declared in ``broadcast``.
+        TypeError: if a member cannot be split and is not declared in ``broadcast``.
     """
     rows: dict[str, int] = {}
     cut = _splitter(model_input, "input", broadcast, rows)
     if len(set(rows.values())) > 1:
         raise ValueError(
             f"expected tensors with the same number of rows in a model input, got {rows}; no row is dropped: pass "
-            f"equal rows, or declare members that every chunk sees whole with broadcast=(...)"
+            f"equal rows, or declare members that every chunk receives whole with broadcast=(...)"
         )
     total = next(iter(rows.values()), 0)
     return [cut(start, start + chunk_size) for start in range(0, max(total, 1), chunk_size)]
 
 
 def check_rows_kept(model_input: Any, chunks: Sequence[Any]) -> None:
-    """Raises ValueError where a user's split function returned fewer rows than it was given, as far as one can tell."""
+    """Raises ValueError if a user's split function returned fewer rows than it was given (if rows can be counted)."""
     if not chunks:
         raise ValueError("expected split_input_fn to return at least one chunk, got none")
     try:
         given, returned = rows_of(tensors_in(model_input)), sum(rows_of(tensors_in(chunk)) for chunk in chunks)
     except ValueError:
-        return  # members of unequal rows: only the user's function knows what a row is
+        return  # members with different numbers of rows: only the user's function knows what a row is
     if returned < given:
         raise ValueError(
             f"expected split_input_fn to return all {given} rows, got {returned} in {len(chunks)} chunks; "
@@ -113,7 +113,7 @@ def _is_arguments_and_keywords(value: Any) -> bool:
 
 
 def _splitter(value: Any, path: str, broadcast: Collection[Name], rows: dict[str, int]) -> Callable[[int, int], Any]:
-    """A function from a range of rows to that part of ``value``. Notes the rows of each tensor met in ``rows``."""
+    """A function from a range of rows to that part of ``value``. Writes the rows of each tensor to ``rows``."""
     if isinstance(value, Tensor):
         if value.dim() == 0:
             return lambda start, stop: value
@@ -128,7 +128,7 @@ def _splitter(value: Any, path: str, broadcast: Collection[Name], rows: dict[str
         return lambda start, stop: make(part(start, stop) for part in parts)
     raise TypeError(
         f"expected tensors to cut into chunks, got {type(value).__name__} ({path}); pass split_input_fn, or declare "
-        f"the member with broadcast=(...) if every chunk shall see it whole"
+        f"the member with broadcast=(...) if every chunk is to receive it whole"
     )
 
 
@@ -138,9 +138,9 @@ def _member(
     if name in broadcast or item is None or isinstance(item, (bool, int, float, complex, str)):
         return lambda start, stop: item
     if isinstance(item, (list, tuple)) and any(isinstance(x, (bool, int, float, str)) for x in item):
-        # One value per row, or one option for all rows? A wrong guess repeats or loses rows, so the user says it.
+        # Ambiguous: one value per row, or one option for all rows. A wrong guess would repeat or lose rows.
         raise TypeError(
             f"expected tensors to cut into chunks, got a {type(item).__name__} of plain values ({path}); pass a tensor "
-            f"or split_input_fn, or declare the member with broadcast=(...) if every chunk shall see it whole"
+            f"or split_input_fn, or declare the member with broadcast=(...) if every chunk is to receive it whole"
         )
     return _splitter(item, path, broadcast, rows)

@@ -1,14 +1,14 @@
-"""Representations with a graph whose backward is the second pass.
+"""An autograd node whose outputs are the representations of the batch and whose backward runs the second pass.
 
-A training loop that calls ``loss.backward()`` itself (a Trainer, a gradient scaler, an outer accumulation) has no place
-for a step that computes gradients on its own. So the representations of the whole batch are handed out as the result
-of one autograd node::
+A training loop that calls ``loss.backward()`` itself (a Trainer, a gradient scaler, an outer accumulation) cannot call
+a step that computes gradients by itself. So the representations of the whole batch are returned as the result of one
+autograd node::
 
     inputs --> [encoded in chunks] --> representations --> any loss, any further graph --> loss.backward()
                      |                                                                         |
                      '---- second pass, chunk by chunk  <---- gradient of the representations -'
 
-The node keeps what the first pass left behind; backward through it may run once, as through any graph that is freed.
+The node keeps the states of the first pass; backward through it may run once, as with ``retain_graph=False``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def attach(encoded: Any, differentiable: Sequence[bool], inputs: Sequence[Tensor
 
     Args:
         encoded: detached representations.
-        differentiable: for each tower, whether it wants a gradient.
-        inputs: tensors that take a gradient, each a result of :func:`second_pass`.
+        differentiable: for each tower, whether it needs a gradient.
+        inputs: tensors that need a gradient, which ``second_pass`` returns.
         second_pass: given the gradient of ``encoded`` (None where there is none), returns the gradients of ``inputs``.
     """
     leaves, spec = flatten(list(encoded))
@@ -52,7 +52,7 @@ def attach(encoded: Any, differentiable: Sequence[bool], inputs: Sequence[Tensor
         parts = [[next(given) if next(wants) else None for _ in flatten(tower)[0]] for tower in encoded]
         return second_pass([with_leaves(part, flatten(tower)[1]) for part, tower in zip(parts, encoded, strict=True)])
 
-    # An input that takes a gradient, so that the node has one even where parameters are all there is to train.
+    # An input that needs a gradient, so that the node is in a graph even if no other input needs one.
     root = torch.empty(0, requires_grad=True)
     attached = iter(_Encoded.apply(run, chosen, root, *inputs))  # type: ignore[no-untyped-call]
     return tuple(
@@ -61,7 +61,7 @@ def attach(encoded: Any, differentiable: Sequence[bool], inputs: Sequence[Tensor
 
 
 class _Encoded(torch.autograd.Function):
-    """The values as they are; backward runs the second pass."""
+    """Returns views of the values; backward runs the second pass."""
 
     @staticmethod
     def forward(ctx: Any, run: Any, values: list[Tensor], root: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:

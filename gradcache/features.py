@@ -1,8 +1,8 @@
-"""Tokenized features cut into mini-batches, each as wide as its own longest row.
+"""Splits tokenized features into mini-batches, and trims the padding of each to its own longest row.
 
-A batch is padded to its longest row, so a mini-batch of short rows would be encoded at a width that none of them has.
-Columns at the end that are padding in every row of a mini-batch are dropped; padding on the left stays, since positions
-are counted from there.
+A batch is padded to its longest row, so a mini-batch of short rows would be encoded with needless padding. Columns at
+the end that are padding in every row of a mini-batch are dropped; padding on the left is kept, since positions are
+counted from there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class FeatureSplitter:
     """``split_input_fn`` for models that take a dict of features as their one argument, ``([features], {})``.
 
     Args:
-        tokens: what a mini-batch may hold, by its attention mask; None: cut by rows. A longer row goes alone.
+        tokens: the maximum number of tokens of a mini-batch, by its attention mask; a longer row is a mini-batch of its
+            own. None: split by rows.
     """
 
     def __init__(self, tokens: int | None = None) -> None:
@@ -29,7 +30,7 @@ class FeatureSplitter:
         """The mini-batches.
 
         Raises:
-            ValueError: if members differ in their number of rows, or tokens are to be counted without a mask.
+            ValueError: if members differ in their number of rows, or there is no mask to count tokens by.
         """
         features: Mapping[str, Any] = model_input[0][0]
         total = _texts_in(features)
@@ -52,10 +53,10 @@ class FeatureSplitter:
 
 
 def _texts_in(features: Mapping[str, Any]) -> int:
-    """Rows that all members have.
+    """Number of rows of all members.
 
     Raises:
-        ValueError: if there are several numbers, as of rows that lie behind each other without padding.
+        ValueError: if members differ in it, or rows are flattened (concatenated without padding).
     """
     rows = {name: value.size(0) for name, value in features.items() if isinstance(value, Tensor) and value.dim()}
     flat = {"cu_seq_lens_q", "offsets"} & rows.keys()

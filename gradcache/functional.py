@@ -1,4 +1,4 @@
-"""GradCache as decorators, for training loops that call their models themselves, on batches that arrive in pieces.
+"""GradCache as decorators, for training loops that call their models themselves on the chunks of a batch.
 
 ::
 
@@ -15,7 +15,8 @@
     for leaf, again in zip(xs, agains_x):
         again(leaf)                                 # second pass: fills the gradients of what encode used
 
-Parameters narrower than 32 bits add up exactly if the closures run inside :class:`gradcache.Accumulation`.
+Gradients of parameters narrower than 32 bits are summed in float32 if the closures run inside
+:class:`gradcache.Accumulation`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Result = TypeVar("Result")
 
 
 def cached(func: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    """Turns a function that calls models into the first pass of itself and a closure for the second.
+    """Decorates a function that calls models: a call runs its first pass and also returns a closure for the second.
 
     Args:
         func: returns a tensor, a tuple or list of tensors, or a dict of tensors.
@@ -47,16 +48,16 @@ def cached(func: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
     Returns:
         A function that returns the representations as leaves (one tensor, several, or one dict) and, last, a closure.
         Call the closure with the leaves, as they were returned, after the loss's backward: it runs ``func`` again with
-        the same random numbers on every device, the same autocast and the same buffers, and pushes the leaves'
-        gradients through it. Leaves without a gradient cost nothing. Buffers of the modules that ``func`` can see
-        (arguments, closure, ``self`` and what it holds, globals it names) are counted once.
+        the same random numbers on every device, the same autocast and the same buffers, and backward from the leaves'
+        gradients. If no leaf has a gradient, it does nothing. Buffers of the modules that ``func`` uses (found in
+        arguments, closure, ``self`` and its attributes, globals it names) are updated once.
     """
 
     @wraps(func)
     def first_pass(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         modules = nn.ModuleList(Reach(args, kwargs, func).modules)
         first = FirstPass(modules)
-        # The arguments are a chunk like any other: copied should func write over them.
+        # The arguments are treated as a chunk: copied if func writes into them in place.
         output, state = first.run((args, kwargs), lambda chunk: func(*chunk[0], **chunk[1]))
         leaves = representations.as_leaves(output)
 
@@ -79,13 +80,13 @@ def _second_pass(
 
 
 def _matching_gradient(output: Any, given: Any) -> Any:
-    """The gradients of the leaves that came back, in the structure of the function's output."""
+    """The gradients of the leaves that were passed to the closure, in the structure of the function's output."""
     mine, theirs = flatten(output)[0], flatten(given)[0]
     shapes = [[tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves] for leaves in (mine, theirs)]
     if shapes[0] != shapes[1]:
         raise ValueError(
             f"expected the representations that the first pass returned, of shapes {shapes[0]}, got {shapes[1]}; "
-            f"call each closure with its own"
+            f"call each closure with the leaves of the same call"
         )
     return representations.with_leaves([t.grad if isinstance(t, Tensor) else None for t in theirs], flatten(output)[1])
 
@@ -121,9 +122,9 @@ def gather_input_tensor(
 def gather_input_tensor(func: Any = None, axis: int = 0) -> Any:
     """Gathers every tensor argument from all processes along ``axis``, positional or keyword.
 
-    Use as ``@gather_input_tensor`` or ``@gather_input_tensor(axis=1)``. Gradients flow to this process's part only, so
-    a loss over the gathered tensors is the whole loss in every process; where DistributedDataParallel averages
-    gradients afterwards, multiply it by the world size. Processes may pass different sizes along ``axis``.
+    Use as ``@gather_input_tensor`` or ``@gather_input_tensor(axis=1)``. Only this process's part gets gradients; a loss
+    over the gathered tensors is the whole loss in every process, so if DistributedDataParallel averages gradients
+    afterwards, multiply the loss by the world size. Processes may pass different sizes along ``axis``.
     """
     if func is None:
         return partial(gather_input_tensor, axis=axis)

@@ -1,4 +1,4 @@
-"""The cache for JAX: the same step in functions over pytrees, for ``jit``, ``pmap`` and any optimizer.
+"""GradCache for JAX: gradient caching as functions over pytrees, for ``jit``, ``pmap`` and any optimizer.
 
 ::
 
@@ -8,7 +8,7 @@
     grads = cache_grad(encode)(params, zeros, cache, **chunks)       pass 2, one chunk's activations alive at a time
 
 Invariant: ``grads`` is ``jax.grad`` of the whole batch's loss. Randomness is an argument in JAX, so a key per chunk
-that is passed along with the chunks (``dropout_rng=jax.random.split(key, n)``) is met again in pass 2.
+that is passed along with the chunks (``dropout_rng=jax.random.split(key, n)``) is used again in pass 2.
 
 Needs the extra ``jax``. Names and signatures are those of the JAX part of the package ``GradCache``.
 """
@@ -39,10 +39,10 @@ Tree = Any
 
 
 def tree_chunk(tree: Tree, n_chunk: int, axis: int = 0) -> Tree:
-    """Cuts ``axis`` of every array into equal chunks: (..., rows, ...) -> (..., n_chunk, rows / n_chunk, ...).
+    """Splits ``axis`` of every array into equal chunks: (..., rows, ...) -> (..., n_chunk, rows / n_chunk, ...).
 
     Raises:
-        ValueError: if an array's rows cannot be cut evenly; XLA needs equal shapes, so pad the batch first.
+        ValueError: if an array's rows cannot be split evenly; XLA needs equal shapes, so pad the batch first.
     """
 
     def chunk(array: Any) -> Any:
@@ -119,14 +119,14 @@ def _widened(array: Any) -> Any:
 
 
 def _add(total: Any, gradient: Any) -> Any:
-    # Integer parameters have no gradient; JAX says so with a type of zero bytes.
+    # Integer parameters have no gradient; JAX marks this with the zero-byte type float0.
     return total if gradient.dtype == jax.dtypes.float0 else total + gradient.astype(total.dtype)
 
 
 def unchunk_args(axis: int, argnums: Iterable[int] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorates a loss of whole batches so that it takes chunked representations in the positions ``argnums``.
 
-    Differentiate the decorated function: gradients then come chunked, as :func:`cache_grad` takes them.
+    Differentiate the decorated function: gradients are then chunked too, as :func:`cache_grad` expects them.
     """
     positions = tuple(argnums)
 
@@ -142,16 +142,17 @@ def unchunk_args(axis: int, argnums: Iterable[int] = ()) -> Callable[[Callable[.
 
 
 def grad_cached(encode_fn: Callable[..., Tree], policy: Callable[..., bool] | None = None) -> Callable[..., Tree]:
-    """The cache in one decorator: an encoder of chunks, of which only the representations are kept for the backward.
+    """Gradient caching as one decorator: an encoder of chunks that keeps only representations for the backward.
 
-    XLA recomputes the rest there, chunk by chunk, so ``jax.grad`` of a loss over its result is the two-pass step::
+    XLA recomputes the rest in backward, chunk by chunk, so ``jax.grad`` of a loss over its result is the two-pass
+    step::
 
         encode_all = grad_cached(encode)                                encode(params, batch) of one chunk
         reps = encode_all(params, tree_chunk(batch, n))                 (rows, width), as of the whole batch
 
     Args:
         encode_fn: ``encode_fn(params, ...)`` returns the representations of a chunk.
-        policy: what may be kept besides, see ``jax.checkpoint_policies``; by default nothing.
+        policy: values that may be saved in addition, see ``jax.checkpoint_policies``; by default none.
 
     Returns:
         A function of ``params`` and of chunked arguments, positional or by keyword: all but the first positional one
@@ -166,14 +167,14 @@ def grad_cached(encode_fn: Callable[..., Tree], policy: Callable[..., bool] | No
         params, positional = params_and_chunks[:1], params_and_chunks[1:]
         if not jax.tree_util.tree_leaves((positional, chunks)):
             raise TypeError(
-                "expected params and chunked arguments, got no chunks; call it as (params, batch), with the batch cut "
-                "by tree_chunk"
+                "expected params and chunked arguments, got no chunks; call it as (params, batch), with the batch "
+                "split by tree_chunk"
             )
 
         def step(_: None, chunk: tuple[tuple[Tree, ...], dict[str, Tree]]) -> tuple[None, Tree]:
             return None, encode_fn(*params, *chunk[0], **chunk[1])
 
-        # The scan keeps what enters each chunk; what a chunk computes is computed again when its gradient comes.
+        # The scan keeps each chunk's inputs; its intermediate values are recomputed in backward.
         return tree_unchunk(jax.lax.scan(jax.checkpoint(step, policy=policy), None, (positional, chunks))[1])
 
     return encode_all

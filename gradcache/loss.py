@@ -1,7 +1,7 @@
-"""Contrastive losses over representations of all rows, in one piece or by tiles, in one process or many.
+"""Contrastive losses (InfoNCE, supervised, sigmoid) over representations, whole or in tiles, on one or many processes.
 
 ``x`` holds queries, (queries, width); ``y`` holds targets, (targets, width). With ``tile_rows`` the scores of that many
-queries exist at a time (see ``tiles``); the value and the gradients stay the same.
+queries exist at a time (see ``tiled_loss``); the value and the gradients stay the same.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class SimpleContrastiveLoss:
         return (total / (target >= 0).sum() if reduction == "mean" else total).to(dtype)
 
     def _total(self, x: Tensor, y: Tensor, target: Tensor) -> tuple[Tensor, torch.dtype]:
-        """The sum over queries, in at least 32 bits, and the type that the loss has."""
+        """The sum over queries, in at least 32 bits, and the dtype of the loss."""
         dtype = x.dtype
 
         def tile(x: Tensor, y: Tensor, target: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class SimpleContrastiveLoss:
             dtype = per_query.dtype
             return per_query.sum(dtype=wide(dtype))
 
-        # Summed, not averaged, per tile: rows that cross_entropy ignores (target -100) do not count in its mean.
+        # Summed, not averaged, per tile: cross_entropy excludes ignored rows (target -100) from its mean.
         by_tiles = _by_tiles(tile, self.tile_rows, cut=(2,), reduction="sum")
         total = by_tiles(x, y, target)
         return total, dtype
@@ -111,9 +111,9 @@ class SimpleContrastiveLoss:
 
 
 class ContrastiveLossWithQueryClosure(SimpleContrastiveLoss):
-    """The same loss where the queries may be computed inside it, by a closure, with their graph.
+    """The same loss, with queries that a closure may compute inside it, with a graph.
 
-    For a query encoder that fits in memory as it is: only the targets go through the cache.
+    For a query encoder that fits in memory without chunks: only the targets use the gradient cache.
     """
 
     def __call__(  # type: ignore[override]
@@ -126,7 +126,7 @@ class ContrastiveLossWithQueryClosure(SimpleContrastiveLoss):
         """Takes queries and targets, or targets and ``query_closure``.
 
         Raises:
-            ValueError: for another number of representations, or if queries come from both or from nowhere.
+            ValueError: for another number of representations, or if queries are given twice or not at all.
         """
         if len(reps) == 2 and query_closure is None:
             return super().__call__(reps[0], reps[1], target=target, reduction=reduction)
@@ -139,7 +139,7 @@ class ContrastiveLossWithQueryClosure(SimpleContrastiveLoss):
 
 
 class LabelContrastiveLoss:
-    """Several positives: every target with the query's label is one (supervised contrastive loss).
+    """Supervised contrastive loss: every target with the query's label is a positive.
 
     The mean over queries of the mean over their positives of the cross entropy; a query without a positive counts 0.
 
@@ -163,7 +163,7 @@ class LabelContrastiveLoss:
 
 
 class SigmoidContrastiveLoss(nn.Module):
-    """Each pair of a query and a target is a yes-or-no question; scale and bias are learned.
+    """SigLIP loss: each pair of a query and a target is a binary classification; scale and bias are learned.
 
     Source: Zhai et al., "Sigmoid Loss for Language Image Pre-Training" (2023), algorithm 1.
     """
@@ -183,16 +183,17 @@ class SigmoidContrastiveLoss(nn.Module):
     def _tile(self, x: Tensor, y: Tensor, target: Tensor) -> Tensor:
         scores = x @ y.T * self.log_scale.exp() + self.bias
         own = scores.gather(1, target[:, None])
-        # softplus(score) over all pairs counts the query's own pair as a no; the second term turns it into a yes.
+        # softplus(score) over all pairs treats the query's own pair as negative; the second term makes it positive.
         return (F.softplus(scores).sum() - own.sum()) / max(x.size(0), 1)
 
 
 class DistributedContrastiveLoss(SimpleContrastiveLoss):
-    """The loss of all processes' rows together; each process computes its own queries' rows of it.
+    """The loss over the rows of all processes; each process computes the rows of its own queries.
 
-    Targets are gathered once. The value is the big batch's on every process. The gradient is scaled so that *averaging*
-    parameter gradients over processes, as DistributedDataParallel and :class:`gradcache.GradCache` do, gives the big
-    batch's gradient; a loss in which each process keeps its own part of a full matrix gives 1/world of it.
+    Targets are gathered once. Every process returns the value of the big batch. The gradient is scaled so that
+    *averaging* parameter gradients over processes, as DistributedDataParallel and :class:`gradcache.GradCache` do,
+    gives the big batch's gradient; without this scale, each process's own part of a full matrix would give 1/world of
+    it.
 
     Processes may have different numbers of rows.
     """
@@ -248,5 +249,5 @@ def over_processes(mine: Tensor, count: int, dtype: torch.dtype, group: dist.Pro
     loss = mine * (world / max(count, 1))
     value = loss.detach().clone()
     dist.all_reduce(value, group=group)
-    # The difference is exactly zero; it carries this process's gradient under the big batch's value.
+    # The difference is exactly zero; it adds this process's gradient to the big batch's value.
     return (value / world + (loss - loss.detach())).to(dtype)

@@ -1,7 +1,7 @@
-"""Nested values as :mod:`pipe.nested` sees them, and besides the mappings that torch's pytree does not open.
+"""Finds and maps the tensors in nested values, including mappings that torch's pytree treats as leaves.
 
-A tokenizer returns a ``UserDict`` (``BatchEncoding``), which is one opaque leaf to torch. Taken as such, its tensors
-would neither be copied for a model that writes over its input, nor take a gradient, nor be counted.
+A tokenizer returns a ``UserDict`` (``BatchEncoding``), which is an opaque leaf to torch. Its tensors would then not be
+copied for a model that writes into its input, would get no gradient, and would not be counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Multiple negatives ranking: each query against documents and other queries of the batch, by tiles of queries.
+"""Multiple negatives ranking loss: cross entropy of each query against documents and queries, in tiles of queries.
 
 ====================  ==============================================================================================
 direction             candidates of query i, with documents d_0 (positives), d_1, ... (hard negatives)
@@ -58,7 +58,7 @@ class Ranking:
     """The loss, as a function of queries and columns of documents.
 
     Raises:
-        ValueError: for an unknown direction or mode, or modes that exclude each other.
+        ValueError: for an unknown direction or mode, or incompatible modes.
     """
 
     similarity_fct: Callable[[Tensor, Tensor], Tensor]
@@ -114,9 +114,9 @@ class Ranking:
         similar = self.similarity_fct(queries, documents)
         scores = {"query_to_doc": similar * self.scale}
         if self.hardness_mode is not None and self.hardness_strength > 0:
-            weighed = self._weighed(own, total, documents.size(0))
-            # Not scaled by the temperature: similarities as they are, and no gradient.
-            scores["query_to_doc"] = scores["query_to_doc"] + self.hardness_strength * similar.detach() * weighed
+            weighted = self._weighted(own, total, documents.size(0))
+            # Unscaled similarities, without a gradient.
+            scores["query_to_doc"] = scores["query_to_doc"] + self.hardness_strength * similar.detach() * weighted
         if "query_to_query" in self.directions:
             scores["query_to_query"] = (self.similarity_fct(queries, every_query) * self.scale).index_put(
                 (rows, own), similar.new_tensor(-torch.inf)
@@ -135,8 +135,8 @@ class Ranking:
             normaliser = torch.stack([each.logsumexp(1) for each in scores.values()]).mean(0)
         return normaliser - right
 
-    def _weighed(self, own: Tensor, total: int, documents: int) -> Tensor:
-        """Which candidates count more the more similar they are, (rows of a tile, documents)."""
+    def _weighted(self, own: Tensor, total: int, documents: int) -> Tensor:
+        """Mask of the candidates whose weight grows with their similarity, (rows of a tile, documents)."""
         is_own = _of_own(own, total, documents)
         if self.hardness_mode == "in_batch_negatives":
             return ~is_own
@@ -147,5 +147,5 @@ class Ranking:
 
 
 def _of_own(own: Tensor, total: int, documents: int) -> Tensor:
-    """Which documents belong to each query of a tile; columns of ``total`` documents lie behind each other."""
+    """Mask of the documents that belong to each query of a tile; columns of ``total`` documents are concatenated."""
     return torch.arange(documents, device=own.device)[None, :] % total == own[:, None]

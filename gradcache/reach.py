@@ -1,10 +1,10 @@
-"""What a function can train: the modules and tensors that it finds in its arguments, closure, object and globals.
+"""Finds the modules and trainable tensors that a function uses: in its arguments, closure, object and globals.
 
-A loss may be a module, or a bound method of one, or a lambda over a temperature; an encoder may be a method of a plain
-object that holds modules. Their parameters take part in a step all the same.
+A loss may be a module, a bound method of one, or a lambda over a temperature; an encoder may be a method of a plain
+object that holds modules. Their parameters must be part of a step too.
 
-Assumes that a function names what it uses: what it looks up by a string, or gets from a compiled extension, is not
-found.
+Assumes that a function refers to these objects by name: objects that it looks up by a string, or gets from a compiled
+extension, are not found.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from torch import Tensor, nn
 __all__ = ["Reach", "leaves_of"]
 
 _DEEPEST = 5
-#: Longer collections are data; and no step shall spend its time on looking.
+#: Longer collections are taken for data; the number of objects is limited so that the search does not slow down a step.
 _LONGEST, _MOST = 256, 5000
-#: Functions of these packages hold nothing of the user's.
+#: Functions of these packages hold no modules of the user.
 _LIBRARIES = frozenset({"builtins", "torch", "numpy", "functools", "collections", "math", "typing", "gradcache"})
 
 
 class Reach:
-    """The modules, and trainable leaf tensors beside them, that ``values`` (functions, nested values) can use.
+    """The modules, and trainable leaf tensors outside them, that ``values`` (functions, nested values) use.
 
-    In an order that is the same in every process that runs the same program.
+    Their order is the same in every process that runs the same program.
     """
 
     def __init__(self, *values: Any) -> None:
         self.modules: list[nn.Module] = []
         self.tensors: list[Tensor] = []
-        self._seen: dict[int, Any] = {}  # objects, so that no id is used a second time
+        self._seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
         for value in values:
-            self._look(value, 0)
+            self._visit(value, 0)
 
     def parameters(self) -> list[Tensor]:
         """Each trainable tensor once."""
         found = [parameter for module in self.modules for parameter in module.parameters()] + self.tensors
         return list({id(tensor): tensor for tensor in found if tensor.requires_grad}.values())
 
-    def _look(self, value: Any, depth: int) -> None:
+    def _visit(self, value: Any, depth: int) -> None:
         if value is None or isinstance(value, (str, bytes, int, float, type, ModuleType)) or id(value) in self._seen:
             return
         if depth > _DEEPEST or len(self._seen) > _MOST:
@@ -57,7 +57,7 @@ class Reach:
                 self.tensors.append(value)
         else:
             for inner in _parts_of(value):
-                self._look(inner, depth + 1)
+                self._visit(inner, depth + 1)
 
 
 def _parts_of(value: Any) -> Iterator[Any]:
@@ -72,7 +72,7 @@ def _parts_of(value: Any) -> Iterator[Any]:
             yield from value.values() if isinstance(value, Mapping) else value
     elif type(value).__module__.partition(".")[0] not in _LIBRARIES or callable(value):
         yield from getattr(value, "__dict__", {}).values()
-        # An object that is called as a function uses what its class's function does.
+        # A callable object uses what the __call__ of its class uses.
         call = inspect.getattr_static(type(value), "__call__", None)
         if isinstance(call, FunctionType):
             yield call
@@ -89,7 +89,7 @@ def _used_by(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # a name that is not bound yet
+        except ValueError:  # an empty cell: the name is not bound yet
             continue
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()

@@ -1,8 +1,7 @@
-"""Representations: what is kept of the first pass, and the gradient that the loss gives each row of it.
+"""Concatenates the representations of all chunks for the loss, and splits the loss's gradient into chunks again.
 
-A tower may return one tensor, or a tuple or dict of them. The rows of all chunks are put together for the loss; the
-loss's gradient is cut again by the number of rows that each chunk *returned*, never by the chunk size that was asked
-for, so a split function may cut as it likes.
+A tower may return one tensor, or a tuple or dict of them. The gradient is split by the number of rows that each chunk
+*returned*, not by the requested chunk size, so a split function may return chunks of any size.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ __all__ = [
 
 
 def detached(representation: Any) -> Any:
-    """The representation without its graph and without storage that is not its own.
+    """The representation without its graph; views of a larger storage are copied.
 
-    ``hidden[:, 0]`` is a view: kept as it is, it would keep all of ``hidden`` alive for every chunk of the batch.
+    ``hidden[:, 0]`` is a view: it would keep all of ``hidden`` alive for every chunk of the batch.
     """
     return map_tensors(_detached, representation)
 
@@ -61,7 +60,7 @@ def rows_in(representation: Any) -> int:
     if not tensors:
         raise TypeError(
             f"expected a model to return representations (a tensor, or tensors in a tuple or dict), got "
-            f"{type(representation).__name__}; pass get_rep_fn to pick them from the model's output"
+            f"{type(representation).__name__}; pass get_rep_fn to select them from the model's output"
         )
     if any(tensor.dim() == 0 for tensor in tensors):
         raise ValueError(
@@ -76,7 +75,7 @@ def concatenated(chunks: Sequence[Any]) -> Any:
 
 
 def as_leaves(representation: Any) -> Any:
-    """The same values as leaves of a new graph; integer tensors stay as they are."""
+    """The same values as leaves of a new graph; integer tensors need no gradient."""
     return map_tensors(_as_leaf, representation)
 
 
@@ -86,13 +85,13 @@ def _as_leaf(tensor: Tensor) -> Tensor:
 
 
 def gradients(representation: Any) -> Any:
-    """The ``.grad`` of every tensor of :func:`as_leaves` in the same structure; None where the loss ignored it."""
+    """The ``.grad`` of every tensor of :func:`as_leaves` in the same structure; None if the loss did not use it."""
     leaves, spec = flatten(representation)
     return with_leaves([leaf.grad if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
 def with_leaves(gradients: list[Any], spec: TreeSpec) -> Any:
-    """Gradients in the structure of a representation; in a list, if it is one that drops what is None (ModelOutput)."""
+    """Gradients in the structure of a representation; as a list, if that structure drops None (ModelOutput)."""
     value = unflatten(list(gradients), spec)
     return value if len(flatten(value)[0]) == len(gradients) else gradients
 
@@ -103,17 +102,17 @@ def has_gradient(gradient: Any) -> bool:
 
 
 def split_gradients(gradient: Any, rows: Sequence[int]) -> list[Any]:
-    """Cuts the gradient of a whole batch into the chunks that have these numbers of ``rows``."""
+    """Splits the gradient of a whole batch into chunks with these numbers of ``rows``."""
     leaves, spec = flatten(gradient)
     columns = [leaf.split(list(rows)) if isinstance(leaf, Tensor) else (leaf,) * len(rows) for leaf in leaves]
     return [with_leaves([column[i] for column in columns], spec) for i in range(len(rows))]
 
 
 def backward(representation: Any, gradient: Any) -> None:
-    """Pushes ``gradient`` of the same structure through the graph of ``representation``.
+    """Runs backward from ``representation`` with ``gradient``, which has the same structure.
 
-    The gradient enters as it is. A surrogate loss (the dot product of the two) would round it once more, and fails
-    where their types differ.
+    The gradient is passed to autograd directly. A surrogate loss (the dot product of the two) would round it once more,
+    and fail if their types differ.
     """
     pairs = [
         (output, grad)
@@ -128,9 +127,9 @@ _past_hooks: ContextVar[bool] = ContextVar("past_accumulation_hooks", default=Fa
 
 @contextlib.contextmanager
 def past_accumulation_hooks() -> Iterator[None]:
-    """Inside, :func:`push` adds gradients to ``.grad`` itself, past hooks on the nodes that accumulate them.
+    """A context in which :func:`push` adds gradients to ``.grad`` itself, without the hooks of AccumulateGrad nodes.
 
-    For a module whose wrapper listens there for another backward. What was registered on the tensors themselves runs.
+    For a module whose wrapper (DDP) uses these hooks for another backward. Hooks of the tensors themselves run.
     """
     token = _past_hooks.set(True)
     try:
@@ -140,7 +139,7 @@ def past_accumulation_hooks() -> Iterator[None]:
 
 
 def push(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Pushes gradients through the graph of ``outputs``, into ``.grad`` of its leaves."""
+    """Runs backward from ``outputs`` with these gradients, into ``.grad`` of the leaves."""
     if not outputs:
         return
     if not _past_hooks.get():

@@ -1,11 +1,11 @@
-"""The cached ranking loss of sentence-transformers, same interface, on this package's step.
+"""``CachedMultipleNegativesRankingLoss`` with the interface of sentence-transformers, on this package's GradCache.
 
-``CachedMultipleNegativesRankingLoss`` here takes the place of the class of that name, of release 6: the constructor,
-``forward``, ``calculate_loss`` and ``get_config_dict`` are called the same way, a trainer calls it as it calls any
-loss, and ``MatryoshkaLoss`` goes around it. Other inside: every generator and buffer is replayed, the second pass runs
-in the caller's ``backward()`` and puts gradients together in one piece, processes may have different numbers of rows.
+It replaces the class of that name, of release 6: the constructor, ``forward``, ``calculate_loss`` and
+``get_config_dict`` are called the same way, a trainer calls it as it calls any loss, and ``MatryoshkaLoss`` can wrap
+it. Differences inside: every generator and buffer is replayed, the second pass runs in the caller's ``backward()`` and
+adds all gradients at once, processes may have different numbers of rows.
 
-Nothing is imported from that package: a model is anything that maps a dict of features to a dict with
+Nothing is imported from that package: a model is any module that maps a dict of features to a dict with
 ``"sentence_embedding"``.
 """
 
@@ -34,29 +34,29 @@ def cos_sim(a: Tensor, b: Tensor) -> Tensor:
 
 
 class CachedMultipleNegativesRankingLoss(nn.Module):
-    """Each anchor against the positives and hard negatives of the whole batch, encoded ``mini_batch_size`` at a time.
+    """Ranks each anchor's positive among the documents of the whole batch, encoding ``mini_batch_size`` rows at a time.
 
     Args:
         model: maps a dict of features to a dict with ``"sentence_embedding"``; any module, streamed ones included.
         scale: similarities are multiplied by it.
         similarity_fct: ``similarity_fct(a, b)`` returns (rows of a, rows of b).
         mini_batch_size: rows that are encoded, and whose scores exist, at a time.
-        mini_batch_num_tokens: encode as many rows at a time as have up to this many tokens instead.
-        gather_across_devices: take the candidates of all processes; in a single process there are no others.
+        mini_batch_num_tokens: limit mini-batches by this number of tokens instead of by rows.
+        gather_across_devices: use the candidates of all processes; no effect in a single process.
         directions: what each anchor and each positive is compared with, see ``ranking``.
         partition_mode: ``"joint"``: one softmax over all directions; ``"per_direction"``: the mean of one for each.
-        show_progress_bar: accepted for callers that pass it; this loss prints nothing.
-        hardness_mode: which negatives count more the more similar they are: ``"in_batch_negatives"``,
+        show_progress_bar: accepted for compatibility; this loss prints nothing.
+        hardness_mode: the negatives whose weight grows with their similarity: ``"in_batch_negatives"``,
             ``"hard_negatives"``, ``"all_negatives"`` or None.
-        hardness_strength: how much more.
+        hardness_strength: factor of this weight.
 
     Raises:
-        ValueError: for arguments that no loss has.
+        ValueError: for invalid arguments.
 
     Source: Henderson et al., "Efficient Natural Language Response Suggestion" (2017); Gao et al. (2021) for the cache.
     """
 
-    #: Tells wrappers of that package that the model runs again in backward, so that they go around calculate_loss.
+    #: Tells wrappers of that package that the model runs again in backward, so that they wrap calculate_loss instead.
     uses_gradient_cache = True
 
     def __init__(
@@ -109,7 +109,7 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
             labels: not used.
 
         Raises:
-            ValueError: if there are no positives, or features that cannot be cut into rows.
+            ValueError: if there are no positives, or features that cannot be split by rows.
         """
         columns = list(sentence_features)
         if len(columns) < 2:
@@ -130,7 +130,7 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
         return self._decorated_loss(reps, labels)
 
     def _decorated_loss(self, reps: list[Tensor], labels: Tensor | None) -> Tensor:
-        """The loss where a wrapper put its own function around ``calculate_loss``, which asks for gradients at once."""
+        """The loss if a wrapper replaced ``calculate_loss`` by a function that computes gradients immediately."""
         leaves = [rep.detach().requires_grad_() for rep in reps]
         value = self.calculate_loss([[leaf] for leaf in leaves], labels, with_backward=True)
         return with_known_gradients(
@@ -143,9 +143,9 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
         """The loss of representations of anchors, positives, and hard negatives.
 
         Args:
-            reps: one tensor for each column, or a list of tensors whose rows belong below each other.
+            reps: one tensor for each column, or a list of tensors to be concatenated.
             labels: not used.
-            with_backward: fill ``.grad`` of the representations, and return the value alone.
+            with_backward: fill ``.grad`` of the representations, and return the detached value.
         """
         columns = [rep if isinstance(rep, Tensor) else torch.cat(list(rep)) for rep in reps]
         loss = self._ranking()(columns[0], columns[1:])
@@ -155,7 +155,7 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
         if any(id(leaf) not in given for leaf in leaves_of(loss)):
             raise ValueError(
                 "expected a similarity_fct without trainable parameters inside a wrapper such as MatryoshkaLoss, which "
-                "weighs gradients of representations alone; make what it trains a part of the model"
+                "weights gradients of representations only; make its parameters a part of the model"
             )
         loss.backward()
         return loss.detach()
@@ -176,7 +176,7 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
 
     @property
     def temperature(self) -> float:
-        """What similarities are divided by."""
+        """The divisor of similarities."""
         return 1.0 / self.scale
 
     @property
@@ -194,7 +194,7 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
 
 
 class _Embedding:
-    """Picks the embedding, in both passes of one and the same model."""
+    """Selects the embedding; raises if a wrapper changed a forward method between the two passes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._replaced = [(module, vars(module)["forward"]) for module in model.modules() if "forward" in vars(module)]
@@ -203,7 +203,7 @@ class _Embedding:
         if any(vars(module).get("forward") is not forward for module, forward in self._replaced):
             raise RuntimeError(
                 "expected the model that ran forward to run again in backward, but a wrapper had replaced a forward "
-                "method and put it back; AdaptiveLayerLoss and Matryoshka2dLoss need a loss without a cache"
+                "method and restored it; AdaptiveLayerLoss and Matryoshka2dLoss need a loss without a cache"
             )
         embedding: Tensor = output["sentence_embedding"]
         return embedding
@@ -217,7 +217,7 @@ def _name_of(function: Any) -> str:
 
 
 def _with_own_dict(chunk: Any) -> Any:
-    """Modules put what they compute into the dict, which must not outlive the call."""
+    """Copies the dict of features: modules write their results into it, which must not outlive the call."""
     return [dict(chunk[0][0])], {}
 
 

@@ -1,10 +1,11 @@
-"""The streamed walk: all chunks past each shard in one visit, for a model that can walk its shards itself.
+"""Runs all chunks of towers that are streamed models (``OffloadModel``) in one forward and one backward per step.
 
-GradCache is checkpointing whose outermost boundary is the representation, so its second pass *is* the recomputation of
-a checkpointed backward: nothing runs twice for it, and each shard is loaded twice per step for any number of chunks.
-Towers that are one and the same model send their chunks in one call, so they share the visits.
+Such a model runs all chunks on each shard while that shard is loaded. GradCache is checkpointing whose outermost
+boundary is the representation, so its second pass *is* the recomputation of a checkpointed backward: nothing is
+recomputed in addition, and each shard is loaded twice per step for any number of chunks. Towers that are the same model
+pass their chunks in one call, so each shard is loaded for all of them at once.
 
-``gradcache`` knows such a model by the two methods below and by nothing else.
+``gradcache`` uses such a model only through the two protocols below.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ __all__ = ["StreamedModel", "StreamedWalk", "Tape"]
 
 
 class Tape(Protocol):
-    """What one streamed forward leaves behind for its backward."""
+    """The state of one streamed forward that its backward needs."""
 
     def backward(self, output_gradients: Sequence[Any]) -> None:
-        """Pushes one gradient per chunk (None: no gradient), in chunk order, through the model; usable once."""
+        """Runs the model's backward from one gradient per chunk (None: no gradient), in chunk order; usable once."""
 
 
 @runtime_checkable
 class StreamedModel(Protocol):
-    """A model whose forward and backward visit each shard once, whatever the number of chunks."""
+    """A model whose forward and backward load each shard once, for any number of chunks."""
 
     def forward_chunks(
         self,
@@ -43,14 +44,14 @@ class StreamedModel(Protocol):
     ) -> tuple[list[Any], Tape]:
         """Detached outputs in chunk order, and the tape.
 
-        A chunk is a tensor or ``(args, kwargs)``; or anything that ``input_fn`` makes that of, as part of the first
-        shard's work. ``output_fn`` is applied to each chunk's output as part of the last shard's work, so it is
-        recomputed and differentiated with it.
+        A chunk is a tensor or ``(args, kwargs)``; or any value that ``input_fn`` converts to one of these, as part of
+        the first shard. ``output_fn`` is applied to each chunk's output as part of the last shard, so it is recomputed
+        and differentiated with it.
         """
 
 
 class StreamedWalk:
-    """The towers that are one streamed model, walked together."""
+    """Runs all towers that are the same streamed model together."""
 
     def __init__(
         self,
@@ -62,11 +63,11 @@ class StreamedWalk:
     ) -> None:
         """
         Args:
-            model: of the towers.
+            model: the model of the towers.
             towers: the chunks of each tower.
-            output_fn: picks the representations from an output.
-            process_fn: turns a chunk into the model's input; it runs when the chunk enters the model, in both passes.
-            audit: compare what these layers, and ``output_fn``, return in the two passes.
+            output_fn: selects the representations from an output.
+            process_fn: converts a chunk to the model's input directly before the model runs, in both passes.
+            audit: compare the outputs of these layers, and of ``output_fn``, in the two passes.
         """
         self._model = model
         chunks = [chunk for tower in towers for chunk in tower]
@@ -74,7 +75,7 @@ class StreamedWalk:
         self._input = {} if process_fn is None else {"input_fn": processing(process_fn)}
         self._sizes = [len(chunks) for chunks in towers]
         self._audit = LayerAudit(audit or ())
-        self._output_fn = output_fn if audit is None else self._noted(output_fn)
+        self._output_fn = output_fn if audit is None else self._recorded(output_fn)
         self._passes: tuple[list[Any], list[Any]] = ([], [])
         self._in_backward = False
         self._wants_gradient = torch.is_grad_enabled()
@@ -85,7 +86,7 @@ class StreamedWalk:
         """The representations of each tower, all chunks together.
 
         Raises:
-            ValueError: if the model has nothing to train, but ``output_fn`` has.
+            ValueError: if the model has no trainable parameters, but ``output_fn`` has.
         """
         keeps_tape = trainable and torch.is_grad_enabled()
         output_fn = self._output_fn if keeps_tape else self._without_parameters
@@ -102,7 +103,7 @@ class StreamedWalk:
         return encoded
 
     def _without_parameters(self, output: Any) -> Any:
-        """``output_fn`` of a pass that has no second one: says so, should it have something to train."""
+        """``output_fn`` of a forward without a second pass; raises ValueError if it has trainable parameters."""
         with torch.enable_grad():
             representation = self._output_fn(output)
         if any(tensor.requires_grad for tensor in tensors_in(representation)) and self._wants_gradient:
@@ -113,7 +114,7 @@ class StreamedWalk:
         return representation
 
     def backward(self, gradients: Sequence[Any]) -> None:
-        """Pushes the gradient of each tower's representations through the model, in one visit of each shard."""
+        """Runs the model's backward from the gradients of all towers' representations, loading each shard once."""
         tape, self._tape = self._tape, None
         if tape is None or not any(representations.has_gradient(gradient) for gradient in gradients):
             return
@@ -125,20 +126,20 @@ class StreamedWalk:
         with self._audit.second_pass():
             tape.backward(per_chunk)
 
-    def _noted(self, output_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def noted(output: Any) -> Any:
+    def _recorded(self, output_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def recorded(output: Any) -> Any:
             representation = output_fn(output)
             self._passes[self._in_backward].append(representations.detached(representation))
             return representation
 
-        return noted
+        return recorded
 
     @property
     def greatest_difference(self) -> float:
         """Greatest difference between the passes, of the chunks that ran in both. Only with ``audit``.
 
-        A model may walk the chunks in another order backward, so each second representation is held against the one
-        first representation of its shape that is nearest.
+        A model may run the chunks in another order in backward, so each representation of the second pass is compared
+        with the nearest one of the first pass that has its shape.
         """
         first, second = self._passes
         worst = self._audit.greatest_difference

@@ -1,14 +1,14 @@
-"""Loss by tiles: a loss over all pairs of rows that never holds all pairs.
+"""Computes a loss over all pairs of rows in tiles, so that the matrix of all scores is never in memory.
 
 The scores of 65,536 queries against as many targets take 17 GB, and autograd would keep them twice. But the loss is a
-sum over queries. So it is computed for a few queries at a time against all targets, and each tile's gradient is taken
-at once, while its scores are still there: gradients are as small as the representations, scores live for one tile.
+sum over queries. So it is computed for a few queries at a time against all targets, and each tile's gradient is
+computed directly after its forward: gradients are as small as the representations, scores exist for one tile only.
 
 Guarantees
     * Memory is O(tile_rows x targets) for the scores, forward and backward, plus one gradient per argument.
     * Every score is computed once; backward only multiplies by the gradient of the loss.
-    * Gradients reach all tensor arguments and whatever trainable leaves the function uses besides (a temperature).
-    * Tiles are summed in at least 32 bits, whatever type a tile's loss has; the value is rounded to that type once.
+    * All tensor arguments, and other trainable leaves that the function uses (a temperature), get gradients.
+    * Tiles are summed in at least 32 bits, for any type of a tile's loss; the value is rounded to that type once.
 
 Limits: not differentiable twice.
 """
@@ -39,7 +39,7 @@ def tiled(
             that depend on that row, and on all of the other arguments.
         tile_rows: rows of ``x`` in a tile.
         cut: further arguments that have one row per row of ``x``, such as ``"target"``, by name or by position.
-        reduction: how ``loss_fn`` puts its rows together, ``"mean"`` or ``"sum"``.
+        reduction: the reduction of ``loss_fn`` over rows, ``"mean"`` or ``"sum"``.
 
     Raises:
         ValueError: if an argument that is cut has another number of rows than ``x``, or a tile's loss is no scalar.
@@ -48,7 +48,7 @@ def tiled(
         raise ValueError(f"expected tiles of at least 1 row, got tile_rows={tile_rows}")
     if reduction not in ("mean", "sum"):
         raise ValueError(
-            f"expected reduction 'mean' or 'sum', got {reduction!r}; weigh rows inside loss_fn and sum them"
+            f"expected reduction 'mean' or 'sum', got {reduction!r}; weight rows inside loss_fn and sum them"
         )
 
     @wraps(loss_fn, updated=())
@@ -68,7 +68,7 @@ def tiled(
                 if value.dim() == 0 or value.size(0) != rows:
                     raise ValueError(
                         f"expected {rows} rows in argument {name!r}, one for each row of the first, got shape "
-                        f"{tuple(value.shape)}; pass equal rows, or take it out of cut=..."
+                        f"{tuple(value.shape)}; pass equal rows, or remove it from cut=..."
                     )
                 given[name] = argument(value, is_cut=True)
             else:
@@ -97,7 +97,7 @@ def tiled(
 
 
 class _Argument:
-    """A tensor that the loss reads, the part of it that the current tile sees, and its gradient so far."""
+    """A tensor that the loss reads, the part of it in the current tile, and its gradient so far."""
 
     def __init__(self, tensor: Tensor, is_cut: bool = False) -> None:
         self.tensor = tensor
@@ -113,7 +113,7 @@ class _Argument:
         return self.part
 
     def add(self, gradient: Tensor | None, start: int, stop: int) -> None:
-        """Notes the gradient of a tile. Sums over tiles are kept in at least 32 bits."""
+        """Adds the gradient of a tile. Sums over tiles are kept in at least 32 bits."""
         if gradient is None:
             return
         if self.is_cut:
@@ -149,7 +149,7 @@ def _add_gradients(
     for leaf in others:
         captured.setdefault(id(leaf), _Argument(leaf))
     wanted += [captured[id(leaf)] for leaf in others]
-    # What the function captured may have a graph of its own, which the next tile needs again.
+    # Tensors that the function captured may have a graph of their own, which the next tile needs again.
     gradients = torch.autograd.grad(
         loss, [argument.part for argument in wanted], retain_graph=bool(others), allow_unused=True
     )
@@ -158,7 +158,7 @@ def _add_gradients(
 
 
 def with_known_gradients(value: Tensor, known: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """``value`` with a graph in which the gradient of each tensor is the one beside it."""
+    """``value`` with a graph in which each tensor of ``known`` gets the gradient paired with it."""
     if not known:
         return value
     gradients = [gradient.to(tensor.dtype) for tensor, gradient in known]
@@ -167,7 +167,7 @@ def with_known_gradients(value: Tensor, known: Sequence[tuple[Tensor, Tensor]]) 
 
 
 class _KnownGradients(torch.autograd.Function):
-    """A value whose gradients with respect to ``inputs`` were taken while it was computed."""
+    """A value whose gradients with respect to ``inputs`` were computed together with it."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:

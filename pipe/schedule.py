@@ -234,7 +234,7 @@ def one_forward_one_backward(micro_batches: int, stages: int, devices: Sequence[
 
 
 def _interleaved(micro_batches: int, stages: int, lines: list[list[int]]) -> Schedule:
-    """1F1B with turns, by simulation: each device runs a backward if one is ready, else a forward within its limit."""
+    """1F1B with turns: simulates devices that run a backward if one is ready, else a forward if within their limit."""
     turn = len(lines)
     groups = [range(k, min(k + turn, micro_batches)) for k in range(0, micro_batches, turn)]
     forward = [deque(Action("F", j, i) for group in groups for j in line for i in group) for line in lines]

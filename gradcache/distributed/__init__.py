@@ -1,1 +1,1 @@
-"""GradCache on many processes: gathered representations, reduced gradients, sharded towers."""
+"""GradCache with torch.distributed: gathered representations, averaged gradients, towers sharded by FSDP."""

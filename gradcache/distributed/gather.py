@@ -1,7 +1,7 @@
-"""Rows of all processes in one tensor; processes may hold different numbers of rows.
+"""All-gather of rows with gradients, for processes with different numbers of rows.
 
-The processes first agree on how many rows each has; shorter ones are padded to travel, and the padding is dropped on
-arrival. A last batch that does not divide evenly is then a batch like any other.
+The processes first exchange their numbers of rows; shorter tensors are padded for the collective, and the padding is
+removed afterwards. So a last batch that does not divide evenly needs no special treatment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["gather_own", "gather_rows", "rows_per_rank"]
 
 
 def rows_per_rank(*rows: int, device: torch.device, group: dist.ProcessGroup | None = None) -> list[tuple[int, ...]]:
-    """What every process passed for ``rows``, in rank order; one collective for all of them."""
+    """The ``rows`` of every process, in rank order; one collective for all values."""
     mine = torch.tensor(rows, dtype=torch.int64, device=device)
     world = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(world, mine, group=group)
@@ -34,7 +34,7 @@ def _gathered(tensor: Tensor, rows: list[int], group: dist.ProcessGroup | None) 
 
 
 def gather_own(tensor: Tensor, axis: int = 0, group: dist.ProcessGroup | None = None) -> Tensor:
-    """All processes' tensors along ``axis``; gradients flow to this process's part only, with no communication."""
+    """All processes' tensors along ``axis``; only this process's part gets a gradient, with no communication."""
     moved = tensor.movedim(axis, 0) if tensor.dim() else tensor.reshape(1)
     rows = [n for (n,) in rows_per_rank(moved.size(0), device=moved.device, group=group)]
     parts = _gathered(moved.detach(), rows, group)
@@ -51,7 +51,7 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        # Every process has a part of every row's gradient: the sum of all parts is the gradient.
+        # Every process computed a part of every row's gradient: the sum of all parts is the gradient.
         summed = gradient.contiguous().clone()
         dist.all_reduce(summed, group=ctx.group)
         rank = dist.get_rank(ctx.group)
@@ -60,7 +60,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 def gather_rows(tensor: Tensor, rows: list[int], group: dist.ProcessGroup | None = None) -> Tensor:
-    """All processes' rows; the gradient of a row is the sum of what all processes' losses give it.
+    """All processes' rows; the gradient of a row is the sum over the losses of all processes.
 
     Args:
         tensor: (rows of this process, ...).

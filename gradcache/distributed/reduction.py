@@ -1,20 +1,20 @@
-"""Many processes: each walks its own chunks alone, and all gradients of a step are averaged once.
+"""Averages the gradients of a GradCache step over processes, once per step, instead of DistributedDataParallel.
 
-DistributedDataParallel reduces gradients during backward, so over two towers it reduces twice, over tied towers the
-second reduction averages what the first had averaged already, and over chunks once per chunk unless told otherwise; its
-static graph expects one backward per forward. GradCache knows when a step is done, so it calls the wrapped modules
-themselves and averages every gradient then, each once, parameters of the loss included.
+DistributedDataParallel reduces gradients during backward. With two towers it would reduce twice, with tied towers the
+second reduction would average gradients that are averages already, and with chunks it would reduce once per chunk
+without ``no_sync``; its static graph expects one backward per forward. So GradCache calls the wrapped modules directly,
+and averages every gradient once at the end of the step, those of the loss's parameters included.
 
 Guarantees
-    * No collective runs inside the walk: processes may have different numbers of chunks, and of rows.
+    * No collective runs while chunks run: processes may have different numbers of chunks, and of rows.
     * After the step ``.grad`` is the same on every process: the mean of the processes' gradients. A parameter that no
-      process used keeps its ``.grad``; one that some process used counts 0 for the others.
-    * What the step trains besides towers (a loss, a head, what ``process_fn`` trains) is averaged as they are, however
-      it is spelt: see ``reach``. A trainable tensor that is not found is refused before any ``.grad`` is written.
-    * A forward of a wrapper of the caller's own, in the same backward or across a step, is reduced by the wrapper.
+      process used keeps its ``.grad``; if only some processes used it, its gradient counts as 0 in the others.
+    * Trainable parts outside towers (a loss, a head, ``process_fn``) are averaged as well: they are found in the
+      functions, see ``reach``. A trainable tensor that is not found is refused before any ``.grad`` is written.
+    * The caller's own forward of a wrapper, in the same backward or across a step, is reduced by the wrapper.
 
-Limits: communication hooks registered on DistributedDataParallel are not called. A process that fails inside a step
-leaves the others waiting for it until the process group's timeout.
+Limits: communication hooks registered on DistributedDataParallel are not called. If a process fails inside a step, the
+others wait for it until the process group's timeout.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from pipe.torch_private import at_end_of_backward
 __all__ = ["Reduction", "after_backward", "unwrapped", "watch", "wrappers_in"]
 
 _BUCKET_BYTES = 25 << 20
-# Forwards of wrappers whose backward has not run.
+# For each wrapper, the number of forwards whose backward has not run.
 _pending: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel; any other module as it is."""
+    """The module inside DistributedDataParallel; any other module itself."""
     if isinstance(model, DistributedDataParallel):
         inner: nn.Module = model.module
         return inner
@@ -51,7 +51,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def wrappers_in(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
-    """Each DistributedDataParallel among modules, and inside of them, once."""
+    """Each DistributedDataParallel among ``modules`` and their submodules, once."""
     if not dist.is_available() or not dist.is_initialized():
         return []
     found = [inner for module in modules for inner in module.modules() if isinstance(inner, DistributedDataParallel)]
@@ -59,7 +59,7 @@ def wrappers_in(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
 
 
 def watch(modules: Iterable[nn.Module]) -> None:
-    """Notes from now on which wrappers run forward for a backward that they reduce by themselves."""
+    """Starts to count, for each wrapper, the caller's own forwards, whose backward the wrapper reduces itself."""
     for wrapper in wrappers_in(modules):
         if wrapper not in _pending:
             _pending[wrapper] = 0
@@ -84,17 +84,17 @@ def _note_forward(wrapper: nn.Module, args: Any, output: Any) -> None:
 
 
 def after_backward(function: Callable[[], None]) -> None:
-    """Calls a function when the backward that is running is done, and what else waits for that."""
-    # A callback of a callback runs after those that were there before, the wrappers' reductions among them.
+    """Calls a function at the end of the running backward, after the callbacks that others queued."""
+    # A callback queued by a callback runs after those that were queued before, such as DDP's reductions.
     at_end_of_backward(lambda: at_end_of_backward(function))
 
 
 class Reduction:
-    """The one reduction of a step.
+    """The single reduction of a step.
 
     Args:
-        models: the towers; those wrapped in DistributedDataParallel, or that contain one, take part.
-        heads: what else is trained; it takes part as soon as any tower does.
+        models: the towers; gradients of those wrapped in DistributedDataParallel, or that contain one, are averaged.
+        heads: other trainable modules and tensors; averaged if any tower is.
 
     Raises:
         ValueError: if towers are wrapped with different process groups.
@@ -122,7 +122,7 @@ class Reduction:
 
     @contextlib.contextmanager
     def silenced(self) -> Iterator[None]:
-        """Inside, the wrappers reduce nothing by themselves, should a caller of theirs run them."""
+        """A context in which the wrappers do not reduce, in case a subclass calls them (``no_sync``)."""
         with contextlib.ExitStack() as stack:
             for model in self._wrapped:
                 stack.enter_context(model.no_sync())
@@ -132,21 +132,21 @@ class Reduction:
 
     @property
     def awaited(self) -> bool:
-        """Whether a wrapper waits for the backward of a forward of the caller's own.
+        """Whether a wrapper ran a forward of the caller's own whose backward has not run.
 
-        It then counts the first gradient of each parameter as that backward's, so it must not see the step's.
+        It then takes the first gradient of each parameter for that backward's, so its hooks must not run in the step.
         """
         return any(_pending.get(model, 0) for model in self._wrapped)
 
     def check(self, output: Any, given: Any) -> None:
-        """Checks that all that is trained by a graph is known.
+        """Checks that all trainable leaves of a graph are known.
 
         Args:
-            output: what the graph computes.
-            given: what it begins with; tensors of the caller's that take a gradient stay with the process.
+            output: the outputs of the graph.
+            given: its inputs; gradients of the caller's tensors among them are not averaged.
 
         Raises:
-            ValueError: if gradients of some tensor would stay what they are in this process.
+            ValueError: if the gradient of a trainable tensor would not be averaged.
         """
         if not self._wrapped:
             return
@@ -162,7 +162,7 @@ class Reduction:
             )
 
     def broadcast_buffers(self) -> None:
-        """Rank 0's buffers on every process, as DistributedDataParallel does before a training forward."""
+        """Copies rank 0's buffers to every process, as DistributedDataParallel does before a training forward."""
         for model in self._wrapped:
             if model.broadcast_buffers:
                 first = dist.get_global_rank(self._group, 0) if self._group is not None else 0
@@ -170,7 +170,7 @@ class Reduction:
                     dist.broadcast(buffer, src=first, group=self._group)
 
     def average(self, parameters: Sequence[Tensor], gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """The mean over processes of the gradients of the parameters that take part; the others' as they are."""
+        """The gradients, averaged over processes for the parameters that take part, unchanged for the others."""
         mine = [k for k, parameter in enumerate(parameters) if id(parameter) in self._members]
         if not mine:
             return gradients
@@ -195,7 +195,7 @@ class Reduction:
 
 
 def _dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    """A gradient that every process lays out alike: 32 bits for narrow types, as ``Accumulation`` sums them."""
+    """A dense gradient of the same dtype on every process: 32 bits for narrow types, as ``Accumulation`` sums them."""
     wide = torch.float32 if parameter.dtype in (torch.bfloat16, torch.float16) else parameter.dtype
     if gradient is None:
         return torch.zeros_like(parameter, dtype=wide, requires_grad=False)
@@ -203,7 +203,7 @@ def _dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:
 
 
 def _buckets(indices: list[int], gradients: list[Tensor | None]) -> Iterable[list[int]]:
-    """Neighbours of one type and device, flattened together while they fit."""
+    """Groups of consecutive gradients of one dtype and device, up to 25 MiB each, to be flattened together."""
     bucket: list[int] = []
     kind, size = None, 0
     for k in indices:

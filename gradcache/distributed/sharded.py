@@ -1,7 +1,7 @@
-"""Towers whose parameters are sharded over processes by FSDP: each forward of theirs is a collective.
+"""Checks that all processes run the same number of chunks of towers that FSDP shards.
 
-Every process must run as many of them, in the same order. With unequal numbers of chunks some would wait for a gather
-that never comes; so the numbers are compared before anything runs.
+Each forward of a sharded tower is a collective, so every process must run equally many, in the same order. With
+unequal numbers of chunks some processes would wait for ever; so the numbers are compared before any chunk runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["check_equal_chunks", "is_sharded"]
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether FSDP, of either kind, shards the module or a part of it."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported here: without it there is no such module
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported here: a sharded module implies that it is imported
     if fsdp is None:
         return False
     kinds = tuple(kind for name in ("FSDPModule", "FullyShardedDataParallel") if (kind := getattr(fsdp, name, None)))
@@ -47,11 +47,11 @@ def check_equal_chunks(models: Sequence[nn.Module], chunks: Sequence[int]) -> No
 
 
 def _groups(models: Sequence[nn.Module]) -> Iterator[tuple[dist.ProcessGroup | None, torch.device]]:
-    """Each process group that some tower is sharded over, once, with a device that it works on."""
+    """Each process group that a tower is sharded over, once, with a device for its collectives."""
     seen: list[dist.ProcessGroup | None] = []
     for model in models:
         for module in model.modules():
-            group = getattr(module, "process_group", None)  # of the first kind
+            group = getattr(module, "process_group", None)  # of FullyShardedDataParallel
             mine = [group] if is_sharded(module) and group is not None else []
             device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
             for parameter in module.parameters(recurse=False):

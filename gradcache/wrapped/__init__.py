@@ -1,1 +1,1 @@
-"""Towers that contain streamed models: their forwards are suspended at each call of such a model."""
+"""GradCache for modules that contain streamed models: each chunk's forward is suspended at the call of such a model."""

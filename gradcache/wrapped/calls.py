@@ -1,7 +1,7 @@
-"""The calls of streamed models that a tower makes: what was asked, what was answered, and the gradients of both sides.
+"""Records the calls of streamed models inside a tower: their inputs, their outputs, and the gradients of both.
 
-An answer is given as often as the forward around it is repeated. Each time it begins a graph of its own, and gradients
-that arrive there are added up until all that used the outputs has gone back.
+The outputs are returned each time the forward around the call is repeated. Each time they begin a new graph, and the
+gradients that are computed there are summed until all users of the outputs have run backward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Answer", "Call", "versions_of"]
 
 @dataclass(eq=False)
 class Call:
-    """The call of a streamed model at which a forward is suspended."""
+    """The pending call of a streamed model, at which a forward is suspended."""
 
     model: Any
     #: The arguments of all micro-batches, flat and detached.
@@ -41,30 +41,30 @@ class Call:
 
 @dataclass(eq=False)
 class Answer:
-    """What a call of a streamed model returned, and the gradients on both of its sides."""
+    """The outputs of a call of a streamed model, and the gradients of its inputs and outputs."""
 
     model: Any
     input_spec: TreeSpec
     requires: list[bool]
     records: bool
-    #: Takes the gradients of those inputs that require one.
+    #: Receives the gradients of the inputs that require one.
     entered: Receiver
     #: Flat and detached.
     outputs: list[Any] = field(default_factory=list)
     spec: TreeSpec | None = None
     #: Which of the outputs need a gradient.
     differentiable: list[bool] = field(default_factory=list)
-    #: Of the outputs, summed over everything that used them.
+    #: Of the outputs, summed over all their users.
     gradients: list[Tensor | None] = field(default_factory=list)
 
     def fill(self, outputs: Sequence[Any], differentiable: Sequence[bool]) -> None:
-        """Takes the outputs of all micro-batches."""
+        """Stores the outputs of all micro-batches."""
         self.outputs, self.spec = flatten(list(outputs))
         self.differentiable = list(differentiable)
         self.gradients = [None] * len(self.outputs)
 
     def give(self) -> tuple[list[Any], Receiver]:
-        """The outputs, with a graph that begins here where they need a gradient; and what takes that gradient."""
+        """Copies of the outputs, with a new graph if they need a gradient; and the receiver of that gradient."""
         assert self.spec is not None
         receiver = Receiver()
         if not torch.is_grad_enabled():
@@ -78,7 +78,7 @@ class Answer:
         return unflatten(leaves, self.spec), receiver
 
     def collect(self, receiver: Receiver) -> None:
-        """Adds what arrived at a receiver of :meth:`give`."""
+        """Adds the gradients of a receiver of :meth:`give`."""
         positions = [k for k, wants in enumerate(self.differentiable) if wants]
         for k, gradient in zip(positions, receiver.gradients, strict=False):
             before = self.gradients[k]
@@ -86,7 +86,7 @@ class Answer:
 
 
 def versions_of(leaves: Sequence[Any]) -> list[int]:
-    """Counts of in-place changes of the tensors that count them."""
+    """The version counters of the tensors that have one (all except inference tensors)."""
     return [x._version for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
 
 

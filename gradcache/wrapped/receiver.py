@@ -1,7 +1,7 @@
-"""The receiver: an autograd node that hands the gradients of some tensors over as they were computed.
+"""An autograd node that stores the gradients of some tensors without changing their memory layout.
 
-A leaf would do almost the same, but autograd stores a leaf's gradient in the leaf's own layout: that is a copy, and
-what uses the gradient next would sum it in another order than the plain model does.
+A leaf would be nearly the same, but autograd copies a leaf's gradient into the leaf's own layout, and the next
+operation would then sum it in another order than in the plain model.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["Receiver"]
 
 
 class Receiver:
-    """Takes the gradients of one set of tensors out of autograd."""
+    """Stores the gradients of one set of tensors."""
 
     def __init__(self) -> None:
-        #: One for each tensor of :meth:`attach`, None where none arrived.
+        #: One for each tensor of :meth:`attach`, None for a tensor without a gradient.
         self.gradients: list[Tensor | None] = []
 
     def attach(self, tensors: Sequence[Tensor], *, copy: bool) -> list[Tensor]:
-        """The same values as results of a node whose gradients arrive here; ``copy``: with memory of their own."""
+        """The same values as outputs of a node that stores their gradients here; ``copy``: with memory of their own."""
         self.gradients = [None] * len(tensors)
         if not tensors:
             return []

@@ -1,11 +1,11 @@
-"""What a call of a streamed model depends on besides its arguments: noted at the call, compared when it is run.
+"""Records the state that a call of a streamed model depends on besides its arguments, and checks it when the call runs.
 
-The calls of many chunks are run together, later than each chunk made its own. In between other chunks' forwards ran, so
-whatever a chunk set around its call (another attribute of a layer, an adapter switched off, a swapped parameter, a
-context variable) may be gone. Thread settings and ``training`` flags can be set again; for all else it can only be seen
-that it is no longer as it was.
+The calls of many chunks run together, later than each chunk made its own. Other chunks' forwards run in between, so
+state that a chunk set around its call (an attribute of a layer, a disabled adapter, a swapped parameter, a context
+variable) may have changed. Thread settings and ``training`` flags are restored; for other state a change is only
+detected.
 
-Not seen: objects that layers refer to are looked into one level deep, so a value that changes further down, or in a
+Limits: objects that layers refer to are compared one level deep, so a value that changes at a deeper level, or in a
 global or a closure, is taken to be the same for all chunks.
 """
 
@@ -27,26 +27,26 @@ __all__ = ["Observer", "Surroundings", "must_run_in_place", "set_modes"]
 
 
 class Observer:
-    """Notes the surroundings of the calls of one model.
+    """Records the state at the calls of one model.
 
     Args:
-        model: whose calls.
-        devices: device types whose autocast matters.
+        model: the streamed model.
+        devices: device types whose autocast settings are recorded.
     """
 
     def __init__(self, model: nn.Module, devices: Sequence[str]) -> None:
-        # The model itself changes whenever it runs; its layers are what a caller can have changed.
+        # The model's own attributes change whenever it runs; a caller's changes are in its layers.
         self.modules = [module for child in model.children() for module in child.modules()]
         self._devices = devices
         self._last: list[Any] = []
 
     def note(self) -> Surroundings:
-        """The surroundings as they are now."""
+        """The present state."""
         return Surroundings(self, ThreadState.capture(self._devices), self.state())
 
     def state(self) -> list[Any]:
-        """What the modules' attributes refer to. Equal states in a row are one list."""
-        # The objects themselves, not their ids: what was freed leaves its id to something else.
+        """The objects that the modules' attributes refer to. Consecutive equal states are the same list."""
+        # The objects themselves, not their ids: the id of a freed object may be reused.
         state: list[Any] = [torch.get_default_dtype()]
         state.extend(item for pair in contextvars.copy_context().items() for item in pair)
         for module in self.modules:
@@ -55,7 +55,7 @@ class Observer:
                     continue
                 state.append(value)
                 if isinstance(value, dict):
-                    state.extend(dict.values(value))  # past what a subclass would note as a read
+                    state.extend(dict.values(value))  # not value.values(): a subclass may record that as a read
                 elif isinstance(value, (list, tuple, set)):
                     state.extend(value)
                 elif not isinstance(value, (Tensor, nn.Module, type)) and hasattr(value, "__dict__"):
@@ -66,7 +66,7 @@ class Observer:
 
 
 class Surroundings:
-    """Settings of the thread, ``training`` flags and state of a model's layers, as one call finds them."""
+    """Settings of the thread, ``training`` flags and state of a model's layers at one call."""
 
     def __init__(self, observer: Observer, thread_state: ThreadState, state: list[Any]) -> None:
         self.thread_state = thread_state
@@ -90,12 +90,12 @@ class Surroundings:
 
     @property
     def changed(self) -> bool:
-        """Whether something that :meth:`again` cannot set is no longer as it was."""
+        """Whether state that :meth:`again` cannot restore has changed since the call."""
         return not _same(self._observer.state(), self._state)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, thread settings and ``training`` flags are those of the call."""
+        """A context with the thread settings and ``training`` flags of the call."""
         modules = self._observer.modules
         before = [module.training for module in modules]
         try:
@@ -111,7 +111,7 @@ def _same(a: list[Any], b: list[Any]) -> bool:
 
 
 def must_run_in_place() -> str:
-    """Why a call that is made here cannot be run later; empty if it can."""
+    """The reason why a call that is made now cannot be run later; empty if it can."""
     hooks = saved_tensor_hooks()
     if hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint":
         return "it is called inside torch.utils.checkpoint, which counts the tensors that its forward saves"
@@ -123,7 +123,7 @@ def must_run_in_place() -> str:
 
 
 def set_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
-    """Sets each module's ``training`` flag, and no child's."""
+    """Sets each module's ``training`` flag, without its children's."""
     for module, training in zip(modules, modes, strict=True):
         if module.training != training:
             module.training = training

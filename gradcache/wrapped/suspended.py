@@ -1,22 +1,22 @@
-"""One chunk's forward, suspended at the calls of the streamed models inside it.
+"""Suspends one chunk's forward at each call of a streamed model inside it, and resumes it by running it again.
 
-A tower with a streamed model inside computes something before the model's call and something after it. All chunks have
-to get as far as that call before any goes on, so that the model runs all their calls in one visit of each shard::
+A tower with a streamed model inside computes something before the model's call and something after it. All chunks
+must reach that call before any continues, so that the model runs all their calls while each shard is loaded once::
 
-    segment 0   prefix           model's call 0 is answered from outside
-    segment 1   ...              model's call 1
-    segment 2   suffix           ends in the representation
+    segment 0   prefix           call 0 of the model; its outputs are computed outside
+    segment 1   ...              call 1 of the model
+    segment 2   suffix           ends with the representation
 
-A forward is suspended by an exception that leaves it, and resumed by running it again from its beginning, where calls
-that were answered return their answers. So it needs no thread: it runs where the caller is, with its settings, and
-what a tower keeps in attributes between prefix and suffix is its own chunk's. What is repeated is cheap, since streamed
-models do not run again.
+A forward is suspended by raising an exception in the call, and resumed by running it again from its beginning, where
+completed calls return their stored outputs. So it needs no thread: it runs in the caller's thread, with its settings,
+and attributes that a tower sets in the prefix and reads in the suffix are those of its own chunk. The repetition is
+cheap, since streamed models do not run again.
 
 Guarantees
-    * Together the runs leave the traces of one forward: each segment draws random numbers and writes buffers the first
-      time; when it is repeated it sees the same numbers and the same buffers, and leaves neither changed.
+    * Together the runs have the side effects of one forward: each segment draws random numbers and writes buffers the
+      first time; when it is repeated it gets the same numbers and the same buffers, and changes neither.
     * A forward keeps no graph between two runs.
-    * What an answer hands out is a copy, so a tower may write into it in place.
+    * Stored outputs are returned as copies, so a tower may write into them in place.
 
 Assumes that a tower does not catch ``BaseException`` around the call of a streamed model.
 """
@@ -46,7 +46,7 @@ __all__ = ["SuspendedForward", "TowerNotes"]
 
 
 class _Suspend(BaseException):
-    """Leaves a forward at a call."""
+    """Raised in the call of a streamed model to suspend a forward."""
 
     def __init__(self, forward: SuspendedForward) -> None:
         super().__init__("a forward is suspended here; it will be run again from its beginning")
@@ -54,7 +54,7 @@ class _Suspend(BaseException):
 
 
 class TowerNotes:
-    """What the forwards of one tower have in common.
+    """State shared by the forwards of all chunks of one tower.
 
     Args:
         model: the tower.
@@ -66,20 +66,20 @@ class TowerNotes:
         self.modules = list(model.modules())
         self.watched = WatchedModule(model)
         self.observers = observers
-        #: Whether the tower writes over its input. The first forward always runs on a copy, and tells.
+        #: Whether the tower writes into its input. The first forward always runs on a copy, and sets this.
         self.writes_input = False
-        #: Why some calls are left to the models themselves, by the model's ``id``.
+        #: The reason why calls run inside the forward, chunk by chunk, by the model's ``id``.
         self.in_place: dict[int, str] = {}
 
 
 class SuspendedForward:
-    """The way of one chunk through a tower, from the raw chunk to its representation.
+    """The forward of one chunk through a tower, from the raw chunk to its representation.
 
     Args:
         chunk: of the tower's input.
-        encoder: the way; calls the tower.
+        encoder: the function from chunk to representation; calls the tower.
         notes: of the tower.
-        devices: whose generators the way may draw from.
+        devices: devices whose generators the encoder may draw from.
         first: whether it is the tower's first chunk.
     """
 
@@ -99,14 +99,14 @@ class SuspendedForward:
         self._first = first
         self._thread_state = ThreadState.capture(device.type for device in devices)
         self._segments: list[tuple[Replay, ModuleState]] = []
-        #: By number of the call; None where the model is left to run by itself.
+        #: By number of the call; None if the model runs the call inside the forward.
         self.answers: list[Answer | None] = []
-        #: Where the forward is suspended, if it is.
+        #: The call at which the forward is suspended, if it is.
         self.call: Call | None = None
         self.representation: Any = None
         self.finished = False
         self.requires_grad = False
-        # Of the run under way:
+        # Of the current run:
         self._running = False
         self._modes: list[bool] | None = None
         self._position = 0
@@ -120,24 +120,24 @@ class SuspendedForward:
 
     @property
     def models(self) -> Mapping[int, Observer]:
-        """The streamed models that it may call, by ``id``."""
+        """Observers of the streamed models that the tower may call, by the model's ``id``."""
         return self.notes.observers
 
     # --- the first pass -----------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Runs on to the next call, which is in :attr:`call` then, or to the end.
+        """Runs to the next call, which is then in :attr:`call`, or to the end.
 
         Raises:
-            RuntimeError: if the tower caught the exception that suspends it, or does another thing when repeated.
-            ValueError: if it writes over its input, which its first chunk's forward did not.
+            RuntimeError: if the tower caught the exception that suspends it, or makes other calls when repeated.
+            ValueError: if it writes into its input, which its first chunk's forward did not.
         """
         self.call = None
         modes = [module.training for module in self.notes.modules]
         with autocast_without_cache(self._devices):
             output = self._run(map_tensors(_as_leaf, self._chunk))
         if self._suspended:
-            # What a tower sets before a call and undoes after it must not be found by the next chunk.
+            # Flags that a tower sets before a call and resets after it must not affect the next chunk.
             set_modes(self.notes.modules, modes)
             return
         self.requires_grad = any(tensor.requires_grad for tensor in tensors_in(output))
@@ -145,17 +145,17 @@ class SuspendedForward:
         self.finished = True
 
     def leave_to_model(self) -> None:
-        """Lets the model run the call of :attr:`call` by itself, when the forward is run again."""
+        """Has the model run the call of :attr:`call` itself, inside the forward, when the forward is run again."""
         self.answers.append(None)
 
     # --- the second pass ----------------------------------------------------------------------------------------
 
     def begin_backward(self, inputs: InputGradients) -> None:
-        """To be called before the two below; ``inputs`` collects the gradients of the chunk itself."""
+        """To be called before the two methods below; ``inputs`` collects the gradients of the chunk itself."""
         self._chunk = inputs.cut(self._chunk)
 
     def backward(self, gradient: Any, first: Any) -> float:
-        """Pushes the gradient of the representation back to the answers, with a graph made for it.
+        """Repeats the forward with a graph, and runs backward from the representation to the outputs of calls.
 
         Returns:
             The greatest difference from the representations ``first`` of the first pass; 0 if that is None.
@@ -166,9 +166,9 @@ class SuspendedForward:
         return difference
 
     def backward_from(self, k: int) -> None:
-        """Pushes the gradients that arrived at the inputs of call ``k`` back to the answers before it.
+        """Repeats the forward up to call ``k``, and runs backward from its inputs to the outputs of earlier calls.
 
-        Afterwards that answer is not needed any more.
+        Frees the stored outputs of call ``k``.
         """
         answer = self.answers[k]
         assert answer is not None
@@ -184,7 +184,7 @@ class SuspendedForward:
 
     @contextlib.contextmanager
     def _repeated(self, stop_at: int | None) -> Iterator[Any]:
-        """The result of a run with a graph. What autograd collects inside is added to the answers' gradients."""
+        """Yields the result of a run with a graph; gradients computed inside are added to those of the calls."""
         self._stop_at, self._in_backward = stop_at, True
         self._modes = [module.training for module in self.notes.modules]
         try:
@@ -195,7 +195,7 @@ class SuspendedForward:
             ):
                 output = self._run(self._chunk)
                 given, self._given = self._given, []
-                # Backward may read buffers, or repeat a part that writes them: earlier segments' values go on top.
+                # Backward may read buffers, or repeat code that writes them: the earliest segments are restored last.
                 for _, module_state in reversed(self._segments):
                     self._again.enter_context(module_state.again(strict=False))
                 yield output
@@ -206,7 +206,7 @@ class SuspendedForward:
             self.abandon()
 
     def abandon(self) -> None:
-        """After an interrupt anywhere in a run: buffers, generators and flags are those of the module again."""
+        """Ends a run that was interrupted anywhere: restores buffers, generators and ``training`` flags."""
         self._running = False
         self._again.close()
         modes, self._modes = self._modes, None
@@ -228,8 +228,8 @@ class SuspendedForward:
                 output = self._encoder(given)
             if self._suspended and self._stop_at is None:
                 raise RuntimeError(
-                    f"the forward of {self.notes.name} was suspended at the call of the streamed model inside it by "
-                    f"an exception, which the forward caught; catch Exception there, not BaseException"
+                    f"the forward of {self.notes.name} was suspended by an exception at the call of the streamed model "
+                    f"inside it, and caught that exception; catch Exception there, not BaseException"
                 )
             complete = True
         except _Suspend as suspend:
@@ -246,16 +246,16 @@ class SuspendedForward:
         if written and not copied:
             raise ValueError(
                 f"expected a model that treats all chunks alike, but {self.notes.name} changed one of its chunks in "
-                f"place and not the first; pass a process_fn that clones what the model writes over"
+                f"place and not the first; pass a process_fn that clones the tensors that the model writes into"
             )
         self.notes.writes_input |= written
 
     def _intercepted(self, model: Any, micro_batches: Sequence[Any]) -> list[Any] | None:
-        """Answers the call of a streamed model, leaves the forward, or leaves the call to the model (None)."""
+        """Returns the stored outputs of a call, suspends the forward, or returns None to let the model run the call."""
         observer = self.notes.observers.get(id(model))
         if observer is None or not self._running:
             return None
-        if self._suspended:  # the tower caught what was to leave it
+        if self._suspended:  # the tower caught the exception that suspends it
             raise _Suspend(self)
         reason = must_run_in_place()
         if reason:
@@ -289,21 +289,21 @@ class SuspendedForward:
     def _check_repeated(self, answer: Answer, model: Any, spec: TreeSpec, requires: list[bool]) -> None:
         if model is not answer.model or spec != answer.input_spec:
             raise self._differs(f"calls {type(model).__name__} in another order, or with other arguments, than")
-        # What was called without gradients in the first pass has none to give.
+        # A call that ran without gradients in the first pass cannot return gradients.
         if torch.is_grad_enabled() != answer.records or requires != answer.requires:
             raise self._differs(f"calls {type(model).__name__} with inputs that need other gradients than")
 
     def _differs(self, what: str) -> RuntimeError:
         return RuntimeError(
             f"the forward of {self.notes.name}, which is repeated around the call of a streamed model, {what} when it "
-            f"ran first; make it do the same for the same chunk, or call GradCache with a model_call of your own, "
-            f"which is run chunk by chunk"
+            f"ran first; make it do the same for the same chunk, or override GradCache.model_call, with which chunks "
+            f"run one by one"
         )
 
     # --- one segment --------------------------------------------------------------------------------------------
 
     def _begin(self, k: int = 0) -> None:
-        """Segment ``k`` begins: for the first time, or in the state in which it began then."""
+        """Begins segment ``k``: the first time it records the state, later it restores that state."""
         if k < len(self._segments):
             replay, module_state = self._segments[k]
             self._again.enter_context(enable_recomputing())
@@ -314,11 +314,11 @@ class SuspendedForward:
             self._segment = Replay.capture(self._devices, watched.generators), ModuleState(watched)
 
     def _end(self, complete: bool) -> None:
-        """The segment ends, if one is under way. A first run that is not complete leaves nothing to be repeated."""
+        """Ends the current segment, if there is one. The state of an incomplete first run is not stored."""
         modules = self.notes.modules
         modes = [module.training for module in modules]
         self._again.close()
-        # The guard sets the flags back to those before the segment; those that the tower set are to stay.
+        # Closing restores the flags from before the segment; keep those that the tower set in it.
         set_modes(modules, modes)
         segment, self._segment = self._segment, None
         if segment is not None and complete:
@@ -330,5 +330,5 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:
-    # The graph before the chunk is the caller's; one backward goes through it, when all chunks are done.
+    # The graph before the chunk is the caller's; one backward runs through it, after all chunks.
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor

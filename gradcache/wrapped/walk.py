@@ -1,21 +1,20 @@
-"""The walk over towers that contain streamed models: chunk by chunk around them, shard by shard inside them.
+"""Runs towers that contain streamed models: chunk by chunk outside these models, all chunks per shard inside them.
 
 ::
 
-    pass 1    for chunk i:   up to the tower's first call of a streamed model, where it is suspended
-              all chunks:    that call, in one visit of each shard; and so on with further calls
-              for chunk i:   on to its representation
-    pass 2    for chunk i:   repeated with a graph, calls answered; gradient from the representation to the answers
-              all chunks:    backward through the last call, in one visit of each shard
-              for chunk i:   repeated up to that call; gradient from its inputs to what computed them
+    pass 1    for chunk i:   forward to the tower's first call of a streamed model, where it is suspended
+              all chunks:    that call, loading each shard once; and so on with further calls
+              for chunk i:   forward to its representation
+    pass 2    for chunk i:   forward again with a graph and stored outputs; backward from the representation to these
+              all chunks:    backward through the last call, loading each shard once
+              for chunk i:   forward again up to that call; backward from its inputs
 
-A call is one visit of each shard forward and one backward, whatever the number of chunks, as long as all chunks make
-the same calls in the same order. Chunks that do not are right as well, but shards are loaded more often; so they are
-where a call cannot be taken out of its place (see ``surroundings``). Either is said once, in a RuntimeWarning.
+A call loads each shard once forward and once backward, for any number of chunks, if all chunks make the same calls in
+the same order. Otherwise results are the same, but shards are loaded more often. The same holds for a call that cannot
+be deferred (see ``surroundings``). Both are reported once, in a RuntimeWarning.
 
-Between the passes it keeps what enters and what leaves each streamed model, for every chunk. What stands around the
-models, ``process_fn`` included, runs once more in each pass for every call that is answered: what precedes a call is
-taken to be cheap beside the model.
+Between the passes it keeps the inputs and outputs of each streamed model, for every chunk. Code around the models,
+``process_fn`` included, runs once more in each pass for every deferred call: it should be cheap compared to the model.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def streamed_inside(model: nn.Module) -> list[nn.Module]:
     """The streamed models in a module, itself included, each once; not those inside another streamed model."""
     found: dict[int, nn.Module] = {}
     seen: set[int] = set()
-    # By hand, since modules() of a streamed model would finish the updates that it is behind with.
+    # Not by modules(), which makes a streamed model apply its pending updates.
     stack: list[nn.Module] = [model]
     while stack:
         module = stack.pop()
@@ -63,14 +62,14 @@ def streamed_inside(model: nn.Module) -> list[nn.Module]:
 
 @dataclass(eq=False)
 class _Wave:
-    """One forward of a streamed model over calls of many chunks."""
+    """One forward of a streamed model that runs the calls of many chunks together."""
 
     tape: Tape
-    #: Each with the number of the call that is answered here.
+    #: Each forward with the number of its call.
     members: list[tuple[SuspendedForward, int]]
 
     def backward(self) -> None:
-        """Pushes the gradients of the answers through the model, and on to what computed its inputs."""
+        """Runs backward through the model, and then through the code that computed its inputs."""
         gradients: list[Any] = []
         for forward, k in self.members:
             answer = forward.answers[k]
@@ -87,13 +86,13 @@ class _Wave:
 
 
 class WrappedWalk:
-    """Towers that contain streamed models, walked together.
+    """Runs the two passes of all towers that contain streamed models.
 
     Args:
         towers: each tower's model and chunks.
-        encoder_of: makes the way from a raw chunk to its representation, given the model.
-        tensors_of: tensors of a chunk whose devices' random states are noted.
-        inputs: collects the gradients of chunks that take one.
+        encoder_of: given a model, returns the function from a raw chunk to its representation.
+        tensors_of: tensors of a chunk; the random states of their devices are recorded.
+        inputs: collects the gradients of chunks that need one.
         audit: compare the representations of the two passes.
     """
 
@@ -134,7 +133,7 @@ class WrappedWalk:
                     for i, chunk in enumerate(chunks)
                 ]
             )
-        #: Greatest difference between the two passes' representations, where they are compared.
+        #: Greatest difference between the two passes' representations, with ``audit``.
         self.greatest_difference = 0.0
 
     # --- forward ------------------------------------------------------------------------------------------------
@@ -147,7 +146,7 @@ class WrappedWalk:
             while waiting := [forward for forward in forwards if forward.call is not None]:
                 for forward in self._answered(self._next(waiting, forwards)):
                     forward.advance()
-        self._explain()
+        self._warn()
         encoded: list[Any] = []
         for tower in self._towers:
             self._rows.append([representations.rows_in(forward.representation) for forward in tower])
@@ -159,12 +158,12 @@ class WrappedWalk:
 
     @property
     def requires_grad(self) -> list[bool]:
-        """After :meth:`encode`: which towers' representations need a gradient."""
+        """After :meth:`encode`: for each tower, whether its representations need a gradient."""
         return [any(forward.requires_grad for forward in tower) for tower in self._towers]
 
     @staticmethod
     def _next(waiting: Sequence[SuspendedForward], forwards: Iterable[SuspendedForward]) -> list[SuspendedForward]:
-        """Forwards whose calls are run together next: first those that no other forward can join any more."""
+        """The forwards whose calls run together next: preferably a group that no other forward can still join."""
         groups: dict[Any, list[SuspendedForward]] = {}
         for forward in waiting:
             assert forward.call is not None
@@ -176,13 +175,13 @@ class WrappedWalk:
         return max(groups.values(), key=len)
 
     def _answered(self, group: Sequence[SuspendedForward]) -> Sequence[SuspendedForward]:
-        """Answers the calls of a group, which are of one model. Returns the group."""
+        """Runs the calls of a group, which are calls of one model. Returns the group."""
         together: list[SuspendedForward] = []
         for forward in group:
             assert forward.call is not None
             reason = ""
             if forward.call.surroundings.changed:
-                reason = "the tower changes it for the time of its call"
+                reason = "the tower changes its state only during the call"
             elif forward.call.overwritten:
                 reason = "its arguments are overwritten by the next chunk's"
             if reason:
@@ -200,7 +199,7 @@ class WrappedWalk:
         flags: list[list[bool]] = []
 
         def note(output: Any) -> Any:
-            # As a part of the last shard it sees which outputs have a graph. It is repeated in backward.
+            # Runs as a part of the last shard, where outputs have their graph. It is repeated in backward.
             flags.append([isinstance(x, torch.Tensor) and x.requires_grad for x in flatten(output)[0]])
             return output
 
@@ -233,7 +232,7 @@ class WrappedWalk:
     # --- backward -----------------------------------------------------------------------------------------------
 
     def backward(self, gradients: Sequence[Any]) -> None:
-        """The second pass; ``gradients``: of each tower's representations, None where there is none."""
+        """The second pass; ``gradients``: of each tower's representations, None if there is none."""
         if not any(representations.has_gradient(gradient) for gradient in gradients):
             return
         with self._abandoned_on_failure():
@@ -248,7 +247,7 @@ class WrappedWalk:
 
     @contextlib.contextmanager
     def _abandoned_on_failure(self) -> Iterator[list[SuspendedForward]]:
-        """The forwards. An interrupt may have come while one of them was cleaning up, so that is done once more."""
+        """Yields the forwards; cleans up all of them on failure, as an interrupt may have stopped their own cleanup."""
         forwards = [forward for tower in self._towers for forward in tower]
         try:
             yield forwards
@@ -257,10 +256,10 @@ class WrappedWalk:
                 forward.abandon()
             raise
 
-    # --- what is said -------------------------------------------------------------------------------------------
+    # --- warnings -----------------------------------------------------------------------------------------------
 
-    def _explain(self) -> None:
-        """Says which shards were loaded more often than once per call, and why."""
+    def _warn(self) -> None:
+        """Warns if shards were loaded more often than once per call, with the reason."""
         for notes in self._notes.values():
             for key, reason in notes.in_place.items():
                 say_once(self._models[key], notes.name, reason)
@@ -276,15 +275,15 @@ class WrappedWalk:
                 )
 
 
-#: What was said of each model.
-_said: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+#: The reasons that were reported for each model.
+_warned: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 def say_once(model: nn.Module, tower: str, reason: str) -> None:
-    """Warns that a tower's streamed model is not walked with all chunks in one visit of each shard."""
-    said = _said.setdefault(model, set())
-    if reason not in said:
-        said.add(reason)
+    """Warns that the calls of a streamed model inside a tower do not run together, once for each reason."""
+    warned = _warned.setdefault(model, set())
+    if reason not in warned:
+        warned.add(reason)
         warnings.warn(
             f"the {type(model).__name__} in {tower} loads its shards more than twice per GradCache step: {reason}",
             RuntimeWarning,

@@ -113,7 +113,7 @@ def test_closure_called_with_another_call_s_representations_says_so() -> None:
     encode = cached(lambda model, x: model(x))
     _, again = encode(tower(), torch.randn(4, 8))
     other, _ = encode(tower(), torch.randn(3, 8))
-    with pytest.raises(ValueError, match="call each closure with its own"):
+    with pytest.raises(ValueError, match="call each closure with the leaves of the same call"):
         again(other)
 
 

@@ -286,7 +286,9 @@ def test_layers_configured_for_one_call_run_in_that_call_with_one_warning() -> N
     ours = with_offload(plain)
     square(plain(rows(6))).backward()
     step = GradCache([ours], 2, square)
-    with pytest.warns(RuntimeWarning, match=r"OffloadModel in TellsOffloaded .* changes it for the time of its call"):
+    with pytest.warns(
+        RuntimeWarning, match=r"OffloadModel in TellsOffloaded .* changes its state only during the call"
+    ):
         step(rows(6))
     assert_same(plain, ours)
     square(plain(rows(6))).backward()
