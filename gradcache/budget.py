@@ -1,7 +1,7 @@
-"""Chunk sizes from memory: as many rows as keep their activations within a budget.
+"""Chooses chunk sizes: as many rows as keep their saved activations within a memory budget.
 
-A few rows run forward once, and what their graph keeps is counted; the rest is proportion. The trial leaves no trace:
-generators and buffers are afterwards what they were before.
+Two small inputs run forward once, and the bytes that autograd saves for them are counted and extrapolated. The trial
+restores generators and buffers.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Split = Callable[[int], Sequence[Any]]
 
 
 class ChunkBudget:
-    """Chooses chunk sizes, and remembers the choice for inputs of the same trailing shapes.
+    """Chooses chunk sizes, and caches the choice for inputs of the same trailing shapes.
 
     Args:
-        budget_bytes: what the graph of one chunk may keep; None: half of what is free on the model's device when a size
-            is chosen. Besides, layers need their temporaries, and gradients their place.
+        budget_bytes: bytes that the graph of one chunk may keep; None: half of the free memory of the model's device
+            when a size is chosen. Temporaries of layers and gradients need memory in addition.
     """
 
     def __init__(self, budget_bytes: int | None) -> None:
@@ -44,12 +44,12 @@ class ChunkBudget:
         self._chosen: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 
     def rows_for(self, model: nn.Module, split: Split, measure: Callable[[Any], int]) -> int:
-        """Rows of a chunk; ``split(n)`` cuts the input into chunks of n rows, ``measure`` tells what a chunk keeps.
+        """Rows of a chunk; ``split(n)`` splits the input into chunks of n rows, ``measure`` returns the bytes kept.
 
         Raises:
             ValueError: if not even one row fits.
         """
-        # At least two rows: a model with BatchNorm can not train on one.
+        # At least two rows: a model with BatchNorm cannot train on one.
         probes = [split(2)[0], split(4)[0]]
         known = self._chosen.setdefault(model, {})
         key = repr([(t.dtype, t.shape[1:]) for t in tensors_in(probes[0])])
@@ -73,7 +73,7 @@ class ChunkBudget:
 
 
 def kept_bytes(model: nn.Module, chunk: Any, encoder: Callable[[Any], Any]) -> int:
-    """What the graph of a chunk keeps besides parameters. A frozen model is measured as if it were trained."""
+    """Bytes that the graph of a chunk keeps besides parameters. A frozen model is measured as if it were trained."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     # Storages are held, since the address of one that is freed would soon be another one's.
     kept: dict[int, torch.UntypedStorage] = {}
@@ -93,10 +93,10 @@ def kept_bytes(model: nn.Module, chunk: Any, encoder: Callable[[Any], Any]) -> i
 
 
 def kept_by_a_shard(model: Any, chunk: Any, process: Callable[[Any], Any], output_fn: Callable[[Any], Any]) -> int:
-    """The same for a model that streams its shards: what the graph of one shard at a time keeps of a chunk.
+    """The same for a model that streams its shards: bytes that the graph of one shard keeps for a chunk.
 
     Raises:
-        ValueError: if the model cannot tell.
+        ValueError: if the model has no ``activation_bytes``.
     """
     if not hasattr(model, "activation_bytes"):
         raise ValueError(
@@ -122,7 +122,7 @@ def _as_if_trained(model: nn.Module) -> Iterator[None]:
 
 
 def _free_bytes(model: nn.Module) -> int:
-    # A model that streams its shards has its parameters at home, and computes elsewhere.
+    # The parameters of a model that streams its shards are offloaded, on another device than it computes on.
     device = getattr(model, "device", None) if isinstance(model, StreamedModel) else None
     if device is None:
         device = next((parameter.device for parameter in model.parameters()), None)

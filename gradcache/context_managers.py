@@ -1,12 +1,12 @@
-"""Random states: what a chunk's second forward must draw again.
+"""Saves and restores the random states of a chunk's forward, so that its second forward draws the same numbers.
 
-A second forward is only the same function if every generator that the first one drew from is rewound: the CPU's, each
-device's (a wrapper may move CPU inputs to an accelerator, so the inputs do not tell which), Python's and NumPy's.
-``pipe.recompute.replay`` does the work; this module gives it the face that users of GradCache know.
+A second forward is the same function only if every generator that the first one drew from is rewound: the CPU's, each
+device's (a wrapper may move CPU inputs to an accelerator, so the devices of inputs are not enough), Python's and
+NumPy's. This is the interface of the package ``GradCache`` on top of ``pipe.recompute.replay``.
 
 Guarantees
-    * Inside ``with context:`` the draws equal those made since the context was made; afterwards every generator goes on
-      from where it was.
+    * Inside ``with context:`` the draws equal those made since the context was made; afterwards every generator has the
+      state that it had before the ``with``.
     * A context can be entered any number of times, one after the other.
 """
 
@@ -24,10 +24,10 @@ __all__ = ["RandContext", "devices_in_use"]
 
 
 def devices_in_use(*values: Any) -> set[torch.device]:
-    """Devices of the tensors in ``values``, and every device of an accelerator that this process has started.
+    """Devices of the tensors in ``values``, and every device of an accelerator that this process has initialized.
 
-    Reading the state of a generator that is never drawn from costs a copy on the host; missing one that is drawn from
-    gives another dropout mask in the second pass.
+    Saving the state of an unused generator costs a copy on the host; omitting one that is used gives another dropout
+    mask in the second pass.
     """
     devices = devices_of(*values)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -39,12 +39,12 @@ def devices_in_use(*values: Any) -> set[torch.device]:
 
 
 class RandContext:
-    """Random states and autocast as they are now, to be entered again around a second forward.
+    """The present random states and autocast settings, to be entered as a context around a second forward.
 
     Args:
-        *tensors: inputs of the forward that is about to run; their devices are noted besides those in use.
-        generators: generators of random numbers that the model holds itself.
-        replay: what was noted already, instead.
+        *tensors: inputs of the forward that is about to run; their devices are included besides those in use.
+        generators: random generators that the model holds itself.
+        replay: states that were saved already, to be used instead.
 
     Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (2021), section 3.
     """
@@ -54,7 +54,7 @@ class RandContext:
         self._entered: list[Any] = []
 
     def seal(self) -> RandContext:
-        """Forgets the generators that have not moved since; call it when the first forward is done. Returns itself."""
+        """Drops generators whose state has not changed; call it after the first forward. Returns itself."""
         self._replay.seal()
         return self
 

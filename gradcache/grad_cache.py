@@ -1,13 +1,13 @@
-"""GradCache: one optimizer step's gradient for a batch of any size, in the memory of one chunk.
+"""GradCache: computes the gradient of a contrastive loss over a batch of any size in the memory of one chunk.
 
-A contrastive loss compares every row with every other, so its batch cannot be cut the way gradient accumulation cuts
-it. But the loss needs the *representations* of all rows only, which are small::
+A contrastive loss compares every row with every other, so gradient accumulation over smaller batches would change it.
+But the loss needs only the *representations* of all rows, which are small::
 
     chunks  ->  representations of every row, no graph
             ->  loss of the whole batch, gradient of each representation (the gradient cache)
-            ->  each chunk once more with a graph; its rows of the cache go through it
+            ->  each chunk again with a graph; backward from its rows of the cache
 
-Invariant: loss, gradients, buffers and generator states are those of the whole batch in one piece.
+Invariant: loss, gradients, buffers and generator states are those of the whole batch run at once.
 
 Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (2021). Signature and
 subclass hooks are those of the package ``GradCache``.
@@ -42,51 +42,52 @@ __all__ = ["GradCache", "StepResult"]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step leaves behind besides gradients."""
+    """The results of a step besides gradients."""
 
     loss: Tensor
     """The loss, detached."""
     representations: tuple[Any, ...]
     """One per tower, all rows, detached."""
     auxiliary: tuple[Any, ...] = ()
-    """What the loss function returned after the loss, detached."""
+    """Further values that the loss function returned after the loss, detached."""
     greatest_difference: float | None = None
     """Greatest absolute difference between the two passes' results; None without ``audit``."""
 
 
 class GradCache:
-    """Computes the gradient of a big batch's loss chunk by chunk; stepping the optimizer is left to the caller.
+    """Computes the gradient of a large batch's loss chunk by chunk; the caller steps the optimizer.
 
     Args:
-        models: the encoders ("towers"), one per input of a step; the same module may stand there more than once. A
-            callable (``clip.encode_image``) trains the modules that it can be seen to use, see ``reach``.
-            A model with ``forward_chunks`` (``offload.OffloadModel``) is walked shard by shard, see ``streamed``, by
+        models: the encoders ("towers"), one per input of a step; the same module may be listed more than once. A
+            callable (``clip.encode_image``) trains the modules that are found in it, see ``reach``.
+            A model with ``forward_chunks`` (``offload.OffloadModel``) is run shard by shard, see ``streamed``, by
             itself or inside another module, see ``wrapped``; make it with ``checkpoint_activation=True``, or it keeps
             the activations of all chunks.
-        chunk_sizes: rows of a chunk, for all towers or one number each; ``"auto"``: what ``memory_budget`` holds.
+        chunk_sizes: rows of a chunk, for all towers or one number each; ``"auto"``: as many as fit ``memory_budget``.
         loss_fn: ``loss_fn(*representations, **loss_kwargs)`` returns the scalar loss, or a tuple that starts with it.
         split_input_fn: ``split_input_fn(model_input, chunk_size)`` returns the chunks; default :meth:`split_inputs`.
-        get_rep_fn: picks the representations (a tensor, or tensors in a tuple or dict) from a model's output.
+        get_rep_fn: selects the representations (a tensor, or tensors in a tuple or dict) from a model's output.
         fp16: autocast to float16; needs a ``scaler``.
-        scaler: a ``torch.amp.GradScaler`` that scales the loss; unscaling and stepping is left to the caller.
-        process_fn: turns a chunk into the model's input when the chunk enters the model, in both passes, with the same
-            random numbers; its results are not kept. One that trains something must be an ``nn.Module``: it then runs
-            once for all chunks, where the walk is by layers.
-        precision: the type that autocast runs models and loss in, such as ``torch.bfloat16``.
-        broadcast: keys or positions of input members that every chunk sees whole.
-        boundary_bytes: walk plain ``nn.Sequential`` towers layer by layer, as if each layer were checkpointed, and keep
-            up to this many bytes of what enters layers between the passes; what is left of them holds chunks that run
-            together, and graphs, which need not run again; see ``sequential``. None: chunk by chunk.
-        regroup: whether that walk may run several chunks together.
-        memory_budget: bytes that the graph of a chunk may keep (over an OffloadModel: of one shard at a time), for
-            ``chunk_sizes="auto"``; default: half of what is free.
-        audit: compare what the two passes return, layer by layer where a model is walked so; see ``audit``.
+        scaler: a ``torch.amp.GradScaler`` that scales the loss; the caller unscales and steps.
+        process_fn: converts a chunk to the model's input directly before the model runs, in both passes, with the same
+            random numbers; its results are not kept. If it has trainable parameters it must be an ``nn.Module``; with
+            ``boundary_bytes`` it then runs once for all chunks.
+        precision: the autocast type of models and loss, such as ``torch.bfloat16``.
+        broadcast: keys or positions of input members that every chunk receives whole.
+        boundary_bytes: run plain ``nn.Sequential`` towers layer by layer, as if each layer were checkpointed, and keep
+            up to this many bytes of layer inputs between the passes; unused bytes hold chunks that run together, and
+            graphs, which need not be recomputed; see ``sequential``. None: chunk by chunk.
+        regroup: whether several chunks may run together with ``boundary_bytes``.
+        memory_budget: bytes that the graph of a chunk may keep (for an OffloadModel: of one shard at a time), for
+            ``chunk_sizes="auto"``; default: half of the free memory.
+        audit: compare the results of the two passes, layer by layer if the model runs layer by layer; see ``audit``.
 
     Raises:
         TypeError, ValueError: at construction or at the start of a step, before any gradient is written.
 
-    After an exception every ``.grad`` is what it was before the step (a streamed model that is itself a tower says what
-    holds of its own), buffers and generators are as the chunks that ran left them, and the object can be used again.
+    An exception restores every ``.grad`` from before the step (except of a streamed model that is itself a tower, which
+    documents its own behaviour). Buffers and generators keep the changes of the chunks that ran, and the object can be
+    used again.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class GradCache:
         self._inputs = two_pass.InputGradients()
         self._wants_gradient: list[bool] = []
         self._auxiliary: tuple[Any, ...] = ()
-        #: Looks at a graph of the step that runs, see ``distributed.Reduction.check``.
+        #: Checks a graph of the current step, see ``distributed.Reduction.check``.
         self._check: Callable[[Any, Any], None] | None = None
         self._adapters = Towers()
         self._difference = 0.0
@@ -151,7 +152,7 @@ class GradCache:
     # -- hooks: a subclass may replace any of these; the signatures are those of the package GradCache ----------------
 
     def split_inputs(self, model_input: Any, chunk_size: int) -> list[Any]:
-        """Cuts one model input into chunks; see :func:`gradcache.chunks.split_input` for what it takes."""
+        """Splits one model input into chunks; see :func:`gradcache.chunks.split_input` for accepted inputs."""
         if self.split_input_fn is None:
             return chunking.split_input(model_input, chunk_size, self.broadcast)
         chunks = list(self.split_input_fn(model_input, chunk_size))
@@ -159,7 +160,8 @@ class GradCache:
         return chunks
 
     def get_input_tensors(self, model_input: Any) -> list[Tensor]:
-        """Tensors of a chunk whose devices' random states are kept, besides those of the model and those in use."""
+        """Tensors of a chunk; the random states of their devices are saved, besides those of the model and of devices
+        in use."""
         return tensors_in(model_input)
 
     def model_call(self, model: nn.Module, model_input: Any) -> Any:
@@ -169,7 +171,7 @@ class GradCache:
             return model(*args, **kwargs)
 
     def get_reps(self, model_out: Any) -> Any:
-        """Picks the representations from a model's output."""
+        """Selects the representations from a model's output."""
         return model_out if self.get_rep_fn is None else self.get_rep_fn(model_out)
 
     def compute_loss(self, *reps: Any, **loss_kwargs: Any) -> Any:
@@ -184,7 +186,7 @@ class GradCache:
         return encoded, states
 
     def build_cache(self, *reps: Any, **loss_kwargs: Any) -> tuple[list[Any], Tensor]:
-        """The loss, and its gradient with respect to each tower's representations (None where it ignores them)."""
+        """The loss, and its gradient with respect to each tower's representations (None if unused)."""
         wanted = self._wants_gradient if len(self._wants_gradient) == len(reps) else [True] * len(reps)
         leaves = [
             representations.as_leaves(rep) if wants else representations.detached(rep)
@@ -209,7 +211,7 @@ class GradCache:
         random_states: Sequence[Any],
         no_sync_except_last: bool = False,
     ) -> None:
-        """The second pass: each chunk again with a graph, and its rows of the gradient cache through it."""
+        """The second pass: runs each chunk again with a graph, and backward from its rows of the gradient cache."""
         encoder = self.encoder_of(model)
         difference = two_pass.backward(
             model_inputs, cached_gradients, random_states, encoder, self._inputs, self._check
@@ -222,7 +224,7 @@ class GradCache:
         Args:
             *model_inputs: one per model, in the models' order.
             no_sync_except_last: kept for callers that pass it; gradients are always reduced once per step.
-            **loss_kwargs: passed to the loss function as they are.
+            **loss_kwargs: passed to the loss function unchanged.
 
         Returns:
             The loss of the whole batch, detached. :attr:`step_result` holds it with the representations.
@@ -247,9 +249,9 @@ class GradCache:
     def encode(self, *model_inputs: Any) -> tuple[Any, ...]:
         """The representations of the whole batch, one per model, with a graph whose backward is the second pass.
 
-        For training loops that call ``loss.backward()`` themselves: put any loss on top, scale it, add others. The
-        second pass runs once, inside that backward; gradients of the models appear when it is done. ``loss_fn`` and
-        ``scaler`` are not used, and the loss's own parameters get their gradients from the caller's backward alone.
+        For training loops that call ``loss.backward()`` themselves: apply any loss, scale it, add others. The second
+        pass runs once, inside that backward; gradients of the models are written when it is done. ``loss_fn`` and
+        ``scaler`` are not used, and the loss's own parameters get their gradients from the caller's backward only.
         """
         outer = [tensor for tensor in tensors_in(list(model_inputs)) if tensor.requires_grad]
         leaves = {id(tensor): tensor.detach().requires_grad_() for tensor in outer}
@@ -287,13 +289,13 @@ class GradCache:
                 "no_sync(); wrap all models or drop the flag"
             )
         self._auxiliary = ()
-        # A subclass that calls the model in its own way gets it as it was given, wrapper and all.
+        # A subclass that overrides model_call gets the model as it was given, including a DDP wrapper.
         models = list(self.towers if self.replaced("model_call") else map(unwrapped, self.towers))
         for model, inner in zip(self.towers, models, strict=True):
             if model is not inner and isinstance(inner, StreamedModel):
                 raise ValueError(
                     f"expected a {type(inner).__name__} by itself, got one in {type(model).__name__}: its gradients "
-                    f"rest at home, where the wrapper does not reduce them; average them after the step"
+                    f"are offloaded, so the wrapper does not reduce them; average them after the step"
                 )
         sizes = [self._rows(*parts) for parts in zip(models, model_inputs, self.chunk_sizes, strict=True)]
         split = [self.split_inputs(x, size) for x, size in zip(model_inputs, sizes, strict=True)]
@@ -340,12 +342,12 @@ class GradCache:
         self.towers: Sequence[nn.Module] = self._adapters.of(self.models)
         watch(self.towers)
 
-    # -- what a model is run in ---------------------------------------------------------------------------------------
+    # -- how a model is called ----------------------------------------------------------------------------------------
 
     def encoder_of(self, model: nn.Module) -> Callable[[Any], Any]:
-        """A chunk's way to its representations: ``process_fn``, the model, ``get_reps``."""
+        """A function from a chunk to its representations: ``process_fn``, the model, ``get_reps``."""
 
-        # A subclass that calls the model in its own way gets it as it was given.
+        # A subclass that overrides model_call gets the callable as it was given.
         given: Any = model.function if isinstance(model, CallableModel) and self.replaced("model_call") else model
 
         def encode(chunk: Any) -> Any:
@@ -356,7 +358,7 @@ class GradCache:
         return encode
 
     def processed(self, chunk: Any) -> Any:
-        """A chunk as the model sees it."""
+        """The model's input: ``process_fn`` of the chunk."""
         return chunk if self.process_fn is None else self.process_fn(chunk)
 
     def replaced(self, *hooks: str) -> bool:
@@ -364,7 +366,7 @@ class GradCache:
         return any(getattr(getattr(self, hook), "__func__", None) is not getattr(GradCache, hook) for hook in hooks)
 
     def _heads(self, *hooks: str, given: Mapping[str, Any] | None = None) -> Reach:
-        """What these hooks train, and parameters that are ``given`` to them."""
+        """The modules and tensors that these hooks train, and parameters passed to them in ``given``."""
         functions = {"get_reps": self.get_rep_fn, "processed": self.process_fn, "compute_loss": self.loss_fn}
         used = [getattr(self, hook) if self.replaced(hook) else functions[hook] for hook in hooks]
         kept = [
@@ -375,17 +377,17 @@ class GradCache:
         return Reach(*used, *kept)
 
     def autocast(self, *owners: Any) -> contextlib.AbstractContextManager[Any]:
-        """The context of ``precision`` on the device that modules or tensors are on."""
+        """The autocast context of ``precision`` for the device of these modules or tensors."""
         if self.precision is None:
             return contextlib.nullcontext()
         device = _device_of(*owners)
-        # Inside an autocast of the user's the weight cache would outlive this block, with casts made under no_grad.
+        # Inside the user's autocast the weight cache would outlive this block, with casts made under no_grad.
         nested = torch.is_autocast_enabled(device.type)
         return torch.autocast(device.type, dtype=self.precision, cache_enabled=not nested)
 
 
 def _device_of(*owners: Any) -> torch.device:
-    """The device that modules compute on, or tensors live on."""
+    """The device that the first module computes on, or that the first tensor is on."""
     for owner in owners:
         if isinstance(owner, nn.Module):
             stated = getattr(owner, "device", None)

@@ -1,13 +1,13 @@
-"""The two-pass walk: any module, chunk by chunk, first without a graph and then once more with one.
+"""Runs any module chunk by chunk, first without a graph and then again with a graph (the two passes of GradCache).
 
 ::
 
-    pass 1    for chunk i:   rep[i] = model(chunk[i])            no graph; replay and moved buffers kept
+    pass 1    for chunk i:   rep[i] = model(chunk[i])            no graph; random states and changed buffers kept
     loss      d(loss)/d(rep) for every row of the big batch
     pass 2    for chunk i:   rep[i] = model(chunk[i]) again      one chunk's graph, freed by its backward
 
-Invariant: pass 2 computes what pass 1 computed. It sees the same random numbers (also those drawn after the model, in
-``get_rep_fn``), the same autocast, the same buffers and the same input, even if the model writes over its input.
+Invariant: pass 2 computes the results of pass 1. It has the same random numbers (also those drawn after the model, in
+``get_rep_fn``), the same autocast, the same buffers and the same input, even if the model writes into its input.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Check = Callable[[Any, Any], None]
 
 
 class InputGradients:
-    """Gradients of the inputs themselves, pushed into whatever computed them once, when all chunks are done.
+    """Collects the gradients of the inputs, and runs backward into the graph before the towers once, after all chunks.
 
-    Each chunk is a view of the user's tensor. Run through one by one, the graph before the towers would be freed by the
-    first chunk's backward; and each chunk would write a gradient of the whole input's size.
+    Each chunk is a view of the user's tensor. If each chunk ran backward into the graph before the towers, the first
+    one would free that graph, and each would write a gradient of the size of the whole input.
     """
 
     def __init__(self) -> None:
         self._links: list[tuple[Tensor, Tensor]] = []
 
     def cut(self, chunk: Any) -> Any:
-        """The chunk with its graph cut off; the cut tensors collect gradients."""
+        """The chunk with its tensors replaced by new leaves, whose gradients are collected."""
 
         def leaf_of(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
@@ -55,7 +55,7 @@ class InputGradients:
         return map_tensors(leaf_of, chunk)
 
     def flow(self) -> None:
-        """Pushes the collected gradients on, in one backward."""
+        """Runs one backward from the inputs, with the collected gradients."""
         links = [(tensor, leaf.grad) for tensor, leaf in self._links if leaf.grad is not None]
         self._links.clear()
         if links:
@@ -63,7 +63,7 @@ class InputGradients:
 
 
 class ChunkState(RandContext):
-    """What one chunk's first pass leaves behind for its second. Entered as a context it replays the random states."""
+    """The state of one chunk's first pass that its second pass needs. As a context it replays the random states."""
 
     def __init__(self, rerun: Rerun) -> None:
         super().__init__(replay=rerun.replay)
@@ -73,12 +73,12 @@ class ChunkState(RandContext):
         self.first: Any = None
 
     def second_pass(self, chunk: Any, encoder: Encoder, gradient: Any, check: Check | None = None) -> float:
-        """The chunk again with a graph, and ``gradient`` through it, after ``check(output, chunk)``.
+        """Runs the chunk again with a graph, calls ``check(output, chunk)``, and runs backward from ``gradient``.
 
         Returns:
-            The greatest difference from the first pass's representations, where they were kept (else 0).
+            The greatest difference from the first pass's representations, if they were kept (else 0).
         """
-        # Buffers stay as they were until backward is done, which may read them.
+        # Buffers keep the values of the first pass until backward is done, which may read them.
         with contextlib.ExitStack() as until_backward, torch.enable_grad():
             output = self._rerun.repeat(encoder, chunk, until=until_backward)
             difference = 0.0 if self.first is None else representations.greatest_difference(self.first, output)
@@ -90,7 +90,7 @@ class ChunkState(RandContext):
 
 
 class FirstPass:
-    """Runs the chunks of one model without a graph and notes what each second pass needs."""
+    """Runs the chunks of one model without a graph and records the state that each second pass needs."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())
@@ -100,9 +100,9 @@ class FirstPass:
     def run(
         self, chunk: Any, encoder: Encoder, tensors: Any = None, with_graph: bool = False
     ) -> tuple[Any, ChunkState]:
-        """One chunk's representation, detached, and its state. ``with_graph``: tell whether it wants a gradient."""
+        """One chunk's representation, detached, and its state. ``with_graph``: find out whether it needs a gradient."""
         layers = self._layers
-        # Wherever a wrapper may move the chunk to.
+        # All devices in use, since a wrapper may move the chunk to any of them.
         layers.devices = devices_in_use(tensors_in(chunk) if tensors is None else tensors, self._parameters)
         rerun = layers.rerun()
         with rerun.first(), torch.set_grad_enabled(with_graph):
@@ -116,7 +116,7 @@ class FirstPass:
 
 
 def is_trainable(model: nn.Module, chunks: Sequence[Any]) -> bool:
-    """Whether the model's parameters or its input want a gradient."""
+    """Whether any parameter of the model or any input needs a gradient."""
     wanted = any(parameter.requires_grad for parameter in model.parameters())
     return wanted or any(tensor.requires_grad for tensor in tensors_in(list(chunks)))
 
@@ -126,8 +126,8 @@ def encode(
 ) -> tuple[Any, list[ChunkState]]:
     """The first pass: all representations, detached, and one state per chunk.
 
-    A model without a trainable parameter runs its first chunk with a graph (which then saves nothing) to learn whether
-    ``get_rep_fn`` brings trainable parameters of its own; if not, ``requires_grad`` is False in all states.
+    A model without trainable parameters runs its first chunk with grad mode on (its graph then saves nothing) to find
+    out whether ``get_rep_fn`` has trainable parameters; if not, ``requires_grad`` is False in all states.
     """
     frozen = torch.is_grad_enabled() and not is_trainable(model, chunks)
     first_pass = FirstPass(model)
@@ -150,7 +150,7 @@ def backward(
     inputs: InputGradients,
     check: Check | None = None,
 ) -> float:
-    """The second pass over all chunks, of which ``check`` sees the first one's graph.
+    """The second pass over all chunks; ``check`` is called for the first one.
 
     Returns the greatest difference between the passes, see ``ChunkState``.
     """
@@ -163,7 +163,7 @@ def backward(
             difference = max(difference, state.second_pass(chunk, encoder, gradient, check))
             check = None
             continue
-        with torch.enable_grad():  # a state of a user's own forward_no_grad knows random states only
+        with torch.enable_grad():  # a state from a user's own forward_no_grad replays only random states
             with state:
                 output = encoder(chunk)
             representations.backward(output, gradient)
