@@ -1,4 +1,8 @@
-"""``python -m benchmarks`` lists the questions; ``python -m benchmarks QUESTION`` answers one."""
+"""``python -m benchmarks`` lists the benchmarks; ``python -m benchmarks NAME [--out STEM]`` runs one.
+
+``python -m benchmarks table`` prints the README's table of claims; ``python -m benchmarks report FILE.jsonl`` makes the
+report of an earlier run again.
+"""
 
 from __future__ import annotations
 
@@ -8,55 +12,52 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.frame.extra import MissingExtraError
 from benchmarks.harness import claims
-from benchmarks.questions import QUESTIONS
+from benchmarks.harness.extra import MissingExtraError
+from benchmarks.registry import BENCHMARKS, find
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 if what must hold held, 1 if it did not, 2 if nothing could be run as asked."""
+    """Exit status: 0 if all bounds hold, 1 if one does not, 2 if nothing could be run as asked."""
     words = list(sys.argv[1:] if argv is None else argv)
-    width = max(len(question.name) for question in QUESTIONS)
-    listing = "\n".join(f"  {question.name:<{width}}  {question.summary}" for question in QUESTIONS)
-    if words[:1] == ["table"]:
-        return _table(words[1:])
-    if not words:
-        print(f"usage: python -m benchmarks QUESTION [--out STEM] [options]\n\n{listing}")
-        print("\npython -m benchmarks QUESTION --help shows the options of one.")
-        print("python -m benchmarks table prints the README's table of claims from benchmarks/results/*.jsonl.")
+    if not words or words[0] in ("-h", "--help"):
+        _list()
         return 0
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks",
-        description=__doc__,
-        epilog=f"questions:\n{listing}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    subparsers = parser.add_subparsers(dest="question", required=True, metavar="QUESTION")
-    # Only the question asked is imported: each one needs torch, and some need the extra ``bench``.
-    asked = [question for question in QUESTIONS if question.name == words[0]]
     try:
-        script = asked[0].load() if asked else None
-        for question in QUESTIONS:
-            sub = subparsers.add_parser(
-                question.name,
-                help=question.summary,
-                description=question.summary,
-                formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-            )
-            if question in asked and script is not None:
-                from benchmarks.frame.report import add_output_arguments  # imports torch
-
-                add_output_arguments(sub)
-                sub.set_defaults(summary=question.summary)
-                script.add_arguments(sub)
-        arguments = parser.parse_args(words)
-        assert script is not None
-        return script.run(arguments)
+        if words[0] == "table":
+            return _table(words[1:])
+        if words[0] == "report":
+            return _report(words[1:])
+        return _run(*words)
     except (MissingExtraError, ValueError) as error:
         print(f"python -m benchmarks: {error}", file=sys.stderr)
         return 2
+
+
+def _list() -> None:
+    width = max(len(entry.name) for entry in BENCHMARKS)
+    print("usage: python -m benchmarks NAME [--out STEM] [options]\n")
+    print("\n".join(f"  {entry.name:<{width}}  {entry.summary}" for entry in BENCHMARKS))
+    print("\npython -m benchmarks NAME --help shows the options of one.")
+    print("python -m benchmarks table prints the README's table of claims from benchmarks/results/*.jsonl.")
+    print("python -m benchmarks report FILE.jsonl makes the report of an earlier run again.")
+
+
+def _run(name: str, *words: str) -> int:
+    """Runs one benchmark. Only that one is imported: each needs torch, and some need the extra ``bench``."""
+    entry = find(name)
+    benchmark = entry.load()
+    from benchmarks.harness.report import add_arguments, run_benchmark
+
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks {name}",
+        description=entry.summary,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add_arguments(parser, benchmark)
+    return run_benchmark(name, entry.summary, benchmark, parser.parse_args(words))
 
 
 def _table(words: Sequence[str]) -> int:
@@ -69,7 +70,20 @@ def _table(words: Sequence[str]) -> int:
     return 0
 
 
+def _report(words: Sequence[str]) -> int:
+    """Makes a report again."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks report", description="Makes a report again.")
+    parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="what --out wrote")
+    parser.add_argument("--out", type=Path, metavar="STEM", help="writes STEM.md and STEM.png")
+    arguments = parser.parse_args(words)
+    entry = find(claims.benchmark_of(claims.read_lines(arguments.file)[0]))
+    benchmark = entry.load()
+    from benchmarks.harness.report import publish
+
+    return publish(entry.name, entry.summary, benchmark, benchmark.read(arguments.file), out=arguments.out, again=True)
+
+
 if __name__ == "__main__":
-    # Being told to stop is an exception like Ctrl-C: the rung's process ends, and the homes are removed.
+    # A termination is an exception like Ctrl-C: the processes of cases end, and their files are removed.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())

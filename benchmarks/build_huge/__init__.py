@@ -1,1 +1,1 @@
-"""The question ``build-huge``: a model larger than the memory that its process may have."""
+"""The benchmark ``build-huge``."""

@@ -1,1 +1,1 @@
-"""The command ``gpu``: everything that needs a GPU, in one go."""
+"""The benchmark ``gpu``."""

@@ -1,1 +1,1 @@
-"""The question ``gradcache-batch``."""
+"""The benchmark ``gradcache-batch``."""

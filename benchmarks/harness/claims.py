@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CLAIMS", "RESULTS", "Claim", "claims_table", "pair_steps", "read_lines"]
+__all__ = ["CLAIMS", "RESULTS", "Claim", "benchmark_of", "claims_table", "pair_steps", "read_lines"]
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 FLOOR = "interpreter and torch"
@@ -28,6 +28,11 @@ def read_lines(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The header of a results file (environment, limits, ratios) and a line for each case."""
     header, *lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
     return header, [line | {"case": line.get("case", line.get("rung"))} for line in lines]
+
+
+def benchmark_of(header: Mapping[str, Any]) -> str:
+    """The name of the benchmark that wrote a results file."""
+    return str(header.get("benchmark") or header["environment"]["command"].split()[3])
 
 
 def pair_steps(lines: Lines, name: str) -> Iterator[tuple[Line, Line]]:

@@ -1,1 +1,1 @@
-"""The question ``memory-latency``: what each way to save memory saves, and what it costs in time."""
+"""The benchmark ``memory-latency``."""

@@ -1,1 +1,1 @@
-"""The question ``offload-step``: the price of streaming a model from disk."""
+"""The benchmark ``offload-step``."""

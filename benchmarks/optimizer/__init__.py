@@ -1,1 +1,1 @@
-"""The question ``optimizer``: what clipping and AdamW cost when parameters, gradients and moments rest on disk."""
+"""The benchmark ``optimizer``."""

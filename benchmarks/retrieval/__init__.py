@@ -1,1 +1,1 @@
-"""The question ``retrieval``: a contrastive batch that does not fit, trained three ways."""
+"""The benchmark ``retrieval``."""

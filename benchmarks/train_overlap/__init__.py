@@ -1,1 +1,1 @@
-"""The question ``train-overlap``: what a train pipeline hides of a slow loader and slow rows."""
+"""The benchmark ``train-overlap``."""

@@ -1,4 +1,4 @@
-"""What tests of whole questions share."""
+"""What tests of whole benchmarks share."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture
-def in_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The question writes and keeps homes here alone, and its rungs leave the machine's other cores to others."""
+def in_its_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The benchmark writes here alone, and its processes use one thread."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child imports ``tests`` from the root of the clone."""
+    monkeypatch.chdir(ROOT)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -1,17 +1,24 @@
-"""Rungs run in the test's own process: the parts of a question without the seconds of its interpreters."""
+"""Runs benchmarks in the test's own process: every part of them without the seconds of their interpreters."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import importlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
 
-from benchmarks.frame.child import Report
-from benchmarks.frame.limits import Limits
-from benchmarks.frame.outcome import Outcome, Rung
-from benchmarks.frame.pairs import Paired
+from benchmarks.harness.benchmark import Benchmark
+from benchmarks.harness.case import Case, Outcome
+from benchmarks.harness.limits import Limits
+from benchmarks.harness.report import add_arguments, run_benchmark
+from benchmarks.harness.schedule import Group, refer_to_first
+from benchmarks.harness.worker import Reporter
+from benchmarks.registry import find
 
-__all__ = ["RATES", "apart_here", "in_turn_here", "pairs_here", "run_here"]
+__all__ = ["RATES", "Recorder", "lines_of", "outcome", "run_case", "run_here"]
 
 RATES = Limits(  # of no machine
     threads=1,
@@ -26,8 +33,8 @@ RATES = Limits(  # of no machine
 )
 
 
-class Recorder(Report):
-    """A report that fills an outcome, and gives as many turns as it was told."""
+class Recorder(Reporter):
+    """A reporter that fills an outcome and grants a number of turns."""
 
     def __init__(self, outcome: Outcome, turns: int) -> None:
         self.outcome = outcome
@@ -42,36 +49,49 @@ class Recorder(Report):
         elif event == "skip":
             self.outcome.skipped = values["reason"]
         elif event == "phase":
-            self.outcome.peaks[values["name"]] = max(self.outcome.moments.values(), default=0)
+            self.outcome.peaks[values["name"]] = 1 + max(self.outcome.moments.values(), default=0)
         elif event == "memory":
             self.outcome.moments[values["moment"]] = values["bytes"]
-            self.outcome.peaks["steps"] = max(self.outcome.peaks.get("steps", 0), values["bytes"])
 
 
-def run_here(rungs: Iterable[Rung], turns: int = 0) -> list[Outcome]:
-    outcomes = [Outcome(rung) for rung in rungs]
-    for outcome in outcomes:
-        module, _, function = outcome.rung.target.partition(":")
-        if outcome.rung.peer:
-            outcome.skipped = "peers are for processes"
-            continue
-        run = getattr(importlib.import_module(module), function)
-        result = run(Recorder(outcome, turns), **outcome.rung.arguments)
-        outcome.result = None if outcome.skipped else result
+def run_case(case: Case, turns: int = 0) -> Outcome:
+    """The outcome of a case without a process; peers are skipped."""
+    found = Outcome(case)
+    if case.peer:
+        found.skipped = "peers need a process"
+        return found
+    module, _, function = case.target.partition(":")
+    result = getattr(importlib.import_module(module), function)(Recorder(found, turns), **case.arguments)
+    found.result = None if found.skipped else result
+    return found
+
+
+def run_group_here(group: Group) -> list[Outcome]:
+    outcomes = [run_case(case, group.warmup + group.turns) for case in group.cases]
+    for found in outcomes:
+        del found.steps[: group.warmup]
+    if group.order != "alone":
+        refer_to_first(outcomes)
     return outcomes
 
 
-def in_turn_here(rungs: Iterable[Rung], turns: int, *, warmup: int = 0) -> list[Outcome]:
-    outcomes = run_here(rungs, turns=warmup + turns)
-    for outcome in outcomes:
-        del outcome.steps[:warmup]
-    return outcomes
+def run_here(name: str, words: str, out: Path | None = None) -> int:
+    """``python -m benchmarks NAME WORDS`` in this process; the exit status."""
+    benchmark: Benchmark[Any] = dataclasses.replace(find(name).load(), run_group=run_group_here)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, benchmark)
+    arguments = parser.parse_args([*words.split(), *(["--out", str(out)] if out else [])])
+    return run_benchmark(name, find(name).summary, benchmark, arguments)
 
 
-def apart_here(rungs: Iterable[Rung], rounds: int, *, turns: int, warmup: int) -> list[Outcome]:
-    return in_turn_here(rungs, rounds * turns, warmup=warmup)
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The JSON lines of a results file without its header."""
+    return cast("list[dict[str, Any]]", [json.loads(line) for line in path.read_text().splitlines()[1:]])
 
 
-def pairs_here(reference: Rung, rungs: Iterable[Rung], pairs: int) -> tuple[Outcome, list[Paired]]:
-    first, *others = run_here([reference, *rungs], turns=pairs + 1)
-    return first, [Paired(other, other.steps[1:], first.steps[1:] if other.steps else []) for other in others]
+def outcome(
+    name: str, result: Mapping[str, Any] | None = None, *, arguments: Mapping[str, Any] | None = None, **values: Any
+) -> Outcome:
+    """An outcome of a case that never ran."""
+    peer = values.pop("peer", "")
+    return Outcome(Case(name, "m:f", arguments or {}, peer=peer), None if result is None else dict(result), **values)

@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,9 +50,9 @@ def test_the_published_ratio_of_each_case_is_the_median_of_its_pairs(page: str) 
 
 def test_the_steps_of_a_pair_are_found_in_both_formats() -> None:
     steps = [{"seconds": float(k)} for k in range(6)]
-    skipped = {"case": "skipped", "steps": [], "skipped": "needs an accelerator"}
-    first = [{"case": "reference", "steps": steps}, skipped, {"case": "a", "steps": steps[:2]}]
-    last = {"case": "b", "steps": [{"seconds": 9.0}, {"seconds": 8.0}, {"seconds": 7.0}]}
+    skipped: dict[str, Any] = {"case": "skipped", "steps": [], "skipped": "needs an accelerator"}
+    first: list[dict[str, Any]] = [{"case": "reference", "steps": steps}, skipped, {"case": "a", "steps": steps[:2]}]
+    last: dict[str, Any] = {"case": "b", "steps": [{"seconds": 9.0}, {"seconds": 8.0}, {"seconds": 7.0}]}
     assert [theirs["seconds"] for _, theirs in pair_steps([*first, last], "a")] == [2.0]
     assert list(pair_steps([*first, last], "b")) == [(last["steps"][1], steps[3]), (last["steps"][2], steps[4])]
     now = last | {"reference": [{"seconds": 1.0}] * 3}

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.frame.limits import LIMIT_HEADER, Limits, limit_cells, measure_limits
-from benchmarks.frame.traffic import Traffic, bytes_of_step, medium_bytes
-from benchmarks.frame.work import block_flops, counted_between, engine_bytes
+from benchmarks.harness.io_counters import IOCounters, bytes_of_step, counted_between, engine_bytes, medium_bytes
+from benchmarks.harness.limits import Limits, measure_limits
+from benchmarks.harness.table import limit_columns
+from tests.benchmarks.here import outcome
 
 MEBIBYTE = 2**20
 
@@ -38,12 +39,20 @@ def test_bytes_to_an_accelerator_that_is_not_there_are_refused() -> None:
         limits().step_seconds(loaded_bytes=1.0)
 
 
-def test_the_distance_is_what_is_left_to_win() -> None:
-    assert len(limit_cells(1.5, 1.0)) == len(LIMIT_HEADER)
-    assert limit_cells(1.5, 1.0) == ["1 s", "+50%"]
-    assert limit_cells(0.04, 0.02) == ["20 ms", "+100%"]
-    assert limit_cells(0.05, 0.000025) == ["0.025 ms", "+199,900%"]
-    assert limit_cells(1.5, 0.0) == ["-", "-"]
+@pytest.mark.parametrize(
+    ("seconds", "least", "cells"),
+    [
+        (1.5, 1.0, ["1 s", "+50%"]),
+        (0.04, 0.02, ["20 ms", "+100%"]),
+        (0.05, 0.000025, ["0.025 ms", "+199,900%"]),
+        (1.5, 0.0, ["-", "-"]),
+    ],
+)
+def test_the_distance_is_how_much_longer_than_the_limit_a_step_took(
+    seconds: float, least: float, cells: list[str]
+) -> None:
+    columns = limit_columns(limits(), lambda _: least)
+    assert [cell(outcome("a", steps=[{"seconds": seconds}])) for cell in columns.values()] == cells
 
 
 def test_every_rate_is_measured_and_nothing_is_left_behind(tmp_path: Path) -> None:
@@ -56,7 +65,6 @@ def test_every_rate_is_measured_and_nothing_is_left_behind(tmp_path: Path) -> No
     assert all(rate > 0 for rate in rates)
     assert measured.disk_read_bytes >= measured.disk_read_buffered_bytes > 0
     assert "GFLOP/s (float32, cpu)" in measured.line()
-    assert measured.as_json()["direct"] == measured.direct
 
 
 def test_a_file_system_without_direct_access_is_measured_through_the_cache(
@@ -109,13 +117,13 @@ def test_nothing_counted_is_nothing_moved() -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="this kernel does not count a process's bytes")
-def test_traffic_is_what_was_moved_since_it_was_asked_last(tmp_path: Path) -> None:
+def test_counters_is_what_was_moved_since_it_was_asked_last(tmp_path: Path) -> None:
     file = tmp_path / "file"
-    traffic = Traffic()
+    counters = IOCounters()
     file.write_bytes(bytes(MEBIBYTE))
-    first = traffic.taken()
+    first = counters.taken()
     file.read_bytes()
-    second = traffic.taken()
+    second = counters.taken()
     assert MEBIBYTE <= first["written"] < 2 * MEBIBYTE
     assert first["read"] < MEBIBYTE  # its own counters are all it read
     assert MEBIBYTE <= second["read"] < 2 * MEBIBYTE
@@ -127,15 +135,3 @@ def test_counts_are_differences_of_what_is_counted() -> None:
         "bytes_loaded": 2
     }
     assert counted_between({}, {}) == {}
-
-
-def test_arithmetic_of_a_block_is_what_torch_counts() -> None:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from benchmarks.memory_latency.shape import Block
-
-    # The counter sees nothing in a fused attention.
-    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        Block(64)(torch.randn(3, 5, 64))
-    assert counter.get_total_flops() == block_flops(64, 15, 5)

@@ -1,0 +1,99 @@
+"""Table, bounds and picture of ``build-huge``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.build_huge.workload import FLOOR, Shape
+from benchmarks.harness.benchmark import Report, Run
+from benchmarks.harness.case import Outcome, failures
+from benchmarks.harness.io_counters import medium_bytes
+from benchmarks.harness.plot import Picture, bars
+from benchmarks.harness.table import at_most, case_table, limit_columns, mebibytes, reasons, spread
+from benchmarks.harness.work import adamw_bytes, gradient_bytes
+
+__all__ = ["CAPPED", "OFFLOADED", "REFERENCE", "broken_bounds", "report"]
+
+REFERENCE, CAPPED, OFFLOADED = "resident, no cap", "resident, capped", "offloaded, capped"
+LIMIT = (
+    "The limit of a step counts a forward and a backward with nothing recomputed, AdamW's reads and writes in memory, "
+    "and the bytes that the offloaded model reads from files and writes there. The resident model without a cap has "
+    "the default allocator, which keeps freed blocks and is faster; under the cap freed blocks are returned."
+)
+TOLERANCE = 1e-5  # of a loss, relative to that of the resident model
+
+
+def report(run: Run[Any]) -> Report:
+    """One table."""
+    outcomes, cap_bytes = run.outcomes, run.settings.cap << 20
+    shape = Shape(**outcomes[0].case.arguments["shape"])
+    parameters = shape.parameter_bytes / 4
+
+    def least(outcome: Outcome) -> float:
+        copied = gradient_bytes(parameters) + adamw_bytes(parameters)
+        work = medium_bytes(outcome.steps, copied_bytes=copied) if outcome.steps else {}
+        return run.limits.step_seconds(flops=shape.training_flops, **work) if work else 0.0
+
+    def phase(name: str, outcome: Outcome) -> str:
+        return mebibytes(outcome.peaks[name]) if name in outcome.peaks else "-"
+
+    columns = {
+        "parameters": lambda o: mebibytes(shape.parameter_bytes),
+        "cap": lambda o: mebibytes(cap_bytes) if o.case.arguments["cap_bytes"] else "none",
+        "torch alone": lambda o: mebibytes(o.moments[FLOOR]),
+        "peak, building": lambda o: phase("build", o),
+        "peak, training": lambda o: phase("steps", o),
+        "load": lambda o: f"{o.done['load_seconds']:.1f} s" if o.steps else "-",
+        "s/step": lambda o: f"{o.median():.2f}" if o.steps else "-",
+        "to no cap": lambda o: spread(o.ratios(), 2) if _find(outcomes, REFERENCE) else "-",
+        **limit_columns(run.limits, least),
+        "losses": lambda o: _died(o) or ", ".join(f"{loss:.6f}" for loss in _losses(o)),
+    }
+    offloaded, reference = _find(outcomes, OFFLOADED), _find(outcomes, REFERENCE)
+    ratios: dict[str, float] = {}
+    if offloaded is not None and reference is not None and offloaded.steps:
+        ratios[f"{OFFLOADED}: time"] = offloaded.ratio()
+        ratios[f"{OFFLOADED}: peak"] = offloaded.peak_bytes / reference.peak_bytes
+    peaks = {o.name + (" (fails)" if _died(o) else ""): o.peak_bytes / 2**20 for o in outcomes}
+    levels = {"cap": cap_bytes / 2**20, "parameters alone": shape.parameter_bytes / 2**20}
+    panel = bars("peak memory of the process, MiB", peaks, levels=levels)
+    picture = (
+        None if failures(outcomes) else Picture("A model larger than the memory of its process", [panel], (6, 4.2))
+    )
+    sections = [case_table(outcomes, columns), LIMIT, reasons(outcomes)]
+    return Report(sections, broken_bounds(outcomes, cap_bytes), picture, ratios)
+
+
+def _find(outcomes: Sequence[Outcome], name: str) -> Outcome | None:
+    return next((outcome for outcome in outcomes if outcome.name == name and outcome.result is not None), None)
+
+
+def _died(outcome: Outcome) -> str:
+    reason = (outcome.result or {}).get("out_of_memory")
+    return f"out of memory: {reason}" if reason else ""
+
+
+def _losses(outcome: Outcome) -> list[float]:
+    return [step["loss"] for step in outcome.steps]
+
+
+def broken_bounds(outcomes: Sequence[Outcome], cap_bytes: int) -> list[str]:
+    """Bounds that do not hold, one line each."""
+    broken = failures(outcomes)
+    for outcome in outcomes:
+        if outcome.name == CAPPED and outcome.result is not None and not _died(outcome):
+            broken.append("the resident model must not fit under the cap, but it trained")
+        elif outcome.name != CAPPED and _died(outcome):
+            broken.append(f"{outcome.name}: {_died(outcome)}")
+    offloaded, reference = _find(outcomes, OFFLOADED), _find(outcomes, REFERENCE)
+    if broken or offloaded is None:
+        return broken
+    broken += at_most("the peak under the cap", offloaded.peak_bytes, cap_bytes, mebibytes)
+    losses = _losses(offloaded)
+    if len(losses) > 1 and not losses[-1] < losses[0]:
+        broken.append(f"the loss must fall, went from {losses[0]:.6f} to {losses[-1]:.6f}")
+    if reference is not None:
+        apart = max(abs(a - b) / abs(b) for a, b in zip(losses, _losses(reference), strict=True))
+        broken += at_most("the difference of losses from the resident model's", apart, TOLERANCE, "{:.1e}".format)
+    return broken

@@ -1,0 +1,148 @@
+"""``gpu``: everything that needs a GPU in one command: the CUDA tests, then the benchmarks, small models first.
+
+Each part is a command with a time limit; together the limits are under ten minutes. A part that fails, hangs or is
+killed is reported; the others still run, and what was written by then is kept. ``--dry-run`` runs the same parts on the
+CPU with tiny models, so that a mistake in them is found without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness.benchmark import Benchmark, Facts, Plan, Report, Run
+from benchmarks.harness.case import Case, Outcome
+from benchmarks.harness.environment import shown_command
+from benchmarks.harness.plot import Picture, bars
+from benchmarks.harness.process import python_path
+from benchmarks.harness.schedule import Group
+from benchmarks.harness.settings import option
+from benchmarks.harness.table import markdown_table, reasons
+
+__all__ = ["BENCHMARK", "PARTS", "Settings", "plan", "run_part"]
+
+PARTS = ("tests", "train-small", "train-1b", "memory-latency", "train-7b")
+TINY = "--layers 4 --dim 64 --rows 4 --positions 4"
+#: A test file that cannot be imported affects only itself, and what another version of torch deprecates is no failure.
+TEST_OPTIONS = "-q -k cuda -p no:cacheprovider -W default --continue-on-collection-errors"
+LAST_LINES = 12  # of a part's output, for the page
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Which parts, and where they run."""
+
+    dry_run: bool = option(False, "on the CPU, with tiny models")
+    tests: tuple[str, ...] = option(("tests",), "where CUDA tests are looked for")
+    parts: tuple[str, ...] = option(PARTS, "only these parts", choices=PARTS)
+    stem: str = option("gpu", "the parts write STEM-PART.md, .jsonl and .png")
+
+
+def plan(settings: Settings, folder: str) -> Plan:
+    """A case for each part, in an order in which what is short and what others build on comes first."""
+    dry = settings.dry_run
+    device, patience = ("cpu", 4) if dry else ("cuda", 1)  # a laptop takes longer to start than a GPU to compute
+
+    def part(name: str, words: str, seconds: float) -> Case:
+        out = [] if name == "tests" else ["--device", device, "--home", folder, "--out", f"{settings.stem}-{name}"]
+        return Case(name, "", {"words": ["-m", *words.split(), *out], "seconds": patience * seconds})
+
+    def size(layers: int, dim: int, rows: int, positions: int) -> str:
+        return TINY if dry else f"--layers {layers} --dim {dim} --rows {rows} --positions {positions}"
+
+    curve = f"{size(16, 1024, 16, 256)} --pairs {1 if dry else 3}"
+    largest = size(32, 4096, 8, 512) + ("" if dry else " --only ours --steps 3")
+    cases = [
+        part("tests", f"pytest {TEST_OPTIONS} {' '.join(settings.tests)}", 100),
+        part("train-small", f"benchmarks gpu-train {size(12, 1024, 8, 512)}", 60),
+        part("train-1b", f"benchmarks gpu-train {size(24, 2048, 8, 512)}", 110),
+        part(
+            "memory-latency",
+            f"benchmarks memory-latency {curve} --only torch save_on_cpu FSDP2 fairscale host budget",
+            150,
+        ),
+        part("train-7b", f"benchmarks gpu-train {largest}", 165),
+    ]
+    yield Group("parts", [case for case in cases if case.name in settings.parts])
+
+
+def prepare(settings: Settings, folder: Path) -> Facts:
+    """Refuses a machine without a GPU."""
+    if not settings.dry_run and not torch.cuda.is_available():
+        raise ValueError("expected a CUDA device, and there is none; --dry-run runs the same parts on the CPU")
+    return []
+
+
+def run_parts(group: Group) -> list[Outcome]:
+    """Runs the parts one after the other."""
+    return [run_part(case) for case in group.cases]
+
+
+def run_part(case: Case) -> Outcome:
+    """Runs one part to its end or to its time limit; its only step holds the last lines that it printed."""
+    outcome = Outcome(case)
+    words, seconds = case.arguments["words"], case.arguments["seconds"]
+    print(f"\n== {case.name}, at most {seconds:.0f} s: {shown_command(words)}", flush=True)
+    started = time.perf_counter()
+    # In a session of its own: the processes that a part starts end with it.
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        encoding="utf-8",
+        errors="replace",
+        env={**os.environ, "PYTHONPATH": python_path()},
+    )
+    try:
+        printed, _ = process.communicate(timeout=seconds)
+        if process.returncode == 0:
+            outcome.result = {"status": 0}
+        else:
+            outcome.failure = f"exit status {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        printed, _ = process.communicate()
+        outcome.failure = f"not done after {seconds:.0f} s"
+    finally:
+        if process.poll() is None:  # an interrupt from outside
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    outcome.seconds = time.perf_counter() - started
+    # Progress bars return to the beginning of their line: only what follows the last return is a line.
+    found = [line.rpartition("\r")[2].rstrip() for line in printed.splitlines()]
+    tail = "\n".join([line for line in found if line][-LAST_LINES:])
+    outcome.steps.append({"tail": tail})
+    print(tail, flush=True)
+    return outcome
+
+
+def report(run: Run[Any]) -> Report:
+    """Outcome and output of each part."""
+    outcomes = run.outcomes
+    rows = [[outcome.name, outcome.status or "passed", f"{outcome.seconds:.0f}"] for outcome in outcomes]
+    printed = [
+        f"## {outcome.name}\n\n`{shown_command(outcome.case.arguments['words'])}`\n\n```\n{step['tail']}\n```"
+        for outcome in outcomes
+        for step in outcome.steps
+    ]
+    seconds = {f"{outcome.name} {outcome.status}".strip(): outcome.seconds for outcome in outcomes}
+    return Report(
+        [markdown_table(["part", "outcome", "seconds"], rows), reasons(outcomes), *printed],
+        [f"{outcome.name}: {outcome.failure}" for outcome in outcomes if outcome.failure],
+        Picture("The parts of the benchmark gpu", [bars("seconds", seconds)], (7, 4)),
+        ratios={},
+    )
+
+
+BENCHMARK = Benchmark(
+    Settings, plan, report, prepare, lambda settings: {"file_bytes": 4 << 20, "side": 256, "tries": 1}, run_parts
+)

@@ -1,0 +1,311 @@
+"""The methods that compute the gradient of a large batch: one encoder, one batch, one loss.
+
+A method that recomputes does so layer by layer, and a method that cuts the batch cuts it into the same chunks; the one
+exception is GradCache as most people run it, without ``torch.utils.checkpoint``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # torch imports it in the middle of a first checkpoint, and keeps that moment's frames for a while
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.gradcache_batch.workload import FLOOR, TEMPERATURE, Shape
+from benchmarks.harness.memory import data_bytes
+from benchmarks.harness.memory_cap import cap_memory, lacks_memory
+from benchmarks.harness.worker import Reporter
+from benchmarks.models.transformer import Checkpointed
+from gradcache import GradCache
+from gradcache.loss import SimpleContrastiveLoss
+from offload import OffloadModel
+
+__all__ = ["METHODS", "growing", "in_turn", "ladder", "loss_alone", "make", "sketch"]
+
+TILE_ROWS = 256
+SKETCH_PIECE = 4096
+MEBIBYTE = 1 << 20
+
+Step = Callable[[Tensor, Tensor], Tensor]
+"""Rows of both towers to the loss, with the gradients accumulated in ``.grad``."""
+Made = tuple[nn.Module, Step]
+"""The model whose parameters take the gradient, and the step."""
+
+
+def contrastive_loss(queries: Tensor, passages: Tensor) -> Tensor:
+    """Cross entropy of each query's scores against all passages."""
+    return functional.cross_entropy(queries @ passages.T / TEMPERATURE, torch.arange(len(queries)))
+
+
+def _tiled_loss() -> SimpleContrastiveLoss:
+    return SimpleContrastiveLoss(temperature=TEMPERATURE, tile_rows=TILE_ROWS)
+
+
+def _in_one_piece(model: nn.Module) -> Step:
+    def step(queries: Tensor, passages: Tensor) -> Tensor:
+        loss = contrastive_loss(model(queries), model(passages))
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def plain(encoder: nn.Sequential, shape: Shape, home: Path) -> Made:
+    """The whole batch at once."""
+    return encoder, _in_one_piece(encoder)
+
+
+def checkpointed(encoder: nn.Sequential, shape: Shape, home: Path) -> Made:
+    """The whole batch, with each layer recomputed."""
+    return encoder, _in_one_piece(Checkpointed(encoder))
+
+
+def upstream(encoder: nn.Sequential, shape: Shape, home: Path, checkpoint: bool = True) -> Made:
+    """The package GradCache, over checkpointed layers."""
+    model = Checkpointed(encoder) if checkpoint else encoder
+    cache = upstream_class()(models=[model, model], chunk_sizes=shape.chunk, loss_fn=contrastive_loss)
+    return encoder, lambda queries, passages: cache(queries, passages)
+
+
+def upstream_unchecked(encoder: nn.Sequential, shape: Shape, home: Path) -> Made:
+    """The package GradCache as most people run it: all activations of one chunk are kept."""
+    return upstream(encoder, shape, home, checkpoint=False)
+
+
+class ChunkByChunk(GradCache):
+    """GradCache without its fused walk: a replaced hook around the model is called for every chunk."""
+
+    def model_call(self, model: nn.Module, model_input: Any) -> Any:
+        """Unchanged."""
+        return super().model_call(model, model_input)
+
+
+def offload_chunk_by_chunk(encoder: nn.Sequential, shape: Shape, home: Path) -> Made:
+    """GradCache's two passes over an OffloadModel: each chunk loads every shard three times."""
+    model = _offloaded(encoder, home)
+    return model, ChunkByChunk([model, model], shape.chunk, contrastive_loss)
+
+
+def sentence_transformers(encoder: nn.Sequential, shape: Shape, home: Path) -> Made:
+    """The cached ranking loss of sentence-transformers, over checkpointed layers."""
+    losses = importlib.import_module("sentence_transformers.sentence_transformer.losses")
+    transformer = importlib.import_module("sentence_transformers").SentenceTransformer
+    layers = Checkpointed(encoder)
+
+    class Adapter(nn.Module):
+        """The encoder with the interface of a SentenceTransformer."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+            """Features in, features with an embedding out."""
+            return {**features, "sentence_embedding": self.layers(features["input_ids"])}
+
+    model = transformer(modules=[Adapter()], device="cpu")
+    loss_fn = losses.CachedMultipleNegativesRankingLoss(model, scale=1 / TEMPERATURE, mini_batch_size=shape.chunk)
+
+    def step(queries: Tensor, passages: Tensor) -> Tensor:
+        loss: Tensor = loss_fn([{"input_ids": queries}, {"input_ids": passages}], torch.zeros(len(queries)))
+        loss.backward()
+        return loss.detach()
+
+    return encoder, step
+
+
+def ours(encoder: nn.Sequential, shape: Shape, home: Path, regroup: bool = True) -> Made:
+    """Fused over the layers, which are in memory."""
+    kept = shape.kept * MEBIBYTE
+    return encoder, GradCache([encoder, encoder], shape.chunk, _tiled_loss(), boundary_bytes=kept, regroup=regroup)
+
+
+def ours_apart(encoder: nn.Sequential, shape: Shape, home: Path) -> Made:
+    """The same, each chunk on its own."""
+    return ours(encoder, shape, home, regroup=False)
+
+
+def ours_over_offload(encoder: nn.Sequential, shape: Shape, home: Path) -> Made:
+    """Fused over an OffloadModel that is stored on disk."""
+    return _over_offload(encoder, shape, home, shape.graphs, activation_bytes=shape.together * MEBIBYTE)
+
+
+def ours_over_offload_apart(encoder: nn.Sequential, shape: Shape, home: Path) -> Made:
+    """The same, each chunk on its own: it has its own gradients beside the sum of all."""
+    return _over_offload(encoder, shape, home, shape.graphs * 7 // 8)
+
+
+def _over_offload(encoder: nn.Sequential, shape: Shape, home: Path, graphs: int, **options: Any) -> Made:
+    options |= {"graph_bytes": graphs * MEBIBYTE or None, "boundary_bytes": shape.kept * MEBIBYTE}
+    model = _offloaded(encoder, home, **options)
+    return model, GradCache([model, model], shape.chunk, _tiled_loss())
+
+
+def _offloaded(encoder: nn.Sequential, home: Path, **options: Any) -> OffloadModel:
+    return OffloadModel(encoder, "cpu", home, num_slices=len(encoder), checkpoint_activation=True, **options)
+
+
+METHODS: dict[str, Callable[[nn.Sequential, Shape, Path], Made]] = {
+    "plain torch": plain,
+    "torch.utils.checkpoint": checkpointed,
+    "upstream GradCache": upstream,
+    "upstream GradCache, nothing checkpointed": upstream_unchecked,
+    "sentence-transformers": sentence_transformers,
+    "ours": ours,
+    "ours over OffloadModel": ours_over_offload,
+    "ours, chunks apart": ours_apart,
+    "ours over OffloadModel, chunks apart": ours_over_offload_apart,
+    "OffloadModel, chunk by chunk": offload_chunk_by_chunk,
+}
+
+
+def make(method: str, shape: Shape, home: Path) -> Made:
+    """The model and the step of a method."""
+    return METHODS[method](shape.build(), shape, home)
+
+
+def upstream_class() -> Any:
+    """The class of the package GradCache.
+
+    Its wheel installs a folder with the name of ours, ``gradcache``, and imports itself as ``grad_cache``; so it is
+    loaded from its files under the name that it uses.
+    """
+    if "grad_cache" not in sys.modules and importlib.util.find_spec("grad_cache") is None:
+        package = Path(str(importlib.metadata.distribution("gradcache").locate_file("gradcache")))
+        spec = importlib.util.spec_from_file_location(
+            "grad_cache", package / "__init__.py", submodule_search_locations=[str(package)]
+        )
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["grad_cache"] = module
+        spec.loader.exec_module(module)
+    return importlib.import_module("grad_cache.grad_cache").GradCache
+
+
+# --- cases -----------------------------------------------------------------------------------------------------------
+
+
+def in_turn(report: Reporter, method: str, shape: dict[str, Any], home: str) -> dict[str, Any]:
+    """One step in each turn, in the phase "steps". The result holds a sketch of the last gradient: :func:`sketch`."""
+    report.memory(FLOOR)
+    chosen = Shape(**shape)
+    model, step = make(method, chosen, Path(home))
+    rows = chosen.batch()
+    report.phase("steps")
+    for _ in report.turns():
+        processor = time.process_time()
+        seconds, loss = _timed(model, step, rows)
+        report.step(seconds=seconds, processor=time.process_time() - processor, loss=loss)
+    report.phase("end")
+    return {"parameters": sum(parameter.numel() for parameter in model.parameters()), "sketch": sketch(model)}
+
+
+def growing(
+    report: Reporter, method: str, shape: dict[str, Any], home: str, limit_mebibytes: int, most_pairs: int
+) -> dict[str, Any]:
+    """Steps with batches that double until memory does not hold them, or ``most_pairs`` is reached.
+
+    Private memory of the process may grow by ``limit_mebibytes`` over what interpreter, torch and one small step of the
+    same method took; the kernel refuses more, as a smaller machine would. Files are not limited.
+    """
+    chosen = Shape(**shape)
+    small = replace(chosen, pairs=2, chunk=1)
+    _timed(*make(method, small, Path(home)), small.batch())
+    report.memory(FLOOR)
+    held = data_bytes(os.getpid())
+    if not held:
+        raise OSError("expected a system that tells a process's private memory, as Linux does")
+    cap_memory(held + limit_mebibytes * MEBIBYTE)
+    pairs, fitted, ended = chosen.chunk, 0, ""
+    sketches: dict[int, list[float]] = {}
+    try:
+        model, step = make(method, chosen, Path(home))
+        while pairs <= most_pairs:
+            seconds, loss = _timed(model, step, chosen.batch(pairs))
+            if pairs <= 4 * chosen.chunk:
+                sketches[pairs] = sketch(model)
+            fitted = pairs
+            report.step(pairs=pairs, seconds=seconds, loss=loss)
+            pairs *= 2
+    except (MemoryError, RuntimeError, OSError) as error:
+        ended = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        if not lacks_memory(ended):
+            raise
+    return {"pairs": fitted, "ended": ended, "sketches": {str(k): v for k, v in sketches.items()}}
+
+
+def ladder(
+    report: Reporter, method: str, shape: dict[str, Any], home: str, chunks: list[int], steps: int
+) -> dict[str, Any]:
+    """Steps with the batch in more and more chunks, a fresh model for each number of them."""
+    chosen = Shape(**shape)
+    report.total(len(chunks) * steps)
+    loads: dict[str, int | None] = {}
+    for count in chunks:
+        finer = replace(chosen, chunk=max(2 * chosen.pairs // count, 1))
+        model, step = make(method, finer, Path(home))
+        rows = finer.batch()
+        _timed(model, step, rows)
+        before = _loaded(model)
+        for _ in range(steps):
+            seconds, loss = _timed(model, step, rows)
+            report.step(chunks=count, seconds=seconds, loss=loss)
+        after = _loaded(model)
+        loads[str(count)] = None if after is None or before is None else (after - before) // steps
+        del model, step
+    return {"bytes_loaded": loads}
+
+
+def loss_alone(report: Reporter, rows: int, width: int) -> dict[str, Any]:
+    """The loss of so many representations in each tower, by tiles, and its gradient, in the phase "steps"."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(rows, width, generator=generator) for _ in range(2))
+    queries, passages = (functional.normalize(tower).requires_grad_() for tower in drawn)
+    report.memory(FLOOR)
+    report.phase("steps")
+    started = time.perf_counter()
+    loss = _tiled_loss()(queries, passages)
+    loss.backward()
+    seconds = time.perf_counter() - started
+    report.phase("end")
+    return {"rows": rows, "width": width, "seconds": seconds, "loss": loss.item(), "given": 8 * rows * width}
+
+
+def sketch(model: nn.Module) -> list[float]:
+    """Random projections of the gradient: the relative difference of two sketches estimates that of the gradients.
+
+    Each parameter's gradient is cut into up to 64 pieces, and the beginning of each piece is projected on one vector of
+    random signs, the same in every process.
+    """
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, (SKETCH_PIECE,), generator=generator).double() * 2 - 1
+    found: list[float] = []
+    for _, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+        assert parameter.grad is not None
+        flat = parameter.grad.detach().flatten()
+        pieces = flat.chunk(min(64, max(1, flat.numel() // SKETCH_PIECE)))
+        found += [float(piece[:SKETCH_PIECE].double() @ signs[: len(piece[:SKETCH_PIECE])]) for piece in pieces]
+    return found
+
+
+def _timed(model: nn.Module, step: Step, rows: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    model.zero_grad()
+    started = time.perf_counter()
+    loss = step(*rows)
+    return time.perf_counter() - started, loss.item()
+
+
+def _loaded(model: nn.Module) -> int | None:
+    return model.statistics().bytes_loaded if isinstance(model, OffloadModel) else None

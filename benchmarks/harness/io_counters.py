@@ -1,0 +1,85 @@
+"""Bytes that a process reads and writes, as the kernel counts them, and the medium that they pass.
+
+``rchar`` and ``wchar`` of ``/proc/self/io`` count calls, served by the page cache or by the disk; ``read_bytes`` and
+``write_bytes`` count what reached the device. Asynchronous I/O, which a peer may use, is only in the latter two. Bytes
+that a call reads and the device does not deliver were copied from the page cache.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["COUNTED", "IOCounters", "bytes_of_step", "counted_between", "engine_bytes", "from_disk", "medium_bytes"]
+
+COUNTERS = {"read": "rchar", "written": "wchar", "from_disk": "read_bytes", "to_disk": "write_bytes"}
+#: The counters of ``offload.Statistics`` that the line of a step holds.
+COUNTED = ("bytes_loaded", "bytes_stored", "bytes_spilled", "update_bytes_read", "update_bytes_written", "wait_seconds")
+
+Steps = Sequence[Mapping[str, Any]]
+
+
+class IOCounters:
+    """Bytes that this process has moved since the last call; nothing where the kernel does not count them."""
+
+    def __init__(self) -> None:
+        self._before = _counters()
+
+    def taken(self) -> dict[str, int]:
+        """Bytes since the last call or the beginning: ``read``, ``written``, ``from_disk`` and ``to_disk``."""
+        before, self._before = self._before, _counters()
+        return {name: count - before[name] for name, count in self._before.items()}
+
+
+def _counters() -> dict[str, int]:
+    try:
+        with open("/proc/self/io", encoding="ascii") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+    except OSError:
+        return {}
+    return {name: int(fields[field]) for name, field in COUNTERS.items()}
+
+
+def bytes_of_step(steps: Steps) -> tuple[float, float]:
+    """Bytes read and written in a step: those of calls, or those of the device where they are more.
+
+    What the page cache drops or keeps differs from step to step, so the device's count is the mean of all steps.
+    """
+    read = max(_median(steps, "read"), from_disk(steps))
+    return read, max(_median(steps, "written"), _mean(steps, "to_disk"))
+
+
+def from_disk(steps: Steps) -> float:
+    """Bytes of a step that the device delivered."""
+    return _mean(steps, "from_disk")
+
+
+def medium_bytes(steps: Steps, *, copied_bytes: float = 0.0) -> dict[str, float]:
+    """Bytes of a step by medium, as ``Limits.step_seconds`` takes them; ``copied_bytes`` are those of other copies.
+
+    All that is written reaches the disk; what is read from the page cache is copied in memory.
+    """
+    read, written = bytes_of_step(steps)
+    on_disk = from_disk(steps)
+    return {"read_bytes": on_disk, "written_bytes": written, "copied_bytes": copied_bytes + read - on_disk}
+
+
+def counted_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
+    """What an OffloadModel counted between two moments; nothing for other models."""
+    return {name: after[name] - before[name] for name in COUNTED if name in after}
+
+
+def engine_bytes(step: Mapping[str, Any]) -> tuple[float, float]:
+    """Bytes of a step that an OffloadModel loaded from its home and stored there; what is spilled passes both ways."""
+    spilled = step.get("bytes_spilled", 0)
+    loaded = step.get("bytes_loaded", 0) + step.get("update_bytes_read", 0) + spilled
+    return loaded, step.get("bytes_stored", 0) + step.get("update_bytes_written", 0) + spilled
+
+
+def _median(steps: Steps, key: str) -> float:
+    return float(statistics.median(step.get(key, 0.0) for step in steps))
+
+
+def _mean(steps: Steps, key: str) -> float:
+    return float(statistics.fmean(step.get(key, 0.0) for step in steps))

@@ -1,0 +1,224 @@
+"""Rates of the machine (arithmetic, copies, disk) and the least time that they allow for a step.
+
+A step cannot be shorter than its arithmetic at the rate of a large matrix product, nor than its bytes at the bandwidth
+of the medium that they pass. A rate is the best of several tries, measured in the same run as the steps.
+
+The disk is measured without the page cache: through ``O_DIRECT``, and through the cache with the file's pages dropped
+first. Where a file system refuses ``O_DIRECT`` (one in memory does) only the second is measured.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+__all__ = ["Limits", "measure_limits"]
+
+BLOCK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Rates of one machine at one time, per second."""
+
+    threads: int
+    device: str
+    dtype: str
+    matmul_flops: float  #: multiply-adds count two
+    copy_bytes: float  #: copied from host memory to host memory
+    disk_read_bytes: float  #: the better of O_DIRECT and buffered
+    disk_read_buffered_bytes: float  #: through the page cache, with nothing of the file in it
+    disk_write_bytes: float  #: including the flush at the end
+    direct: bool  #: the file system takes O_DIRECT
+    host_to_device_bytes: float | None = None  #: from page-locked memory; None without an accelerator
+    device_to_host_bytes: float | None = None
+    device_copy_bytes: float | None = None  #: copied within the accelerator's memory
+
+    def step_seconds(
+        self,
+        *,
+        flops: float = 0.0,
+        copied_bytes: float = 0.0,
+        read_bytes: float = 0.0,
+        written_bytes: float = 0.0,
+        loaded_bytes: float = 0.0,
+        drained_bytes: float = 0.0,
+        on_device_bytes: float = 0.0,
+    ) -> float:
+        """The least seconds that a step of so much work takes on this machine: the longest of its parts.
+
+        Args:
+            flops: floating point operations in matrix products.
+            copied_bytes: between places in host memory.
+            read_bytes, written_bytes: from and to the disk. The disk has one queue: the two add up.
+            loaded_bytes, drained_bytes: between host and accelerator. The bus has two directions: the two overlap.
+            on_device_bytes: copied between places in the memory that layers compute in, which is the host's without an
+                accelerator.
+
+        Raises:
+            ValueError: if bytes pass to an accelerator and there is none.
+        """
+        if (loaded_bytes or drained_bytes) and self.host_to_device_bytes is None:
+            raise ValueError(
+                f"expected no bytes between host and accelerator on {self.device!r}, got loaded_bytes={loaded_bytes}, "
+                f"drained_bytes={drained_bytes}; on the CPU they are copied_bytes or read_bytes"
+            )
+        if self.device_copy_bytes is None:  # one memory for both
+            copied_bytes, on_device_bytes = copied_bytes + on_device_bytes, 0.0
+        return max(
+            flops / self.matmul_flops,
+            copied_bytes / self.copy_bytes,
+            on_device_bytes / (self.device_copy_bytes or 1.0),
+            read_bytes / self.disk_read_bytes + written_bytes / self.disk_write_bytes,
+            loaded_bytes / (self.host_to_device_bytes or 1.0),
+            drained_bytes / (self.device_to_host_bytes or 1.0),
+        )
+
+    def line(self) -> str:
+        """The rates in a line for the header."""
+        access = "O_DIRECT" if self.direct else "buffered, O_DIRECT is refused"
+        parts = [
+            f"matmul {self.matmul_flops / 1e9:,.0f} GFLOP/s ({self.dtype}, {self.device})",
+            f"memory copy {_rate(self.copy_bytes)}",
+            f"disk read {_rate(self.disk_read_bytes)} (buffered cold {_rate(self.disk_read_buffered_bytes)})",
+            f"disk write {_rate(self.disk_write_bytes)} ({access})",
+        ]
+        if self.host_to_device_bytes is not None and self.device_to_host_bytes is not None:
+            parts.append(f"to the device {_rate(self.host_to_device_bytes)}, back {_rate(self.device_to_host_bytes)}")
+        if self.device_copy_bytes is not None:
+            parts.append(f"copy on the device {_rate(self.device_copy_bytes)}")
+        return ", ".join(parts)
+
+
+def measure_limits(
+    directory: Path,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    threads: int | None = None,
+    file_bytes: int = 256 << 20,
+    side: int = 2048,
+    tries: int = 3,
+) -> Limits:
+    """Measures for some seconds, in this process; restores the number of torch's threads.
+
+    Args:
+        directory: on the disk to be measured; holds a file of ``file_bytes`` meanwhile.
+        device, dtype: of the matrix product.
+        threads: of torch on the CPU; by default as many as it has.
+        file_bytes: of the file and of the copied memory, a multiple of 4 MiB.
+        side: of the square matrices.
+        tries: of each measurement; the best counts.
+    """
+    if file_bytes < BLOCK_BYTES or file_bytes % BLOCK_BYTES:
+        raise ValueError(f"expected a positive multiple of {BLOCK_BYTES} bytes, got file_bytes={file_bytes}")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        there = torch.device(device)
+        source = torch.ones(file_bytes, dtype=torch.uint8)
+        target = torch.ones_like(source)
+        left, right = (torch.randn(side, side, device=there).to(dtype) for _ in range(2))
+        product = torch.empty_like(left)
+        repeats = 20 if there.type == "cuda" else 1
+
+        def multiply() -> None:
+            for _ in range(repeats):
+                torch.mm(left, right, out=product)
+
+        multiply()
+        matmul = 2 * side**3 * repeats / _best(multiply, there, tries)
+        copy = file_bytes / _best(lambda: target.copy_(source), torch.device("cpu"), tries)
+        to_device = from_device = within = None
+        if there.type == "cuda":
+            locked, on_device = source.pin_memory(), source.to(there)
+            to_device = file_bytes / _best(lambda: on_device.copy_(locked, non_blocking=True), there, tries)
+            from_device = file_bytes / _best(lambda: locked.copy_(on_device, non_blocking=True), there, tries)
+            beside = torch.empty_like(on_device)
+            within = file_bytes / _best(lambda: beside.copy_(on_device), there, tries)
+        used = torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(prefix="limits-", dir=directory) as file:
+        read, buffered, write, direct = _measure_disk(file.name, file_bytes, tries)
+    return Limits(
+        threads=used,
+        device=str(there),
+        dtype=str(dtype).removeprefix("torch."),
+        matmul_flops=matmul,
+        copy_bytes=copy,
+        disk_read_bytes=max(read, buffered),
+        disk_read_buffered_bytes=buffered,
+        disk_write_bytes=write,
+        direct=direct,
+        host_to_device_bytes=to_device,
+        device_to_host_bytes=from_device,
+        device_copy_bytes=within,
+    )
+
+
+def _best(work: Callable[[], object], device: torch.device, tries: int) -> float:
+    """The least seconds of ``tries``, after one that is not counted."""
+    seconds = []
+    for _ in range(tries + 1):
+        _wait_for(device)
+        started = time.perf_counter()
+        work()
+        _wait_for(device)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds[1:])
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _measure_disk(name: str, nbytes: int, tries: int) -> tuple[float, float, float, bool]:
+    """Bytes per second: read without the cache, read through it when cold, written; and whether O_DIRECT was taken."""
+    # An anonymous mapping begins on a page boundary, as O_DIRECT asks; random bytes, as a disk may compress.
+    with mmap.mmap(-1, BLOCK_BYTES) as block:
+        block[:] = os.urandom(BLOCK_BYTES)
+        try:
+            descriptor, direct = os.open(name, os.O_RDWR | os.O_DIRECT), True
+        except (OSError, AttributeError):  # refused by the file system; unknown to the platform
+            descriptor, direct = os.open(name, os.O_RDWR), False
+        buffered = os.open(name, os.O_RDWR)
+        try:
+            passes = range(tries + 1)
+            write = max([_pass(descriptor, block, nbytes, write=True) for _ in passes][1:])  # the first one allocates
+            cold = max(_pass(buffered, block, nbytes, write=False) for _ in passes)
+            read = max(_pass(descriptor, block, nbytes, write=False) for _ in passes) if direct else cold
+        finally:
+            os.close(descriptor)
+            os.close(buffered)
+    return read, cold, write, direct
+
+
+def _pass(descriptor: int, block: mmap.mmap, nbytes: int, *, write: bool) -> float:
+    """Reads or writes the whole file once, with none of its pages in the cache; bytes per second."""
+    if hasattr(os, "posix_fadvise"):
+        os.fsync(descriptor)  # pages that are not yet written are not dropped
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    started = time.perf_counter()
+    for _ in range(nbytes // BLOCK_BYTES):
+        if write:
+            os.writev(descriptor, [block])
+        else:
+            os.readv(descriptor, [block])
+    if write:
+        os.fsync(descriptor)
+    return nbytes / (time.perf_counter() - started)
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:.2f} GB/s"

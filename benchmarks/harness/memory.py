@@ -1,0 +1,164 @@
+"""Memory of a process that the kernel cannot take back, sampled from outside some two hundred times a second.
+
+Counted are anonymous pages (the heap) and shared-anonymous pages (tmpfs, ``MAP_SHARED | MAP_ANONYMOUS``). Pages of a
+file on disk are not counted, mapped or not: the kernel drops them or writes them back when it needs the room. Linux
+reports both in ``/proc/PID/status`` (``RssAnon``, ``RssShmem``); elsewhere psutil's unique set size is the nearest
+figure.
+
+The kernel keeps no high-water mark of these two, so a peak is the greatest of many samples: it is too low by at most
+what lived for less than the sampling interval.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+
+import psutil
+
+__all__ = ["PeakMeter", "ProcessMemory", "data_bytes", "memory_kind", "resident_bytes", "return_freed_memory"]
+
+
+class ProcessMemory:
+    """The kernel's figures of one process. The file stays open, so that a reading is one system call.
+
+    Raises:
+        ProcessLookupError: if there is no such process, or, from :meth:`read`, no longer.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._file: int | None = None
+        try:
+            self._file = os.open(f"/proc/{pid}/status", os.O_RDONLY)
+        except FileNotFoundError:
+            if psutil.LINUX:
+                raise ProcessLookupError(f"no process {pid}") from None
+
+    def read(self) -> tuple[int, int]:
+        """:func:`resident_bytes` and :func:`data_bytes` of one moment."""
+        if self._file is None:
+            try:
+                return int(psutil.Process(self.pid).memory_full_info().uss), 0
+            except psutil.Error as error:
+                raise ProcessLookupError(f"no process {self.pid}: {error}") from error
+        text = os.pread(self._file, 1 << 13, 0)
+        try:
+            return _kibibytes(text, b"RssAnon:") + _kibibytes(text, b"RssShmem:"), _kibibytes(text, b"VmData:")
+        except ValueError:  # the status of a process that has ended but is not yet waited for shows no memory
+            raise ProcessLookupError(f"process {self.pid} has ended") from None
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _kibibytes(text: bytes, name: bytes) -> int:
+    start = text.index(name) + len(name)
+    return int(text[start : text.index(b"kB", start)]) * 1024
+
+
+def _read(pid: int) -> tuple[int, int]:
+    memory = ProcessMemory(pid)
+    try:
+        return memory.read()
+    finally:
+        memory.close()
+
+
+def resident_bytes(pid: int) -> int:
+    """Bytes of anonymous and shared-anonymous memory that process ``pid`` holds now.
+
+    Raises:
+        ProcessLookupError: if there is no such process, or no longer.
+    """
+    return _read(pid)[0]
+
+
+def data_bytes(pid: int) -> int:
+    """Bytes of private writable memory that process ``pid`` has mapped, used or not: what ``RLIMIT_DATA`` limits.
+
+    0 where the system does not tell.
+    """
+    try:
+        return _read(pid)[1]
+    except ProcessLookupError:
+        return 0
+
+
+def memory_kind() -> str:
+    """What :func:`resident_bytes` counts on this platform, for the header of a page."""
+    return "anonymous + shared-anonymous" if psutil.LINUX else "unique set size"
+
+
+def return_freed_memory() -> bool:
+    """Has the C library return free heap pages to the kernel, once; False where it cannot.
+
+    A process that is to return all freed blocks at once must start with ``MALLOC_MMAP_THRESHOLD_`` in its environment.
+    """
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):  # not glibc
+        return False
+    return True
+
+
+class PeakMeter:
+    """Samples the memory of another process on a thread for as long as the context is open.
+
+    ``peaks`` holds the greatest sample of each phase; no sample of one phase is counted to the next. The thread has
+    ended when the context is left; a process that ends ends the sampling. ``pid`` must not be reused meanwhile, which
+    holds for a child that is not yet waited for.
+    """
+
+    def __init__(self, pid: int, interval_seconds: float = 0.004) -> None:
+        self.interval_seconds = interval_seconds
+        self.peaks: dict[str, int] = {}
+        self.data_peak_bytes = 0  #: the most private memory that was mapped, see :func:`data_bytes`
+        self._phase = "start"
+        self._lock = threading.Lock()
+        self._memory = ProcessMemory(pid)
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name=f"memory of {pid}", daemon=True)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The greatest sample of all; 0 before the first one."""
+        return max(self.peaks.values(), default=0)
+
+    def phase(self, name: str) -> None:
+        """Counts samples under another name from now on, beginning with one at once."""
+        with self._lock:  # without this, a sample taken before could be counted after
+            self._phase = name
+        self._sample()
+
+    def __enter__(self) -> PeakMeter:
+        self._sample()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop = True
+        self._thread.join()
+        self._memory.close()
+
+    def _run(self) -> None:
+        while not self._stop:
+            time.sleep(self.interval_seconds)  # takes half the processor time of a wait with a time limit
+            if not self._sample():
+                return
+
+    def _sample(self) -> bool:
+        """Takes one sample; False where the process has ended."""
+        with self._lock:
+            try:
+                held, mapped = self._memory.read()
+            except (ProcessLookupError, PermissionError):
+                return False
+            self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), held)
+            self.data_peak_bytes = max(self.data_peak_bytes, mapped)
+            return True

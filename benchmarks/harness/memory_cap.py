@@ -1,0 +1,61 @@
+"""A hard cap on a process's private memory.
+
+``RLIMIT_DATA`` limits private writable mappings: the heap, large tensors, stacks of threads. An allocation beyond it
+fails as on a machine that has no more memory. Shared mappings of files are not limited, because the kernel can drop
+their pages.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import psutil
+
+from benchmarks.harness.case import Outcome
+from benchmarks.harness.memory import data_bytes
+from benchmarks.harness.table import mebibytes
+
+__all__ = ["available_bytes", "cap_memory", "died_of_memory", "lacks_memory"]
+
+SHARE_OF_AVAILABLE = 0.9
+LACKS_MEMORY = re.compile(
+    r"allocate memory|MemoryError|out of memory|bad_alloc|ENOMEM|start new thread", re.IGNORECASE
+)  # a thread needs a stack, and its error says nothing of memory
+
+
+def available_bytes() -> int:
+    """What a process may take without hurting others."""
+    return int(SHARE_OF_AVAILABLE * psutil.virtual_memory().available)
+
+
+def lacks_memory(text: str) -> bool:
+    """Whether an error message tells of a failed allocation."""
+    return bool(LACKS_MEMORY.search(text))
+
+
+def died_of_memory(outcome: Outcome) -> bool:
+    """Whether the case ended for want of memory."""
+    return outcome.failure is not None and lacks_memory(outcome.failure)
+
+
+def cap_memory(nbytes: int) -> None:
+    """From here on this process maps at most ``nbytes`` of private memory.
+
+    Raises:
+        MemoryError: if it has mapped as much already. It would go on for as long as freed pieces are reused, and then
+            end with whatever error a library makes of a failed allocation.
+        OSError: if the system has no such limit, or refuses it.
+    """
+    held = data_bytes(os.getpid())
+    if held >= nbytes:
+        raise MemoryError(
+            f"cannot allocate memory: the cap of {mebibytes(nbytes)} is no more than the {mebibytes(held)} that the "
+            f"process has mapped before it begins"
+        )
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (nbytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    except (ImportError, OSError, ValueError) as error:
+        raise OSError(f"expected a system that caps a process at {nbytes:,} bytes of private memory") from error

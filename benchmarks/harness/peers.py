@@ -1,0 +1,117 @@
+"""Peers: the libraries that users have today, where each is installed, and why one cannot run here.
+
+Some peers need versions that others cannot use. A peer is therefore looked for in the environment whose interpreter the
+variable ``GRADSTREAM_PEER_PYTHON_<NAME>`` names, and in this one where the variable is not set. The case of a peer runs
+in that environment with this project's ``benchmarks`` on its path; it needs torch and psutil. A peer that is not found
+is a row of the table with the reason, never a failure.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+
+__all__ = ["PEERS", "Absent", "Found", "Peer", "find_peer", "variable_of"]
+
+ASK_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One library: the module to import (if its import is to be checked), its distribution, how to install it."""
+
+    module: str
+    distribution: str
+    install: str
+    needs_accelerator: bool = False
+
+
+PEERS = {
+    "torchgpipe": Peer("torchgpipe", "torchgpipe", "torchgpipe==0.0.7"),
+    "fairscale": Peer("fairscale", "fairscale", "fairscale==0.4.13"),
+    "fairscale-offload": Peer("fairscale", "fairscale", "fairscale==0.4.13", needs_accelerator=True),
+    # Its module has the name of ours: installed beside it, one would hide the other.
+    "gradcache": Peer("", "gradcache", "--no-deps --target FOLDER gradcache==0.0.1 and set PYTHONPATH=FOLDER"),
+    "sentence-transformers": Peer("sentence_transformers", "sentence-transformers", "sentence-transformers>=3"),
+    "torchrec": Peer("torchrec", "torchrec", "torchrec==1.8.0"),
+    "accelerate": Peer("accelerate", "accelerate", "accelerate"),
+    "diffusers": Peer("diffusers", "diffusers", "diffusers accelerate"),
+    "deepspeed": Peer("deepspeed", "deepspeed", "deepspeed"),
+    "torchao": Peer("torchao", "torchao", "torchao", needs_accelerator=True),
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """The interpreter that has the peer, and the peer's version."""
+
+    python: str
+    version: str
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Why a peer cannot run here, in one line with what would help."""
+
+    reason: str
+
+
+def variable_of(name: str) -> str:
+    """The environment variable that names the interpreter of a peer's environment."""
+    return f"GRADSTREAM_PEER_PYTHON_{name.upper().replace('-', '_')}"
+
+
+def find_peer(name: str) -> Found | Absent:
+    """Finds the peer without importing it.
+
+    Raises:
+        KeyError: if there is no such name in :data:`PEERS`.
+    """
+    return _find(name, os.environ.get(variable_of(name), ""))
+
+
+@cache
+def _find(name: str, python: str) -> Found | Absent:
+    peer = PEERS[name]
+    version = _version_in(python, peer) if python else _version_here(peer)
+    if version is None:
+        place = f"the environment of {variable_of(name)}" if python else "this environment"
+        return Absent(
+            f"no {peer.module or peer.distribution} in {place}; pip install {peer.install}, or name another in "
+            f"{variable_of(name)}"
+        )
+    if peer.needs_accelerator and not _accelerator():
+        return Absent("needs an accelerator, and there is none")
+    return Found(python or sys.executable, version)
+
+
+def _version_here(peer: Peer) -> str | None:
+    if peer.module and importlib.util.find_spec(peer.module) is None:
+        return None
+    try:
+        return importlib.metadata.version(peer.distribution)
+    except importlib.metadata.PackageNotFoundError:  # a source tree on the path
+        return "of unknown version" if peer.module else None
+
+
+def _version_in(python: str, peer: Peer) -> str | None:
+    program = (
+        "import importlib.metadata as m, importlib.util as u\n"
+        f"print(m.version({peer.distribution!r}) if not {peer.module!r} or u.find_spec({peer.module!r}) else '')"
+    )
+    try:
+        asked = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=ASK_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return asked.stdout.strip() or None
+
+
+def _accelerator() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

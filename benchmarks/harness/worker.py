@@ -1,0 +1,77 @@
+"""The process of one case: calls its function and writes what happens as JSON lines.
+
+``python -m benchmarks.harness.worker`` reads one JSON object, ``{"target": "package.module:function", "arguments":
+{}}``, from the first line of its standard input, and calls ``function(report, **arguments)``. Each further line grants
+one turn. Every line of its standard output is an event. Whatever else the case prints goes to standard error, so that a
+stray ``print`` cannot break the protocol.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.harness.memory import resident_bytes
+
+__all__ = ["Reporter", "main"]
+
+
+class Reporter:
+    """What a case tells its parent while it runs."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._lines = os.fdopen(descriptor, "w", encoding="utf-8", buffering=1)
+
+    def event(self, event: str, **values: Any) -> None:
+        """One line; ``values`` are JSON."""
+        self._lines.write(json.dumps({"event": event, **values}) + "\n")
+
+    def total(self, steps: int) -> None:
+        """How many calls of :meth:`step` will follow, for the progress bar."""
+        self.event("total", steps=steps)
+
+    def turns(self) -> Iterator[int]:
+        """Waits for the parent before each turn and ends when it grants no more: ``for k in report.turns(): ...``."""
+        k = 0
+        while True:
+            self.event("ready")
+            if not sys.stdin.readline():
+                return
+            yield k
+            k += 1
+
+    def skip(self, reason: str) -> None:
+        """This case cannot run on this machine. What the function returns after this is ignored."""
+        self.event("skip", reason=reason)
+
+    def step(self, **values: Any) -> None:
+        """One step is done, and this is what it measured."""
+        self.event("step", values=values)
+
+    def phase(self, name: str) -> None:
+        """From here on the parent counts the peak under ``name``; memory of earlier phases must be freed by now."""
+        self.event("phase", name=name)
+
+    def memory(self, moment: str) -> int:
+        """Notes the bytes that the process holds now under the name ``moment``, and returns them."""
+        held = resident_bytes(os.getpid())
+        self.event("memory", moment=moment, bytes=held)
+        return held
+
+
+def main() -> None:
+    """Runs the case that standard input names."""
+    order = json.loads(sys.stdin.readline())
+    report = Reporter(os.dup(1))
+    os.dup2(2, 1)
+    module, _, function = order["target"].partition(":")
+    result = getattr(importlib.import_module(module), function)(report, **order["arguments"])
+    report.event("result", values=result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""The methods that train one model, or run it forward: ours, PyTorch's own, and those of peers.
+
+A method takes the bare model, a directory for files, a device and its settings. Peers are imported inside.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.models.transformer import Checkpointed
+
+__all__ = ["FORWARD_METHODS", "METHODS", "CannotRunError", "Method"]
+
+
+class CannotRunError(RuntimeError):
+    """This machine lacks what the method needs; the message says what."""
+
+
+@dataclass
+class Method:
+    """A model that is ready to train.
+
+    A step calls ``run`` with each of ``microbatches`` parts of the batch and passes each loss to ``backward``;
+    ``gradients`` then tells the gradients by name. ``statistics`` and ``estimate`` are those of an OffloadModel.
+    """
+
+    run: Callable[[Tensor], Tensor]
+    gradients: Callable[[], dict[str, Tensor]]
+    zero: Callable[[], None]
+    microbatches: int = 1
+    backward: Callable[[Tensor], None] = torch.Tensor.backward
+    statistics: Callable[[], dict[str, Any]] = dict
+    estimate: Callable[[int], dict[str, Any]] = field(default=lambda rows: {})
+
+
+def _method(model: nn.Module, run: Callable[[Tensor], Tensor] | None = None, **more: Any) -> Method:
+    return Method(run or model, lambda: _gradients(model), model.zero_grad, **more)
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def plain(model: nn.Sequential, home: Path, device: str, microbatches: int = 1) -> Method:
+    """The whole model in memory, its activations kept."""
+    return _method(model.to(device), microbatches=microbatches)
+
+
+def checkpointed(model: nn.Sequential, home: Path, device: str, microbatches: int = 1) -> Method:
+    """``torch.utils.checkpoint`` around each layer: its input is kept, the rest is computed again."""
+    return _method(model.to(device), Checkpointed(model), microbatches=microbatches)
+
+
+def saved_on_cpu(model: nn.Sequential, home: Path, device: str) -> Method:
+    """``torch.autograd.graph.save_on_cpu``: activations in host memory, weights on the device."""
+    model.to(device)
+
+    def run(batch: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu(pin_memory=device != "cpu"):
+            output: Tensor = model(batch)
+        return output
+
+    return _method(model, run)
+
+
+def _join_group(device: str, home: Path) -> None:
+    """A process group of this process alone, once."""
+    import torch.distributed as dist
+
+    backend = "gloo" if torch.device(device).type == "cpu" else "nccl"
+    if not (dist.is_available() and dist.is_backend_available(backend)):
+        raise CannotRunError(f"this torch was built without the backend {backend}")
+    if not dist.is_initialized():
+        dist.init_process_group(backend, init_method=f"file://{home / 'store'}", rank=0, world_size=1)
+
+
+def fsdp2(model: nn.Sequential, home: Path, device: str) -> Method:
+    """``fully_shard`` on each layer with ``CPUOffloadPolicy``, in one process: PyTorch's own offload of parameters."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    kind = torch.device(device).type
+    _join_group(device, home)
+    mesh = init_device_mesh(kind, (1,))
+    policy = CPUOffloadPolicy(pin_memory=kind != "cpu")
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh, offload_policy=policy)
+
+    def gradients() -> dict[str, Tensor]:
+        return {name: getattr(gradient, "_local_tensor", gradient) for name, gradient in _gradients(model).items()}
+
+    return Method(model, gradients, model.zero_grad)
+
+
+def deepspeed_zero3(model: nn.Sequential, home: Path, device: str) -> Method:
+    """DeepSpeed's ZeRO-3 with parameters offloaded to host memory, in one process."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
+
+    on_host = {"device": "cpu", "pin_memory": device != "cpu"}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "offload_param": on_host, "offload_optimizer": on_host},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    # DeepSpeed asks for these as a launcher would set them, and uses a process group that exists.
+    for name in ("RANK", "LOCAL_RANK"):
+        os.environ.setdefault(name, "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    _join_group(device, home)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    # Never stepped. Without an optimizer the engine is for inference, and has no gradients.
+    optimizer = torch.optim.SGD(parameters, 0.0)
+    try:
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    except Exception as error:  # of any kind: it is shown in the peer's row
+        raise CannotRunError(f"deepspeed.initialize raised {type(error).__name__}: {error}") from error
+
+    def zero() -> None:
+        engine.zero_grad()
+        engine.optimizer.zero_grad()
+
+    def gradients() -> dict[str, Tensor]:
+        found = {name: safe_get_full_grad(parameter) for name, parameter in zip(names, parameters, strict=True)}
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+    return Method(engine, gradients, zero, backward=engine.backward)
+
+
+def fairscale_offload(model: nn.Sequential, home: Path, device: str, slices: int = 4) -> Method:
+    """fairscale's OffloadModel, whose streams need a GPU."""
+    if device == "cpu":
+        raise CannotRunError("fairscale's OffloadModel needs a GPU: it copies in CUDA streams")
+    from fairscale.experimental.nn.offload import OffloadModel as Theirs
+
+    places = {"device": torch.device(device), "offload_device": torch.device("cpu")}
+    offloaded = Theirs(model, **places, num_slices=slices, checkpoint_activation=True)
+    names = [name for name, _ in model.named_parameters()]
+
+    def gradients() -> dict[str, Tensor]:
+        return {name: p.grad for name, p in zip(names, offloaded.parameters(), strict=True) if p.grad is not None}
+
+    return Method(offloaded, gradients, offloaded.zero_grad)
+
+
+def ours(model: nn.Sequential, home: Path, device: str, disk: bool = True, **settings: Any) -> Method:
+    """``OffloadModel`` with these settings, stored in files or in host memory."""
+    from offload import OffloadModel
+
+    offloaded = OffloadModel(model, device, home if disk else "cpu", **settings)
+
+    def estimate(rows: int) -> dict[str, Any]:
+        found = asdict(offloaded.estimate(rows))
+        # The tier on disk is named with its path, which only this machine has.
+        found["peak_bytes"] = {tier.split(" (")[0]: nbytes for tier, nbytes in found["peak_bytes"].items()}
+        return found
+
+    return _method(offloaded, statistics=lambda: asdict(offloaded.statistics()), estimate=estimate)
+
+
+def accelerate_disk(model: nn.Sequential, home: Path, device: str) -> Method:
+    """accelerate's ``disk_offload``, forward only: hooks read the weights of each leaf module before it runs."""
+    from accelerate import disk_offload
+
+    folder = home / "accelerate"
+    folder.mkdir(exist_ok=True)
+    disk_offload(model, str(folder), execution_device=torch.device(device))
+    return _method(model)
+
+
+def diffusers_groups(model: nn.Sequential, home: Path, device: str) -> Method:
+    """diffusers' group offloading to files, forward only, one layer a group."""
+    from diffusers.hooks import apply_group_offloading
+
+    folder = home / "diffusers"
+    folder.mkdir(exist_ok=True)
+    outer = nn.Module()
+    outer.layers = model  # it makes groups of the layers of children that are an nn.Sequential
+    try:
+        apply_group_offloading(
+            outer,
+            onload_device=torch.device(device),
+            offload_device=torch.device("cpu"),
+            offload_type="block_level",
+            num_blocks_per_group=1,
+            use_stream=device != "cpu",
+            offload_to_disk_path=str(folder),
+        )
+    except (ValueError, RuntimeError) as error:
+        raise CannotRunError(f"apply_group_offloading raised {type(error).__name__}: {error}") from error
+    return _method(model)
+
+
+def _by_name(*methods: Callable[..., Method]) -> dict[str, Callable[..., Method]]:
+    return {method.__name__: method for method in methods}
+
+
+METHODS = _by_name(plain, checkpointed, saved_on_cpu, fsdp2, deepspeed_zero3, fairscale_offload, ours)
+FORWARD_METHODS = _by_name(plain, ours, accelerate_disk, diffusers_groups)

@@ -1,0 +1,127 @@
+"""Tables, bounds and picture of ``optimizer``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.harness.benchmark import Report, Run
+from benchmarks.harness.case import Outcome, failures
+from benchmarks.harness.io_counters import bytes_of_step, from_disk, medium_bytes
+from benchmarks.harness.plot import Picture, bars
+from benchmarks.harness.table import at_least, at_most, case_table, limit_columns, mebibytes, reasons, spread
+from benchmarks.optimizer.workload import COMPARED, DISK, FLOOR, NAMES, STEPS, Training
+
+__all__ = ["broken_bounds", "report"]
+
+MAXIMUM_RATIO = 1.05  # of the step on disk to the resident one
+MAXIMUM_DIFFERENCE = 1e-6  # of any parameter tensor at the end, relative
+MINIMUM_SPEEDUP = 1.5  # over DeepSpeed
+MAXIMUM_MEMORY_SHARE = 0.25  # of DeepSpeed's
+MAXIMUM_LARGE_BYTES = 2 << 30  # for a billion parameters
+WORDS = (
+    "Ratios are medians of the steps in turn (least to greatest). `kernel` is the time in which the kernel wrote out "
+    "afterwards what was left in its page cache. Bytes are what passed read and write (or reached the device, where "
+    "that is more), for each parameter and step, boundaries between blocks included; what is read, but not from disk, "
+    "is from the page cache. The default allocator is used."
+)
+
+
+def report(run: Run[Any]) -> Report:
+    """One table."""
+    outcomes = run.outcomes
+    large = run.settings.parameters is not None
+    training = Training(**outcomes[0].case.arguments["training"])
+    words = (
+        f"{training.parameters / 1e6:,.0f} M parameters in {training.blocks} blocks, fp32: "
+        f"{16 * training.parameters / 1e9:.1f} GB of parameters, gradients and moments. {training.tokens:,} tokens a "
+        f"step, AdamW, gradients clipped to a global norm of {training.max_norm:g}."
+    )
+
+    def of_parameters(count: float) -> str:
+        return f"{count / training.parameters:.1f}"
+
+    def losses(outcome: Outcome) -> str:
+        return f"{outcome.done['first']['loss']:.1f} to {outcome.steps[-1]['loss']:.1f}" if outcome.steps else "-"
+
+    columns = {
+        "s/step": lambda o: f"{o.median():.2f}",
+        "to ours" if large else "to the resident": lambda o: spread(o.ratios()) if o is not outcomes[0] else "1",
+        "kernel": lambda o: f"{o.median('kernel', 0.0):.2f} s",
+        "waiting": lambda o: f"{o.median('waited', 0.0) / o.median():.1%}",
+        "read B/parameter": lambda o: of_parameters(bytes_of_step(o.steps)[0]),
+        "of it from disk": lambda o: of_parameters(from_disk(o.steps)),
+        "written": lambda o: of_parameters(bytes_of_step(o.steps)[1]),
+        "peak memory": lambda o: mebibytes(o.peaks[STEPS]),
+        "less torch": lambda o: mebibytes(o.above(FLOOR)),
+        "losses" if large else "parameters differ": losses if large else _difference,
+        **limit_columns(
+            run.limits, lambda o: run.limits.step_seconds(flops=training.training_flops, **medium_bytes(o.steps))
+        ),
+    }
+    sections = [words, case_table(outcomes, columns, "method"), WORDS, _beside_peer(outcomes), reasons(outcomes)]
+    return Report(sections, broken_bounds(outcomes, large), _picture(outcomes))
+
+
+def _difference(outcome: Outcome) -> str:
+    difference = outcome.done.get("difference")
+    return "-" if difference is None else f"{difference:.0e}" if difference else "0"
+
+
+def _find(outcomes: Sequence[Outcome], name: str) -> Outcome | None:
+    return next((o for o in outcomes if o.name == name and o.result is not None), None)
+
+
+def _pair(outcomes: Sequence[Outcome]) -> tuple[Outcome | None, Outcome | None]:
+    """Ours and DeepSpeed, where they ran."""
+    ours = _find(outcomes, NAMES["from meta"]) or _find(outcomes, NAMES[DISK])
+    return ours, next((o for o in outcomes if o.case.peer and o.result is not None), None)
+
+
+def _advantage(ours: Outcome, theirs: Outcome) -> tuple[float, float]:
+    """How many times as fast ours is, and its share of the memory."""
+    return theirs.ratio() / ours.ratio(), ours.peaks[STEPS] / theirs.peaks[STEPS]
+
+
+def _beside_peer(outcomes: Sequence[Outcome]) -> str:
+    ours, theirs = _pair(outcomes)
+    if ours is None or theirs is None:
+        return ""
+    speedup, share = _advantage(ours, theirs)
+    return f"Ours takes 1/{speedup:.2f} of the time of {theirs.title} and {share:.2f} of its memory."
+
+
+def broken_bounds(outcomes: Sequence[Outcome], large: bool) -> list[str]:
+    """Bounds that do not hold, one line each."""
+    broken = failures(outcomes)
+    for name in (NAMES[method] for method in COMPARED):
+        outcome = _find(outcomes, name)
+        if outcome is not None and (difference := outcome.done.get("difference")) is not None:
+            what = f"{name}: the difference of parameters from the resident model's"
+            broken += at_most(what, difference, MAXIMUM_DIFFERENCE, "{:.0e}".format)
+    ours, theirs = _pair(outcomes)
+    if ours is None:
+        return broken
+    if large:
+        losses = [ours.done["first"]["loss"], *(step["loss"] for step in ours.steps)]
+        broken += [] if all(map(math.isfinite, losses)) else [f"{ours.name}: losses must be numbers, are {losses}"]
+        broken += at_most(f"{ours.name}: the peak", ours.peak_bytes, MAXIMUM_LARGE_BYTES, mebibytes)
+    else:
+        broken += at_most(f"{ours.name}: the ratio of times", ours.ratio(), MAXIMUM_RATIO, "{:.3f}".format)
+    if theirs is not None:
+        speedup, share = _advantage(ours, theirs)
+        broken += at_least(f"the speed-up over {theirs.name}", speedup, MINIMUM_SPEEDUP, "{:.2f}".format)
+        broken += at_most(f"the share of the memory of {theirs.name}", share, MAXIMUM_MEMORY_SHARE, "{:.2f}".format)
+    return broken
+
+
+def _picture(outcomes: Sequence[Outcome]) -> Picture | None:
+    done = [outcome for outcome in outcomes if outcome.result is not None]
+    if not done or any(outcome.failure for outcome in outcomes):
+        return None
+    seconds = {outcome.name: outcome.median() for outcome in done}
+    peaks = {outcome.name: outcome.peaks[STEPS] / 2**20 for outcome in done}
+    floor = {"interpreter and torch alone": done[0].moments[FLOOR] / 2**20}
+    panels = [bars("seconds a step", seconds, "{:.2f}"), bars("peak memory, MiB", peaks, levels=floor)]
+    return Picture("Training steps with clipping and AdamW", panels, (max(8, 2.4 * len(done)), 4.5))

@@ -1,0 +1,41 @@
+"""What every method trains: the same blocks, batches, loss and hyperparameters. Plain torch, for peers too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from benchmarks.models.transformer import Stack, State
+
+__all__ = ["COMPARED", "DEEPSPEED", "DISK", "FLOOR", "FROM_META", "NAMES", "REFERENCE", "STEPS", "Training", "loss_of"]
+
+FLOOR, STEPS = "interpreter and torch", "steps"
+REFERENCE, DISK, FROM_META, DEEPSPEED = "resident", "disk", "from meta", "deepspeed"
+NAMES = {
+    REFERENCE: "resident, checkpointed, fused AdamW",
+    DISK: "on disk",
+    "host": "in host memory",
+    "in backward": "on disk, updates in backward, not clipped",
+    "serial": "on disk, all updates in step()",
+    FROM_META: "on disk, from birth",
+    DEEPSPEED: "DeepSpeed ZeRO-3, NVMe",
+}
+COMPARED = (DISK, "host", "serial")  # their parameters must be the reference's: same clipping, same arithmetic
+
+
+@dataclass(frozen=True)
+class Training(Stack):
+    """A stack of blocks and how it is trained; ``graphs`` (MiB) and ``slots`` are ours."""
+
+    dropout: float = 0.1
+    learning_rate: float = 1e-4
+    weight_decay: float = 0.01
+    max_norm: float = 1.0
+    graphs: int = 512
+    slots: int = 3
+
+
+def loss_of(output: State, target: Tensor) -> Tensor:
+    """Squared distance of each token, on average. Its gradient is far longer than 1: clipping always clips."""
+    return (output[0] - target).square().sum(dim=-1).mean()

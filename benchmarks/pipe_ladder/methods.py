@@ -1,0 +1,256 @@
+"""The pipes: ours, torchgpipe's, fairscale's, and ours with one mechanism taken away; each is timed and its peak taken.
+
+All pipes get the same layers, the same mini-batch and the same number of micro-batches. What differs is what a pipe
+adds to the layers, and what it keeps in memory. Only to measure the bubble each stage gets its own worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness.extra import require
+from benchmarks.harness.worker import Reporter
+from benchmarks.pipe_ladder.workload import STAGES, Shape
+from pipe import Pipe, worker
+from pipe import pipeline as running
+from pipe.checkpoint import Checkpointing
+from pipe.schedule import Action, Schedule, fill_drain, one_forward_one_backward, simulate
+from pipe.step import Step
+
+__all__ = ["FLOOR", "METHODS", "bubbles", "peak", "time_rounds"]
+
+FLOOR = "model and batch alone"
+WARMUP = 2  # steps of each method: pages, threads and the first growth of the heap
+
+
+def _loss(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+Steps = Callable[[Tensor], object]
+
+
+def _through_autograd(pipe: nn.Module) -> Steps:
+    return lambda x: _loss(pipe(x)).backward()
+
+
+def _ours(shape: Shape, chunks: int, checkpoint: str = "except_last") -> Pipe:
+    return Pipe(shape.model(), shape.balance, ["cpu"] * STAGES, chunks=chunks, checkpoint=checkpoint)
+
+
+def _torchgpipe(shape: Shape, chunks: int) -> Steps:
+    pipe = require("torchgpipe", "ancestors").GPipe(
+        shape.model(), shape.balance, devices=["cpu"] * STAGES, chunks=chunks
+    )
+    return _through_autograd(pipe)
+
+
+def _fairscale(shape: Shape, chunks: int) -> Steps:
+    pipe = require("fairscale.nn", "ancestors").Pipe(
+        shape.model(), shape.balance, devices=["cpu"] * STAGES, chunks=chunks
+    )
+    return _through_autograd(pipe)
+
+
+def _scheduled(name: str, checkpoint: str = "except_last") -> Callable[[Shape, int], Steps]:
+    def make(shape: Shape, chunks: int) -> Steps:
+        pipe = _ours(shape, chunks, checkpoint)
+        return lambda x: pipe.train_step(x, None, lambda output, target: _loss(output), schedule=name, reduction="mean")
+
+    return make
+
+
+@contextlib.contextmanager
+def _in_threads() -> Iterator[None]:
+    """The layers run in a worker thread, as if the stages were on two devices."""
+    with mock.patch.object(worker, "needs_threads", return_value=True):
+        yield
+
+
+@contextlib.contextmanager
+def _without_order() -> Iterator[None]:
+    """No micro-batch depends on another in backward."""
+    with mock.patch.object(running, "_fork", return_value=None):
+        yield
+
+
+@contextlib.contextmanager
+def _without_early_recompute() -> Iterator[None]:
+    """A cell is recomputed when its gradient has arrived."""
+    with mock.patch.object(Checkpointing, "recompute", return_value=None):
+        yield
+
+
+def _ablated(*without: Callable[[], contextlib.AbstractContextManager[None]]) -> Callable[[Shape, int], Steps]:
+    def make(shape: Shape, chunks: int) -> Steps:
+        step = _through_autograd(_ours(shape, chunks))
+
+        def run(x: Tensor) -> None:
+            with contextlib.ExitStack() as stack:
+                for context in without:
+                    stack.enter_context(context())
+                step(x)
+
+        return run
+
+    return make
+
+
+METHODS: dict[str, Callable[[Shape, int], Steps]] = {
+    "ours": lambda shape, chunks: _through_autograd(_ours(shape, chunks)),
+    "torchgpipe": _torchgpipe,
+    "fairscale": _fairscale,
+    "ours, 1F1B": _scheduled("1f1b"),
+    "ours, 1F1B, nothing recomputed": _scheduled("1f1b", "never"),
+    "ours, nothing recomputed": lambda shape, chunks: _through_autograd(_ours(shape, chunks, "never")),
+    "ours, in a worker thread": _ablated(_in_threads),
+    "ours, in a worker thread, no order": _ablated(_in_threads, _without_order),
+    "ours, no order": _ablated(_without_order),
+    "ours, no early recompute": _ablated(_without_early_recompute),
+}
+"""By name, what makes a step from a shape and a number of micro-batches."""
+
+
+def time_rounds(
+    report: Reporter, shape: dict[str, Any], chunks: int, names: list[str], rounds: int, repeats: int
+) -> dict[str, Any]:
+    """Steps of all methods in turn, in one process; which one starts changes from round to round.
+
+    Each round reports for each method the seconds of one step by the clock and of processor time, the mean of
+    ``repeats`` in a row. On a machine that others use as well, only the second says what a method costs.
+    """
+    warnings.simplefilter("ignore")  # the ancestors were written for older versions of torch
+    sizes = Shape(**shape)
+    x = sizes.batch()
+    steps = {name: METHODS[name](sizes, chunks) for name in names}
+    for _ in range(WARMUP):
+        for step in steps.values():
+            step(x)
+    gc.collect()
+    report.total(rounds)
+    for k in range(rounds):
+        taken: dict[str, float] = {}
+        begin = k % len(names)
+        for name in names[begin:] + names[:begin]:
+            clock, processor = time.perf_counter(), time.process_time()
+            for _ in range(repeats):
+                steps[name](x)
+            taken[f"{name}: processor"] = (time.process_time() - processor) / repeats
+            taken[f"{name}: clock"] = (time.perf_counter() - clock) / repeats
+        report.step(**taken)
+    return {"chunks": chunks}
+
+
+def peak(report: Reporter, shape: dict[str, Any], chunks: int, name: str, steps: int) -> dict[str, Any]:
+    """Steps of one method, and their peak memory above the model: the kernel's high-water mark."""
+    warnings.simplefilter("ignore")
+    sizes = Shape(**shape)
+    x = sizes.batch()
+    step = METHODS[name](sizes, chunks)
+    step(x[:STAGES])  # makes gradients, loads libraries
+    gc.collect()
+    report.memory(FLOOR)
+    report.phase("steps")
+    report.total(steps)
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the mark starts from here
+    before = _status_bytes("VmRSS")
+    for _ in range(steps):
+        began = time.perf_counter()
+        step(x)
+        report.step(seconds=time.perf_counter() - began)
+    return {"chunks": chunks, "above_model": _status_bytes("VmHWM") - before}
+
+
+def _status_bytes(name: str) -> int:
+    """A figure of this process, as the kernel counts it."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+class _Stamped(list[Action]):
+    """A trace that notes when each action began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+
+    def append(self, action: Action) -> None:
+        self.times.append(time.perf_counter())
+        super().append(action)
+
+
+@contextlib.contextmanager
+def _a_processor_each(pipe: Pipe) -> Iterator[list[tuple[float, float]]]:
+    """Gives each stage of ``pipe`` its own worker; yields when each action of a step began and ended."""
+    spans: list[tuple[float, float]] = []
+    act = Step._act
+
+    def timed(self: Step, action: Action) -> Any:
+        began = time.perf_counter()
+        try:
+            return act(self, action)
+        finally:
+            spans.append((began, time.perf_counter()))
+
+    with contextlib.ExitStack() as stack:
+        for j, stage in enumerate(pipe._stages):
+            # For torch all of them are the CPU, for the workers they are different devices.
+            stack.enter_context(mock.patch.object(stage, "device", torch.device("cpu", j)))
+        stack.enter_context(mock.patch.object(worker, "normalize_device", side_effect=lambda device: device))
+        stack.enter_context(mock.patch.object(Step, "_act", timed))
+        yield spans
+
+
+def bubbles(report: Reporter, shape: dict[str, Any], chunks: list[int], rounds: int) -> dict[str, Any]:
+    """The share of their time in which two stages wait, for each schedule: measured and simulated.
+
+    Measured with a worker for each stage; the machine needs a processor for each. Simulated from the times of the cells
+    when they run one after another, which contain no waits.
+    """
+    sizes = Shape(**shape)
+    x = sizes.batch()
+    report.total(len(chunks))
+    for count in chunks:
+        pipe = _ours(sizes, count)
+        values: dict[str, float] = {}
+        for name, make in (("fill-drain", fill_drain), ("1F1B", one_forward_one_backward)):
+            schedule = make(count, STAGES)
+
+            def step(pipe: Pipe = pipe, schedule: Schedule = schedule) -> float:
+                began = time.perf_counter()
+                pipe.train_step(x, None, lambda output, target: _loss(output), schedule=schedule, reduction="mean")
+                return time.perf_counter() - began
+
+            cells: dict[Action, list[float]] = {}
+            alone: list[float] = []
+            for _ in range(rounds + 1):
+                stamped = _Stamped()
+                with pipe.recording(stamped):
+                    alone.append(step())
+                ends = [*stamped.times[1:], time.perf_counter()]
+                for action, begin, end in zip(stamped, stamped.times, ends, strict=True):
+                    cells.setdefault(action, []).append(end - begin)
+            waits: list[float] = []
+            together: list[float] = []
+            for _ in range(rounds + 1):
+                with _a_processor_each(pipe) as spans:
+                    together.append(step())
+                whole = max(end for _, end in spans) - min(begin for begin, _ in spans)
+                waits.append(1 - sum(end - begin for begin, end in spans) / (STAGES * whole))
+            simulation = simulate(schedule, lambda action, m=cells: min(m[action][1:]))  # type: ignore[misc]
+            values[f"{name}: measured"] = statistics.median(waits[1:])
+            values[f"{name}: simulated"] = simulation.bubble
+            values[f"{name}: speed-up"] = statistics.median(alone[1:]) / statistics.median(together[1:])
+        report.step(chunks=count, ideal=(STAGES - 1) / (count + STAGES - 1), **values)
+    return {}

@@ -1,0 +1,173 @@
+"""Tables, bounds and picture of ``pipe-ladder``."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from benchmarks.harness.benchmark import Report, Run
+from benchmarks.harness.case import Outcome, failures
+from benchmarks.harness.plot import Picture, bars, lines
+from benchmarks.harness.table import at_most, case_table, limit_columns, markdown_table, mebibytes, reasons
+from benchmarks.harness.work import gradient_bytes
+from benchmarks.pipe_ladder.workload import Shape
+
+__all__ = ["PIPES", "TINY", "broken_bounds", "mean_ratio", "ratio_of", "report"]
+
+MAXIMUM_RATIO = 1.0  # of processor time, ours to each ancestor's: geometric mean over the numbers of micro-batches
+MAXIMUM_PEAK_RATIO = 1.02  # of the peak above the model; the allocator makes as much difference
+PIPES = ["ours", "torchgpipe", "fairscale"]
+TINY = {"dim": 16, "rows": 64}  # layers take next to no time: nearly all of a step is what a pipe adds
+KINDS = ("processor", "clock")
+SCHEDULES = ("fill-drain", "1F1B")
+TIME = (
+    "Time: steps of the pipes in turn, in one process; medians. `processor` is processor time, which other work on the "
+    "machine does not change; `clock` is time by the clock. The bound is on processor time of the first table. glibc "
+    "keeps freed memory here, so that no pipe pays for pages that another one returned. The limit of a step counts a "
+    "forward and a backward with nothing recomputed, at the rate of a large product with as many threads; the distance "
+    "is of ours by the clock."
+)
+TINY_TIME = f"The same with {TINY['dim']} channels and {TINY['rows']} rows: what a pipe itself costs. No bound."
+PEAK = (
+    "Memory and time of each method at the largest number of micro-batches, each in its own process and with freed "
+    "memory returned at once, which takes time. Below the first three: ours with another schedule, or with a mechanism "
+    "taken away."
+)
+BUBBLE = (
+    "Bubble: the share of their time in which two stages wait for each other, in `train_step`. Measured with a worker "
+    "for each stage on its own processor; simulated from the times of the cells one after another. Speed-up: the step "
+    "with one worker, to the step with two."
+)
+
+
+def report(run: Run[Any]) -> Report:
+    """Times, peaks, bubble."""
+    groups, limits = run.groups, run.limits
+    peaks, (bubble,) = groups["peaks"], groups["bubble"]
+
+    def least(outcome: Outcome) -> float:
+        shape = Shape(**outcome.case.arguments["shape"])
+        return limits.step_seconds(flops=shape.training_flops, copied_bytes=gradient_bytes(shape.parameters))
+
+    def times(outcomes: Sequence[Outcome]) -> str:
+        names = _names(outcomes)
+        columns: dict[str, Callable[[Outcome], str]] = {}
+        for name in names:
+            columns[f"{name}, ms"] = partial(_milliseconds, name)
+        for name in names[1:]:
+            columns |= {f"ours / {name}, {kind}": partial(_shown_ratio, name, kind) for kind in KINDS}
+        columns |= limit_columns(limits, least, lambda o: o.median("ours: clock"))
+        means = [
+            f"{name}, {kind}: {mean_ratio(outcomes, name, kind):.3f}"
+            for name in names[1:]
+            for kind in KINDS
+            if not any(outcome.reason for outcome in outcomes)
+        ]
+        table = case_table(outcomes, columns)
+        return f"{table}\n\nGeometric means of ours to {'; '.join(means)}." if means else table
+
+    held = {
+        "micro-batches": lambda o: str(o.done["chunks"]),
+        "peak above the model": lambda o: mebibytes(_above(o)),
+        "to ours": lambda o: f"{_above(o) / _above(peaks[0]):.2f}x" if peaks[0].result else "-",
+        "ms/step": lambda o: f"{1e3 * o.median():.0f}",
+        **limit_columns(limits, least),
+    }
+    sections = [TIME, times(groups["time"]), TINY_TIME, times(groups["tiny cells"])]
+    sections += [PEAK, case_table(peaks, held, "method"), BUBBLE, _bubble_table(bubble), reasons(run.outcomes)]
+    picture = None if failures(run.outcomes) else _picture(run)
+    return Report(sections, broken_bounds(groups), picture, _ratios(run))
+
+
+def _milliseconds(name: str, outcome: Outcome) -> str:
+    return f"{1e3 * outcome.median(f'{name}: processor'):.1f}"
+
+
+def _shown_ratio(name: str, kind: str, outcome: Outcome) -> str:
+    return f"{ratio_of(outcome, name, kind):.3f}"
+
+
+def _above(outcome: Outcome) -> int:
+    """Peak bytes above the model; a tiny model may need no page more."""
+    return max(1, int(outcome.done["above_model"]))
+
+
+def _names(outcomes: Sequence[Outcome]) -> list[str]:
+    """The pipes that were timed: those that the first finished case reports."""
+    done = next((outcome for outcome in outcomes if outcome.steps), None)
+    return [name for name in PIPES if done is not None and f"{name}: clock" in done.steps[0]]
+
+
+def ratio_of(outcome: Outcome, other: str, kind: str = "processor") -> float:
+    """Median over the rounds of our time to another pipe's."""
+    return float(statistics.median(step[f"ours: {kind}"] / step[f"{other}: {kind}"] for step in outcome.steps))
+
+
+def mean_ratio(timed: Sequence[Outcome], other: str, kind: str = "processor") -> float:
+    """Geometric mean over the numbers of micro-batches of :func:`ratio_of`."""
+    return statistics.geometric_mean(ratio_of(outcome, other, kind) for outcome in timed)
+
+
+def _ratios(run: Run[Any]) -> dict[str, float]:
+    """Processor time of ours to each ancestor's, and peaks to ours."""
+    found: dict[str, float] = {}
+    for title in ("time", "tiny cells"):
+        done = [outcome for outcome in run.groups[title] if outcome.result is not None]
+        for other in _names(done)[1:]:
+            found |= {f"{outcome.name}: ours / {other}": ratio_of(outcome, other) for outcome in done}
+            found[f"{title}, geometric mean: ours / {other}"] = mean_ratio(done, other)
+    ours, *others = run.groups["peaks"]
+    for outcome in others:
+        if ours.result is not None and outcome.result is not None:
+            found[f"{outcome.name}: peak to ours"] = _above(outcome) / _above(ours)
+    return found
+
+
+def _bubble_table(bubble: Outcome) -> str:
+    shares = [f"{name}: {what}" for name in SCHEDULES for what in ("measured", "simulated")]
+    speed_ups = [f"{name}: speed-up" for name in SCHEDULES]
+    rows = [
+        [
+            str(step["chunks"]),
+            *(f"{step[name]:.1%}" for name in ("ideal", *shares)),
+            *(f"{step[name]:.2f}x" for name in speed_ups),
+        ]
+        for step in bubble.steps
+    ]
+    return markdown_table(["micro-batches", "(p-1)/(m+p-1)", *shares, *speed_ups], rows)
+
+
+def broken_bounds(groups: dict[str, list[Outcome]]) -> list[str]:
+    """Bounds that do not hold, one line each."""
+    broken = failures(outcome for outcomes in groups.values() for outcome in outcomes)
+    if broken:
+        return broken
+    timed, (ours, *others) = groups["time"], groups["peaks"]
+    for name in _names(timed)[1:]:
+        what = f"processor time, ours / {name}:"
+        broken += at_most(what, mean_ratio(timed, name), MAXIMUM_RATIO, "{:.3f}".format)
+    for outcome in others:
+        if outcome.case.peer and outcome.result is not None:
+            ratio = _above(ours) / _above(outcome)
+            broken += at_most(f"peak, ours / {outcome.name}:", ratio, MAXIMUM_PEAK_RATIO, "{:.3f}".format)
+    return broken
+
+
+def _picture(run: Run[Any]) -> Picture:
+    timed, steps = run.groups["time"], run.groups["bubble"][0].steps
+    chunks = [float(outcome.done["chunks"]) for outcome in timed]
+    ratios = {f"ours / {name}": (chunks, [ratio_of(o, name) for o in timed]) for name in _names(timed)[1:]}
+    done = [outcome for outcome in run.groups["peaks"] if outcome.result is not None]
+    counts = [step["chunks"] for step in steps]
+    shares = {name: (counts, [s[name] for s in steps]) for name in ("ideal", *(f"{n}: measured" for n in SCHEDULES))}
+    return Picture(
+        "Our pipe beside torchgpipe and fairscale, two CPU stages",
+        [
+            lines("processor time, over micro-batches", ratios, levels={"equal": 1.0}),
+            bars("peak above the model, MiB", {o.name: _above(o) / 2**20 for o in done}),
+            lines("bubble, over micro-batches", shares),
+        ],
+        (15, 4.5),
+    )

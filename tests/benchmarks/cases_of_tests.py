@@ -1,0 +1,106 @@
+"""Cases that tests run in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.worker import Reporter
+
+MEBIBYTE = 2**20
+
+
+def reports(report: Reporter, steps: int) -> dict[str, Any]:
+    print("a stray line on standard output")
+    report.total(steps)
+    for k in range(steps):
+        report.step(loss=float(k))
+    report.memory("after")
+    return {"steps": steps}
+
+
+def shows(report: Reporter, names: list[str]) -> dict[str, Any]:
+    return {name: os.environ[name] for name in names}
+
+
+def raises(report: Reporter) -> dict[str, Any]:
+    report.step(loss=0.0)
+    raise ArithmeticError("the reason it died of")
+
+
+def is_killed(report: Reporter) -> dict[str, Any]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def leaves_early(report: Reporter) -> dict[str, Any]:
+    os._exit(0)
+
+
+def allocates(report: Reporter, mebibytes: int) -> dict[str, Any]:
+    report.memory("before")
+    held = bytearray(b"\1") * (mebibytes * MEBIBYTE)
+    report.memory("held")
+    return {"bytes": len(held)}
+
+
+def reads_a_file(report: Reporter, path: str) -> dict[str, Any]:
+    import mmap
+
+    report.memory("before")
+    with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        total = sum(mapped[k] for k in range(0, len(mapped), 4096))  # touches every page
+        report.memory("mapped")
+    return {"total": total}
+
+
+def has_phases(report: Reporter, mebibytes: int) -> dict[str, Any]:
+    held = bytearray(b"\1") * (mebibytes * MEBIBYTE)
+    report.memory("held")
+    del held
+    report.phase("small")
+    report.memory("after")
+    return {}
+
+
+def takes_turns(report: Reporter, name: str, seconds: float, log: str) -> dict[str, Any]:
+    """Writes down who takes a turn when, in a file that two cases share."""
+    taken = 0
+    for taken in report.turns():
+        with Path(log).open("a") as file:
+            file.write(name)
+        report.step(seconds=seconds * (taken + 1))
+    return {"turns": taken + 1}
+
+
+def is_disturbed(report: Reporter, turns: int) -> dict[str, Any]:
+    """The first turns take longer and longer, all further ones a second."""
+    taken = 0
+    for taken in report.turns():
+        report.step(seconds=2.0 + taken if taken < turns else 1.0)
+    return {"turns": taken + 1}
+
+
+def ends_in_its_second_turn(report: Reporter) -> dict[str, Any]:
+    for k in report.turns():
+        if k == 1:
+            raise ArithmeticError("the reason it died of")
+        report.step(seconds=1.0)
+    return {}
+
+
+def cannot_run_here(report: Reporter) -> dict[str, Any]:
+    report.skip("needs what this machine has not")
+    return {"ignored": True}
+
+
+def allocates_under_a_cap(report: Reporter, cap_mebibytes: int, mebibytes: int) -> dict[str, Any]:
+    import torch
+
+    from benchmarks.harness.memory import data_bytes
+    from benchmarks.harness.memory_cap import cap_memory
+
+    cap_memory(data_bytes(os.getpid()) + cap_mebibytes * MEBIBYTE)
+    return {"bytes": torch.ones(mebibytes * MEBIBYTE, dtype=torch.uint8).numel()}

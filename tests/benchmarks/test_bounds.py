@@ -1,0 +1,361 @@
+"""The bounds of each benchmark: each is told when it does not hold, and limits count what they say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from benchmarks.build_huge import report as build_huge
+from benchmarks.gpu_train import report as gpu_train
+from benchmarks.gradcache_batch import report as gradcache_batch
+from benchmarks.harness.case import Outcome
+from benchmarks.harness.limits import Limits
+from benchmarks.memory_latency import report as memory_latency
+from benchmarks.models.transformer import Stack
+from benchmarks.offload_step import report as offload_step
+from benchmarks.optimizer import report as optimizer
+from benchmarks.optimizer.workload import COMPARED, DISK, FROM_META, NAMES, REFERENCE
+from benchmarks.pipe_ladder import report as pipe_ladder
+from benchmarks.retrieval import report as retrieval
+from benchmarks.train_overlap import report as train_overlap
+from tests.benchmarks.here import RATES, outcome
+
+TORCH = "interpreter and torch"
+NO_MEMORY = (
+    "exit status 1: RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
+    "memory: you tried to allocate 25165824 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+def told(broken: Sequence[str], *complaints: str) -> None:
+    assert len(broken) == len(complaints), broken
+    for line, complaint in zip(broken, complaints, strict=True):
+        assert complaint in line
+
+
+# --- offload-step ----------------------------------------------------------------------------------------------------
+
+
+def offload_groups(
+    ratio: float = 1.05, waited: float = 0.01, peak: int = 42, held: int = 20, engine: float = 1.0, share: float = 0.95
+) -> dict[str, list[Outcome]]:
+    def model(name: str, above: int, held: int) -> Outcome:
+        result = {"parameters": 1, "statistics": {"peak_device_bytes": held << 20}}
+        return outcome(name, result, moments={TORCH: 1}, peaks={"steps": 1 + (above << 20)})
+
+    step = {"resident": 1.0, "streamed": ratio, "ratio": ratio, "waited": waited}
+    return {
+        "time": [outcome("time", {}, steps=[step] * 3)],
+        "finer": [model("4 shards", 90, 20), model("8 shards", 50, 20)],
+        "deeper": [model("1 each", 40, 20), model("2 each", peak, held)],
+        "engine": [outcome("all in slots", {}, steps=[{"ratio": engine, "loads": int(engine > 1.02)}])],
+        "disk": [outcome("disk", {}, steps=[{"share": share}]), outcome("written", {}, steps=[{"share": 0.3}])],
+    }
+
+
+@pytest.mark.parametrize(
+    ("groups", "complaints"),
+    [
+        (offload_groups(), []),
+        (offload_groups(ratio=1.2), ["streamed / resident must be at most 1.050, is 1.200"]),
+        (offload_groups(ratio=math.nan), ["is nan", "is nan"]),
+        (offload_groups(waited=0.06), ["waits must be at most 5.0%, is 5.7%"]),
+        (offload_groups(peak=43), ["peak above torch, from 1 each to 2 each: must be at most 42 MiB, is 43 MiB"]),
+        (offload_groups(held=22), ["held by the engine"]),
+        (offload_groups(engine=1.03), ["all in slots / resident", "shard loads"]),
+        (offload_groups(share=0.8), ["loaded / plain read must be at least 90.0%, is 80.0%"]),
+        (offload_groups() | {"disk": [outcome("disk", failure="killed")]}, ["disk: killed"]),
+    ],
+)
+def test_offload_step(groups: dict[str, list[Outcome]], complaints: list[str]) -> None:
+    told(offload_step.broken_bounds(groups), *complaints)
+
+
+# --- optimizer -------------------------------------------------------------------------------------------------------
+
+
+def trained(
+    method: str, seconds: float = 1.0, peak: int = 100, difference: float | None = None, loss: float = 1.0
+) -> Outcome:
+    steps = [{"seconds": seconds, "loss": loss}]
+    result = {"difference": difference, "first": {"loss": 2.0}}
+    peer = "deepspeed" if method == "deepspeed" else ""
+    return outcome(NAMES[method], result, steps=steps, reference=[{"seconds": 1.0}], peaks={"steps": peak}, peer=peer)
+
+
+@pytest.mark.parametrize(
+    ("large", "outcomes", "complaints"),
+    [
+        (False, [trained(DISK, 1.05, 100, 1e-7), trained("deepspeed", 1.6, 400)], []),
+        (False, [trained(DISK, 1.06)], ["at most 1.050, is 1.060"]),
+        (False, [trained(DISK, difference=2e-6)], ["at most 1e-06, is 2e-06"]),
+        (False, [trained("serial", difference=math.nan)], ["is nan"]),
+        (False, [trained(DISK), trained("deepspeed", 1.4, 300)], ["speed-up over DeepSpeed", "memory of DeepSpeed"]),
+        (False, [outcome(NAMES[DISK], failure="killed"), trained("deepspeed")], ["on disk: killed"]),
+        (True, [trained(FROM_META, 1.0, 2 << 30), trained("deepspeed", 1.6, 8 << 30)], []),
+        (True, [trained(FROM_META, 1.0, 3 << 30)], ["at most 2,048 MiB, is 3,072 MiB"]),
+        (True, [trained(FROM_META, loss=math.nan)], ["losses must be numbers"]),
+    ],
+)
+def test_optimizer(large: bool, outcomes: list[Outcome], complaints: list[str]) -> None:
+    told(optimizer.broken_bounds([*([] if large else [trained(REFERENCE)]), *outcomes], large), *complaints)
+    assert DISK in COMPARED
+
+
+@pytest.mark.parametrize("leaves_work", [False, True])
+def test_of_a_method_that_leaves_work_behind_the_second_step_is_timed_and_its_work_finished(
+    leaves_work: bool, tmp_path: Any
+) -> None:
+    from benchmarks.optimizer.methods import Method, run_method
+    from benchmarks.optimizer.workload import Training
+    from tests.benchmarks.here import Recorder
+
+    calls: list[str] = []
+
+    class Recorded(Method):
+        def step(self, state: Any, target: Any) -> float:
+            calls.append("step")
+            return 0.0
+
+        def synchronize(self) -> None:
+            calls.append("synchronize")
+
+        def parameters(self) -> Any:
+            return iter(())
+
+    method = Recorded(Training(1, 64, 2, 2), tmp_path)
+    method.leaves_work = leaves_work
+    recorder = Recorder(outcome("a"), 2)
+    assert run_method(recorder, method, 0, tmp_path / "home")["steps"] == (5 if leaves_work else 3)
+    turn = ["step", "step", "synchronize"] if leaves_work else ["step", "synchronize"]
+    assert calls == ["step", *turn, *turn]
+    assert len(recorder.outcome.steps) == 2
+
+
+@pytest.mark.parametrize(("checkpointed", "forwards"), [(True, 2), (False, 1)])
+def test_deepspeed_recomputes_each_block_unless_it_keeps_its_activations(checkpointed: bool, forwards: int) -> None:
+    from benchmarks.optimizer.methods import blocks_of_peer
+
+    blocks = Stack(2, 64, 1, 2).build()
+    ran: list[torch.nn.Module] = []
+    for block in blocks:
+        block.register_forward_pre_hook(lambda module, _: ran.append(module))
+    blocks_of_peer(blocks, checkpointed)(torch.ones(1, 2, 64)).sum().backward()
+    assert [ran.count(block) for block in blocks] == [forwards] * 2
+
+
+# --- gradcache-batch -------------------------------------------------------------------------------------------------
+
+
+def test_gradcache_batch() -> None:
+    reference, ours, apart = "upstream GradCache", "ours", "ours over OffloadModel, chunks apart"
+    fused, by_chunk = gradcache_batch.FUSED, gradcache_batch.CHUNK_BY_CHUNK
+
+    def timed(name: str, sketch: list[float], seconds: float) -> Outcome:
+        return outcome(name, {"sketch": sketch}, steps=[{"seconds": seconds}], reference=[{"seconds": 1.0}])
+
+    def held(name: str, peak: int, **result: Any) -> Outcome:
+        return outcome(name, result, peaks={"steps": peak}, moments={TORCH: 50})
+
+    def chunked(name: str, seconds: float, loads: dict[str, int]) -> Outcome:
+        return outcome(name, {"bytes_loaded": loads}, steps=[{"chunks": 4, "seconds": seconds}])
+
+    groups = {
+        "time": [timed(reference, [3.0, 4.0], 1.0), timed(ours, [3.0, 4.0], 0.5), timed(apart, [3.0, 4.1], 0.9)],
+        "peaks": [held(reference, 100), held(ours, 100), held(apart, 200)],
+        "growing": [
+            outcome("plain torch", {"pairs": 8, "sketches": {"4": [1.0]}}),
+            outcome(fused, {"pairs": 4, "sketches": {"4": [1.1]}}),
+        ],
+        "chunks": [chunked(by_chunk, 4.0, {"1": 1}), chunked(fused, 1.0, {"1": 1, "4": 2})],
+        "loss": [held("loss", 100, given=1 << 30)],
+    }
+    told(
+        gradcache_batch.broken_bounds(groups),
+        f"{apart}: the ratio of times must be at most 0.850, is 0.900",
+        f"{apart}: the ratio of peaks",
+        f"{apart}: the difference of gradients",
+        "4 pairs: the difference of gradients",
+        "must hold the largest batch",
+        "4 chunks: the speed-up over chunk by chunk must be at least 5, is 4",
+        "bytes loaded must not depend on the chunks",
+        "memory of the loss",
+    )
+    told(gradcache_batch.broken_bounds(groups | {"peaks": [outcome(ours, failure="killed")]}), "ours: killed")
+
+
+# --- memory-latency --------------------------------------------------------------------------------------------------
+
+
+def measured(settings: dict[str, Any], result: dict[str, Any], **step: float) -> Outcome:
+    stack = asdict(Stack(blocks=1, dim=64, rows=8, positions=8))
+    arguments = {"method": "ours", "settings": settings, "stack": stack}
+    return outcome("a", {"difference": 0.0, **result}, arguments=arguments, steps=[{"seconds": 1.0, **step}])
+
+
+def test_memory_latency() -> None:
+    def broken(*outcomes: Outcome) -> list[str]:
+        groups = {"training": list(outcomes)}
+        return memory_latency.broken_bounds(cast(Any, SimpleNamespace(groups=groups, outcomes=outcomes)))
+
+    told(broken(measured({"memory_budget": 10}, {"statistics": {"peak_device_bytes": 10}})))
+    over = measured({"memory_budget": 10}, {"statistics": {"peak_device_bytes": 11}})
+    told(broken(over), "must be at most 10 bytes, is 11 bytes")
+    told(broken(measured({}, {"difference": math.nan})), "the difference from plain PyTorch")
+    told(broken(measured({}, {}), outcome("dead", failure="killed")), "dead: killed")
+
+
+def test_the_limit_of_memory_latency_counts_the_bytes_that_a_method_moves_and_no_recomputation() -> None:
+    counted = {"bytes_loaded": 2e6, "bytes_stored": 1e6, "bytes_spilled": 2e6}
+    at_disk = {"read": 4e6, "from_disk": 4e6, "written": 3e6, "to_disk": 3e6}
+    stack = Stack(blocks=1, dim=64, rows=8, positions=8)
+    assert memory_latency.limit_seconds(measured({}, {}, **counted, **at_disk), RATES) == 4.0 + 3.0  # one queue
+    in_memory = memory_latency.limit_seconds(measured({"disk": False}, {}, **counted), RATES)
+    assert in_memory == max((7e6 + 4 * stack.parameters) / 1e9, stack.training_flops / 1e9)
+    for again in (False, True):
+        found = memory_latency.limit_seconds(measured({"checkpoint_activation": again}, {}), RATES)
+        assert found == stack.training_flops / 1e9
+
+
+def test_the_front_holds_what_no_other_beats_in_both() -> None:
+    assert memory_latency.pareto_front([(1, 5), (2, 3), (3, 4), (4, 1), (2, 6)]) == [(1, 5), (2, 3), (4, 1)]
+
+
+def test_differences_are_relative_to_each_tensor_and_a_missing_one_is_infinite() -> None:
+    from benchmarks.memory_latency.workload import greatest_difference
+
+    expected = {"a": torch.tensor([100.0, 1.0]), "b": torch.tensor([0.01])}
+    found = {"a": torch.tensor([101.0, 1.0]), "b": torch.tensor([0.01])}
+    assert greatest_difference(found, expected) == pytest.approx(0.01)
+    assert greatest_difference({"a": found["a"]}, expected) == math.inf
+
+
+# --- build-huge ------------------------------------------------------------------------------------------------------
+
+
+def built(name: str, *losses: float, peak: int = 10, **result: Any) -> Outcome:
+    return outcome(name, {"load_seconds": 1.0, **result}, steps=[{"loss": loss} for loss in losses], peaks={"a": peak})
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "complaints"),
+    [
+        ([built("offloaded, capped", 2.0, 1.0), built("resident, no cap", 2.0, 1.0)], []),
+        ([built("offloaded, capped", 2.0, 1.0)], []),
+        ([built("offloaded, capped", out_of_memory="x")], ["offloaded, capped: out of memory: x"]),
+        ([built("offloaded, capped", 2.0, 1.0, peak=101)], ["the peak under the cap"]),
+        ([built("offloaded, capped", 2.0, 2.0)], ["the loss must fall"]),
+        ([built("offloaded, capped", 2.0, 1.0), built("resident, no cap", 2.0, 1.1)], ["the difference of losses"]),
+        ([outcome("offloaded, capped", failure="killed")], ["killed"]),
+    ],
+)
+def test_build_huge(outcomes: list[Outcome], complaints: list[str]) -> None:
+    dead = built("resident, capped", out_of_memory="you tried to allocate 1 byte")
+    told(build_huge.broken_bounds([dead, *outcomes], cap_bytes=100), *complaints)
+    told(build_huge.broken_bounds([built("resident, capped", 1.0)], 100), "must not fit under the cap")
+
+
+# --- pipe-ladder -----------------------------------------------------------------------------------------------------
+
+
+def pipes(names: Sequence[str], slower: float = 1.0, larger: int = 1) -> dict[str, list[Outcome]]:
+    step = {f"{name}: {kind}": 1.0 for name in names for kind in ("clock", "processor")} | {"ours: processor": slower}
+    peaks = [
+        outcome(name, {"above_model": 100 + larger * (name == "ours")}, peer="" if name == "ours" else name)
+        for name in names
+    ]
+    return {"time": [outcome("time", {"chunks": 2}, steps=[step] * 3)], "peaks": peaks}
+
+
+def test_pipe_ladder() -> None:
+    told(pipe_ladder.broken_bounds(pipes(pipe_ladder.PIPES)))
+    told(pipe_ladder.broken_bounds(pipes(pipe_ladder.PIPES, slower=1.1)), *["processor time, ours / "] * 2)
+    told(pipe_ladder.broken_bounds(pipes(pipe_ladder.PIPES, larger=5)), *["peak, ours / "] * 2)
+    told(pipe_ladder.broken_bounds(pipes(["ours"], slower=9.0)))  # an ancestor that is not installed breaks nothing
+    told(pipe_ladder.broken_bounds({"time": [outcome("time", failure="killed")], "peaks": []}), "time: killed")
+
+
+# --- retrieval -------------------------------------------------------------------------------------------------------
+
+
+def searched(name: str, losses: Sequence[float], needs: int = 0, failure: str | None = None) -> Outcome:
+    method = "gradcache-offload" if name == "ours" else "whole"
+    steps = [{"loss": loss} for loss in losses]
+    result = None if failure else {"held_out": 10}
+    return outcome(name, result, arguments={"method": method}, failure=failure, steps=steps, data_peak_bytes=needs)
+
+
+def test_retrieval_needs_equal_losses_and_a_method_in_memory_may_find_none() -> None:
+    ours = searched("ours", [1.0, 2.0])
+    told(retrieval.broken_bounds([ours, searched("b", [1.0, 2.0])], []))
+    told(retrieval.broken_bounds([ours, searched("b", [1.0, 2.001])], []), "the difference of losses")
+    told(retrieval.broken_bounds([ours, searched("b", [1.0, math.nan])], []), "is nan")
+    told(retrieval.broken_bounds([ours, searched("b", [], failure="killed")], []), "b: killed")
+    told(retrieval.broken_bounds([ours, searched("b", [], failure=NO_MEMORY)], []))
+    told(retrieval.broken_bounds([searched("ours", [], failure=NO_MEMORY)], []), "ours: exit status 1")
+
+
+def test_under_the_cap_only_ours_trains_and_to_its_losses() -> None:
+    free, ours, dead = [searched("ours", [1.0, 2.0])], searched("ours", [1.0]), searched("w", [], failure=NO_MEMORY)
+    told(retrieval.broken_bounds(free, [ours, dead]))
+    told(retrieval.broken_bounds(free, [searched("ours", [1.001]), dead]), "losses must agree")
+    told(retrieval.broken_bounds(free, [searched("ours", [math.nan]), dead]), "losses must agree")
+    told(retrieval.broken_bounds(free, [ours, searched("w", [1.0])]), "but it trained")
+    told(retrieval.broken_bounds(free, [ours, searched("w", [], failure="killed")]), "but failed: killed")
+    dead_ours = searched("ours", [], failure=NO_MEMORY)
+    told(retrieval.broken_bounds(free, [dead_ours]), "ours: died in step 1: cannot allocate 25,165,824 bytes")
+
+
+def test_the_cap_is_midway_between_ours_and_the_least_of_the_others() -> None:
+    ours, others = searched("ours", [1.0], 100), [searched("whole", [1.0], 500), searched("cached", [1.0], 200)]
+    assert retrieval.midway([ours, *others]) == 150
+    assert retrieval.midway([ours, *others, searched("dead", [], 50, NO_MEMORY)]) == 150
+    assert retrieval.midway([searched("ours", [1.0], 200), *others]) is None
+    assert retrieval.midway([searched("ours", [], 100, "killed"), *others]) is None
+    assert retrieval.midway([ours]) is None
+
+
+# --- train-overlap, gpu-train ----------------------------------------------------------------------------------------
+
+
+def overlapped(ratio: float, undistributed: dict[str, str] | None = None, peer: str = "") -> Outcome:
+    shape = {"table_rows": 300, "table_dim": 4, "bags": 16, "indices": 2, "width": 8}
+    result = {"undistributed": undistributed or {}, "latencies": [0.001, 0.005], "bytes_of_rows": 8.0}
+    return outcome("even", result, arguments={"shape": shape}, steps=[{"ratio": ratio}] * 3, peer=peer)
+
+
+def test_train_overlap() -> None:
+    told(train_overlap.broken_bounds([overlapped(train_overlap.MAXIMUM_RATIO), overlapped(2.0, peer="torchrec")]))
+    told(train_overlap.broken_bounds([overlapped(1.11)]), "is 1.110")
+    told(train_overlap.broken_bounds([overlapped(1.0, {"bag": "no call"})]), "rows did not run ahead")
+    assert train_overlap.limit_seconds(overlapped(1.0), RATES) == 0.005  # no machine shortens a latency
+
+
+def test_gpu_train() -> None:
+    first, same, other = (
+        outcome(name, {}, steps=[{"loss": loss}]) for name, loss in zip("abc", (1.0, 1.01, 1.2), strict=True)
+    )
+    told(gpu_train.broken_bounds([first, same]))
+    told(gpu_train.broken_bounds([first, other]), "c: the difference of its first loss from that of a")
+    told(gpu_train.broken_bounds([outcome("a", {}, steps=[{"loss": math.nan}])]), "losses are [nan]")
+
+
+def test_the_limit_of_gpu_train_counts_adamw_where_its_states_are_and_what_must_move_then() -> None:
+    stack = Stack(blocks=1, dim=64, rows=1, positions=1)
+    rates = {"matmul_flops": 1e15, "copy_bytes": 1e6, "disk_read_bytes": 1.0, "disk_read_buffered_bytes": 1.0}
+    bus = {"host_to_device_bytes": 1e5, "device_to_host_bytes": 1e9, "device_copy_bytes": 1e8}
+    gpu = Limits(threads=1, device="cuda", dtype="bfloat16", disk_write_bytes=1.0, direct=True, **rates, **bus)
+
+    def limit(method: str, **moved: int) -> float:
+        found = outcome(method, {}, arguments={"method": method}, steps=[{"seconds": 1.0, **moved}])
+        return gpu_train.limit_seconds(found, stack, gpu)
+
+    assert limit("resident") == 14 * stack.parameters / 1e8
+    assert limit("torchao_optimizer") == 4 * stack.parameters / 1e5
+    assert limit("ours", bytes_loaded=2, bytes_stored=2) == 14 * stack.parameters / 1e6

@@ -1,0 +1,203 @@
+"""The process of a case: what it reports, what it held, and why it ended; and peers that run in other environments."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.harness import peers
+from benchmarks.harness.case import Case, failures
+from benchmarks.harness.memory import PeakMeter, resident_bytes
+from benchmarks.harness.memory_cap import cap_memory, died_of_memory
+from benchmarks.harness.peers import PEERS, Absent, Found, Peer, find_peer, variable_of
+from benchmarks.harness.process import CaseProcess
+from benchmarks.harness.schedule import run_alone
+from tests.benchmarks.here import outcome
+
+MEBIBYTE = 2**20
+HERE = "tests.benchmarks.cases_of_tests"
+ROOT = Path(__file__).parents[2]
+linux = pytest.mark.skipif(not psutil.LINUX, reason="needs Linux: /proc tells anonymous pages from file pages")
+
+pytestmark = pytest.mark.usefixtures("from_the_root")
+
+
+def case(function: str, **arguments: object) -> Case:
+    return Case(function, f"{HERE}:{function}", arguments)
+
+
+def test_a_case_reports_its_steps_its_moments_and_its_result() -> None:
+    events: list[str] = []
+    with CaseProcess(case("reports", steps=3), lambda event: events.append(event["event"])) as process:
+        found = process.finish()
+    assert found.failure is None
+    assert found.result == {"steps": 3}
+    assert found.steps == [{"loss": 0.0}, {"loss": 1.0}, {"loss": 2.0}]
+    assert found.peak_bytes >= found.moments["after"] / 2 > 0
+    assert events == ["total", "step", "step", "step", "memory", "result"]
+
+
+def test_a_case_gets_its_environment_unless_the_user_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SET_BY_USER", "theirs")
+    names = {"names": ["SET_BY_USER", "ONLY_OURS"]}
+    wanted = Case("env", f"{HERE}:shows", names, {"SET_BY_USER": "", "ONLY_OURS": "1"})
+    assert run_alone(wanted, progress=False).result == {"SET_BY_USER": "theirs", "ONLY_OURS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("raises", "exit status 1: ArithmeticError: the reason it died of"),
+        ("is_killed", "killed by SIGKILL (out of memory?)"),
+        ("leaves_early", "exit status 0"),
+        ("is_not_there", "exit status 1: AttributeError: "),
+    ],
+)
+def test_a_case_that_dies_is_reported_with_its_reason(function: str, reason: str) -> None:
+    found = run_alone(case(function), progress=False)
+    assert found.result is None
+    assert found.failure is not None
+    assert found.failure.startswith(reason)
+
+
+def test_an_interrupted_parent_leaves_no_child() -> None:
+    before = set(psutil.Process().children())
+
+    def interrupt(event: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), CaseProcess(case("reports", steps=2), interrupt) as process:
+        process.finish()
+    assert set(psutil.Process().children()) <= before
+
+
+def test_a_case_is_ready_before_its_first_turn_and_gone_after_its_context(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with CaseProcess(case("takes_turns", name="a", seconds=1.0, log=str(log))) as process:
+        process.prepare()
+        assert not log.exists()
+        assert [step["seconds"] for step in process.turn()] == [1.0]
+    assert process.outcome.failure == "killed by SIGKILL (out of memory?)"
+    assert process.turn() == []
+
+
+def test_a_case_may_find_that_it_cannot_run_here(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_alone(case("cannot_run_here"), progress=False)
+    assert (found.result, found.failure) == (None, None)
+    assert found.reason == "skipped: needs what this machine has not"
+    assert found.reason in "".join(capsys.readouterr())
+
+
+@linux
+def test_anonymous_memory_is_measured_and_pages_of_a_file_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"\1" * (64 * MEBIBYTE))
+    held = run_alone(case("allocates", mebibytes=64), progress=False).moments
+    assert 64 * MEBIBYTE <= held["held"] - held["before"] < 72 * MEBIBYTE
+    mapped = run_alone(case("reads_a_file", path=str(path)), progress=False)
+    assert mapped.result == {"total": 64 * MEBIBYTE // 4096}
+    assert mapped.moments["mapped"] - mapped.moments["before"] < 4 * MEBIBYTE
+
+
+def test_a_peak_belongs_to_the_phase_in_which_it_was() -> None:
+    found = run_alone(case("has_phases", mebibytes=64), progress=False)
+    assert found.peaks["small"] < found.moments["held"] - 48 * MEBIBYTE
+
+
+def test_the_meter_ends_with_the_process_and_keeps_its_peak() -> None:
+    # The child answers once it holds the bytes, and ends when its input is closed: no clock is involved.
+    program = f"held = bytearray(b'1') * {32 * MEBIBYTE}\nprint(flush=True)\ninput()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        with PeakMeter(child.pid, interval_seconds=0.001) as meter:
+            child.communicate(b"\n")
+    assert meter.peak_bytes >= 32 * MEBIBYTE
+    assert meter.data_peak_bytes >= 32 * MEBIBYTE
+    with pytest.raises(ProcessLookupError):
+        resident_bytes(child.pid)
+    assert resident_bytes(os.getpid()) > 0
+
+
+@linux
+def test_a_capped_process_can_take_what_the_cap_leaves_and_dies_of_more() -> None:
+    fits = run_alone(case("allocates_under_a_cap", cap_mebibytes=96, mebibytes=32), progress=False)
+    assert fits.failure is None
+    dead = run_alone(case("allocates_under_a_cap", cap_mebibytes=96, mebibytes=128), progress=False)
+    assert died_of_memory(dead), dead.failure
+    assert "allocate 134217728 bytes" in (dead.failure or "")
+
+
+@linux
+def test_a_cap_below_what_the_process_holds_is_refused_as_a_want_of_memory() -> None:
+    import resource
+
+    with pytest.raises(MemoryError, match=r"the cap of 1 MiB is no more than the [\d,]+ MiB") as told:
+        cap_memory(1 << 20)
+    assert resource.getrlimit(resource.RLIMIT_DATA)[0] != 1 << 20
+    assert died_of_memory(outcome("dead", failure=f"exit status 1: MemoryError: {told.value}"))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc: other C libraries have no such threshold")
+def test_a_freed_block_leaves_a_process_that_was_started_to_give_back() -> None:
+    program = """
+import os, torch
+from benchmarks.harness.memory import resident_bytes
+before = resident_bytes(os.getpid())
+pieces = [torch.ones(1 << 18) for _ in range(64)]
+held = resident_bytes(os.getpid()) - before
+last = pieces[-1]
+del pieces
+left = resident_bytes(os.getpid()) - before
+assert held > 60 << 20 and left < 8 << 20, (held, left)
+"""
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, env=environment)
+
+
+# --- peers -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_case_without_its_peer_is_skipped_and_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(peers.PEERS, "absent", Peer("no_such_module", "no-such", "no-such==1"))
+    found = run_alone(Case("x", f"{HERE}:reports", {"steps": 1}, peer="absent"), turns=2, progress=False)
+    assert found.reason.startswith("skipped: no no_such_module in this environment; pip install no-such==1")
+    assert found.peaks == {}
+
+
+def test_a_peer_is_looked_for_in_the_environment_that_its_variable_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(peers.PEERS, "for-test", Peer("pytest", "pytest", "pytest"))
+    assert variable_of("for-test") == "GRADSTREAM_PEER_PYTHON_FOR_TEST"
+    assert find_peer("for-test") == Found(sys.executable, pytest.__version__)
+    monkeypatch.setenv(variable_of("for-test"), str(tmp_path / "no-python"))
+    absent = find_peer("for-test")
+    assert isinstance(absent, Absent)
+    assert "in the environment of GRADSTREAM_PEER_PYTHON_FOR_TEST" in absent.reason
+    monkeypatch.setenv(variable_of("for-test"), sys.executable)
+    found = run_alone(Case("x", f"{HERE}:reports", {"steps": 1}, peer="for-test"), progress=False)
+    assert (found.result, found.version, found.title) == ({"steps": 1}, pytest.__version__, f"x ({pytest.__version__})")
+
+
+def test_a_peer_that_needs_an_accelerator_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(peers.PEERS, "on-a-gpu", Peer("pytest", "pytest", "pytest", needs_accelerator=True))
+    monkeypatch.setattr(peers, "_accelerator", lambda: False)
+    assert find_peer("on-a-gpu") == Absent("needs an accelerator, and there is none")
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_every_peer_is_found_or_gives_a_reason(name: str) -> None:
+    found = find_peer(name)
+    assert found.version if isinstance(found, Found) else found.reason
+
+
+def test_a_peer_that_fails_is_no_fault_of_ours() -> None:
+    outcomes = [outcome("a", failure="killed"), outcome("b", failure="killed", peer="torchao"), outcome("c", {})]
+    assert failures(outcomes) == ["a: killed"]

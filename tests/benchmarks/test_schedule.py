@@ -1,0 +1,100 @@
+"""The order of turns: methods that are compared share their moments, and a case that ends early stops no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness.case import Case
+from benchmarks.harness.schedule import Group, known, rounds_until_known, run_alone, run_group, run_pairs, run_rounds
+
+HERE = "tests.benchmarks.cases_of_tests"
+DYING = Case("dying", f"{HERE}:ends_in_its_second_turn")
+
+pytestmark = pytest.mark.usefixtures("from_the_root")
+
+
+def turns(name: str, log: Path, seconds: float = 1.0) -> Case:
+    return Case(name, f"{HERE}:takes_turns", {"name": name, "seconds": seconds, "log": str(log)})
+
+
+def test_pairs_alternate_who_starts_and_the_reference_keeps_its_process(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    cases = [turns("r", log), turns("a", log, 3.0), turns("b", log)]
+    reference, first, second = run_group(Group("g", cases, "pairs", turns=2, warmup=1), progress=False)
+    assert log.read_text() == "r" + "a" + "raar" + "b" + "rbbr"
+    assert reference.result == {"turns": 5}
+    assert first.result == second.result == {"turns": 3}
+    assert first.ratios() == [3.0] * 2
+    assert [step["seconds"] for step in second.reference] == [4.0, 5.0]
+    assert len(first.steps) == 2
+    assert len(reference.steps) == 4
+
+
+def test_pairs_that_leave_the_median_in_doubt_are_followed_by_more() -> None:
+    steady, disturbed, never = (Case(f"{n}", f"{HERE}:is_disturbed", {"turns": n}) for n in (0, 1, 99))
+    _, calm, other, last = run_pairs(steady, [steady, disturbed, never], 3, warmup=0, progress=False)
+    assert len(calm.steps) == 3
+    assert 3 < len(other.steps) <= 9
+    assert known(other.ratios())
+    assert other.ratio() == 1.0
+    assert len(last.steps) == 9
+    assert not known(last.ratios())
+
+
+@pytest.mark.parametrize(("ratios", "expected"), [([1.0] * 4, 4), ([0.5, 2.0] * 6, 12), ([0.5, 2.0] + [1.0] * 10, 5)])
+def test_rounds_continue_until_the_median_is_known_and_end_at_three_times_as_many(
+    ratios: list[float], expected: int
+) -> None:
+    seen: list[float] = []
+    for k in rounds_until_known(lambda: seen, 4):
+        seen.append(ratios[k])
+    assert len(seen) == expected
+
+
+def test_the_more_pairs_the_wider_apart_they_may_be() -> None:
+    # In both the middle half is 6 % wide.
+    assert not known([0.94, 1.0, 1.06])
+    assert known([0.9, 0.94, 0.97, 0.97, 1.0, 1.03, 1.03, 1.06, 1.1])
+    assert known([1.0, 3.0])  # two cannot tell
+
+
+def test_a_case_that_ends_between_its_turns_keeps_its_pairs_and_takes_no_step_of_the_reference(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    reference, first, second = run_pairs(turns("r", log), [DYING, turns("b", log)], 3, warmup=0, progress=False)
+    assert first.ratios() == [1.0]
+    assert first.reason == "failed: exit status 1: ArithmeticError: the reason it died of"
+    assert reference.failure is None
+    assert len(second.steps) == len(second.reference) >= 3
+
+
+def test_a_case_that_cannot_run_costs_the_reference_no_turn(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    reference, skipped = run_pairs(turns("r", log), [Case("x", f"{HERE}:cannot_run_here")], 3, progress=False)
+    assert skipped.status == "skipped"
+    assert log.read_text() == "r"
+    assert reference.steps == []
+
+
+def test_a_round_has_one_turn_of_each_and_who_starts_changes(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    outcomes = run_rounds([turns("a", log, 2.0), turns("b", log, 3.0)], 3, warmup=1, progress=False)
+    assert log.read_text() == "ab" + "ba" + "ab" + "ba"
+    assert [found.result for found in outcomes] == [{"turns": 4}] * 2
+    assert [len(found.steps) for found in outcomes] == [3, 3]
+    assert outcomes[1].ratios() == [1.5] * 3
+
+
+def test_a_case_that_ends_is_left_out_of_further_rounds_and_of_the_comparison(tmp_path: Path) -> None:
+    dead, other = run_rounds([DYING, turns("b", tmp_path / "log")], 3, progress=False)
+    assert dead.reason == "failed: exit status 1: ArithmeticError: the reason it died of"
+    assert len(dead.steps) == 1
+    assert len(other.steps) == 3
+    assert other.reference is other.steps or other.reference == other.steps
+
+
+def test_a_case_alone_takes_its_turns(tmp_path: Path) -> None:
+    found = run_alone(turns("a", tmp_path / "log"), turns=3, warmup=1, progress=False)
+    assert found.result == {"turns": 4}
+    assert len(found.steps) == 3
