@@ -16,8 +16,6 @@ from benchmarks.harness import claims
 from benchmarks.harness.extra import MissingExtraError
 from benchmarks.registry import BENCHMARKS, find
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 if all bounds hold, 1 if one does not, 2 if nothing could be run as asked."""

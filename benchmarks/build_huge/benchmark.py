@@ -20,8 +20,6 @@ from benchmarks.harness.schedule import Group
 from benchmarks.harness.settings import option
 from benchmarks.harness.table import mebibytes
 
-__all__ = ["BENCHMARK", "Settings", "plan", "shape_of"]
-
 #: glibc raises the size from which blocks are mapped, and then keeps what was freed in its heap, which the cap counts.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 METHODS = "benchmarks.build_huge.workload"

@@ -9,11 +9,8 @@ from benchmarks.build_huge.workload import FLOOR, Shape
 from benchmarks.harness.benchmark import Report, Run
 from benchmarks.harness.case import Outcome, failures
 from benchmarks.harness.io_counters import medium_bytes
-from benchmarks.harness.plot import Picture, bars
 from benchmarks.harness.table import at_most, case_table, limit_columns, mebibytes, reasons, spread
 from benchmarks.harness.work import adamw_bytes, gradient_bytes
-
-__all__ = ["CAPPED", "OFFLOADED", "REFERENCE", "broken_bounds", "report"]
 
 REFERENCE, CAPPED, OFFLOADED = "resident, no cap", "resident, capped", "offloaded, capped"
 LIMIT = (
@@ -55,14 +52,8 @@ def report(run: Run[Any]) -> Report:
     if offloaded is not None and reference is not None and offloaded.steps:
         ratios[f"{OFFLOADED}: time"] = offloaded.ratio()
         ratios[f"{OFFLOADED}: peak"] = offloaded.peak_bytes / reference.peak_bytes
-    peaks = {o.name + (" (fails)" if _died(o) else ""): o.peak_bytes / 2**20 for o in outcomes}
-    levels = {"cap": cap_bytes / 2**20, "parameters alone": shape.parameter_bytes / 2**20}
-    panel = bars("peak memory of the process, MiB", peaks, levels=levels)
-    picture = (
-        None if failures(outcomes) else Picture("A model larger than the memory of its process", [panel], (6, 4.2))
-    )
     sections = [case_table(outcomes, columns), LIMIT, reasons(outcomes)]
-    return Report(sections, broken_bounds(outcomes, cap_bytes), picture, ratios)
+    return Report(sections, broken_bounds(outcomes, cap_bytes), ratios=ratios)
 
 
 def _find(outcomes: Sequence[Outcome], name: str) -> Outcome | None:

@@ -21,8 +21,6 @@ from benchmarks.harness.memory_cap import cap_memory, lacks_memory
 from benchmarks.harness.worker import Reporter
 from offload import OffloadModel, OffloadOptimizer, load_pretrained
 
-__all__ = ["FLOOR", "Shape", "offloaded", "resident", "write_weights"]
-
 FLOOR = "interpreter and torch"
 LEARNING_RATE = 3e-4
 
@@ -125,10 +123,7 @@ def offloaded(
 
 
 def _train(
-    report: Reporter,
-    shape: Shape,
-    make: Callable[[], tuple[nn.Module, torch.optim.Optimizer]],
-    cap_bytes: int | None,
+    report: Reporter, shape: Shape, make: Callable[[], tuple[nn.Module, torch.optim.Optimizer]], cap_bytes: int | None
 ) -> dict[str, Any]:
     report.memory(FLOOR)
     report.total(shape.steps)
@@ -164,12 +159,7 @@ def _steps(shape: Shape, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
             optimizer.synchronize()  # so that a step's time holds all of its work
         seconds = time.perf_counter() - started
         before, counted = counted, _statistics(model)
-        yield {
-            "loss": float(loss.detach()),
-            "seconds": seconds,
-            **counters.taken(),
-            **counted_between(before, counted),
-        }
+        yield {"loss": float(loss.detach()), "seconds": seconds, **counters.taken(), **counted_between(before, counted)}
 
 
 def _statistics(model: nn.Module) -> dict[str, Any]:

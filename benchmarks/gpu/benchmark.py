@@ -21,13 +21,10 @@ import torch
 from benchmarks.harness.benchmark import Benchmark, Facts, Plan, Report, Run
 from benchmarks.harness.case import Case, Outcome
 from benchmarks.harness.environment import shown_command
-from benchmarks.harness.plot import Picture, bars
 from benchmarks.harness.process import python_path
 from benchmarks.harness.schedule import Group
 from benchmarks.harness.settings import option
 from benchmarks.harness.table import markdown_table, reasons
-
-__all__ = ["BENCHMARK", "PARTS", "Settings", "plan", "run_part"]
 
 PARTS = ("tests", "train-small", "train-1b", "memory-latency", "train-7b")
 TINY = "--layers 4 --dim 64 --rows 4 --positions 4"
@@ -134,12 +131,9 @@ def report(run: Run[Any]) -> Report:
         for outcome in outcomes
         for step in outcome.steps
     ]
-    seconds = {f"{outcome.name} {outcome.status}".strip(): outcome.seconds for outcome in outcomes}
     return Report(
         [markdown_table(["part", "outcome", "seconds"], rows), reasons(outcomes), *printed],
         [f"{outcome.name}: {outcome.failure}" for outcome in outcomes if outcome.failure],
-        Picture("The parts of the benchmark gpu", [bars("seconds", seconds)], (7, 4)),
-        ratios={},
     )
 
 

@@ -18,13 +18,11 @@ from benchmarks.harness.schedule import Group
 from benchmarks.harness.settings import option
 from benchmarks.models.transformer import Stack
 
-__all__ = ["BENCHMARK", "NAMED", "Settings", "plan"]
-
-NAMED: list[tuple[str, str, str]] = [  # name, function of ``methods.py``, peer
+NAMED: list[tuple[str, str, str]] = [  # name, method of ``memory-latency`` and optimizer, peer
     ("ours: OffloadModel, OffloadOptimizer", "ours", ""),
-    ("torch, all on the device, checkpoint", "resident", ""),
+    ("torch, all on the device, checkpoint", "checkpointed", ""),
     ("torch, save_on_cpu", "saved_on_cpu", ""),
-    ("torchao CPUOffloadOptimizer, checkpoint", "torchao_optimizer", "torchao"),
+    ("torchao CPUOffloadOptimizer, checkpoint", "checkpointed torchao", "torchao"),
     ("fairscale OffloadModel", "fairscale_offload", "fairscale-offload"),
 ]
 

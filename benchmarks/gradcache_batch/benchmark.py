@@ -21,8 +21,6 @@ from benchmarks.harness.case import Case
 from benchmarks.harness.schedule import Group
 from benchmarks.harness.settings import option
 
-__all__ = ["BENCHMARK", "Settings", "plan", "shape_of"]
-
 LOSS_WIDTH = 256
 METHODS = "benchmarks.gradcache_batch.methods"
 PEERS = {REFERENCE: "gradcache", f"{REFERENCE}, nothing checkpointed": "gradcache"} | {

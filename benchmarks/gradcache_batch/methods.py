@@ -31,8 +31,6 @@ from gradcache import GradCache
 from gradcache.loss import SimpleContrastiveLoss
 from offload import OffloadModel
 
-__all__ = ["METHODS", "growing", "in_turn", "ladder", "loss_alone", "make", "sketch"]
-
 TILE_ROWS = 256
 SKETCH_PIECE = 4096
 MEBIBYTE = 1 << 20

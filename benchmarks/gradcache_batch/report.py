@@ -11,10 +11,7 @@ from typing import Any
 from benchmarks.gradcache_batch.workload import FLOOR, Shape
 from benchmarks.harness.benchmark import Report, Run
 from benchmarks.harness.case import Outcome, failures
-from benchmarks.harness.plot import Picture, bars, lines
 from benchmarks.harness.table import Columns, at_least, at_most, case_table, limit_columns, mebibytes, reasons, spread
-
-__all__ = ["CHUNK_BY_CHUNK", "FUSED", "MAXIMUM_RATIO", "REFERENCE", "broken_bounds", "report"]
 
 MAXIMUM_RATIO = {
     "ours, chunks apart": 0.85,
@@ -105,7 +102,7 @@ def report(run: Run[Any]) -> Report:
         case_table(groups["loss"], loss, "loss"),
         reasons(run.outcomes),
     ]
-    return Report(sections, broken_bounds(groups), _picture(run))
+    return Report(sections, broken_bounds(groups))
 
 
 def _shape(outcome: Outcome) -> Shape:
@@ -179,26 +176,3 @@ def _broken_growth(grown: Sequence[Outcome]) -> list[str]:
     if sizes[FUSED] < max(sizes.values()):
         broken.append(f"{FUSED} must hold the largest batch, holds {sizes}")
     return broken
-
-
-def _picture(run: Run[Any]) -> Picture | None:
-    groups = run.groups
-    if failures(run.outcomes):
-        return None
-    ratios = {outcome.name: outcome.ratio() for outcome in groups["time"][1:] if outcome.result is not None}
-    pairs = {outcome.name: float(outcome.done["pairs"]) for outcome in groups["growing"] if outcome.result is not None}
-    counts = run.settings.chunks
-    over_chunks = {
-        outcome.name: (counts, [seconds_of(outcome, count) for count in counts])
-        for outcome in groups["chunks"]
-        if outcome.result is not None
-    }
-    return Picture(
-        "A contrastive batch in chunks",
-        [
-            bars("time of a step, to the reference", ratios, "{:.2f}", {REFERENCE: 1.0}),
-            bars("largest batch, pairs", pairs),
-            lines("seconds a step, over chunks", over_chunks, logarithmic=True),
-        ],
-        (15, 4.5),
-    )

@@ -11,8 +11,6 @@ from benchmarks.harness.work import block_flops
 from benchmarks.models.dropout import row_keys
 from benchmarks.models.encoder import build_encoder
 
-__all__ = ["FLOOR", "TEMPERATURE", "Shape"]
-
 TEMPERATURE = 0.05
 FLOOR = "interpreter and torch"
 

@@ -20,11 +20,9 @@ from benchmarks.harness.compare import Earlier, ratios_of
 from benchmarks.harness.environment import Environment, filesystem_of, here
 from benchmarks.harness.files import write_whole
 from benchmarks.harness.limits import Limits, measure_limits
-from benchmarks.harness.plot import Picture
+from benchmarks.harness.plot import Panel, ratio_panels
 from benchmarks.harness.schedule import Group, refer_to_first, run_group
 from benchmarks.harness.settings import parse_command, settings_of
-
-__all__ = ["Benchmark", "Facts", "Plan", "Report", "Run"]
 
 S = TypeVar("S")
 Plan = Generator[Group, list[Outcome], None]
@@ -54,13 +52,13 @@ class Report:
     Attributes:
         sections: tables and paragraphs in Markdown, in their order.
         broken: bounds that do not hold, a line each; they make the run fail.
-        picture: drawn if the run is complete.
+        panels: of the picture; by default the ratios.
         ratios: what must be the same when the benchmark runs again; by default :func:`ratios_of` all outcomes.
     """
 
     sections: list[str]
     broken: list[str] = field(default_factory=list)
-    picture: Picture | None = None
+    panels: list[Panel] | None = None
     ratios: dict[str, float] | None = None
 
 
@@ -199,10 +197,10 @@ def write_lines(path: Path, name: str, run: Run[Any], ratios: Mapping[str, float
 
 
 def report_of(benchmark: Benchmark[S], run: Run[S]) -> Report:
-    """The report, with its ratios."""
+    """The report, with its ratios and its picture."""
     report = benchmark.report(run)
-    if report.ratios is None:
-        report.ratios = ratios_of(run.outcomes)
+    report.ratios = ratios_of(run.outcomes) if report.ratios is None else report.ratios
+    report.panels = ratio_panels(report.ratios) if report.panels is None else report.panels
     return report
 
 

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["Case", "Outcome", "failures"]
-
 
 @dataclass(frozen=True)
 class Case:

@@ -7,14 +7,11 @@ needs torch, so that the documentation can be built without it.
 from __future__ import annotations
 
 import json
-import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-__all__ = ["CLAIMS", "RESULTS", "Claim", "benchmark_of", "claims_table", "pair_steps", "read_lines"]
+from typing import Any, NamedTuple
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 FLOOR = "interpreter and torch"
@@ -54,26 +51,30 @@ def pair_steps(lines: Lines, name: str) -> Iterator[tuple[Line, Line]]:
     raise KeyError(f"expected a case {name!r}, got {[line['case'] for line in lines]}")
 
 
-@dataclass(frozen=True)
-class Claim:
-    """One row: what was measured, beside what, on which page, and how both ratios follow from the lines of that page.
+Ratios = Callable[[Lines], "list[float]"]
+Memory = Callable[[Lines], float]
 
-    ``times`` gives the ratio of each pair of steps (or of each set-up), whose median is the claim unless ``middle``
-    says otherwise; ``memory`` gives the ratio of the peaks and what they count, or None where no peak is compared.
+
+class Claim(NamedTuple):
+    """One row: what was measured on which page, beside what, and how both ratios follow from the lines of that page.
+
+    ``times`` gives the ratio of each pair of steps (or of each set-up) and ``memory`` that of the peaks; ``counted``
+    says what a peak is counted above.
     """
 
     page: str
     set_up: str
     peer: str
-    times: Callable[[Lines], Sequence[float]]
-    memory: Callable[[Lines], tuple[float, str]] | None = None
-    middle: Callable[[Sequence[float]], float] = statistics.median
+    times: Ratios
+    memory: Memory | None = None
+    counted: str = ""
+    middle: Callable[[list[float]], float] = statistics.median
 
     def row(self, directory: Path, links: str) -> list[str]:
         """The cells of the row."""
         _, lines = read_lines(directory / f"{self.page}.jsonl")
         times = self.times(lines)
-        held = "-" if self.memory is None else "{:.2f}{}".format(*self.memory(lines))
+        held = "-" if self.memory is None else f"{self.memory(lines):.2f}{self.counted}"
         time = f"{self.middle(times):.2f} ({min(times):.2f} to {max(times):.2f})"
         return [self.set_up, self.peer, time, held, f"[{self.page}]({links}{self.page}.md)"]
 
@@ -82,22 +83,21 @@ def _line(lines: Lines, name: str) -> Line:
     return next(line for line in lines if line["case"] == name)
 
 
-def _in_rounds(ours: str, peer: str) -> Callable[[Lines], list[float]]:
+def _seconds(pairs: Iterable[tuple[Line, Line]]) -> list[float]:
+    return [mine["seconds"] / theirs["seconds"] for mine, theirs in pairs]
+
+
+def _in_rounds(ours: str, peer: str) -> Ratios:
     """Steps of two cases, one of each in a round."""
-
-    def times(lines: Lines) -> list[float]:
-        rounds = zip(_line(lines, ours)["steps"], _line(lines, peer)["steps"], strict=False)
-        return [mine["seconds"] / theirs["seconds"] for mine, theirs in rounds]
-
-    return times
+    return lambda lines: _seconds(zip(_line(lines, ours)["steps"], _line(lines, peer)["steps"], strict=False))
 
 
-def _in_pairs(ours: str) -> Callable[[Lines], list[float]]:
+def _in_pairs(ours: str) -> Ratios:
     """Steps of a case in turn with those of the first one."""
-    return lambda lines: [mine["seconds"] / theirs["seconds"] for mine, theirs in pair_steps(lines, ours)]
+    return lambda lines: _seconds(pair_steps(lines, ours))
 
 
-def _peaks(ours: str, peer: str, phase: str = "", floor: str = "") -> Callable[[Lines], tuple[float, str]]:
+def _peaks(ours: str, peer: str, phase: str = "", floor: str = "") -> Memory:
     """Peaks of two processes, of one phase or of all, as they are or above what was held at the moment ``floor``."""
 
     def peak(lines: Lines, name: str) -> float:
@@ -106,31 +106,20 @@ def _peaks(ours: str, peer: str, phase: str = "", floor: str = "") -> Callable[[
         whole = line["peaks"][phase] if phase else line["peak_bytes"]
         return float(whole - line["moments"][floor] if floor else whole)
 
-    above = " above torch" if floor else ""
-    return lambda lines: (peak(lines, ours) / peak(lines, peer), above)
+    return lambda lines: peak(lines, ours) / peak(lines, peer)
 
 
-def _ladder(other: str) -> Callable[[Lines], list[float]]:
+def _ladder(lines: Lines, other: str) -> list[float]:
     """Processor time of our pipe to another one's: for each number of micro-batches the median of the rounds."""
     ours, theirs = "ours: processor", f"{other}: processor"
-
-    def times(lines: Lines) -> list[float]:
-        timed = [line["steps"] for line in lines if line["case"].startswith("time, ")]
-        return [statistics.median(step[ours] / step[theirs] for step in steps) for steps in timed]
-
-    return times
+    timed = [line["steps"] for line in lines if line["case"].startswith("time, ")]
+    return [statistics.median(step[ours] / step[theirs] for step in steps) for steps in timed]
 
 
-def _above_model(other: str) -> Callable[[Lines], tuple[float, str]]:
-    def memory(lines: Lines) -> tuple[float, str]:
-        mine, theirs = (_line(lines, name)["result"]["above_model"] for name in ("ours", other))
-        return mine / theirs, " above the model"
-
-    return memory
-
-
-def _geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, values)))
+def _above_model(other: str) -> Memory:
+    return lambda lines: float(
+        _line(lines, "ours")["result"]["above_model"] / _line(lines, other)["result"]["above_model"]
+    )
 
 
 def _overlapped(lines: Lines) -> list[float]:
@@ -138,109 +127,49 @@ def _overlapped(lines: Lines) -> list[float]:
     return [statistics.median(step["ratio"] for step in line["steps"]) for line in balances]
 
 
-_TINY_FLOOR = "after a step of two layers"
-_CURVE = "forward and backward of 38 M parameters, 512 tokens: parameters and gradients on disk, "
+def _claims() -> Iterator[Claim]:
+    ours, theirs = "on disk, from birth", "DeepSpeed ZeRO-3, NVMe"
+    set_up = "AdamW steps of 1 billion parameters; parameters, gradients and moments on disk"
+    peer = "DeepSpeed ZeRO-3 on NVMe, blocks checkpointed"
+    yield Claim("optimizer-billion", set_up, peer, _in_rounds(ours, theirs), _peaks(ours, theirs, "steps"))
+    kept, peer = f"{theirs}, activations kept", "DeepSpeed ZeRO-3 on NVMe, activations kept"
+    yield Claim("optimizer-billion-kept", "the same", peer, _in_rounds(ours, kept), _peaks(ours, kept, "steps"))
+    set_up = "AdamW steps of 101 M parameters, 2,048 tokens; parameters, gradients and moments on disk"
+    peaks = _peaks("on disk", "resident, checkpointed, fused AdamW", "steps")
+    yield Claim("optimizer", set_up, "all in memory, blocks checkpointed, fused AdamW", _in_pairs("on disk"), peaks)
+    ours, theirs = "offloaded, capped", "resident, no cap"
+    set_up = "build, load and train 1,153 MiB of parameters under a hard cap of 768 MiB"
+    peer = "all in memory, no cap (dies under the cap)"
+    yield Claim("build-huge", set_up, peer, _in_rounds(ours, theirs), _peaks(ours, theirs))
+    set_up = "forward and backward of 25 M parameters, 2,048 tokens; parameters and gradients on disk"
+    timed: Ratios = lambda lines: [step["ratio"] for step in _line(lines, "time, 8 shards")["steps"]]  # noqa: E731
+    yield Claim("offload-step", set_up, "all in memory, `torch.utils.checkpoint`", timed)
+    set_up = "forward and backward of 38 M parameters, 512 tokens; parameters and gradients on disk, activations "
+    for words, setting in (("kept", "keep"), ("recomputed", "checkpoint")):
+        ours = f"ours: disk, 12 slices, {setting}"
+        peaks = _peaks(f"{ours}, in use", "torch, all in memory, in use", "steps", "after a step of two layers")
+        yield Claim("memory-latency", set_up + words, "plain PyTorch", _in_pairs(ours), peaks, " above torch")
+    ours, theirs = "GradCache + offload", "whole batch"
+    for page, pairs, more in (
+        ("retrieval-2048", "2,048", ""),
+        ("retrieval", "48", "; under a cap only ours trains"),
+    ):
+        set_up = f"one contrastive batch of {pairs} pairs, 21 M parameters, all state on disk{more}"
+        yield Claim(page, set_up, "the whole batch in memory", _in_rounds(ours, theirs), _peaks(ours, theirs))
+    set_up = "gradients of a contrastive batch of 2,048 tokens, 113 M parameters in memory"
+    for ours, words in (("ours", set_up), ("ours over OffloadModel", "the same, parameters and gradients on disk")):
+        peaks = _peaks(ours, "upstream GradCache", "steps", FLOOR)
+        peer = "GradCache over `torch.utils.checkpoint`"
+        yield Claim("gradcache-batch", words, peer, _in_pairs(ours), peaks, " above torch")
+    set_up, counted = "processor time of two CPU stages, 1 to 16 micro-batches", " above the model"
+    for other, peer in (("torchgpipe", "torchgpipe 0.0.7"), ("fairscale", "fairscale 0.4.13 Pipe")):
+        times: Ratios = partial(_ladder, other=other)
+        yield Claim("pipe-ladder", set_up, peer, times, _above_model(other), counted, statistics.geometric_mean)
+    set_up = "train pipeline with a slow loader and slow embedding rows, four balances"
+    yield Claim("train-overlap", set_up, "its slowest part alone", _overlapped)
 
-CLAIMS = (
-    Claim(
-        "optimizer-billion",
-        "AdamW steps of 1 billion parameters; parameters, gradients and moments on disk",
-        "DeepSpeed ZeRO-3 on NVMe, blocks checkpointed",
-        _in_rounds("on disk, from birth", "DeepSpeed ZeRO-3, NVMe"),
-        _peaks("on disk, from birth", "DeepSpeed ZeRO-3, NVMe", "steps"),
-    ),
-    Claim(
-        "optimizer-billion-kept",
-        "the same",
-        "DeepSpeed ZeRO-3 on NVMe, activations kept",
-        _in_rounds("on disk, from birth", "DeepSpeed ZeRO-3, NVMe, activations kept"),
-        _peaks("on disk, from birth", "DeepSpeed ZeRO-3, NVMe, activations kept", "steps"),
-    ),
-    Claim(
-        "optimizer",
-        "AdamW steps of 101 M parameters, 2,048 tokens; parameters, gradients and moments on disk",
-        "all in memory, blocks checkpointed, fused AdamW",
-        _in_pairs("on disk"),
-        _peaks("on disk", "resident, checkpointed, fused AdamW", "steps"),
-    ),
-    Claim(
-        "build-huge",
-        "build, load and train 1,153 MiB of parameters under a hard cap of 768 MiB",
-        "all in memory, no cap (dies under the cap)",
-        _in_rounds("offloaded, capped", "resident, no cap"),
-        _peaks("offloaded, capped", "resident, no cap"),
-    ),
-    Claim(
-        "offload-step",
-        "forward and backward of 25 M parameters, 2,048 tokens; parameters and gradients on disk",
-        "all in memory, `torch.utils.checkpoint`",
-        lambda lines: [step["ratio"] for step in _line(lines, "time, 8 shards")["steps"]],
-    ),
-    Claim(
-        "memory-latency",
-        _CURVE + "activations kept",
-        "plain PyTorch",
-        _in_pairs("ours: disk, 12 slices, keep"),
-        _peaks("ours: disk, 12 slices, keep, in use", "torch, all in memory, in use", "steps", _TINY_FLOOR),
-    ),
-    Claim(
-        "memory-latency",
-        _CURVE + "activations recomputed",
-        "plain PyTorch",
-        _in_pairs("ours: disk, 12 slices, checkpoint"),
-        _peaks("ours: disk, 12 slices, checkpoint, in use", "torch, all in memory, in use", "steps", _TINY_FLOOR),
-    ),
-    Claim(
-        "retrieval-2048",
-        "one contrastive batch of 2,048 pairs, 21 M parameters, all state on disk",
-        "the whole batch in memory",
-        _in_rounds("GradCache + offload", "whole batch"),
-        _peaks("GradCache + offload", "whole batch"),
-    ),
-    Claim(
-        "retrieval",
-        "one contrastive batch of 48 pairs, 21 M parameters, all state on disk; under a hard cap only ours trains",
-        "the whole batch in memory",
-        _in_rounds("GradCache + offload", "whole batch"),
-        _peaks("GradCache + offload", "whole batch"),
-    ),
-    Claim(
-        "gradcache-batch",
-        "gradients of a contrastive batch of 2,048 tokens, 113 M parameters in memory",
-        "GradCache over `torch.utils.checkpoint`",
-        _in_pairs("ours"),
-        _peaks("ours", "upstream GradCache", "steps", FLOOR),
-    ),
-    Claim(
-        "gradcache-batch",
-        "the same, parameters and gradients on disk",
-        "GradCache over `torch.utils.checkpoint`",
-        _in_pairs("ours over OffloadModel"),
-        _peaks("ours over OffloadModel", "upstream GradCache", "steps", FLOOR),
-    ),
-    Claim(
-        "pipe-ladder",
-        "processor time of two CPU stages, 1 to 16 micro-batches",
-        "torchgpipe 0.0.7",
-        _ladder("torchgpipe"),
-        _above_model("torchgpipe"),
-        _geometric_mean,
-    ),
-    Claim(
-        "pipe-ladder",
-        "processor time of two CPU stages, 1 to 16 micro-batches",
-        "fairscale 0.4.13 Pipe",
-        _ladder("fairscale"),
-        _above_model("fairscale"),
-        _geometric_mean,
-    ),
-    Claim(
-        "train-overlap",
-        "train pipeline with a slow loader and slow embedding rows, four balances",
-        "its slowest part alone",
-        _overlapped,
-    ),
-)
+
+CLAIMS = tuple(_claims())
 
 
 def claims_table(directory: Path = RESULTS, links: str = "benchmarks/results/") -> str:

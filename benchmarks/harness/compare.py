@@ -14,8 +14,6 @@ from benchmarks.harness.case import Outcome
 from benchmarks.harness.environment import Environment
 from benchmarks.harness.table import markdown_table
 
-__all__ = ["MAXIMUM_CHANGE", "Earlier", "ratios_of"]
-
 MAXIMUM_CHANGE = 0.10
 MACHINE = ("cpu", "cores", "threads", "accelerator")  # the size of its memory differs by a few MiB
 

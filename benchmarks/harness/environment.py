@@ -18,8 +18,6 @@ import torch
 
 from benchmarks.harness.memory import memory_kind
 
-__all__ = ["Environment", "filesystem_of", "here", "processor_seconds", "shown_command"]
-
 PACKAGES = ("gradstream", "numpy", "tokenizers")
 
 
@@ -134,11 +132,7 @@ def _version(name: str) -> str:
 
 
 def _cpu() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as information:
-            for line in information:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text(encoding="utf-8", errors="replace").splitlines() if information.exists() else []
+    models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-__all__ = ["MissingExtraError", "require"]
-
 
 class MissingExtraError(ImportError):
     """A package of an extra is not installed."""

@@ -11,8 +11,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["cache_directory", "write_once", "write_whole"]
-
 
 def cache_directory() -> Path:
     """``$XDG_CACHE_HOME/gradstream``, or the platform's usual place for caches; not created here."""

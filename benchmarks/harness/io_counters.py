@@ -11,8 +11,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["COUNTED", "IOCounters", "bytes_of_step", "counted_between", "engine_bytes", "from_disk", "medium_bytes"]
-
 COUNTERS = {"read": "rchar", "written": "wchar", "from_disk": "read_bytes", "to_disk": "write_bytes"}
 #: The counters of ``offload.Statistics`` that the line of a step holds.
 COUNTED = ("bytes_loaded", "bytes_stored", "bytes_spilled", "update_bytes_read", "update_bytes_written", "wait_seconds")

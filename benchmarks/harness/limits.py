@@ -1,10 +1,8 @@
 """Rates of the machine (arithmetic, copies, disk) and the least time that they allow for a step.
 
 A step cannot be shorter than its arithmetic at the rate of a large matrix product, nor than its bytes at the bandwidth
-of the medium that they pass. A rate is the best of several tries, measured in the same run as the steps.
-
-The disk is measured without the page cache: through ``O_DIRECT``, and through the cache with the file's pages dropped
-first. Where a file system refuses ``O_DIRECT`` (one in memory does) only the second is measured.
+of the medium that they pass. A rate is the best of several tries, measured in the same run as the steps. The disk is
+measured through ``O_DIRECT`` where the file system takes it, and through a page cache without the file's pages.
 """
 
 from __future__ import annotations
@@ -19,14 +17,12 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Limits", "measure_limits"]
-
 BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Rates of one machine at one time, per second."""
+    """Rates of one machine at one time, per second; those of an accelerator are None without one."""
 
     threads: int
     device: str
@@ -37,7 +33,7 @@ class Limits:
     disk_read_buffered_bytes: float  #: through the page cache, with nothing of the file in it
     disk_write_bytes: float  #: including the flush at the end
     direct: bool  #: the file system takes O_DIRECT
-    host_to_device_bytes: float | None = None  #: from page-locked memory; None without an accelerator
+    host_to_device_bytes: float | None = None  #: from page-locked memory
     device_to_host_bytes: float | None = None
     device_copy_bytes: float | None = None  #: copied within the accelerator's memory
 
@@ -59,8 +55,7 @@ class Limits:
             copied_bytes: between places in host memory.
             read_bytes, written_bytes: from and to the disk. The disk has one queue: the two add up.
             loaded_bytes, drained_bytes: between host and accelerator. The bus has two directions: the two overlap.
-            on_device_bytes: copied between places in the memory that layers compute in, which is the host's without an
-                accelerator.
+            on_device_bytes: copied in the memory that layers compute in: the host's without an accelerator.
 
         Raises:
             ValueError: if bytes pass to an accelerator and there is none.
@@ -84,17 +79,21 @@ class Limits:
     def line(self) -> str:
         """The rates in a line for the header."""
         access = "O_DIRECT" if self.direct else "buffered, O_DIRECT is refused"
+        cold = _rate("buffered cold", self.disk_read_buffered_bytes)
         parts = [
             f"matmul {self.matmul_flops / 1e9:,.0f} GFLOP/s ({self.dtype}, {self.device})",
-            f"memory copy {_rate(self.copy_bytes)}",
-            f"disk read {_rate(self.disk_read_bytes)} (buffered cold {_rate(self.disk_read_buffered_bytes)})",
-            f"disk write {_rate(self.disk_write_bytes)} ({access})",
+            _rate("memory copy", self.copy_bytes),
+            f"{_rate('disk read', self.disk_read_bytes)} ({cold})",
+            f"{_rate('disk write', self.disk_write_bytes)} ({access})",
         ]
-        if self.host_to_device_bytes is not None and self.device_to_host_bytes is not None:
-            parts.append(f"to the device {_rate(self.host_to_device_bytes)}, back {_rate(self.device_to_host_bytes)}")
-        if self.device_copy_bytes is not None:
-            parts.append(f"copy on the device {_rate(self.device_copy_bytes)}")
+        on_device = (self.host_to_device_bytes, self.device_to_host_bytes, self.device_copy_bytes)
+        names = ("to the device", "back", "copy on the device")
+        parts += [_rate(name, rate) for name, rate in zip(names, on_device, strict=True) if rate is not None]
         return ", ".join(parts)
+
+
+def _rate(name: str, bytes_per_second: float) -> str:
+    return f"{name} {bytes_per_second / 1e9:.2f} GB/s"
 
 
 def measure_limits(
@@ -122,7 +121,7 @@ def measure_limits(
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        there = torch.device(device)
+        there, host = torch.device(device), torch.device("cpu")
         source = torch.ones(file_bytes, dtype=torch.uint8)
         target = torch.ones_like(source)
         left, right = (torch.randn(side, side, device=there).to(dtype) for _ in range(2))
@@ -135,51 +134,38 @@ def measure_limits(
 
         multiply()
         matmul = 2 * side**3 * repeats / _best(multiply, there, tries)
-        copy = file_bytes / _best(lambda: target.copy_(source), torch.device("cpu"), tries)
-        to_device = from_device = within = None
+        copy = file_bytes / _best(lambda: target.copy_(source), host, tries)
+        on_device: dict[str, float] = {}
         if there.type == "cuda":
-            locked, on_device = source.pin_memory(), source.to(there)
-            to_device = file_bytes / _best(lambda: on_device.copy_(locked, non_blocking=True), there, tries)
-            from_device = file_bytes / _best(lambda: locked.copy_(on_device, non_blocking=True), there, tries)
-            beside = torch.empty_like(on_device)
-            within = file_bytes / _best(lambda: beside.copy_(on_device), there, tries)
+            locked, held = source.pin_memory(), source.to(there)
+            beside = torch.empty_like(held)
+            for name, work in (
+                ("host_to_device_bytes", lambda: held.copy_(locked, non_blocking=True)),
+                ("device_to_host_bytes", lambda: locked.copy_(held, non_blocking=True)),
+                ("device_copy_bytes", lambda: beside.copy_(held)),
+            ):
+                on_device[name] = file_bytes / _best(work, there, tries)
         used = torch.get_num_threads()
     finally:
         torch.set_num_threads(before)
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix="limits-", dir=directory) as file:
-        read, buffered, write, direct = _measure_disk(file.name, file_bytes, tries)
-    return Limits(
-        threads=used,
-        device=str(there),
-        dtype=str(dtype).removeprefix("torch."),
-        matmul_flops=matmul,
-        copy_bytes=copy,
-        disk_read_bytes=max(read, buffered),
-        disk_read_buffered_bytes=buffered,
-        disk_write_bytes=write,
-        direct=direct,
-        host_to_device_bytes=to_device,
-        device_to_host_bytes=from_device,
-        device_copy_bytes=within,
-    )
+        read, cold, write, direct = _measure_disk(file.name, file_bytes, tries)
+    kind = str(dtype).removeprefix("torch.")
+    return Limits(used, str(there), kind, matmul, copy, max(read, cold), cold, write, direct, **on_device)
 
 
 def _best(work: Callable[[], object], device: torch.device, tries: int) -> float:
     """The least seconds of ``tries``, after one that is not counted."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     seconds = []
     for _ in range(tries + 1):
-        _wait_for(device)
+        wait()
         started = time.perf_counter()
         work()
-        _wait_for(device)
+        wait()
         seconds.append(time.perf_counter() - started)
     return min(seconds[1:])
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _measure_disk(name: str, nbytes: int, tries: int) -> tuple[float, float, float, bool]:
@@ -209,16 +195,10 @@ def _pass(descriptor: int, block: mmap.mmap, nbytes: int, *, write: bool) -> flo
         os.fsync(descriptor)  # pages that are not yet written are not dropped
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.lseek(descriptor, 0, os.SEEK_SET)
+    move = os.writev if write else os.readv
     started = time.perf_counter()
     for _ in range(nbytes // BLOCK_BYTES):
-        if write:
-            os.writev(descriptor, [block])
-        else:
-            os.readv(descriptor, [block])
+        move(descriptor, [block])
     if write:
         os.fsync(descriptor)
     return nbytes / (time.perf_counter() - started)
-
-
-def _rate(bytes_per_second: float) -> str:
-    return f"{bytes_per_second / 1e9:.2f} GB/s"

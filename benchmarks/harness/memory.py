@@ -18,8 +18,6 @@ import time
 
 import psutil
 
-__all__ = ["PeakMeter", "ProcessMemory", "data_bytes", "memory_kind", "resident_bytes", "return_freed_memory"]
-
 
 class ProcessMemory:
     """The kernel's figures of one process. The file stays open, so that a reading is one system call.

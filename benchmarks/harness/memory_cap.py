@@ -16,8 +16,6 @@ from benchmarks.harness.case import Outcome
 from benchmarks.harness.memory import data_bytes
 from benchmarks.harness.table import mebibytes
 
-__all__ = ["available_bytes", "cap_memory", "died_of_memory", "lacks_memory"]
-
 SHARE_OF_AVAILABLE = 0.9
 LACKS_MEMORY = re.compile(
     r"allocate memory|MemoryError|out of memory|bad_alloc|ENOMEM|start new thread", re.IGNORECASE

@@ -16,8 +16,6 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 
-__all__ = ["PEERS", "Absent", "Found", "Peer", "find_peer", "variable_of"]
-
 ASK_SECONDS = 60.0
 
 

@@ -23,8 +23,6 @@ from benchmarks.harness.case import Case, Outcome
 from benchmarks.harness.memory import PeakMeter
 from benchmarks.harness.peers import Absent, find_peer
 
-__all__ = ["PACKAGE_ROOT", "CaseProcess", "python_path"]
-
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]  # holds ``benchmarks``: the child imports the same code
 EXIT_SECONDS = 60.0  # for an interpreter to end after its last event
 

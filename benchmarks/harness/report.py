@@ -17,8 +17,6 @@ from benchmarks.harness.files import cache_directory, write_whole
 from benchmarks.harness.plot import draw
 from benchmarks.harness.settings import add_options, settings_of
 
-__all__ = ["add_arguments", "markdown_page", "publish", "run_benchmark"]
-
 
 def add_arguments(parser: argparse.ArgumentParser, benchmark: Benchmark[Any]) -> None:
     """The options of the benchmark, and those of every benchmark."""
@@ -84,8 +82,8 @@ def publish(
 
 def _write_page(out: Path, name: str, summary: str, run: Run[Any], report: Report) -> None:
     picture = None
-    if report.picture is not None:
-        picture = draw(out.with_name(f"{out.name}.png"), report.picture, run.environment)
+    if report.panels:
+        picture = draw(out.with_name(f"{out.name}.png"), summary, report.panels, run.environment)
         print(f"picture in {picture}")
     verdict = "".join(f"* does not hold: {line}\n" for line in report.broken) or "All bounds hold."
     facts = [*run.environment.facts(), *run.facts, ("limits", run.limits.line())]

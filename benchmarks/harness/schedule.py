@@ -19,17 +19,6 @@ from benchmarks.harness.case import Case, Outcome
 from benchmarks.harness.extra import require
 from benchmarks.harness.process import CaseProcess, Listener
 
-__all__ = [
-    "Group",
-    "known",
-    "refer_to_first",
-    "rounds_until_known",
-    "run_alone",
-    "run_group",
-    "run_pairs",
-    "run_rounds",
-]
-
 MAXIMUM_ERROR = 0.03  # of a median: two runs then rarely differ by a tenth
 MOST_TIMES = 3
 

@@ -12,8 +12,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-__all__ = ["add_options", "option", "parse_command", "settings_of"]
-
 S = TypeVar("S")
 
 

@@ -8,18 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from benchmarks.harness.case import Outcome
 from benchmarks.harness.limits import Limits
 
-__all__ = [
-    "Columns",
-    "at_least",
-    "at_most",
-    "case_table",
-    "limit_columns",
-    "markdown_table",
-    "mebibytes",
-    "reasons",
-    "spread",
-]
-
 Columns = Mapping[str, Callable[[Outcome], str]]
 """The header of each column, and the cell that it shows of an outcome."""
 

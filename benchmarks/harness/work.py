@@ -6,8 +6,6 @@ parameter touched once.
 
 from __future__ import annotations
 
-__all__ = ["adamw_bytes", "block_flops", "gradient_bytes"]
-
 
 def block_flops(dim: int, tokens: int, positions: int) -> float:
     """Floating point operations of one transformer block's forward; a backward takes twice as many.

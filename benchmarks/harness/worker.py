@@ -17,8 +17,6 @@ from typing import Any
 
 from benchmarks.harness.memory import resident_bytes
 
-__all__ = ["Reporter", "main"]
-
 
 class Reporter:
     """What a case tells its parent while it runs."""

@@ -18,8 +18,6 @@ from benchmarks.harness.settings import option
 from benchmarks.memory_latency.report import IN_USE, report
 from benchmarks.models.transformer import Stack
 
-__all__ = ["BENCHMARK", "OTHERS", "Settings", "plan"]
-
 REFERENCE = "torch, all in memory"
 WORKLOAD = "benchmarks.memory_latency.workload"
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}  # so that a peak is what is in use

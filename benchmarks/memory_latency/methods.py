@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from benchmarks.models.transformer import Checkpointed
 
-__all__ = ["FORWARD_METHODS", "METHODS", "CannotRunError", "Method"]
-
 
 class CannotRunError(RuntimeError):
     """This machine lacks what the method needs; the message says what."""

@@ -9,13 +9,11 @@ from benchmarks.harness.benchmark import Report, Run
 from benchmarks.harness.case import Outcome, failures
 from benchmarks.harness.io_counters import engine_bytes, medium_bytes
 from benchmarks.harness.limits import Limits
-from benchmarks.harness.plot import COLOURS, Panel, Picture
+from benchmarks.harness.plot import COLOURS, Panel
 from benchmarks.harness.table import at_most, case_table, limit_columns, mebibytes, reasons, spread
 from benchmarks.harness.work import gradient_bytes
 from benchmarks.memory_latency.workload import FLOOR
 from benchmarks.models.transformer import Stack
-
-__all__ = ["IN_USE", "broken_bounds", "limit_seconds", "report"]
 
 IN_USE = ", in use"  # ends the name of a case that measures a peak
 MAXIMUM_DIFFERENCE = 1e-4  # of gradients and outputs, relative to the greatest element of the tensor
@@ -69,11 +67,10 @@ def report(run: Run[Any]) -> Report:
         reasons(outcome for outcome in run.outcomes if not outcome.name.endswith(IN_USE)),
         words,
     ]
-    picture = Picture("Memory against time of a training step", [_curve(done, peaks)], (10, 6))
     ratios = {f"{outcome.name}: time": outcome.ratio() for outcome in done[1:]}
     ratios |= {f"{outcome.name}: peak": peaks[outcome.name] / peaks[done[0].name] for outcome in done[1:]}
     ratios |= {f"{outcome.name}: time": outcome.ratio() for outcome in forward[1:] if outcome.steps}
-    return Report(sections, broken_bounds(run), None if failures(run.outcomes) else picture, ratios)
+    return Report(sections, broken_bounds(run), [_curve(done, peaks)], ratios)
 
 
 def _stack(outcome: Outcome) -> Stack:

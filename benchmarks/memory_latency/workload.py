@@ -23,8 +23,6 @@ from benchmarks.harness.worker import Reporter
 from benchmarks.memory_latency.methods import FORWARD_METHODS, METHODS, CannotRunError, Method
 from benchmarks.models.transformer import Stack
 
-__all__ = ["FLOOR", "forward", "greatest_difference", "in_use", "train"]
-
 T = TypeVar("T")
 FLOOR = "after a step of two layers"
 

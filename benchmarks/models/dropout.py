@@ -14,8 +14,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["RowDropout", "mix", "row_keys"]
-
 _BITS = 53  # of the hash compared with the probability: what a float holds exactly
 
 

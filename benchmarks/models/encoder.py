@@ -17,8 +17,6 @@ from torch.nn import functional
 
 from benchmarks.models.transformer import HEAD_CHANNELS, Block, State
 
-__all__ = ["PADDING", "Embedding", "Head", "build_encoder"]
-
 PADDING = 0  #: the identifier of the padding token in every vocabulary
 
 

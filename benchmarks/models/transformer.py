@@ -17,8 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.harness.work import block_flops
 from benchmarks.models.dropout import RowDropout, row_keys
 
-__all__ = ["HEAD_CHANNELS", "Block", "Checkpointed", "Stack", "State"]
-
 HEAD_CHANNELS = 64
 
 State: TypeAlias = tuple[Tensor, Tensor, Tensor]

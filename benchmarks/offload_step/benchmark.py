@@ -23,8 +23,6 @@ from benchmarks.harness.schedule import Group
 from benchmarks.harness.settings import option
 from benchmarks.offload_step.report import report
 
-__all__ = ["BENCHMARK", "Settings", "plan"]
-
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 METHODS = "benchmarks.offload_step.methods"
 TIMED_SHARDS = 8

@@ -23,8 +23,6 @@ from benchmarks.harness.worker import Reporter
 from benchmarks.models.transformer import Checkpointed, Stack
 from offload import DiskHome, OffloadModel
 
-__all__ = ["FLOOR", "peak", "stack_of", "stream", "time_pairs"]
-
 FLOOR = "interpreter and torch"
 READ_BYTES = 16 << 20
 
@@ -114,10 +112,7 @@ def peak(report: Reporter, shape: dict[str, Any], home: str, steps: int) -> dict
         seconds, _ = _step(model, parameters, state)
         report.step(seconds=seconds)
     report.phase("end")
-    return {
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "statistics": asdict(model.statistics()),
-    }
+    return {"parameters": sum(parameter.numel() for parameter in parameters), "statistics": asdict(model.statistics())}
 
 
 def stream(

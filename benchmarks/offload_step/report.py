@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.harness.benchmark import Report, Run
 from benchmarks.harness.case import Outcome, failures
-from benchmarks.harness.plot import Picture, lines
 from benchmarks.harness.table import at_least, at_most, case_table, limit_columns, mebibytes, reasons, spread
 from benchmarks.offload_step.methods import FLOOR, stack_of
-
-__all__ = ["broken_bounds", "report"]
 
 MAXIMUM_RATIO = 1.05
 MAXIMUM_ENGINE_RATIO = 1.02
@@ -75,7 +71,7 @@ def report(run: Run[Any]) -> Report:
         case_table(peaks, held),
         reasons(run.outcomes),
     ]
-    return Report(sections, broken_bounds(groups), _picture(run))
+    return Report(sections, broken_bounds(groups))
 
 
 def _shares(outcome: Outcome) -> list[float]:
@@ -115,25 +111,3 @@ def broken_bounds(groups: dict[str, list[Outcome]]) -> list[str]:
     broken += at_most("shard loads with a slot for each shard", sum(step["loads"] for step in engine.steps), 0)
     share = groups["disk"][0].median("share")
     return broken + at_least("loaded / plain read", share, MINIMUM_DISK_SHARE, "{:.1%}".format)
-
-
-def _picture(run: Run[Any]) -> Picture | None:
-    if any(outcome.failure for name in ("time", "finer", "deeper") for outcome in run.groups[name]):
-        return None
-    (timed,) = run.groups["time"]
-    pairs = range(len(timed.steps))
-    seconds = {name: (list(pairs), [step[name] for step in timed.steps]) for name in ("resident", "streamed")}
-    floor = {"interpreter and torch alone": run.groups["finer"][0].moments[FLOOR] / 2**20}
-
-    def peaks(outcomes: Sequence[Outcome]) -> tuple[list[float], list[float]]:
-        shards = [float(outcome.case.arguments["shape"]["shards"]) for outcome in outcomes]
-        return shards, [outcome.peaks["steps"] / 2**20 for outcome in outcomes]
-
-    over_shards = {"the same layers": peaks(run.groups["finer"]), "one layer a shard": peaks(run.groups["deeper"])}
-    return Picture(
-        f"Streaming from disk: {timed.ratio():.2f}x the time of the resident model",
-        [
-            lines("seconds a step, pair by pair", seconds),
-            lines("peak memory, MiB, over shards", over_shards, levels=floor),
-        ],
-    )

@@ -1,9 +1,7 @@
 """``optimizer``: AdamW steps with clipping while parameters, gradients and moments are stored on disk.
 
-Each method trains the same model in turn with the resident, checkpointed model under torch's fused AdamW. A method
-whose updates run on between its turns takes two steps a turn, of which the second is timed, and finishes its updates
-before others go on. What a method leaves in the kernel's page cache is written out before others go on; the table shows
-how long that takes. Ours spends a part of the memory that it saves on graphs that are not recomputed.
+Each method trains the same model in turn with the resident, checkpointed model under torch's fused AdamW. What a method
+leaves in the kernel's page cache is written out before the next turn; the table shows how long that takes. Ours spends a part of the memory that it saves on graphs that are not recomputed.
 
 With ``--parameters 1e9`` nothing is resident: ours trains a model whose parameters, gradients and moments are larger
 than its memory, in turn with DeepSpeed. While DeepSpeed waits it holds memory that the page cache lacks for our files.
@@ -21,9 +19,7 @@ from benchmarks.harness.case import Case
 from benchmarks.harness.schedule import Group
 from benchmarks.harness.settings import option
 from benchmarks.optimizer.report import report
-from benchmarks.optimizer.workload import COMPARED, DEEPSPEED, FROM_META, NAMES, REFERENCE, Training
-
-__all__ = ["BENCHMARK", "Settings", "plan", "training_of"]
+from benchmarks.optimizer.workload import DEEPSPEED, FROM_META, NAMES, REFERENCE, Training
 
 METHODS = "benchmarks.optimizer.methods"
 BYTES_AT_REST = 16  # of each parameter: itself, its gradient and two moments
@@ -62,9 +58,8 @@ def plan(settings: Settings, folder: str) -> Plan:
     training = training_of(settings)
 
     def case(method: str) -> Case:
-        compared = method in (REFERENCE, DEEPSPEED, *COMPARED) and settings.parameters is None
         # Parameters are compared after the first step, a turn that does not count, and the pairs.
-        saved = 2 + settings.pairs if compared else 0
+        saved = 0 if settings.parameters else 2 + settings.pairs
         arguments = {"method": method, "training": asdict(training), "folder": folder, "save_after": saved}
         if method == DEEPSPEED:
             name = NAMES[method] + (", activations kept" if settings.peer_keeps else "")

@@ -22,13 +22,9 @@ from benchmarks.harness.worker import Reporter
 from benchmarks.models.transformer import Checkpointed, State
 from benchmarks.optimizer.workload import FLOOR, REFERENCE, STEPS, Training, loss_of
 
-__all__ = ["METHODS", "Method", "greatest_difference", "run_method", "train", "train_deepspeed"]
-
 
 class Method(ABC):
     """One way to train. A step may leave an update behind that runs during the next one."""
-
-    leaves_work = False  #: whether that update runs on between two turns
 
     def __init__(self, training: Training, home: Path) -> None:
         self.training = training
@@ -41,9 +37,6 @@ class Method(ABC):
     @abstractmethod
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Names as in an ``nn.Sequential`` of the blocks, and values with every update applied."""
-
-    def synchronize(self) -> None:  # noqa: B027 - most have nothing to finish
-        """Finishes updates that are under way."""
 
     def counts(self) -> dict[str, Any]:
         """What the method counts itself."""
@@ -78,10 +71,6 @@ class Resident(Method):
 class Offloaded(Method):
     """``OffloadModel`` and ``OffloadOptimizer``; each block is a shard."""
 
-    on_disk = True
-    clipped = True
-    serial = False
-
     def __init__(self, training: Training, home: Path) -> None:
         from offload import OffloadModel, OffloadOptimizer
 
@@ -89,7 +78,7 @@ class Offloaded(Method):
         self.model = OffloadModel(
             self.layers(),
             "cpu",
-            offload_device=home if self.on_disk else "cpu",
+            offload_device=home,
             checkpoint_activation=True,
             num_slots=training.slots,
             graph_bytes=training.graphs << 20 or None,
@@ -97,8 +86,7 @@ class Offloaded(Method):
         self.optimizer = OffloadOptimizer(
             self.model,
             torch.optim.AdamW,
-            max_norm=training.max_norm if self.clipped else None,
-            update_in_backward=not self.clipped,
+            max_norm=training.max_norm,
             lr=training.learning_rate,
             weight_decay=training.weight_decay,
         )
@@ -113,8 +101,6 @@ class Offloaded(Method):
         loss: Tensor = loss_of(self.model(state), target)
         loss.backward()
         self.optimizer.step()
-        if self.serial:
-            self.optimizer.synchronize()
         return loss.item()
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -125,29 +111,6 @@ class Offloaded(Method):
     def counts(self) -> dict[str, Any]:
         """The engine's statistics."""
         return asdict(self.model.statistics())
-
-
-class OffloadedToHost(Offloaded):
-    """Parameters, gradients and moments in host memory, where updates start at once and need no slot."""
-
-    on_disk = False
-    leaves_work = True
-
-    def synchronize(self) -> None:
-        """Finishes the updates."""
-        self.optimizer.synchronize()
-
-
-class OffloadedInBackward(Offloaded):
-    """A shard is updated as soon as its gradients are complete; gradients are not stored, and nothing is clipped."""
-
-    clipped = False
-
-
-class OffloadedSerial(Offloaded):
-    """All updates in ``step()``: none runs during the next forward."""
-
-    serial = True
 
 
 class OffloadedFromMeta(Offloaded):
@@ -241,9 +204,6 @@ def blocks_of_peer(blocks: nn.Sequential, checkpointed: bool) -> nn.Module:
 METHODS: dict[str, type[Method]] = {
     REFERENCE: Resident,
     "disk": Offloaded,
-    "host": OffloadedToHost,
-    "in backward": OffloadedInBackward,
-    "serial": OffloadedSerial,
     "from meta": OffloadedFromMeta,
 }
 
@@ -296,16 +256,11 @@ def run_method(report: Reporter, method: Method, save_after: int, home: Path) ->
     report.phase(STEPS)
     taken, saved = 1, home.with_suffix(".pt")
     for _ in report.turns():
-        # Of a method that leaves work behind the second step is timed, which overlaps with what the first one left; its
-        # own work is finished before others take their turns.
-        for timed in (False, True) if method.leaves_work else (True,):
-            values = _step(method, taken)
-            taken += 1
-            if taken == save_after:
-                torch.save({name: value.clone() for name, value in method.parameters()}, saved)
-            if timed:
-                method.synchronize()
-                report.step(**values, kernel=_write_out())
+        values = _step(method, taken)
+        taken += 1
+        if taken == save_after:
+            torch.save({name: value.clone() for name, value in method.parameters()}, saved)
+        report.step(**values, kernel=_write_out())
     counts = method.counts()
     report.phase("end")
     reference = home.with_name(REFERENCE).with_suffix(".pt")

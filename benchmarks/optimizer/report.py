@@ -9,11 +9,8 @@ from typing import Any
 from benchmarks.harness.benchmark import Report, Run
 from benchmarks.harness.case import Outcome, failures
 from benchmarks.harness.io_counters import bytes_of_step, from_disk, medium_bytes
-from benchmarks.harness.plot import Picture, bars
 from benchmarks.harness.table import at_least, at_most, case_table, limit_columns, mebibytes, reasons, spread
-from benchmarks.optimizer.workload import COMPARED, DISK, FLOOR, NAMES, STEPS, Training
-
-__all__ = ["broken_bounds", "report"]
+from benchmarks.optimizer.workload import DISK, FLOOR, NAMES, STEPS, Training
 
 MAXIMUM_RATIO = 1.05  # of the step on disk to the resident one
 MAXIMUM_DIFFERENCE = 1e-6  # of any parameter tensor at the end, relative
@@ -61,7 +58,7 @@ def report(run: Run[Any]) -> Report:
         ),
     }
     sections = [words, case_table(outcomes, columns, "method"), WORDS, _beside_peer(outcomes), reasons(outcomes)]
-    return Report(sections, broken_bounds(outcomes, large), _picture(outcomes))
+    return Report(sections, broken_bounds(outcomes, large))
 
 
 def _difference(outcome: Outcome) -> str:
@@ -95,14 +92,12 @@ def _beside_peer(outcomes: Sequence[Outcome]) -> str:
 def broken_bounds(outcomes: Sequence[Outcome], large: bool) -> list[str]:
     """Bounds that do not hold, one line each."""
     broken = failures(outcomes)
-    for name in (NAMES[method] for method in COMPARED):
-        outcome = _find(outcomes, name)
-        if outcome is not None and (difference := outcome.done.get("difference")) is not None:
-            what = f"{name}: the difference of parameters from the resident model's"
-            broken += at_most(what, difference, MAXIMUM_DIFFERENCE, "{:.0e}".format)
     ours, theirs = _pair(outcomes)
     if ours is None:
         return broken
+    if (difference := ours.done.get("difference")) is not None:
+        what = f"{ours.name}: the difference of parameters from the resident model's"
+        broken += at_most(what, difference, MAXIMUM_DIFFERENCE, "{:.0e}".format)
     if large:
         losses = [ours.done["first"]["loss"], *(step["loss"] for step in ours.steps)]
         broken += [] if all(map(math.isfinite, losses)) else [f"{ours.name}: losses must be numbers, are {losses}"]
@@ -114,14 +109,3 @@ def broken_bounds(outcomes: Sequence[Outcome], large: bool) -> list[str]:
         broken += at_least(f"the speed-up over {theirs.name}", speedup, MINIMUM_SPEEDUP, "{:.2f}".format)
         broken += at_most(f"the share of the memory of {theirs.name}", share, MAXIMUM_MEMORY_SHARE, "{:.2f}".format)
     return broken
-
-
-def _picture(outcomes: Sequence[Outcome]) -> Picture | None:
-    done = [outcome for outcome in outcomes if outcome.result is not None]
-    if not done or any(outcome.failure for outcome in outcomes):
-        return None
-    seconds = {outcome.name: outcome.median() for outcome in done}
-    peaks = {outcome.name: outcome.peaks[STEPS] / 2**20 for outcome in done}
-    floor = {"interpreter and torch alone": done[0].moments[FLOOR] / 2**20}
-    panels = [bars("seconds a step", seconds, "{:.2f}"), bars("peak memory, MiB", peaks, levels=floor)]
-    return Picture("Training steps with clipping and AdamW", panels, (max(8, 2.4 * len(done)), 4.5))

@@ -8,20 +8,14 @@ from torch import Tensor
 
 from benchmarks.models.transformer import Stack, State
 
-__all__ = ["COMPARED", "DEEPSPEED", "DISK", "FLOOR", "FROM_META", "NAMES", "REFERENCE", "STEPS", "Training", "loss_of"]
-
 FLOOR, STEPS = "interpreter and torch", "steps"
 REFERENCE, DISK, FROM_META, DEEPSPEED = "resident", "disk", "from meta", "deepspeed"
 NAMES = {
     REFERENCE: "resident, checkpointed, fused AdamW",
     DISK: "on disk",
-    "host": "in host memory",
-    "in backward": "on disk, updates in backward, not clipped",
-    "serial": "on disk, all updates in step()",
     FROM_META: "on disk, from birth",
     DEEPSPEED: "DeepSpeed ZeRO-3, NVMe",
 }
-COMPARED = (DISK, "host", "serial")  # their parameters must be the reference's: same clipping, same arithmetic
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,6 @@ from benchmarks.pipe_ladder.methods import METHODS
 from benchmarks.pipe_ladder.report import PIPES, TINY, report
 from benchmarks.pipe_ladder.workload import Shape
 
-__all__ = ["BENCHMARK", "Settings", "plan"]
-
 MODULE = "benchmarks.pipe_ladder.methods"
 #: Of tiny cells: as many times the rounds, and steps in a row until a turn has so many micro-batches. A step of a
 #: millisecond differs by a third from the next one, and takes next to no time.

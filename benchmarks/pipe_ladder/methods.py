@@ -28,8 +28,6 @@ from pipe.checkpoint import Checkpointing
 from pipe.schedule import Action, Schedule, fill_drain, one_forward_one_backward, simulate
 from pipe.step import Step
 
-__all__ = ["FLOOR", "METHODS", "bubbles", "peak", "time_rounds"]
-
 FLOOR = "model and batch alone"
 WARMUP = 2  # steps of each method: pages, threads and the first growth of the heap
 

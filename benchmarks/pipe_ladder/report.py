@@ -9,12 +9,9 @@ from typing import Any
 
 from benchmarks.harness.benchmark import Report, Run
 from benchmarks.harness.case import Outcome, failures
-from benchmarks.harness.plot import Picture, bars, lines
 from benchmarks.harness.table import at_most, case_table, limit_columns, markdown_table, mebibytes, reasons
 from benchmarks.harness.work import gradient_bytes
 from benchmarks.pipe_ladder.workload import Shape
-
-__all__ = ["PIPES", "TINY", "broken_bounds", "mean_ratio", "ratio_of", "report"]
 
 MAXIMUM_RATIO = 1.0  # of processor time, ours to each ancestor's: geometric mean over the numbers of micro-batches
 MAXIMUM_PEAK_RATIO = 1.02  # of the peak above the model; the allocator makes as much difference
@@ -77,8 +74,7 @@ def report(run: Run[Any]) -> Report:
     }
     sections = [TIME, times(groups["time"]), TINY_TIME, times(groups["tiny cells"])]
     sections += [PEAK, case_table(peaks, held, "method"), BUBBLE, _bubble_table(bubble), reasons(run.outcomes)]
-    picture = None if failures(run.outcomes) else _picture(run)
-    return Report(sections, broken_bounds(groups), picture, _ratios(run))
+    return Report(sections, broken_bounds(groups), ratios=_ratios(run))
 
 
 def _milliseconds(name: str, outcome: Outcome) -> str:
@@ -153,21 +149,3 @@ def broken_bounds(groups: dict[str, list[Outcome]]) -> list[str]:
             ratio = _above(ours) / _above(outcome)
             broken += at_most(f"peak, ours / {outcome.name}:", ratio, MAXIMUM_PEAK_RATIO, "{:.3f}".format)
     return broken
-
-
-def _picture(run: Run[Any]) -> Picture:
-    timed, steps = run.groups["time"], run.groups["bubble"][0].steps
-    chunks = [float(outcome.done["chunks"]) for outcome in timed]
-    ratios = {f"ours / {name}": (chunks, [ratio_of(o, name) for o in timed]) for name in _names(timed)[1:]}
-    done = [outcome for outcome in run.groups["peaks"] if outcome.result is not None]
-    counts = [step["chunks"] for step in steps]
-    shares = {name: (counts, [s[name] for s in steps]) for name in ("ideal", *(f"{n}: measured" for n in SCHEDULES))}
-    return Picture(
-        "Our pipe beside torchgpipe and fairscale, two CPU stages",
-        [
-            lines("processor time, over micro-batches", ratios, levels={"equal": 1.0}),
-            bars("peak above the model, MiB", {o.name: _above(o) / 2**20 for o in done}),
-            lines("bubble, over micro-batches", shares),
-        ],
-        (15, 4.5),
-    )

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-__all__ = ["STAGES", "Shape"]
-
 STAGES = 2
 
 

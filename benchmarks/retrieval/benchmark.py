@@ -22,8 +22,6 @@ from benchmarks.retrieval.report import NAMES, midway, report
 from benchmarks.retrieval.settings import METHODS, OURS, Settings
 from benchmarks.retrieval.workload import write_tokens
 
-__all__ = ["BENCHMARK", "plan"]
-
 # Freed blocks are returned at once, in every case: else peaks and cap would depend on what each heap keeps.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "MALLOC_ARENA_MAX": "1"}
 

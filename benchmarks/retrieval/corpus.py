@@ -25,8 +25,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Corpus", "Module", "Pair", "build_corpus", "default_roots", "find_modules", "pairs_in"]
-
 SKIPPED_DIRECTORIES = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "idlelib"})
 MAXIMUM_MODULE_BYTES = 300_000  # generated tables and bindings: long to parse, nothing to learn
 MINIMUM_WORDS = 4  # "Return self." describes every function and none

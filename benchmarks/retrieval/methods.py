@@ -24,8 +24,6 @@ from benchmarks.models.encoder import build_encoder
 from benchmarks.retrieval.settings import DESCRIPTION_TOKENS, OURS, SOURCE_TOKENS, TEMPERATURE, WEIGHT_DECAY, Settings
 from benchmarks.retrieval.workload import Batches
 
-__all__ = ["BEFORE", "FLOOR", "RECALL_AT", "contrastive_loss", "recall", "train"]
-
 RECALL_AT = 10
 FLOOR = "interpreter and torch"
 BEFORE = "before the first step"

@@ -12,13 +12,10 @@ from benchmarks.harness.benchmark import Report, Run
 from benchmarks.harness.case import Outcome
 from benchmarks.harness.io_counters import medium_bytes
 from benchmarks.harness.memory_cap import died_of_memory
-from benchmarks.harness.plot import Picture, bars, lines
 from benchmarks.harness.table import at_most, case_table, limit_columns, markdown_table, mebibytes, reasons, spread
 from benchmarks.harness.work import adamw_bytes, gradient_bytes
 from benchmarks.retrieval.methods import BEFORE, FLOOR, RECALL_AT
 from benchmarks.retrieval.settings import OURS
-
-__all__ = ["NAMES", "TOLERANCE", "broken_bounds", "greatest_difference", "midway", "report"]
 
 NAMES = {"whole": "whole batch", "gradcache": "GradCache", OURS: "GradCache + offload"}
 TOLERANCE = 1e-4  # of losses
@@ -70,7 +67,7 @@ def report(run: Run[Any]) -> Report:
     difference = greatest_difference(free)
     if difference is not None:
         sections.append(f"Greatest difference between the methods' losses at any step: {difference:.1e}.")
-    return Report(sections, broken_bounds(free, capped), _picture(done, settings.batch) if done else None)
+    return Report(sections, broken_bounds(free, capped))
 
 
 def greatest_difference(outcomes: Sequence[Outcome]) -> float | None:
@@ -149,21 +146,3 @@ def broken_bounds(free: Sequence[Outcome], capped: Sequence[Outcome]) -> list[st
             if not all(abs(mine["loss"] - theirs["loss"]) <= TOLERANCE for mine, theirs in pairs):
                 broken.append(f"{outcome.name}: losses must agree with those without a cap to {TOLERANCE:.0e}")
     return broken
-
-
-def _picture(done: Sequence[Outcome], batch: int) -> Picture:
-    first = done[0]
-    torch_alone = {"interpreter and torch alone": first.moments[FLOOR] / 2**20}
-    losses = {o.name: (range(1, len(o.steps) + 1), [step["loss"] for step in o.steps]) for o in done}
-    recalls = {o.name: 100 * o.done["recall_after"] for o in done}
-    levels = {"before training": 100 * first.done["recall_before"], "chance": 100 * RECALL_AT / first.done["held_out"]}
-    widths = [1.5 + 2.5 * (len(done) - 1 - k) for k in range(len(done))]  # equal lines must all be seen
-    return Picture(
-        f"One contrastive batch of {batch} pairs, {len(done)} ways",
-        [
-            bars("peak memory, MiB", {o.name: o.peak_bytes / 2**20 for o in done}, levels=torch_alone),
-            bars("seconds a step, median", {o.name: o.median() for o in done}, "{:.2f}"),
-            lines("loss at each step", losses, widths=widths),
-            bars(f"held-out recall@{RECALL_AT}, %", recalls, "{:.1f}", levels),
-        ],
-    )

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from benchmarks.harness.settings import option
 from benchmarks.harness.work import block_flops
 
-__all__ = ["DESCRIPTION_TOKENS", "METHODS", "OURS", "SOURCE_TOKENS", "TEMPERATURE", "WEIGHT_DECAY", "Settings"]
-
 OURS = "gradcache-offload"
 METHODS = ("whole", "gradcache", OURS)
 DESCRIPTION_TOKENS = 12

@@ -25,7 +25,6 @@ from benchmarks.retrieval.settings import DESCRIPTION_TOKENS, SOURCE_TOKENS, Set
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["Batches", "encode", "tokenizer_for", "write_tokens"]
 
 SIDES = ("descriptions", "sources")
 LAYOUT = "words of a byte-level BPE, 1"  # change it with the training below: it is part of the key

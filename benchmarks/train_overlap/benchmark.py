@@ -17,8 +17,6 @@ from benchmarks.train_overlap.methods import OURS, TORCHREC
 from benchmarks.train_overlap.report import report
 from benchmarks.train_overlap.workload import Shape
 
-__all__ = ["BENCHMARK", "Settings", "plan"]
-
 EVEN = "all are even"
 BALANCES = {  # latency of the loader and of the rows, as shares of the compute time
     "compute is slowest": (0.5, 0.5),

@@ -13,8 +13,6 @@ from benchmarks.harness.schedule import rounds_until_known
 from benchmarks.harness.worker import Reporter
 from benchmarks.train_overlap.workload import Shape, Workload
 
-__all__ = ["IN_TURN", "OURS", "PIPELINED", "TORCHREC", "measure"]
-
 IN_TURN, PIPELINED = "in turn", "pipelined"  # how the parts of a step run
 OURS, TORCHREC = "ours", "torchrec"  # whose pipeline
 

@@ -8,12 +8,9 @@ from typing import Any
 from benchmarks.harness.benchmark import Report, Run
 from benchmarks.harness.case import Outcome, failures
 from benchmarks.harness.limits import Limits
-from benchmarks.harness.plot import COLOURS, Panel, Picture
 from benchmarks.harness.table import at_most, case_table, limit_columns, reasons, spread
 from benchmarks.train_overlap.methods import IN_TURN, PIPELINED
 from benchmarks.train_overlap.workload import Shape
-
-__all__ = ["MAXIMUM_RATIO", "PARTS", "broken_bounds", "limit_seconds", "report"]
 
 MAXIMUM_RATIO = 1.10  # of the overlapped step to the slowest part alone
 PARTS = ("load", "rows", "compute")
@@ -40,10 +37,8 @@ def report(run: Run[Any]) -> Report:
     }
     shown = [outcome for outcome in outcomes if outcome.result is not None]
     ratios = {f"{outcome.name}: pipelined / slowest": outcome.ratio() for outcome in shown}
-    title = "A step: its parts one on the other, and pipelined"
-    picture = None if failures(outcomes) else Picture(title, [_panel(outcome) for outcome in shown])
     sections = [case_table(outcomes, columns), reasons(outcomes), LIMIT]
-    return Report(sections, broken_bounds(outcomes), picture, ratios)
+    return Report(sections, broken_bounds(outcomes), ratios=ratios)
 
 
 def limit_seconds(outcome: Outcome, limits: Limits) -> float:
@@ -64,19 +59,3 @@ def broken_bounds(outcomes: Sequence[Outcome]) -> list[str]:
         what = f"{outcome.name}: pipelined / slowest"
         broken += at_most(what, outcome.ratio(), MAXIMUM_RATIO, "{:.3f}".format)
     return broken
-
-
-def _panel(outcome: Outcome) -> Panel:
-    def panel(axis: Any) -> None:
-        bottom = 0.0
-        for k, part in enumerate(PARTS):
-            axis.bar(0, 1e3 * outcome.median(part), bottom=bottom, color=COLOURS[k], label=part)
-            bottom += 1e3 * outcome.median(part)
-        for x, name in ((1, IN_TURN), (2, PIPELINED)):
-            axis.bar(x, 1e3 * outcome.median(name), color="#999999")
-        axis.axhline(1e3 * outcome.median("slowest"), color="#333333", linestyle="--", linewidth=1, label="slowest")
-        axis.set_xticks(range(3), ["alone", IN_TURN, PIPELINED], fontsize=8)
-        axis.set_title(f"{outcome.name}, ms", fontsize=10)
-        axis.legend(fontsize=7, frameon=False)
-
-    return panel

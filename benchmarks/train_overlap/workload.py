@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Shape", "Workload"]
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -35,7 +33,7 @@ class Shape:
         return 3 * 2.0 * self.bags * self.width * (self.table_dim + self.width + 1)
 
 
-class Model(nn.Module):
+class _Model(nn.Module):
     def __init__(self, shape: Shape, bag: nn.Module) -> None:
         super().__init__()
         self.bag = bag
@@ -73,7 +71,7 @@ class Workload:
         self._shape = shape
         torch.manual_seed(shape.seed)
         self.bag = SlowRows(shape.table_rows, shape.table_dim, "sum", offload_device=home)
-        self.model = Model(shape, self.bag)
+        self.model = _Model(shape, self.bag)
         dense = torch.optim.SGD(self.model.dense.parameters(), 0.01)
         self.optimizers = (RowWiseAdagrad(self.bag.parameters(), 0.01), dense)
         self.loader = self._batches()

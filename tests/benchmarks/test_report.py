@@ -21,7 +21,6 @@ from benchmarks.harness.compare import Earlier, ratios_of
 from benchmarks.harness.environment import Environment, filesystem_of, here
 from benchmarks.harness.extra import MissingExtraError, require
 from benchmarks.harness.files import cache_directory, write_once, write_whole
-from benchmarks.harness.plot import Picture, bars
 from benchmarks.harness.report import markdown_page, publish
 from benchmarks.harness.schedule import Group
 from benchmarks.harness.settings import add_options, option, parse_command, settings_of
@@ -169,7 +168,7 @@ def plan(settings: Settings, folder: str) -> Plan:
 def report(run: Run[Settings]) -> Report:
     ours = run.groups["pairs"][1]
     table = case_table(run.outcomes, {"s/step": lambda o: f"{o.median():.2f}"})
-    return Report([table], at_most("ratio", ours.ratio(), 3), Picture("a", [bars("b", {"ours": ours.median()})]))
+    return Report([table], at_most("ratio", ours.ratio(), 3))
 
 
 BENCHMARK = Benchmark(Settings, plan, report)
