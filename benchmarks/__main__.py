@@ -4,8 +4,6 @@
 report of an earlier run again.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

@@ -4,8 +4,6 @@ Three cases train the same model from the same files, a step of each in a round.
 the reference losses; the resident one under the cap fails; the offloaded one must train under the cap to these losses.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Table, bounds and picture of ``build-huge``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,10 +1,4 @@
-"""The model, its weights in files, and the two methods that build, load and train it, with or without a memory cap.
-
-The cap is ``RLIMIT_DATA``: Linux refuses private writable memory beyond it, touched or not, to the C heap, to thread
-stacks and to anonymous mappings. Files that are mapped shared do not count.
-"""
-
-from __future__ import annotations
+"""The model, its weights in files, and two methods that build, load and train it, with or without a memory cap."""
 
 import json
 import time

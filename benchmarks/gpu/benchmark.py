@@ -5,8 +5,6 @@ killed is reported; the others still run, and what was written by then is kept. 
 CPU with tiny models, so that a mistake in them is found without a GPU.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

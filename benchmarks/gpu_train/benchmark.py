@@ -3,8 +3,6 @@
 Made for a GPU; on the CPU the same cases run with a small model, which shows that they work and nothing else.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Forward and backward are those of ``memory-latency``. On a GPU the device peak i
 peak is measured from outside.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable

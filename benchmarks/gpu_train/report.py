@@ -1,7 +1,5 @@
 """Table, bounds and picture of ``gpu-train``."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

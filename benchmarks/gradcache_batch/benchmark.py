@@ -9,8 +9,6 @@ Times are measured under the default allocator. glibc keeps much of what was fre
 processes with a fixed ``MALLOC_MMAP_THRESHOLD_``, which returns freed tensors at once and takes time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 

@@ -4,8 +4,6 @@ A method that recomputes does so layer by layer, and a method that cuts the batc
 exception is GradCache as most people run it, without ``torch.utils.checkpoint``.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util
@@ -59,26 +57,10 @@ def _in_one_piece(model: nn.Module) -> Step:
     return step
 
 
-def plain(encoder: nn.Sequential, shape: Shape, home: Path) -> Made:
-    """The whole batch at once."""
-    return encoder, _in_one_piece(encoder)
-
-
-def checkpointed(encoder: nn.Sequential, shape: Shape, home: Path) -> Made:
-    """The whole batch, with each layer recomputed."""
-    return encoder, _in_one_piece(Checkpointed(encoder))
-
-
-def upstream(encoder: nn.Sequential, shape: Shape, home: Path, checkpoint: bool = True) -> Made:
-    """The package GradCache, over checkpointed layers."""
-    model = Checkpointed(encoder) if checkpoint else encoder
+def _upstream(encoder: nn.Sequential, shape: Shape, model: nn.Module) -> Made:
+    """The package GradCache over ``model``."""
     cache = upstream_class()(models=[model, model], chunk_sizes=shape.chunk, loss_fn=contrastive_loss)
     return encoder, lambda queries, passages: cache(queries, passages)
-
-
-def upstream_unchecked(encoder: nn.Sequential, shape: Shape, home: Path) -> Made:
-    """The package GradCache as most people run it: all activations of one chunk are kept."""
-    return upstream(encoder, shape, home, checkpoint=False)
 
 
 class ChunkByChunk(GradCache):
@@ -89,13 +71,7 @@ class ChunkByChunk(GradCache):
         return super().model_call(model, model_input)
 
 
-def offload_chunk_by_chunk(encoder: nn.Sequential, shape: Shape, home: Path) -> Made:
-    """GradCache's two passes over an OffloadModel: each chunk loads every shard three times."""
-    model = _offloaded(encoder, home)
-    return model, ChunkByChunk([model, model], shape.chunk, contrastive_loss)
-
-
-def sentence_transformers(encoder: nn.Sequential, shape: Shape, home: Path) -> Made:
+def _sentence_transformers(encoder: nn.Sequential, shape: Shape) -> Made:
     """The cached ranking loss of sentence-transformers, over checkpointed layers."""
     losses = importlib.import_module("sentence_transformers.sentence_transformer.losses")
     transformer = importlib.import_module("sentence_transformers").SentenceTransformer
@@ -123,31 +99,26 @@ def sentence_transformers(encoder: nn.Sequential, shape: Shape, home: Path) -> M
     return encoder, step
 
 
-def ours(encoder: nn.Sequential, shape: Shape, home: Path, regroup: bool = True) -> Made:
-    """Fused over the layers, which are in memory."""
+def _ours(encoder: nn.Sequential, shape: Shape, regroup: bool = True) -> Made:
+    """Fused over the layers, which are in memory; with ``regroup`` chunks run together."""
     kept = shape.kept * MEBIBYTE
     return encoder, GradCache([encoder, encoder], shape.chunk, _tiled_loss(), boundary_bytes=kept, regroup=regroup)
 
 
-def ours_apart(encoder: nn.Sequential, shape: Shape, home: Path) -> Made:
-    """The same, each chunk on its own."""
-    return ours(encoder, shape, home, regroup=False)
-
-
-def ours_over_offload(encoder: nn.Sequential, shape: Shape, home: Path) -> Made:
-    """Fused over an OffloadModel that is stored on disk."""
-    return _over_offload(encoder, shape, home, shape.graphs, activation_bytes=shape.together * MEBIBYTE)
-
-
-def ours_over_offload_apart(encoder: nn.Sequential, shape: Shape, home: Path) -> Made:
-    """The same, each chunk on its own: it has its own gradients beside the sum of all."""
-    return _over_offload(encoder, shape, home, shape.graphs * 7 // 8)
-
-
-def _over_offload(encoder: nn.Sequential, shape: Shape, home: Path, graphs: int, **options: Any) -> Made:
-    options |= {"graph_bytes": graphs * MEBIBYTE or None, "boundary_bytes": shape.kept * MEBIBYTE}
+def _over_offload(encoder: nn.Sequential, shape: Shape, home: Path, together: bool = True) -> Made:
+    """Fused over an OffloadModel that is stored on disk. A chunk apart has its own gradients beside the sum of all."""
+    graphs = shape.graphs if together else shape.graphs * 7 // 8
+    options: dict[str, Any] = {"graph_bytes": graphs * MEBIBYTE or None, "boundary_bytes": shape.kept * MEBIBYTE}
+    if together:
+        options["activation_bytes"] = shape.together * MEBIBYTE
     model = _offloaded(encoder, home, **options)
     return model, GradCache([model, model], shape.chunk, _tiled_loss())
+
+
+def _chunk_by_chunk(encoder: nn.Sequential, shape: Shape, home: Path) -> Made:
+    """GradCache's two passes over an OffloadModel: each chunk loads every shard three times."""
+    model = _offloaded(encoder, home)
+    return model, ChunkByChunk([model, model], shape.chunk, contrastive_loss)
 
 
 def _offloaded(encoder: nn.Sequential, home: Path, **options: Any) -> OffloadModel:
@@ -155,16 +126,16 @@ def _offloaded(encoder: nn.Sequential, home: Path, **options: Any) -> OffloadMod
 
 
 METHODS: dict[str, Callable[[nn.Sequential, Shape, Path], Made]] = {
-    "plain torch": plain,
-    "torch.utils.checkpoint": checkpointed,
-    "upstream GradCache": upstream,
-    "upstream GradCache, nothing checkpointed": upstream_unchecked,
-    "sentence-transformers": sentence_transformers,
-    "ours": ours,
-    "ours over OffloadModel": ours_over_offload,
-    "ours, chunks apart": ours_apart,
-    "ours over OffloadModel, chunks apart": ours_over_offload_apart,
-    "OffloadModel, chunk by chunk": offload_chunk_by_chunk,
+    "plain torch": lambda encoder, shape, home: (encoder, _in_one_piece(encoder)),
+    "torch.utils.checkpoint": lambda encoder, shape, home: (encoder, _in_one_piece(Checkpointed(encoder))),
+    "upstream GradCache": lambda encoder, shape, home: _upstream(encoder, shape, Checkpointed(encoder)),
+    "upstream GradCache, nothing checkpointed": lambda encoder, shape, home: _upstream(encoder, shape, encoder),
+    "sentence-transformers": lambda encoder, shape, home: _sentence_transformers(encoder, shape),
+    "ours": lambda encoder, shape, home: _ours(encoder, shape),
+    "ours over OffloadModel": _over_offload,
+    "ours, chunks apart": lambda encoder, shape, home: _ours(encoder, shape, regroup=False),
+    "ours over OffloadModel, chunks apart": lambda encoder, shape, home: _over_offload(encoder, shape, home, False),
+    "OffloadModel, chunk by chunk": _chunk_by_chunk,
 }
 
 

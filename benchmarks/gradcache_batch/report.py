@@ -1,7 +1,5 @@
 """Tables, bounds and picture of ``gradcache-batch``."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

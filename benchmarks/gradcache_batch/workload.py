@@ -1,7 +1,5 @@
 """What all methods have in common: the encoder, the batch, and its chunks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@ outcomes, so that a later group can depend on them. To run, each group is measur
 plan receives the outcomes that a results file holds. The report sees no difference.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping

@@ -4,8 +4,6 @@
 needs torch, so that the documentation can be built without it.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

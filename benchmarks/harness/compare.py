@@ -4,8 +4,6 @@ Seconds differ from day to day and from machine to machine; users decide by the 
 its ratios into the header of its results file. Only runs with the same settings on the same machine are compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Optional packages: a missing one is reported as the command that installs it."""
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 

@@ -3,8 +3,6 @@
 A file is written under another name and renamed at the end: an interrupted run leaves no half-written file behind.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -5,8 +5,6 @@
 that a call reads and the device does not deliver were copied from the page cache.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any

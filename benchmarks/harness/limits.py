@@ -5,8 +5,6 @@ of the medium that they pass. A rate is the best of several tries, measured in t
 measured through ``O_DIRECT`` where the file system takes it, and through a page cache without the file's pages.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import tempfile

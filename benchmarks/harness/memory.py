@@ -1,15 +1,10 @@
 """Memory of a process that the kernel cannot take back, sampled from outside some two hundred times a second.
 
-Counted are anonymous pages (the heap) and shared-anonymous pages (tmpfs, ``MAP_SHARED | MAP_ANONYMOUS``). Pages of a
-file on disk are not counted, mapped or not: the kernel drops them or writes them back when it needs the room. Linux
-reports both in ``/proc/PID/status`` (``RssAnon``, ``RssShmem``); elsewhere psutil's unique set size is the nearest
-figure.
-
-The kernel keeps no high-water mark of these two, so a peak is the greatest of many samples: it is too low by at most
-what lived for less than the sampling interval.
+Counted are anonymous and shared-anonymous pages (``RssAnon`` and ``RssShmem`` of ``/proc/PID/status``).
+Pages of a file on disk are not counted, mapped or not: the kernel drops them or writes them back when it needs the
+room. Outside of Linux psutil's unique set size is the nearest figure. A peak is the greatest of many samples: it is too
+low by at most what lived for less than the sampling interval.
 """
-
-from __future__ import annotations
 
 import ctypes
 import os
@@ -69,19 +64,12 @@ def _read(pid: int) -> tuple[int, int]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Bytes of anonymous and shared-anonymous memory that process ``pid`` holds now.
-
-    Raises:
-        ProcessLookupError: if there is no such process, or no longer.
-    """
+    """Bytes of anonymous and shared-anonymous memory that a process holds; ProcessLookupError if there is none."""
     return _read(pid)[0]
 
 
 def data_bytes(pid: int) -> int:
-    """Bytes of private writable memory that process ``pid`` has mapped, used or not: what ``RLIMIT_DATA`` limits.
-
-    0 where the system does not tell.
-    """
+    """Bytes of private writable memory that a process has mapped, used or not (``RLIMIT_DATA``); 0 if unknown."""
     try:
         return _read(pid)[1]
     except ProcessLookupError:
@@ -93,24 +81,21 @@ def memory_kind() -> str:
     return "anonymous + shared-anonymous" if psutil.LINUX else "unique set size"
 
 
-def return_freed_memory() -> bool:
-    """Has the C library return free heap pages to the kernel, once; False where it cannot.
+def return_freed_memory() -> None:
+    """Has glibc return free heap pages to the kernel, once.
 
     A process that is to return all freed blocks at once must start with ``MALLOC_MMAP_THRESHOLD_`` in its environment.
     """
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):  # not glibc
-        return False
-    return True
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
 
 
 class PeakMeter:
     """Samples the memory of another process on a thread for as long as the context is open.
 
-    ``peaks`` holds the greatest sample of each phase; no sample of one phase is counted to the next. The thread has
-    ended when the context is left; a process that ends ends the sampling. ``pid`` must not be reused meanwhile, which
-    holds for a child that is not yet waited for.
+    ``peaks`` holds the greatest sample of each phase; no sample of one phase is counted to the next. A process that
+    ends ends the sampling. ``pid`` must not be reused meanwhile, which holds for a child that is not yet waited for.
     """
 
     def __init__(self, pid: int, interval_seconds: float = 0.004) -> None:
@@ -123,18 +108,13 @@ class PeakMeter:
         self._stop = False
         self._thread = threading.Thread(target=self._run, name=f"memory of {pid}", daemon=True)
 
-    @property
-    def peak_bytes(self) -> int:
-        """The greatest sample of all; 0 before the first one."""
-        return max(self.peaks.values(), default=0)
-
     def phase(self, name: str) -> None:
         """Counts samples under another name from now on, beginning with one at once."""
         with self._lock:  # without this, a sample taken before could be counted after
             self._phase = name
         self._sample()
 
-    def __enter__(self) -> PeakMeter:
+    def __enter__(self) -> "PeakMeter":
         self._sample()
         self._thread.start()
         return self

@@ -1,11 +1,8 @@
 """A hard cap on a process's private memory.
 
-``RLIMIT_DATA`` limits private writable mappings: the heap, large tensors, stacks of threads. An allocation beyond it
-fails as on a machine that has no more memory. Shared mappings of files are not limited, because the kernel can drop
-their pages.
+``RLIMIT_DATA`` limits private writable mappings (heap, large tensors, thread stacks), touched or not; an allocation
+beyond it fails. Shared mappings of files are not limited, because the kernel can drop their pages.
 """
-
-from __future__ import annotations
 
 import os
 import re
@@ -41,8 +38,7 @@ def cap_memory(nbytes: int) -> None:
     """From here on this process maps at most ``nbytes`` of private memory.
 
     Raises:
-        MemoryError: if it has mapped as much already. It would go on for as long as freed pieces are reused, and then
-            end with whatever error a library makes of a failed allocation.
+        MemoryError: if it has mapped as much already.
         OSError: if the system has no such limit, or refuses it.
     """
     held = data_bytes(os.getpid())

@@ -6,8 +6,6 @@ in that environment with this project's ``benchmarks`` on its path; it needs tor
 is a row of the table with the reason, never a failure.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Pictures in PNG, drawn without a display, with machine and command below: time and memory of each case."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

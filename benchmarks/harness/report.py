@@ -4,8 +4,6 @@ Page and results file are written whatever the outcome; the picture only where t
 is replaced is read first: the page shows how far each ratio moved (:mod:`benchmarks.harness.compare`).
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

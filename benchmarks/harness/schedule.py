@@ -1,12 +1,9 @@
 """The order in which the cases of a group run: each alone, in pairs with a reference, or in rounds.
 
-A machine has slow minutes. Two methods that are timed one after the other are compared across minutes; timed in turn,
-the steps of a pair share their moment, and the median of the ratios ignores moments that hit only one of the two. Which
-one starts alternates, so that neither always finds the caches that the other one left. Between its turns a process
-sleeps on a pipe: it holds memory, but takes no time.
+Methods whose times are compared take turns: the steps of a pair share their moment, so a slow minute of the machine
+hits both, and the median of the ratios ignores moments that hit only one. Which one starts alternates, so that neither
+always finds the caches that the other one left. Between its turns a process sleeps on a pipe.
 """
-
-from __future__ import annotations
 
 import contextlib
 import math
@@ -66,11 +63,10 @@ def run_alone(case: Case, turns: int = 0, *, warmup: int = 0, progress: bool = T
 def run_pairs(
     reference: Case, cases: Sequence[Case], pairs: int, *, warmup: int = 1, progress: bool = True
 ) -> list[Outcome]:
-    """Runs each case in turn with the reference: ``warmup`` turns that are not counted, then ``pairs`` pairs.
+    """Runs each case in turn with the reference, which keeps its process; its outcome is the first.
 
-    Where these leave the median in doubt, there are more pairs: up to three times as many. The reference keeps its
-    process throughout. The outcome of the reference comes first; a case that ended early has the pairs that were
-    complete by then.
+    Where ``pairs`` pairs leave the median in doubt, there are more: up to three times as many. A case that ended early
+    has the pairs that were complete by then.
     """
     found: list[Outcome] = []
     with CaseProcess(reference) as first:
@@ -107,11 +103,7 @@ def _pair(first: CaseProcess, second: CaseProcess, pairs: int, warmup: int) -> O
 
 
 def run_rounds(cases: Sequence[Case], turns: int, *, warmup: int = 0, progress: bool = True) -> list[Outcome]:
-    """Takes one turn of every case in each round; which one starts changes from round to round.
-
-    A case that ends before its time is left out from then on; the others go on. The reference of all is the first one
-    that ran to its end.
-    """
+    """Takes one turn of every case in each round; a case that ends is left out from then on."""
     with contextlib.ExitStack() as stack:
         processes: list[CaseProcess] = []
         for case in cases:

@@ -4,8 +4,6 @@ A field made by :func:`option` carries its help text and its bounds. All values 
 error, before anything is measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import shlex

@@ -1,7 +1,5 @@
 """Markdown tables declared as columns, figures in words, and bounds that are checked."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 

@@ -4,8 +4,6 @@ A limit made of these is one of the task and not of a method: a forward and a ba
 parameter touched once.
 """
 
-from __future__ import annotations
-
 
 def block_flops(dim: int, tokens: int, positions: int) -> float:
     """Floating point operations of one transformer block's forward; a backward takes twice as many.

@@ -6,8 +6,6 @@ one turn. Every line of its standard output is an event. Whatever else the case 
 stray ``print`` cannot break the protocol.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

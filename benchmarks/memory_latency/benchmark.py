@@ -6,8 +6,6 @@ turn with plain PyTorch. In another process glibc's heap returns freed blocks at
 the method needs. What ``estimate()`` predicts after half of the turns is shown beside what was measured.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

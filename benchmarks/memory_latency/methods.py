@@ -3,8 +3,6 @@
 A method takes the bare model, a directory for files, a device and its settings. Peers are imported inside.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """Tables, bounds and picture of ``memory-latency``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The floor of a peak is a process that has used the same method with a model of t
 started threads and made their scratch memory.
 """
 
-from __future__ import annotations
-
 import gc
 import tempfile
 import time
@@ -27,21 +25,13 @@ T = TypeVar("T")
 FLOOR = "after a step of two layers"
 
 
-def train(
-    report: Reporter,
-    method: str,
-    stack: dict[str, Any],
-    home: str,
-    device: str,
-    settings: dict[str, Any],
-    asked_after: int,
-) -> dict[str, Any]:
+def train(report: Reporter, method: str, home: str, device: str, asked_after: int, **how: Any) -> dict[str, Any]:
     """Steps (forward, loss, backward). The method "plain" leaves its gradients in ``home`` for the others.
 
     ``asked_after`` so many turns the method is asked for its prediction.
     """
-    chosen = Stack(**stack)
-    prepared = _build(report, METHODS[method], _step, chosen, home, device, settings)
+    chosen = Stack(**how["stack"])
+    prepared = _build(report, METHODS[method], _step, chosen, home, device, how["settings"])
     if prepared is None:
         return {}
     batch = chosen.batch().to(device)
@@ -70,15 +60,10 @@ def train(
     }
 
 
-def in_use(
-    report: Reporter, method: str, stack: dict[str, Any], home: str, device: str, settings: dict[str, Any]
-) -> dict[str, Any]:
-    """One step, for its peak, after another that allocates what is allocated once.
-
-    For a process whose heap returns freed memory from its start.
-    """
-    chosen = Stack(**stack)
-    prepared = _build(report, METHODS[method], _step, chosen, home, device, settings)
+def in_use(report: Reporter, method: str, home: str, device: str, **how: Any) -> dict[str, Any]:
+    """One step, for its peak, after another that allocates what is allocated once, in a heap that returns memory."""
+    chosen = Stack(**how["stack"])
+    prepared = _build(report, METHODS[method], _step, chosen, home, device, how["settings"])
     if prepared is not None:
         batch = chosen.batch().to(device)
         report.phase("a first step")
@@ -89,12 +74,10 @@ def in_use(
     return {}
 
 
-def forward(
-    report: Reporter, method: str, stack: dict[str, Any], home: str, device: str, settings: dict[str, Any]
-) -> dict[str, Any]:
+def forward(report: Reporter, method: str, home: str, device: str, **how: Any) -> dict[str, Any]:
     """Forward passes. The method "plain" leaves its output in ``home`` for the others."""
-    chosen = Stack(**stack)
-    prepared = _build(report, FORWARD_METHODS[method], _without_graph, chosen, home, device, settings)
+    chosen = Stack(**how["stack"])
+    prepared = _build(report, FORWARD_METHODS[method], _without_graph, chosen, home, device, how["settings"])
     if prepared is None:
         return {}
     batch, output = chosen.batch().to(device), torch.empty(0)

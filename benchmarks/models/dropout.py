@@ -9,8 +9,6 @@ All positions of a row share the mask ("variational" dropout, Gal and Ghahramani
 time beside the matrix products.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -9,8 +9,6 @@ A representation depends on its row alone: not on the padding behind its tokens,
 Chunks of a batch can therefore replace the batch.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

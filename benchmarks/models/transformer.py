@@ -4,8 +4,6 @@ A block takes and returns a hidden tensor, as any layer of a plain ``nn.Sequenti
 length or have dropout, a :data:`State` whose mask and keys pass through unchanged.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 

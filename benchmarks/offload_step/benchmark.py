@@ -11,8 +11,6 @@ with a fixed ``MALLOC_MMAP_THRESHOLD_``, which returns large blocks at once and 
 deepest model under the default allocator. Times are always measured under the default allocator.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ The resident model has ``torch.utils.checkpoint`` around each shard. It recomput
 so the ratio of the two is the price of streaming.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import mmap

@@ -1,7 +1,5 @@
 """Tables, bounds and picture of ``offload-step``."""
 
-from __future__ import annotations
-
 import statistics
 from typing import Any
 

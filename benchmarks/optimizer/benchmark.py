@@ -1,14 +1,13 @@
 """``optimizer``: AdamW steps with clipping while parameters, gradients and moments are stored on disk.
 
-Each method trains the same model in turn with the resident, checkpointed model under torch's fused AdamW. What a method
-leaves in the kernel's page cache is written out before the next turn; the table shows how long that takes. Ours spends a part of the memory that it saves on graphs that are not recomputed.
+Ours trains the same model in turn with the resident, checkpointed model under torch's fused AdamW. What is left in the
+kernel's page cache is written out before the next turn; the table shows how long that takes. Ours spends a part of the
+memory that it saves on graphs that are not recomputed.
 
 With ``--parameters 1e9`` nothing is resident: ours trains a model whose parameters, gradients and moments are larger
 than its memory, in turn with DeepSpeed. While DeepSpeed waits it holds memory that the page cache lacks for our files.
 It recomputes each block; with ``--peer-keeps`` it keeps its activations, which takes less arithmetic and more memory.
 """
-
-from __future__ import annotations
 
 import shutil
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """The methods: how a training step is taken, clipping included. DeepSpeed runs in an environment of its own."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Tables, bounds and picture of ``optimizer``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

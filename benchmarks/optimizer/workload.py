@@ -1,7 +1,5 @@
 """What every method trains: the same blocks, batches, loss and hyperparameters. Plain torch, for peers too."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

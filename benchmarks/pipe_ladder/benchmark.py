@@ -5,8 +5,6 @@ ratios of their times, for cells of milliseconds and for tiny cells. For each pi
 taken away, another case gives the peak memory. One more gives each stage a worker and measures the bubble.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

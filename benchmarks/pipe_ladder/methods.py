@@ -4,8 +4,6 @@ All pipes get the same layers, the same mini-batch and the same number of micro-
 adds to the layers, and what it keeps in memory. Only to measure the bubble each stage gets its own worker.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import statistics
@@ -47,18 +45,12 @@ def _ours(shape: Shape, chunks: int, checkpoint: str = "except_last") -> Pipe:
     return Pipe(shape.model(), shape.balance, ["cpu"] * STAGES, chunks=chunks, checkpoint=checkpoint)
 
 
-def _torchgpipe(shape: Shape, chunks: int) -> Steps:
-    pipe = require("torchgpipe", "ancestors").GPipe(
-        shape.model(), shape.balance, devices=["cpu"] * STAGES, chunks=chunks
-    )
-    return _through_autograd(pipe)
+def _ancestor(module: str, name: str) -> Callable[[Shape, int], Steps]:
+    def make(shape: Shape, chunks: int) -> Steps:
+        pipe = getattr(require(module, "ancestors"), name)
+        return _through_autograd(pipe(shape.model(), shape.balance, devices=["cpu"] * STAGES, chunks=chunks))
 
-
-def _fairscale(shape: Shape, chunks: int) -> Steps:
-    pipe = require("fairscale.nn", "ancestors").Pipe(
-        shape.model(), shape.balance, devices=["cpu"] * STAGES, chunks=chunks
-    )
-    return _through_autograd(pipe)
+    return make
 
 
 def _scheduled(name: str, checkpoint: str = "except_last") -> Callable[[Shape, int], Steps]:
@@ -69,35 +61,21 @@ def _scheduled(name: str, checkpoint: str = "except_last") -> Callable[[Shape, i
     return make
 
 
-@contextlib.contextmanager
-def _in_threads() -> Iterator[None]:
-    """The layers run in a worker thread, as if the stages were on two devices."""
-    with mock.patch.object(worker, "needs_threads", return_value=True):
-        yield
+ABLATIONS: dict[str, tuple[Any, str, Any]] = {  # what is replaced by a function that returns a constant
+    "in a worker thread": (worker, "needs_threads", True),  # as if the stages were on two devices
+    "no order": (running, "_fork", None),  # no micro-batch depends on another in backward
+    "no early recompute": (Checkpointing, "recompute", None),  # a cell is recomputed when its gradient has arrived
+}
 
 
-@contextlib.contextmanager
-def _without_order() -> Iterator[None]:
-    """No micro-batch depends on another in backward."""
-    with mock.patch.object(running, "_fork", return_value=None):
-        yield
-
-
-@contextlib.contextmanager
-def _without_early_recompute() -> Iterator[None]:
-    """A cell is recomputed when its gradient has arrived."""
-    with mock.patch.object(Checkpointing, "recompute", return_value=None):
-        yield
-
-
-def _ablated(*without: Callable[[], contextlib.AbstractContextManager[None]]) -> Callable[[Shape, int], Steps]:
+def _ablated(*names: str) -> Callable[[Shape, int], Steps]:
     def make(shape: Shape, chunks: int) -> Steps:
         step = _through_autograd(_ours(shape, chunks))
 
         def run(x: Tensor) -> None:
             with contextlib.ExitStack() as stack:
-                for context in without:
-                    stack.enter_context(context())
+                for target, attribute, value in (ABLATIONS[name] for name in names):
+                    stack.enter_context(mock.patch.object(target, attribute, return_value=value))
                 step(x)
 
         return run
@@ -107,15 +85,15 @@ def _ablated(*without: Callable[[], contextlib.AbstractContextManager[None]]) ->
 
 METHODS: dict[str, Callable[[Shape, int], Steps]] = {
     "ours": lambda shape, chunks: _through_autograd(_ours(shape, chunks)),
-    "torchgpipe": _torchgpipe,
-    "fairscale": _fairscale,
+    "torchgpipe": _ancestor("torchgpipe", "GPipe"),
+    "fairscale": _ancestor("fairscale.nn", "Pipe"),
     "ours, 1F1B": _scheduled("1f1b"),
     "ours, 1F1B, nothing recomputed": _scheduled("1f1b", "never"),
     "ours, nothing recomputed": lambda shape, chunks: _through_autograd(_ours(shape, chunks, "never")),
-    "ours, in a worker thread": _ablated(_in_threads),
-    "ours, in a worker thread, no order": _ablated(_in_threads, _without_order),
-    "ours, no order": _ablated(_without_order),
-    "ours, no early recompute": _ablated(_without_early_recompute),
+    "ours, in a worker thread": _ablated("in a worker thread"),
+    "ours, in a worker thread, no order": _ablated("in a worker thread", "no order"),
+    "ours, no order": _ablated("no order"),
+    "ours, no early recompute": _ablated("no early recompute"),
 }
 """By name, what makes a step from a shape and a number of micro-batches."""
 

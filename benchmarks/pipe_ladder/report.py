@@ -1,7 +1,5 @@
 """Tables, bounds and picture of ``pipe-ladder``."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """The model in two CPU stages and its mini-batch. Both stages are one device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

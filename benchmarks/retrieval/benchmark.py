@@ -8,8 +8,6 @@ Every case has a cap, so that one that does not fit ends with an error of its ow
 machine has left.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 

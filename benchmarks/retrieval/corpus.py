@@ -1,18 +1,11 @@
-"""Pairs (what a function says it does, how it does it) out of the Python source that every machine has.
+"""Pairs (what a function says it does, how it does it) out of the Python source that every machine has: no download.
 
-A benchmark on real input must not need a download. The standard library and the installed packages hold tens of
-thousands of functions whose docstring describes their body: a retrieval task with a right answer. The corpus keeps
-three promises:
-
-* **Nothing to copy from.** The docstring is cut out of the source of its own function, so the answer is not part of
-  the text that is searched.
-* **No leak.** Whole modules are held out, and a docstring or a body that occurs twice (vendored copies, overloads,
-  generated wrappers) is kept once, before the split. No held-out text is in the training set.
-* **Same machine, same corpus.** Modules are visited in the order of a hash of their name, never of a directory
-  listing, and the split hashes the name as well: adding a package moves no module from one side to the other.
+* The docstring is cut out of the source of its own function, so the answer is not part of the text that is searched.
+* Whole modules are held out, and a docstring or a body that occurs twice (vendored copies, overloads, generated
+  wrappers) is kept once, before the split: no held-out text is in the training set.
+* Modules are read in the order of a hash of their name, and the split hashes the name as well: the same machine has the
+  same corpus, and adding a package moves no module from one side to the other.
 """
-
-from __future__ import annotations
 
 import ast
 import hashlib
@@ -111,14 +104,10 @@ def pairs_in(name: str, text: str) -> Iterator[Pair]:
 
 
 def build_corpus(roots: Iterable[Path] | None = None, *, pairs: int = 12_000) -> Corpus:
-    """Reads modules until ``pairs`` different pairs are found (or there are no more), and splits them by module.
-
-    Args:
-        roots: folders to search, in order; the standard library and the installed packages where None.
-        pairs: stop after this many; parsing an environment whole can take a minute.
+    """Reads modules below ``roots`` (default: :func:`default_roots`) until ``pairs`` different pairs are found.
 
     Raises:
-        ValueError: if one side of the split stays empty.
+        ValueError: if one side of the split by module stays empty.
     """
     seen: set[str] = set()
     sides: tuple[list[Pair], list[Pair]] = ([], [])

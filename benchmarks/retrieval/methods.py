@@ -3,8 +3,6 @@
 Encoder, data, dropout masks, loss, optimizer and schedule are the same, so that losses may differ by rounding only.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import time

@@ -1,7 +1,5 @@
 """Tables, bounds and picture of ``retrieval``."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import statistics

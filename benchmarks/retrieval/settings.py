@@ -1,7 +1,5 @@
 """Settings of ``retrieval``: sizes, seed, and everything that the methods have in common."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from benchmarks.harness.settings import option

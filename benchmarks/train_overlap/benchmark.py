@@ -5,8 +5,6 @@ each part alone. An ideal pipeline takes as long as its slowest part alone; in t
 pipeline runs over the same model, table and loader, where it is installed.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 
 from benchmarks.harness.benchmark import Benchmark, Plan

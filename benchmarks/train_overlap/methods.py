@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ def _ours(workload: Workload, *, in_turn: bool) -> Any:
 
 
 class _Movable(dict[str, Tensor]):
-    """A batch as torchrec wants it."""
+    """A batch as torchrec needs it."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> _Movable:
         return _Movable({name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.items()})
@@ -40,18 +39,15 @@ class _Movable(dict[str, Tensor]):
         return self
 
 
-class _Together:
+class _Together(list[torch.optim.Optimizer]):
     """Several optimizers as one."""
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._optimizers = optimizers
-
     def zero_grad(self) -> None:
-        for optimizer in self._optimizers:
+        for optimizer in self:
             optimizer.zero_grad()
 
     def step(self) -> None:
-        for optimizer in self._optimizers:
+        for optimizer in self:
             optimizer.step()
 
 

@@ -5,8 +5,6 @@ name says on any machine: without them, rows in the page cache would be fast. Ro
 were just updated carry no latency, because they are in the page cache.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
