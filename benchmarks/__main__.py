@@ -1,8 +1,4 @@
-"""``python -m benchmarks`` lists the benchmarks; ``python -m benchmarks NAME [--out STEM]`` runs one.
-
-``python -m benchmarks table`` prints the README's table of claims; ``python -m benchmarks report FILE.jsonl`` makes the
-report of an earlier run again.
-"""
+"""``python -m benchmarks`` lists the benchmarks and commands; ``python -m benchmarks NAME [--out STEM]`` runs one."""
 
 import argparse
 import signal

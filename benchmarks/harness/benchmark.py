@@ -45,43 +45,24 @@ class Run(Generic[S]):
 
 @dataclass
 class Report:
-    """What is said of a run.
+    """What is said of a run."""
 
-    Attributes:
-        sections: tables and paragraphs in Markdown, in their order.
-        broken: bounds that do not hold, a line each; they make the run fail.
-        panels: of the picture; by default the ratios.
-        ratios: what must be the same when the benchmark runs again; by default :func:`ratios_of` all outcomes.
-    """
-
-    sections: list[str]
-    broken: list[str] = field(default_factory=list)
-    panels: list[Panel] | None = None
-    ratios: dict[str, float] | None = None
-
-
-def _no_facts(settings: Any, folder: Path) -> Facts:
-    return []
+    sections: list[str]  #: tables and paragraphs in Markdown, in their order
+    broken: list[str] = field(default_factory=list)  #: bounds that do not hold, a line each: they make the run fail
+    panels: list[Panel] | None = None  #: of the picture; by default the ratios
+    ratios: dict[str, float] | None = None  #: what another run must repeat; by default :func:`ratios_of` all outcomes
 
 
 @dataclass(frozen=True)
 class Benchmark(Generic[S]):
-    """One benchmark.
+    """One benchmark."""
 
-    Attributes:
-        settings: a frozen dataclass of options, see :mod:`benchmarks.harness.settings`.
-        plan: yields the groups of a run in a folder on disk; it touches no file itself.
-        report: tables, bounds and picture of a run.
-        prepare: writes the files that cases share, and returns what the header says of them.
-        rates: how limits are measured, as :func:`measure_limits` takes it.
-        run_group: runs a group.
-    """
-
-    settings: type[S]
-    plan: Callable[[S, str], Plan]
+    settings: type[S]  #: a frozen dataclass of options, see :mod:`benchmarks.harness.settings`
+    plan: Callable[[S, str], Plan]  #: yields the groups of a run in a folder on disk; touches no file itself
     report: Callable[[Run[S]], Report]
-    prepare: Callable[[S, Path], Facts] = _no_facts
-    rates: Callable[[S], Mapping[str, Any]] = field(default=lambda settings: {})
+    #: Writes the files that cases share, and returns what the header says of them.
+    prepare: Callable[[S, Path], Facts] = field(default=lambda settings, folder: [])
+    rates: Callable[[S], Mapping[str, Any]] = field(default=lambda settings: {})  #: arguments of ``measure_limits``
     run_group: Callable[[Group], list[Outcome]] = run_group
 
     def measure(self, settings: S, home: Path) -> Run[S]:

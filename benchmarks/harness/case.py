@@ -12,8 +12,8 @@ from typing import Any
 class Case:
     """One method: a name for the tables, ``package.module:function``, and the function's arguments (JSON).
 
-    ``environment`` is set in the case's process where the user has not set it. ``peer`` names a library of
-    :mod:`benchmarks.harness.peers`; the case runs in the environment where that library is installed.
+    ``environment`` is set where the user has not set it. A case of a ``peer`` (:mod:`benchmarks.harness.peers`) runs in
+    the environment where that library is installed.
     """
 
     name: str
@@ -52,11 +52,7 @@ class Outcome:
 
     @property
     def done(self) -> dict[str, Any]:
-        """The result, of a case that has one.
-
-        Raises:
-            ValueError: if it has none.
-        """
+        """The result; ValueError where there is none."""
         if self.result is None:
             raise ValueError(f"{self.name}: expected a result, but it {self.reason}")
         return self.result
@@ -71,11 +67,7 @@ class Outcome:
         return self.peaks[phase] - self.moments[moment]
 
     def median(self, key: str = "seconds", default: float | None = None) -> float:
-        """The median over the steps; NaN where there are none.
-
-        Raises:
-            KeyError: if a step lacks ``key`` and there is no default.
-        """
+        """The median over the steps; NaN where there are none; KeyError if a step lacks ``key`` without default."""
         values = [step[key] if default is None else step.get(key, default) for step in self.steps]
         return float(statistics.median(values)) if values else float("nan")
 
@@ -110,13 +102,8 @@ class Outcome:
         fields = asdict(self)
         kept = ("seconds", "processor")
         fields["reference"] = [{key: step[key] for key in kept if key in step} for step in self.reference]
-        ratio = self.ratio()
-        return {
-            "case": fields.pop("case")["name"],
-            "peak_bytes": self.peak_bytes,
-            "ratio": None if ratio != ratio else ratio,
-            **fields,
-        }
+        ratio = self.ratio() if self.ratios() else None
+        return {"case": fields.pop("case")["name"], "peak_bytes": self.peak_bytes, "ratio": ratio, **fields}
 
     @classmethod
     def from_json(cls, case: Case, line: Mapping[str, Any]) -> Outcome:

@@ -1,12 +1,7 @@
-"""Compares a run with an earlier one of the same benchmark: how far did each ratio move?
-
-Seconds differ from day to day and from machine to machine; users decide by the ratios between methods. Every run writes
-its ratios into the header of its results file. Only runs with the same settings on the same machine are compared.
-"""
+"""Compares a run with an earlier one of the same settings on the same machine: how far did each ratio move?"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.harness.case import Outcome
 from benchmarks.harness.environment import Environment
@@ -16,9 +11,8 @@ MAXIMUM_CHANGE = 0.10
 MACHINE = ("cpu", "cores", "threads", "accelerator")  # the size of its memory differs by a few MiB
 
 
-@dataclass(frozen=True)
-class Earlier:
-    """An earlier run: its environment, settings and ratios."""
+class Earlier(NamedTuple):
+    """An earlier run, as the header of its results file records it."""
 
     environment: Environment
     settings: Any
@@ -30,9 +24,8 @@ class Earlier:
             return f"The run of {self.environment.date} was on another machine: its ratios are not compared."
         if self.settings != settings:
             return f"The run of {self.environment.date} had other settings: its ratios are not compared."
-        if not self.ratios.keys() & ratios.keys():
-            return f"The run of {self.environment.date} has no ratio in common with this one."
-        return ""
+        common = self.ratios.keys() & ratios.keys()
+        return "" if common else f"The run of {self.environment.date} has no ratio in common with this one."
 
     def changes(self, ratios: Mapping[str, float]) -> dict[str, float]:
         """The change of each common ratio, as a share of the earlier one."""
@@ -40,11 +33,9 @@ class Earlier:
 
     def broken(self, ratios: Mapping[str, float]) -> list[str]:
         """A line for each ratio that moved by more than :data:`MAXIMUM_CHANGE` or is not a number."""
-        return [
-            f"{name}: must be within {MAXIMUM_CHANGE:.0%} of before, moved by {change:+.1%}"
-            for name, change in self.changes(ratios).items()
-            if not abs(change) <= MAXIMUM_CHANGE
-        ]
+        moved = {name: change for name, change in self.changes(ratios).items() if not abs(change) <= MAXIMUM_CHANGE}
+        words = f"must be within {MAXIMUM_CHANGE:.0%} of before, moved by"
+        return [f"{name}: {words} {change:+.1%}" for name, change in moved.items()]
 
     def table(self, ratios: Mapping[str, float]) -> str:
         """Each ratio before and now."""
@@ -55,16 +46,12 @@ class Earlier:
             f"{len(changes) - len(self.broken(ratios))} of {len(changes)} ratios are within {MAXIMUM_CHANGE:.0%}; the "
             f"largest change is that of {greatest}, by {changes[greatest]:+.1%}."
         )
-        rows = [
-            [name, f"{self.ratios[name]:.3f}", f"{ratios[name]:.3f}", f"{change:+.1%}"]
-            for name, change in changes.items()
-        ]
+        rows = [[n, f"{self.ratios[n]:.3f}", f"{ratios[n]:.3f}", f"{change:+.1%}"] for n, change in changes.items()]
         return f"{words}\n\n{markdown_table(['ratio', 'before', 'now', 'change'], rows)}"
 
 
 def ratios_of(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """The ratios of a benchmark that names none itself: of each case its time to the reference's, and its peak to the
-    first case's."""
+    """Of each case its time to the reference's and its peak to the first case's, where a benchmark names no ratios."""
     found: dict[str, float] = {}
     done = [outcome for outcome in outcomes if outcome.result is not None]
     for outcome in done:

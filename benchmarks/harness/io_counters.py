@@ -38,24 +38,18 @@ def _counters() -> dict[str, int]:
 
 
 def bytes_of_step(steps: Steps) -> tuple[float, float]:
-    """Bytes read and written in a step: those of calls, or those of the device where they are more.
-
-    What the page cache drops or keeps differs from step to step, so the device's count is the mean of all steps.
-    """
-    read = max(_median(steps, "read"), from_disk(steps))
-    return read, max(_median(steps, "written"), _mean(steps, "to_disk"))
+    """Bytes read and written in a step: the median of calls, or the mean of the device where it is more."""
+    read, written = (float(statistics.median(step.get(key, 0.0) for step in steps)) for key in ("read", "written"))
+    return max(read, _mean(steps, "from_disk")), max(written, _mean(steps, "to_disk"))
 
 
 def from_disk(steps: Steps) -> float:
-    """Bytes of a step that the device delivered."""
+    """Bytes of a step that the device delivered. The page cache differs from step to step, so the mean of all."""
     return _mean(steps, "from_disk")
 
 
 def medium_bytes(steps: Steps, *, copied_bytes: float = 0.0) -> dict[str, float]:
-    """Bytes of a step by medium, as ``Limits.step_seconds`` takes them; ``copied_bytes`` are those of other copies.
-
-    All that is written reaches the disk; what is read from the page cache is copied in memory.
-    """
+    """Bytes of a step by medium, as ``Limits.step_seconds`` takes them; ``copied_bytes`` are those of other copies."""
     read, written = bytes_of_step(steps)
     on_disk = from_disk(steps)
     return {"read_bytes": on_disk, "written_bytes": written, "copied_bytes": copied_bytes + read - on_disk}
@@ -71,10 +65,6 @@ def engine_bytes(step: Mapping[str, Any]) -> tuple[float, float]:
     spilled = step.get("bytes_spilled", 0)
     loaded = step.get("bytes_loaded", 0) + step.get("update_bytes_read", 0) + spilled
     return loaded, step.get("bytes_stored", 0) + step.get("update_bytes_written", 0) + spilled
-
-
-def _median(steps: Steps, key: str) -> float:
-    return float(statistics.median(step.get(key, 0.0) for step in steps))
 
 
 def _mean(steps: Steps, key: str) -> float:

@@ -1,9 +1,8 @@
 """Peers: the libraries that users have today, where each is installed, and why one cannot run here.
 
-Some peers need versions that others cannot use. A peer is therefore looked for in the environment whose interpreter the
-variable ``GRADSTREAM_PEER_PYTHON_<NAME>`` names, and in this one where the variable is not set. The case of a peer runs
-in that environment with this project's ``benchmarks`` on its path; it needs torch and psutil. A peer that is not found
-is a row of the table with the reason, never a failure.
+Some need versions that others cannot use: a peer is looked for in the environment whose interpreter the variable
+``GRADSTREAM_PEER_PYTHON_<NAME>`` names, else in this one. Its case runs there, with ``benchmarks`` on
+its path; it needs torch and psutil. A peer that is not found is a row of the table with the reason, never a failure.
 """
 
 import importlib.metadata
@@ -11,14 +10,13 @@ import importlib.util
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 ASK_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class Peer:
+class Peer(NamedTuple):
     """One library: the module to import (if its import is to be checked), its distribution, how to install it."""
 
     module: str
@@ -42,16 +40,14 @@ PEERS = {
 }
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """The interpreter that has the peer, and the peer's version."""
 
     python: str
     version: str
 
 
-@dataclass(frozen=True)
-class Absent:
+class Absent(NamedTuple):
     """Why a peer cannot run here, in one line with what would help."""
 
     reason: str
@@ -63,11 +59,7 @@ def variable_of(name: str) -> str:
 
 
 def find_peer(name: str) -> Found | Absent:
-    """Finds the peer without importing it.
-
-    Raises:
-        KeyError: if there is no such name in :data:`PEERS`.
-    """
+    """Finds a peer of :data:`PEERS` without importing it."""
     return _find(name, os.environ.get(variable_of(name), ""))
 
 

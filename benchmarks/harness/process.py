@@ -1,11 +1,8 @@
 """The process of one case, from its start to its outcome; it runs on its own or waits for its turns.
 
 Inside the context there is at most one process, and after it none, whatever was raised; what the case reported is in
-``outcome`` as soon as the call that listened returns. The case's function must iterate over ``report.turns()`` if
-:meth:`CaseProcess.turn` is used; one that does not ends within the first turn.
+``outcome`` as soon as the call that listened returns.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
@@ -25,7 +22,6 @@ from benchmarks.harness.peers import Absent, find_peer
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]  # holds ``benchmarks``: the child imports the same code
 EXIT_SECONDS = 60.0  # for an interpreter to end after its last event
-
 Listener = Callable[[dict[str, Any]], None]
 
 
@@ -42,18 +38,16 @@ class CaseProcess:
         self._on_event = on_event
         self._process: subprocess.Popen[str] | None = None
         self._ready = False  # it has built what it needs, and waits for a turn
-        self._started = 0.0
+        self._started = time.perf_counter()
 
-    def __enter__(self) -> CaseProcess:
-        case = self.outcome.case
-        python = sys.executable
+    def __enter__(self) -> "CaseProcess":
+        case, python = self.outcome.case, sys.executable
         if case.peer:
             found = find_peer(case.peer)
             if isinstance(found, Absent):
                 self.outcome.skipped = found.reason
                 return self
             python, self.outcome.version = found.python, found.version
-        self._started = time.perf_counter()
         # A file, not a pipe: it is read at the end only, and a full pipe would stop the case.
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         self._process = subprocess.Popen(
@@ -79,7 +73,7 @@ class CaseProcess:
         return self._process is not None and self._ready
 
     def prepare(self) -> None:
-        """Waits until the case has built what it needs and waits for its first turn, or has ended."""
+        """Lets the case build what it needs, until it waits for its first turn or has ended."""
         if self._process is not None and not self._ready:
             self._ready = self._listen()
 

@@ -47,15 +47,10 @@ def publish(
     against: Path | None = None,
     again: bool = False,
 ) -> int:
-    """Prints the report of a run and writes its files; the exit status.
+    """Prints the report of a run and writes its files beside ``out``; the exit status.
 
-    Args:
-        name, summary: of the benchmark.
-        benchmark: makes the report.
-        run: measured or read.
-        out: the files without their suffixes; None writes none.
-        against: the results file of an earlier run, whose ratios must not have moved.
-        again: the report is made from a results file: none is written.
+    ``against`` is the results file of an earlier run, whose ratios must not have moved. ``again``: the report is made
+    from a results file, and none is written.
     """
     report = report_of(benchmark, run)
     results = out and out.with_name(f"{out.name}.jsonl")

@@ -1,9 +1,8 @@
 """The process of one case: calls its function and writes what happens as JSON lines.
 
-``python -m benchmarks.harness.worker`` reads one JSON object, ``{"target": "package.module:function", "arguments":
-{}}``, from the first line of its standard input, and calls ``function(report, **arguments)``. Each further line grants
-one turn. Every line of its standard output is an event. Whatever else the case prints goes to standard error, so that a
-stray ``print`` cannot break the protocol.
+``python -m benchmarks.harness.worker`` reads ``{"target": "package.module:function", "arguments": {}}`` from the first
+line of standard input and calls ``function(report, **arguments)``. Each further line grants one turn. Every line of
+standard output is an event; whatever the case prints goes to standard error, where it cannot break the protocol.
 """
 
 import importlib
@@ -52,11 +51,9 @@ class Reporter:
         """From here on the parent counts the peak under ``name``; memory of earlier phases must be freed by now."""
         self.event("phase", name=name)
 
-    def memory(self, moment: str) -> int:
-        """Notes the bytes that the process holds now under the name ``moment``, and returns them."""
-        held = resident_bytes(os.getpid())
-        self.event("memory", moment=moment, bytes=held)
-        return held
+    def memory(self, moment: str) -> None:
+        """Notes the bytes that the process holds now under the name ``moment``."""
+        self.event("memory", moment=moment, bytes=resident_bytes(os.getpid()))
 
 
 def main() -> None:

@@ -1,12 +1,8 @@
 """Dropout whose mask is a function of the row, so that any cut of a batch draws the same masks.
 
 ``nn.Dropout`` draws from one stream of random numbers in the order of the calls: a batch in 16 chunks draws other masks
-than the batch in one piece, and losses could only be compared within the noise of the masks. Here every row has a key,
-and the mask is a function of (key, layer, channel). It shows nothing about the replay of random number generators; the
-tests of the packages show that with ``nn.Dropout`` itself.
-
-All positions of a row share the mask ("variational" dropout, Gal and Ghahramani 2016), so that hashing takes next to no
-time beside the matrix products.
+than the batch in one piece. Here the mask is a function of (key of the row, layer, channel); all positions of a row
+share it ("variational" dropout, Gal and Ghahramani 2016), so that hashing takes next to no time.
 """
 
 import torch
