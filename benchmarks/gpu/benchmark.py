@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,36 +88,26 @@ def run_part(case: Case) -> Outcome:
     words, seconds = case.arguments["words"], case.arguments["seconds"]
     print(f"\n== {case.name}, at most {seconds:.0f} s: {shown_command(words)}", flush=True)
     started = time.perf_counter()
-    # In a session of its own: the processes that a part starts end with it.
-    process = subprocess.Popen(
-        [sys.executable, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        encoding="utf-8",
-        errors="replace",
-        env={**os.environ, "PYTHONPATH": python_path()},
-    )
-    try:
-        printed, _ = process.communicate(timeout=seconds)
-        if process.returncode == 0:
-            outcome.result = {"status": 0}
-        else:
-            outcome.failure = f"exit status {process.returncode}"
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        printed, _ = process.communicate()
-        outcome.failure = f"not done after {seconds:.0f} s"
-    finally:
-        if process.poll() is None:  # an interrupt from outside
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as printed:
+        # In a session of its own: the processes that a part starts end with it.
+        environment = {**os.environ, "PYTHONPATH": python_path()}
+        how: dict[str, Any] = {"stdout": printed, "stderr": subprocess.STDOUT, "env": environment}
+        process = subprocess.Popen([sys.executable, *words], start_new_session=True, **how)
+        try:
+            status = process.wait(seconds)
+            outcome.result, outcome.failure = ({"status": 0}, None) if status == 0 else (None, f"exit status {status}")
+        except subprocess.TimeoutExpired:
+            outcome.failure = f"not done after {seconds:.0f} s"
+        finally:
+            if process.poll() is None:  # also at an interrupt from outside
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        printed.seek(0)
+        # Progress bars return to the beginning of their line: only what follows the last return is a line.
+        found = [line.rpartition("\r")[2].rstrip() for line in printed.read().splitlines()]
     outcome.seconds = time.perf_counter() - started
-    # Progress bars return to the beginning of their line: only what follows the last return is a line.
-    found = [line.rpartition("\r")[2].rstrip() for line in printed.splitlines()]
-    tail = "\n".join([line for line in found if line][-LAST_LINES:])
-    outcome.steps.append({"tail": tail})
-    print(tail, flush=True)
+    outcome.steps.append({"tail": "\n".join([line for line in found if line][-LAST_LINES:])})
+    print(outcome.steps[0]["tail"], flush=True)
     return outcome
 
 
@@ -129,10 +120,9 @@ def report(run: Run[Any]) -> Report:
         for outcome in outcomes
         for step in outcome.steps
     ]
-    return Report(
-        [markdown_table(["part", "outcome", "seconds"], rows), reasons(outcomes), *printed],
-        [f"{outcome.name}: {outcome.failure}" for outcome in outcomes if outcome.failure],
-    )
+    broken = [f"{outcome.name}: {outcome.failure}" for outcome in outcomes if outcome.failure]
+    table = markdown_table(["part", "outcome", "seconds"], rows)
+    return Report([table, reasons(outcomes), *printed], broken, ratios={})
 
 
 BENCHMARK = Benchmark(

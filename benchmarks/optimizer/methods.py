@@ -151,7 +151,7 @@ class DeepSpeed(Method):
             with torch.no_grad(), deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
                 for parameter, value in zip(parameters, training.block(k).parameters(), strict=True):
                     parameter.copy_(value)
-        model = blocks_of_peer(self.blocks, checkpointed)
+        model = Checkpointed(self.blocks) if checkpointed else self.blocks
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
 
     def _settings(self) -> dict[str, Any]:
@@ -192,11 +192,6 @@ class DeepSpeed(Method):
         for name, parameter in self.blocks.named_parameters():
             with deepspeed.zero.GatheredParameters(parameter):
                 yield name, parameter.detach().clone()
-
-
-def blocks_of_peer(blocks: nn.Sequential, checkpointed: bool) -> nn.Module:
-    """The model that DeepSpeed takes: each block recomputed by torch, or its activations kept."""
-    return Checkpointed(blocks) if checkpointed else blocks
 
 
 METHODS: dict[str, type[Method]] = {
@@ -258,7 +253,9 @@ def run_method(report: Reporter, method: Method, save_after: int, home: Path) ->
         taken += 1
         if taken == save_after:
             torch.save({name: value.clone() for name, value in method.parameters()}, saved)
-        report.step(**values, kernel=_write_out())
+        started = time.perf_counter()
+        os.sync()  # what the page cache holds is written to disk outside of other methods' turns
+        report.step(**values, kernel=time.perf_counter() - started)
     counts = method.counts()
     report.phase("end")
     reference = home.with_name(REFERENCE).with_suffix(".pt")
@@ -283,13 +280,6 @@ def _step(method: Method, index: int) -> dict[str, float]:
     processor = time.process_time() - processor
     waited = method.counts().get("wait_seconds", 0.0) - waited
     return {"seconds": seconds, "processor": processor, "waited": waited, "loss": loss, **counters.taken()}
-
-
-def _write_out() -> float:
-    """Seconds in which everything in the page cache is written to disk, outside of other methods' turns."""
-    started = time.perf_counter()
-    os.sync()
-    return time.perf_counter() - started
 
 
 def greatest_difference(path: Path, other: Path) -> float:

@@ -55,7 +55,11 @@ def report(run: Run[Any]) -> Report:
             run.limits, lambda o: run.limits.step_seconds(flops=training.training_flops, **medium_bytes(o.steps))
         ),
     }
-    sections = [words, case_table(outcomes, columns, "method"), WORDS, _beside_peer(outcomes), reasons(outcomes)]
+    sections = [words, case_table(outcomes, columns, "method"), WORDS, reasons(outcomes)]
+    ours, theirs = _pair(outcomes)
+    if ours is not None and theirs is not None:
+        speedup, share = _advantage(ours, theirs)
+        sections.append(f"Ours takes 1/{speedup:.2f} of the time of {theirs.title} and {share:.2f} of its memory.")
     return Report(sections, broken_bounds(outcomes, large))
 
 
@@ -77,14 +81,6 @@ def _pair(outcomes: Sequence[Outcome]) -> tuple[Outcome | None, Outcome | None]:
 def _advantage(ours: Outcome, theirs: Outcome) -> tuple[float, float]:
     """How many times as fast ours is, and its share of the memory."""
     return theirs.ratio() / ours.ratio(), ours.peaks[STEPS] / theirs.peaks[STEPS]
-
-
-def _beside_peer(outcomes: Sequence[Outcome]) -> str:
-    ours, theirs = _pair(outcomes)
-    if ours is None or theirs is None:
-        return ""
-    speedup, share = _advantage(ours, theirs)
-    return f"Ours takes 1/{speedup:.2f} of the time of {theirs.title} and {share:.2f} of its memory."
 
 
 def broken_bounds(outcomes: Sequence[Outcome], large: bool) -> list[str]:

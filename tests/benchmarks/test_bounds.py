@@ -107,18 +107,6 @@ def test_optimizer(large: bool, outcomes: list[Outcome], complaints: list[str]) 
     told(optimizer.broken_bounds([*([] if large else [trained(REFERENCE)]), *outcomes], large), *complaints)
 
 
-@pytest.mark.parametrize(("checkpointed", "forwards"), [(True, 2), (False, 1)])
-def test_deepspeed_recomputes_each_block_unless_it_keeps_its_activations(checkpointed: bool, forwards: int) -> None:
-    from benchmarks.optimizer.methods import blocks_of_peer
-
-    blocks = Stack(2, 64, 1, 2).build()
-    ran: list[torch.nn.Module] = []
-    for block in blocks:
-        block.register_forward_pre_hook(lambda module, _: ran.append(module))
-    blocks_of_peer(blocks, checkpointed)(torch.ones(1, 2, 64)).sum().backward()
-    assert [ran.count(block) for block in blocks] == [forwards] * 2
-
-
 # --- gradcache-batch -------------------------------------------------------------------------------------------------
 
 

@@ -174,3 +174,12 @@ def test_checkpointed_layers_return_what_the_layers_return(dropout: float) -> No
     model, batch = stack.build(), stack.batch()
     plain, recomputed = model(batch), Checkpointed(model)(batch)
     assert torch.equal(*((value[0] if dropout else value) for value in (plain, recomputed)))
+
+
+def test_checkpointed_layers_run_again_in_backward() -> None:
+    blocks = Stack(2, 64, 1, 2).build()
+    ran: list[nn.Module] = []
+    for block in blocks:
+        block.register_forward_pre_hook(lambda module, _: ran.append(module))
+    Checkpointed(blocks)(torch.ones(1, 2, 64)).sum().backward()
+    assert [ran.count(block) for block in blocks] == [2, 2]
