@@ -17,7 +17,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["offload*", "pipe*", "gradcache*"]),
     package_data={"offload": ["py.typed"], "pipe": ["py.typed"], "gradcache": ["py.typed"]},
-    install_requires=["torch>=2.6", "psutil"],
+    install_requires=["torch>=2.8", "psutil"],
     extras_require={
         "test": [
             "pytest>=8",

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 MODULES = [path for package in ("pipe", "offload", "gradcache") for path in sorted((ROOT / package).rglob("*.py"))]
 
 #: Releases of torch that all of this was run with. Another one may do as well: these tests tell.
-KNOWN = ("2.6", "2.13")
+KNOWN = ("2.8", "2.13")
 
 
 def private_names(source: str) -> set[str]:
