@@ -11,7 +11,6 @@ import torch
 
 from offload import OffloadModel, OffloadOptimizer
 from offload.engine.follow import follow
-from offload.optim.access import updates_of
 from offload.planning.plan import Kind, Plan, validate
 from tests.offload.pair import Pair
 from tests.offload.prompt import PromptLane
@@ -67,9 +66,10 @@ def test_updates_run_in_the_order_of_the_plan(home: str, tmp_path: Path, in_back
         step(model, optimizer)
         optimizer.synchronize()
     kind = Kind.UPDATE_IN_BACKWARD if in_backward else Kind.UPDATE
+    updates = model._executor.streamer.gradient_offload.optimizers.planned()
     expected = [
         str(action)
-        for action in model._executor.steps.plan([2], updates_of([optimizer]), slots=2, training=True).actions
+        for action in model._executor.steps.plan([2], updates, slots=2, training=True).actions
         if action.kind is kind
     ]
     ran = [event.token for event in sorted(events, key=lambda e: e.begin) if event.track == "update lane"]
@@ -120,9 +120,8 @@ def test_the_executed_actions_are_the_printed_plan(
         return plan
 
     monkeypatch.setattr("offload.engine.executor.follow", following)
-    planned = model._executor.steps.plan(
-        [1, 1], updates_of([optimizer] if how != "none" else []), slots=slots, training=True
-    )
+    updates = model._executor.streamer.gradient_offload.optimizers.planned()
+    planned = model._executor.steps.plan([1, 1], updates, slots=slots, training=True)
     step(model, optimizer)
     printed = str(model.plan(batch_rows=2))
     assert " ".join(executed) == printed

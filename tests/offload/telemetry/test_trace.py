@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from offload import OffloadModel
-from offload.optim.access import updates_of
 from offload.planning.plan import CELLS, Kind, Plan, validate
 from offload.telemetry.timeline import draw_timeline
 
@@ -71,7 +70,8 @@ def test_a_step_does_what_its_plan_said_before_as_soon_as_sizes_are_known(
         pieces, steps = model._rows_of_pieces(7), model._executor.steps
         assert model.plan(7, training=training).actions
         for _ in range(2):
-            planned = steps.plan(pieces, updates_of([]), slots=model._executor.streamer.slots, training=training)
+            updates = model._executor.streamer.gradient_offload.optimizers.planned()
+            planned = steps.plan(pieces, updates, slots=model._executor.streamer.slots, training=training)
             model._executor.streamer.release()
             with torch.set_grad_enabled(training):
                 output = model(x)
