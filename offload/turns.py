@@ -30,7 +30,7 @@ class ModuleInTurn(ModuleAtHome):
         Args:
             stages: for each stage of a pipe, in order, the models that it runs.
         """
-        Streamer.share_room([[m._executor.streamer for m in stage if isinstance(m, ModuleInTurn)] for stage in stages])
+        Streamer.share_slots([[m._executor.streamer for m in stage if isinstance(m, ModuleInTurn)] for stage in stages])
 
     def frozen_weights(self) -> contextlib.AbstractContextManager[None]:
         """Inside, no code changes parameters: what one call loaded serves the next as well.

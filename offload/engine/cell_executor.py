@@ -152,7 +152,7 @@ class CellExecutor:
             if replayable.failed or not isinstance(error, Exception):
                 with contextlib.suppress(Exception):  # the first error counts
                     written = find_writes(replayable.shard, compare=True)
-                    streamer.keep_changes(j, written)
+                    streamer.store_written_weights(j, written)
                     self.leave_home(j, written)
             raise
 

@@ -288,7 +288,7 @@ class Executor:
 
                 before = tape.graphs
                 written = self._cell_executor.end_visit(tape, j, range(m), enter)
-                self.streamer.keep_changes(j, written)
+                self.streamer.store_written_weights(j, written)
                 self._cell_executor.leave_home(j, written)
                 tape.versions[j], tape.assignments = self.shards[j].versions(), self._assignments
                 return [Action(Kind.FORWARD_KEPT, *cell) for cell in sorted(tape.graphs - before)]
@@ -408,13 +408,13 @@ class Executor:
                 self.steps.ran(joined(tape.plan, plan), tape.rows, training=True)
                 tape.plan = None  # what a second backward finds in memory is another matter
             self.streamer.gradient_offload.wait_idle()
-            taken = gradient_offload.take()
+            taken = gradient_offload.pop_returned()
             # In a turn the next micro-batch comes at once; a new forward begins with empty slots anyway.
             if not in_turn:
                 self.streamer.wait_for_home_reads()
                 self.streamer.release()
         if in_turn and not self._held_still:
-            self.streamer.slot_pool.look_back(self.streamer)
+            self.streamer.slot_pool.prefetch_previous(self.streamer)
         return input_gradients, taken
 
     # --- what both need -----------------------------------------------------------------------------------------

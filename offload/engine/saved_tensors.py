@@ -51,7 +51,7 @@ class _Reference:
     def resolve(self) -> Tensor:
         if not self.shard.bound:
             raise used_outside(self.shard.index)
-        memory = self.shard.slot if self.cast is None else self.cast.made_of(self.shard.slot)
+        memory = self.shard.slot if self.cast is None else self.cast.recompute(self.shard.slot)
         view = memory.view(self.dtype).as_strided(self.size, self.stride, self.storage_offset)
         if self.conjugate:
             view = view.conj()

@@ -23,7 +23,7 @@ from offload.optim.update import Update
 from offload.planning.budget import parse_bytes
 from offload.storage.io_thread_pool import IOThreadPool
 from offload.storages import on_own_storages
-from offload.streaming.grad_norm import clip_coefficient, forget, norm_of, noted, total_norm
+from offload.streaming.grad_norm import attached_norm, clip_coefficient, detach_norm, norm_of, total_norm
 from offload.streaming.lane import Lane, ThreadLane
 from offload.streaming.shard import Shard, Slice
 
@@ -320,7 +320,7 @@ class OffloadOptimizer(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    norm = noted(parameter.grad) if trusted else None
+                    norm = attached_norm(parameter.grad) if trusted else None
                     norms.append(norm_of(parameter.grad) if norm is None else norm)
         total = total_norm(norms)
         self.last_norm = total if scale is None else total / scale.to(total)
@@ -372,7 +372,7 @@ class OffloadOptimizer(Optimizer):
             for parameter, gradient in zip(job.param_block.parameters, job.gradients, strict=True):
                 if gradient is not None:
                     # Without this, a clipped gradient that goes on would carry the norm it had before.
-                    forget(gradient)
+                    detach_norm(gradient)
                     torch.autograd.graph.increment_version(parameter)
         shard.pending = update
 

@@ -1,1 +1,1 @@
-"""Streaming: shards, the device slots that hold them, and the copies between slots and storage."""
+"""Streams shards of weights through device slots and offloads their gradients, on lanes that overlap with compute."""

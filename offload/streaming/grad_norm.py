@@ -1,11 +1,11 @@
-"""The global norm of all gradients, summed while they travel home.
+"""Global gradient norm for clipping, computed while gradients are offloaded.
 
-Clipping by global norm is what costs other systems their overlap: nobody may update before the last gradient is in, and
-then all gradients have to be read once more. Here the lane that brings a gradient home notes its norm on it, and
-``step()`` only has to put some hundred numbers together.
+Clipping by global norm usually prevents overlap: no update may start before the last gradient, and then all gradients
+are read once more. Here the drain lane attaches its norm to each gradient, and ``step()`` combines some hundred
+numbers.
 
-Invariant: a note counts only for the tensor that carries it, and only until the first write to it. A gradient without a
-valid note is read again.
+Invariant: an attached norm is valid only for that tensor object, and only until the first write to it. A gradient
+without a valid norm is read again.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["clip_coefficient", "forget", "norm_of", "note", "noted", "total_norm"]
+__all__ = ["attach_norm", "attached_norm", "clip_coefficient", "detach_norm", "norm_of", "total_norm"]
 
-_NOTE = "_gradstream_norm"
+_ATTRIBUTE = "_gradstream_norm"
 
 
 def norm_of(gradient: Tensor) -> Tensor:
@@ -27,26 +27,26 @@ def norm_of(gradient: Tensor) -> Tensor:
     return norm
 
 
-def note(gradient: Tensor, norm: Tensor) -> None:
-    """Notes a norm on the gradient. Called where nobody writes to it any more."""
-    setattr(gradient, _NOTE, (id(gradient), gradient._version, norm))
+def attach_norm(gradient: Tensor, norm: Tensor) -> None:
+    """Attaches a norm to a gradient, after the last write to it."""
+    setattr(gradient, _ATTRIBUTE, (id(gradient), gradient._version, norm))
 
 
-def noted(gradient: Tensor) -> Tensor | None:
-    """The norm that was noted, unless the gradient was written to since."""
-    identity, version, norm = getattr(gradient, _NOTE, (0, 0, None))
-    # A deep copy carries its original's note. Without the identity, it would be taken for its own.
+def attached_norm(gradient: Tensor) -> Tensor | None:
+    """The attached norm, or None if there is none or the gradient was written to since."""
+    identity, version, norm = getattr(gradient, _ATTRIBUTE, (0, 0, None))
+    # A deep copy has its original's attributes. Without the identity, it would have the original's norm.
     return norm if identity == id(gradient) and version == gradient._version else None
 
 
-def forget(gradient: Tensor) -> None:
-    """Removes the note: the gradient is about to be written to in ways that torch does not count."""
-    if hasattr(gradient, _NOTE):
-        delattr(gradient, _NOTE)
+def detach_norm(gradient: Tensor) -> None:
+    """Removes the norm, before a write that does not increment the gradient's version."""
+    if hasattr(gradient, _ATTRIBUTE):
+        delattr(gradient, _ATTRIBUTE)
 
 
 def total_norm(norms: Sequence[Tensor]) -> Tensor:
-    """The norm of all gradients, from the norms of each."""
+    """The norm of all gradients, from the norm of each."""
     if not norms:
         return torch.zeros(())
     dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
@@ -55,5 +55,5 @@ def total_norm(norms: Sequence[Tensor]) -> Tensor:
 
 
 def clip_coefficient(total: Tensor, max_norm: float) -> Tensor:
-    """What ``torch.nn.utils.clip_grad_norm_`` multiplies gradients by, of at most 1."""
+    """The factor of ``torch.nn.utils.clip_grad_norm_``, at most 1."""
     return torch.clamp(max_norm / (total + 1e-6), max=1.0)

@@ -1,13 +1,13 @@
-"""The way home of gradients: from where a visit left them on the compute device into the homes' ``.grad``.
+"""Offloads gradients: adds what backward left on the device to the ``.grad`` of the stored parameters.
 
-A ``.grad`` that is None takes the first gradient as it is; what rests there already is added to, in the home's
-precision. On the way a gradient may be noted (its norm), or kept back for an optimizer that updates its shard at once.
+A ``.grad`` that is None becomes the first gradient; otherwise gradients are added in the stored precision. Norms are
+computed on the way, and an optimizer that updates in backward may keep the gradients of its shard.
 
 Guarantees
-    * One set of gradients is on its way while the next is being summed, never more: gradients do not pile up before a
-      slow home, and two additions to one tied gradient keep their order.
-    * After :meth:`GradientOffload.wait_idle` every gradient is home. After :meth:`GradientOffload.cancel` none is on
-      its way.
+    * At most one shard's gradients are copied while the next ones are computed, so they do not accumulate in memory
+      before slow storage, and additions to one tied gradient keep their order.
+    * After :meth:`GradientOffload.wait_idle` every gradient is stored. After :meth:`GradientOffload.cancel` none is
+      being copied.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from offload.optim.access import Optimizers
 from offload.storage import Block, Tier
 from offload.storage.contract import bytes_of
-from offload.streaming.grad_norm import norm_of, note
+from offload.streaming.grad_norm import attach_norm, norm_of
 from offload.streaming.lane import Arrival, Lane, error_context
 from offload.streaming.shard import Shard, Slice
 from offload.telemetry.statistics import Meter
@@ -35,7 +35,7 @@ __all__ = ["GradientOffload"]
 
 
 class GradientOffload:
-    """Brings the gradients of one model home."""
+    """Offloads the gradients of one model."""
 
     def __init__(self, shards: Sequence[Shard], *, device: torch.device, tier: Tier, lane: Lane, meter: Meter) -> None:
         self._shards = shards
@@ -44,25 +44,25 @@ class GradientOffload:
         self._lane = lane
         self._meter = meter
         self._drains: deque[tuple[Arrival, int, list[Tensor]]] = deque()
-        #: What asks for norms of gradients, for gradients that wait in memory, and for updates during backward.
+        #: They request norms, gradients in host memory, and updates during backward.
         self.optimizers = Optimizers()
-        #: Norms of gradients on their way.
+        #: Norms of gradients that are being copied.
         self._norms: list[tuple[nn.Parameter, Tensor]] = []
-        #: What updates shards during this backward, if it does; and what it keeps of the shards that it has yet to.
+        #: The optimizer that updates shards in this backward, if any, and the gradients of shards not yet updated.
         self._updater: InBackward | None = None
         self._updates = False
-        self._kept: dict[Shard, dict[Slice, Tensor]] = {}
-        #: Whose gradients do not go home, and what has come of them; whether all others are dropped.
+        self._unfinished: dict[Shard, dict[Slice, Tensor]] = {}
+        #: Parameters whose gradients are returned instead of stored; these gradients; whether all others are dropped.
         self._handed_over: Collection[nn.Parameter] = ()
-        self._taken: dict[nn.Parameter, Tensor] = {}
+        self._returned: dict[nn.Parameter, Tensor] = {}
         self._only_those = False
 
     def begin(self, waiting: int, handed_over: Collection[nn.Parameter] = (), *, only_those: bool = False) -> bool:
-        """A backward begins; says whether its plan is to update each shard.
+        """Starts a backward; returns whether its plan is to update each shard.
 
         Args:
-            waiting: other forwards that wait for their backward.
-            handed_over: parameters whose gradients :meth:`take` returns, instead of adding them to those at home.
+            waiting: other forwards whose backward is still to run.
+            handed_over: parameters whose gradients :meth:`pop_returned` returns, instead of adding them to ``.grad``.
             only_those: drop all other gradients of parameters.
 
         Raises:
@@ -73,57 +73,57 @@ class GradientOffload:
         if self._updates and handed_over:
             self._end(failed=True)
             raise RuntimeError(
-                f"{len(handed_over)} parameters have hooks on their gradients, which run after the backward, but "
-                f"update_in_backward has used the gradients by then; remove the hooks, or use update_in_backward=False"
+                f"{len(handed_over)} parameters have gradient hooks, which run after the backward, but "
+                f"update_in_backward uses the gradients before; remove the hooks, or pass update_in_backward=False"
             )
-        self._handed_over, self._only_those, self._taken = frozenset(handed_over), only_those, {}
+        self._handed_over, self._only_those, self._returned = frozenset(handed_over), only_those, {}
         return self._updates
 
     def drain(self, shard: Shard, gradients: list[Tensor | None]) -> None:
-        """Starts to add ``gradients``, as the last visit left them, to the homes' ``.grad``."""
+        """Starts to add the ``gradients`` of the last visit to the stored ``.grad``."""
         if self._updates:
             assert self._updater is not None
-            self._kept[shard] = self._updater.keep(shard, gradients)
+            self._unfinished[shard] = self._updater.keep(shard, gradients)
         self._send(shard, gradients)
 
     def update(self, shard: Shard) -> None:
         """Starts to update a shard whose gradients were drained."""
         assert self._updater is not None
-        kept = self._kept.pop(shard)
+        kept = self._unfinished.pop(shard)
         # Drain lane -> update lane. Without ``after``, a shard is updated with gradients that are not complete.
         update = self._updater.complete(shard, kept, after=[arrival for arrival, _, _ in self._drains])
         if update is not None:
             while len(self._drains) > 1:
-                # Drain lane -> compute. Without this, gradients pile up before a slow home.
+                # Drain lane -> compute. Without this, gradients accumulate in memory before slow storage.
                 self._synchronize()
             nbytes = _nbytes(kept.values())
             self._meter.hold(nbytes)
             self._drains.append((update, nbytes, list(kept.values())))
 
     def wait_idle(self) -> None:
-        """Waits until all gradients are home: the backward is over."""
+        """Waits until all gradients are stored, at the end of the backward."""
         while self._drains:
-            # Drain lane -> host. Without this, an optimizer on the host reads gradients that have not arrived.
+            # Drain lane -> host. Without this, an optimizer on the host reads gradients that are not stored yet.
             self._synchronize(on_host=True)
-        # Only now: a note counts until the next write, and a block's writes are counted together.
+        # Only now: a norm is valid until the next write, and all gradients in a block share one version counter.
         for parameter, norm in self._norms:
             if parameter.grad is not None:
-                note(parameter.grad, norm)
+                attach_norm(parameter.grad, norm)
         self._norms.clear()
         self._end()
 
-    def take(self) -> dict[nn.Parameter, Tensor]:
-        """The gradients of the last backward that were to be handed over, in type and place as at home."""
-        taken, self._taken = self._taken, {}
-        return {p: gradient.to(p.device, p.dtype) for p, gradient in taken.items()}
+    def pop_returned(self) -> dict[nn.Parameter, Tensor]:
+        """Gradients of the last backward's ``handed_over`` parameters, on the parameters' device, in their type."""
+        returned, self._returned = self._returned, {}
+        return {p: gradient.to(p.device, p.dtype) for p, gradient in returned.items()}
 
     def cancel(self) -> None:
-        """After a failure, when nothing is on its way any more: forgets it."""
+        """Resets all state after a failure, once no copy is running."""
         while self._drains:
             self._meter.release(self._drains.popleft()[1])
         self._norms.clear()
-        self._kept.clear()
-        self._taken = {}
+        self._unfinished.clear()
+        self._returned = {}
         self._end(failed=True)
 
     def _end(self, *, failed: bool = False) -> None:
@@ -143,29 +143,29 @@ class GradientOffload:
         self._drains.popleft()
         self._meter.release(nbytes)
 
-    # --- what is copied where -----------------------------------------------------------------------------------
+    # --- copies -------------------------------------------------------------------------------------------------
 
-    def _take(self, shard: Shard, gradients: list[Tensor | None]) -> None:
-        """Takes out of the list what does not go home: what is handed over, and what is dropped."""
+    def _filter(self, shard: Shard, gradients: list[Tensor | None]) -> None:
+        """Removes the gradients from the list that are not stored: those to return, and those to drop."""
         if not self._handed_over and not self._only_those:
             return
         for position, gradient in enumerate(gradients):
             parameter = shard.slices[position].parameter
             if gradient is not None and parameter in self._handed_over:
-                sum_so_far = self._taken.get(parameter)
-                self._taken[parameter] = gradient if sum_so_far is None else sum_so_far + gradient
+                sum_so_far = self._returned.get(parameter)
+                self._returned[parameter] = gradient if sum_so_far is None else sum_so_far + gradient
                 gradients[position] = None
             elif self._only_those:
                 gradients[position] = None
 
     def _send(self, shard: Shard, gradients: list[Tensor | None]) -> None:
-        """Takes the gradients out of the list: on the host each is free as soon as it is home."""
-        self._take(shard, gradients)
+        """Empties the list, so that on the host each gradient is freed as soon as it is stored."""
+        self._filter(shard, gradients)
         nbytes = _nbytes(gradient for gradient in gradients if gradient is not None)
         for owner in {shard.owner_of(position)[0] for position, g in enumerate(gradients) if g is not None}:
             owner.detach_gradients()
-        # On a device the tensors stay until the copy is done. Without this, their memory is reused while it is read.
-        staying = [g for g in gradients if g is not None] if self._device.type != "cpu" else []
+        # Keeps device tensors until the copy is done. Without this, their memory is reused while it is read.
+        in_use = [g for g in gradients if g is not None] if self._device.type != "cpu" else []
         moves: deque[tuple[nn.Parameter, Callable[[], Tensor]]] = deque()
         for position in range(len(gradients)):
             gradient, gradients[position] = gradients[position], None
@@ -173,14 +173,14 @@ class GradientOffload:
                 parameter = shard.owner_of(position)[1].parameter
                 moves.extend((parameter, move) for move in self._moves(shard, position, gradient))
         gradient = None
-        if not (self._tier.blocking_io and self._waits_in_memory(shard)):
+        if not (self._tier.blocking_io and self._stays_in_memory(shard)):
             self._meter.bytes_stored += nbytes
         if not moves:
             return
         self._meter.hold(nbytes)
         while self._drains:
-            # Drain lane -> compute. Without this, more than one set is on its way, and two additions to one tied
-            # gradient may change places. The copy has had a whole visit's time, so the wait is short.
+            # Drain lane -> compute. Without this, two sets are copied at once, and two additions to one tied gradient
+            # may change order. The earlier copy overlapped with a whole visit, so the wait is short.
             self._synchronize()
 
         norms = self.optimizers.clip
@@ -195,26 +195,26 @@ class GradientOffload:
                     del move, total
 
         arrival = self._lane.submit(f"D{shard.index}", copy)
-        self._drains.append((arrival, nbytes, staying))
+        self._drains.append((arrival, nbytes, in_use))
 
     def _moves(self, shard: Shard, position: int, gradient: Tensor) -> Iterator[Callable[[], Tensor]]:
-        """What must be copied to bring one gradient home; it returns all that is home then, on any device.
+        """The copies that store one gradient; each returns the whole stored gradient, on any device.
 
-        ``.grad`` is set at once, its bytes arrive with the lane.
+        ``.grad`` is set at once, its bytes are written on the lane.
         """
         owner, s = shard.owner_of(position)
         parameter = s.parameter
-        resting = parameter.grad
-        if gradient.is_sparse or (resting is not None and resting.is_sparse):
+        stored = parameter.grad
+        if gradient.is_sparse or (stored is not None and stored.is_sparse):
             moved = gradient.to(parameter.device)
-            parameter.grad = moved if resting is None else resting + moved
-        elif resting is not None:
-            yield partial(_add, resting, gradient)
+            parameter.grad = moved if stored is None else stored + moved
+        elif stored is not None:
+            yield partial(_add, stored, gradient)
         elif gradient.device == parameter.device and not self._tier.blocking_io and gradient.dtype == parameter.dtype:
             parameter.grad = gradient
             if self.optimizers.clip:
                 yield lambda: gradient
-        elif self._tier.blocking_io and self._waits_in_memory(owner):
+        elif self._tier.blocking_io and self._stays_in_memory(owner):
             if gradient.device.type == "cpu" and gradient.dtype == parameter.dtype:
                 parameter.grad = gradient
                 if self.optimizers.clip:
@@ -231,8 +231,8 @@ class GradientOffload:
             else:
                 yield partial(_convert, view, gradient)
 
-    def _waits_in_memory(self, shard: Shard) -> bool:
-        """Whether the gradients of a shard need not go to disk: those of the first shards, which are updated first."""
+    def _stays_in_memory(self, shard: Shard) -> bool:
+        """Whether a shard's gradients stay in host memory: those of the first shards, which are updated first."""
         most = self.optimizers.gradient_bytes
         if not most:
             return False
@@ -255,7 +255,7 @@ def _convert(home: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _add(home: Tensor, gradient: Tensor) -> Tensor:
-    """Adds in the home's precision: on the spot, or where the gradient is if that is a device."""
+    """Adds in the stored precision, on the gradient's device."""
     if gradient.device == home.device:
         return home.add_(gradient)
     total = home.to(gradient.device, non_blocking=True)

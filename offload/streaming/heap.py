@@ -1,13 +1,12 @@
-"""Memory that was freed goes back to the system.
+"""Returns freed heap memory of the process to the system (``malloc_trim``).
 
-A model is usually built in ordinary memory before its parameters go home. Freed then, that memory stays with the C
-allocator, piece by piece between other things, and the process would look as large as the whole model for ever.
+A model is usually built in ordinary memory before its parameters are moved to storage. The C allocator keeps that
+memory when it is freed, in pieces between other blocks, and the process would stay as large as the whole model.
 
-The same happens slowly while layers compute on the CPU: activations come and go between tensors that live longer, holes
-are left that nothing fits into, and the heap grows from step to step. To give every freed block back at once is no way
-out: a page that is new to a process costs eight times as long to write to as one that it has. So free memory is kept,
-until :data:`KEEP_BYTES` of it have come together, or as much as the model's budget. Set that to None to leave the heap
-to the C library.
+The same happens slowly while layers compute on the CPU: activations are freed between tensors that live longer, the
+gaps fit no later block, and the heap grows from step to step. Returning every block at once is no solution: the first
+write to a new page takes eight times as long as to one that the process has. So free memory is kept until it exceeds
+:data:`KEEP_BYTES`, or the model's budget. Set that to None to leave the heap to the C library.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 
 __all__ = ["KEEP_BYTES", "Heap", "anonymous_bytes", "return_freed_memory"]
 
-#: Memory by which a process may outgrow what it needed before, until what is free of it is given back.
+#: Growth of the process beyond its earlier need after which free memory is returned.
 KEEP_BYTES: int | None = 512 << 20
 
 
@@ -35,14 +34,14 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 def return_freed_memory() -> None:
-    """Gives free pages of the C heap back, where the allocator can; takes milliseconds."""
+    """Returns free pages of the C heap, if the allocator supports it; takes milliseconds."""
     trim = _malloc_trim()
     if trim is not None:
         trim(0)
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file backs; 0 where the system does not tell."""
+    """Anonymous memory of this process; 0 if the system does not say."""
     try:
         _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_bytes().split())
     except (OSError, ValueError):
@@ -50,23 +49,23 @@ def anonymous_bytes() -> int:
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
-#: Less than this is not given back, however small a budget is: it takes milliseconds.
+#: Less than this is kept, however small the budget: returning takes milliseconds.
 LEAST_BYTES = 16 << 20
 
 
 class Heap:
-    """Keeps the free memory of the process within bounds, for one model that computes on the CPU.
+    """Bounds the free heap memory of the process, for one model that computes on the CPU.
 
     Args:
-        budget_bytes: of the model, if it has one: no more than that is kept free.
+        budget_bytes: of the model, if any: at most so much free memory is kept.
     """
 
     def __init__(self, budget_bytes: int | None = None) -> None:
         self._needed: int | None = None
         self._most = math.inf if budget_bytes is None else max(budget_bytes, LEAST_BYTES)
 
-    def bound(self) -> None:
-        """To be called now and then, where much has been freed; takes microseconds most of the time."""
+    def trim_if_grown(self) -> None:
+        """Called after much was freed: trims the heap if it has grown. Usually takes microseconds."""
         if KEEP_BYTES is None:
             return
         held = anonymous_bytes()

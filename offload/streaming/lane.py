@@ -1,19 +1,19 @@
-"""Lanes: ordered queues of copies that run beside compute, and the waits that keep both in step.
+"""Ordered queues of copies that overlap with compute, on a CUDA stream or an I/O thread, and their synchronization.
 
 A copy is submitted as a function and runs later, in order, on an I/O thread (:class:`ThreadLane`) or on a CUDA stream
-(:class:`StreamLane`). Each submission returns an :class:`Arrival`; nobody touches what the copy writes before
-``arrival.wait()``, and nobody overwrites what it reads before that.
+(:class:`StreamLane`). Each submission returns an :class:`Arrival`. Before ``arrival.wait()``, compute neither uses the
+copy's destination nor overwrites its source.
 
 Guarantees
-    * ``wait()`` returns after the copy, or raises what the copy raised, every time it is called.
-    * A copy starts only after the arrivals it was submitted ``after``, and after everything that compute had been given
-      when it was submitted (on a stream by an event, on a thread because compute is the submitting thread).
-    * After ``close()`` copies that were submitted still finish. A thread is not waited for, since its jobs hold all
-      that they touch; a stream is, since the memory that its copies touch may go as soon as the model has gone.
+    * ``wait()`` returns after the copy, or raises what the copy raised, at every call.
+    * A copy starts only after the arrivals in ``after``, and after all compute queued before its submission (on a
+      stream by an event, on a thread because compute is the submitting thread).
+    * After ``close()`` submitted copies still finish. Threads are not joined, since their jobs keep all memory alive
+      that they use; streams are synchronized, since that memory may be freed with the model.
 
 Assumes
-    * The engine never relies on the order of two copies unless it says so with ``after``. The lane used by tests runs
-      copies only when somebody waits for them, in an order an adversary chooses.
+    * The engine relies on the order of two copies only where ``after`` states it. The lane in tests runs a copy only
+      when it is waited for, in an adversarial order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Arrival", "Clock", "Lane", "Lanes", "StreamLane", "ThreadLane", "err
 
 
 class Arrival(ABC):
-    """The end of one copy."""
+    """The completion of one copy."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -42,7 +42,7 @@ class Arrival(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Makes the host wait for the copy: after it, any code may read what was written. Raises what it raised."""
+        """Blocks the host until the copy is done; any code may read its result then. Raises what the copy raised."""
 
 
 class Lane(ABC):
@@ -54,23 +54,23 @@ class Lane(ABC):
 
     @abstractmethod
     def wait_idle(self) -> None:
-        """Makes the host wait for all copies that were submitted, whatever came of them."""
+        """Blocks the host until all submitted copies have ended, with or without errors."""
 
     @abstractmethod
     def close(self) -> None:
-        """Takes no more copies; those that were submitted still finish. Never waits for a thread."""
+        """Refuses further copies; submitted ones still finish. Never waits for a thread."""
 
 
 @contextlib.contextmanager
 def error_context(what: str) -> Iterator[None]:
-    """Says in an error of the system what was being copied, and from or to which place."""
+    """Prefixes a system error with what was copied, and from or to which storage."""
     try:
         yield
     except OSError as error:
         raise OSError(error.errno, f"{what}: {error.strerror or error}") from error
 
 
-# --- the CPU twin: an I/O thread ------------------------------------------------------------------------------------
+# --- I/O threads ----------------------------------------------------------------------------------------------------
 
 
 class _Future(Arrival):
@@ -86,8 +86,8 @@ class _Future(Arrival):
 class ThreadLane(Lane):
     """Copies on one I/O thread. File reads, writes and large tensor copies release the interpreter lock.
 
-    Between a file and a CUDA device nobody but a thread can wait for the read; there the thread also drives a stream of
-    its own and waits for it, so that an arrival means that the bytes are on the device.
+    Between a file and a CUDA device the thread waits for the file and for a stream of its own, so an arrival means that
+    the bytes are on the device.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
@@ -102,19 +102,19 @@ class ThreadLane(Lane):
 
         def job() -> None:
             for arrival in after:
-                # The thread is a host. Without this, it reads what a stream has not written yet: an update takes
-                # gradients that are still on their way home.
+                # Without this, the thread reads what a stream has not written yet, such as an update gradients that
+                # are still being stored.
                 arrival.synchronize()
-            # Grad mode belongs to a thread. Without this, in-place writes into what requires a gradient are refused.
+            # Grad mode is per thread. Without this, in-place writes into what requires a gradient are refused.
             with torch.no_grad():
                 if stream is None or given is None:
                     copy()
                     return
                 with torch.cuda.device(device), torch.cuda.stream(stream):
-                    # Compute -> lane. Without this, a slot is overwritten while kernels given earlier still read it.
+                    # Compute -> lane. Without this, a slot is overwritten while kernels queued earlier still read it.
                     stream.wait_event(given)
                     copy()
-                    # Stream -> thread. Without this, an arrival says that bytes are there which are on their way.
+                    # Stream -> thread. Without this, the arrival completes before the copy.
                     stream.synchronize()
 
         return _Future(self._thread.submit(job))
@@ -124,15 +124,15 @@ class ThreadLane(Lane):
         self._thread.wait_idle()
 
     def close(self) -> None:
-        """The thread ends after what was submitted.
+        """Ends the thread after all submitted copies.
 
-        It is not waited for: finalizers call this, and they run wherever garbage is collected, also in a thread that is
-        just starting and holds what an ending thread needs.
+        Does not join it: finalizers call this, and they run wherever garbage is collected, even in a thread that is
+        starting and holds a lock that an ending thread needs.
         """
         self._thread.close()
 
 
-# --- CUDA: a side stream --------------------------------------------------------------------------------------------
+# --- CUDA streams ---------------------------------------------------------------------------------------------------
 
 
 class _Event(Arrival):
@@ -141,19 +141,19 @@ class _Event(Arrival):
         self._device = device
 
     def wait(self) -> None:
-        # Lane -> compute. Without this, kernels read bytes that have not arrived.
+        # Lane -> compute. Without this, kernels read bytes that are not copied yet.
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def synchronize(self) -> None:
-        # Lane -> host. Without this, the host reads, or gives away, what is still being copied.
+        # Lane -> host. Without this, the host reads or frees memory that is still being copied.
         self._event.synchronize()
 
 
 class StreamLane(Lane):
-    """Copies on a side stream of a CUDA device; in a step the host never waits for it.
+    """Copies on a side stream of a CUDA device; within a step the host never waits for it.
 
-    The tensors that a copy touches are kept by its submitter until it has waited for the arrival, so the caching
-    allocator cannot hand their memory to another stream meanwhile.
+    The submitter keeps a copy's tensors until it has waited for the arrival, so the caching allocator cannot reuse
+    their memory on another stream before.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -162,12 +162,12 @@ class StreamLane(Lane):
 
     def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
         """Queues a copy on the stream."""
-        # Compute -> lane. Without this, a slot is overwritten while kernels given earlier still read it, and gradients
-        # leave before they are complete.
+        # Compute -> lane. Without this, a slot is overwritten while kernels queued earlier still read it, and gradients
+        # are copied before they are complete.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.no_grad():
             for arrival in after:
-                # Other lane -> this one. Without this, it reads what is still on its way there.
+                # Other lane -> this one. Without this, it reads what the other lane is still copying.
                 arrival.wait()
             with torch.profiler.record_function(token):
                 copy()
@@ -180,20 +180,20 @@ class StreamLane(Lane):
         self._stream.synchronize()
 
     def close(self) -> None:
-        """Waits for the stream, at the end of the model.
+        """Waits for the stream, when the model is closed.
 
-        Without this, a load that nobody used (a backward that never came) is still being copied while the home that it
-        reads is unlocked and the slot that it fills belongs to somebody else.
+        Without this, an unused load (a backward that never ran) is still copied while its source is unlocked and its
+        slot is reused.
         """
         self._stream.synchronize()
 
 
-# --- what a model needs ---------------------------------------------------------------------------------------------
+# --- the lanes of a model -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """The three queues of a model. They are apart so that a long copy in one never delays another's short one."""
+    """The three queues of a model, separate so that a long copy in one does not delay a short one in another."""
 
     load: Lane
     drain: Lane
@@ -211,20 +211,20 @@ class Lanes:
 
 
 def open_lanes(device: torch.device, *, blocking_io: bool) -> Lanes:
-    """Lanes for a compute device. ``blocking_io``: to read the home blocks the caller (a file) and needs a thread."""
+    """Lanes for a compute device. ``blocking_io``: reading the storage blocks its caller (a file), so use threads."""
     if device.type == "cuda" and not blocking_io:
         return Lanes(StreamLane(device), StreamLane(device), StreamLane(device))
     return Lanes(ThreadLane("load", device), ThreadLane("drain", device), ThreadLane("boundary", device))
 
 
-#: Spans that a clock remembers one by one.
+#: Spans that a clock stores individually.
 LATEST = 65
 
 
 class Clock:
-    """The time that compute spends in a kind of work: by the wall on the CPU, by events on a CUDA device.
+    """Measures the time of one kind of work: wall time on the CPU, CUDA events on a device.
 
-    It is added up, and the latest spans are remembered one by one, each with the amount of work that it did.
+    Stores the total, and the amount of work and the time of each of the latest spans.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -232,19 +232,19 @@ class Clock:
         self._seconds = 0.0
         self._spans: deque[tuple[Any, Any, int, bool, bool]] = deque()
         self._first = True
-        #: Amount and seconds of spans, apart: those of the first step, and later ones.
+        #: Amount and seconds of the latest spans, by whether they belong to the first step.
         self._samples: dict[bool, deque[tuple[int, float]]] = {first: deque(maxlen=LATEST) for first in (True, False)}
 
     @contextlib.contextmanager
-    def span(self, amount: int = 0, *, goes_on: bool = False) -> Iterator[None]:
-        """Counts what happens inside: so many bytes, or rows. What ``goes_on`` is remembered with the one before."""
+    def span(self, amount: int = 0, *, continues: bool = False) -> Iterator[None]:
+        """Measures the time inside, for ``amount`` bytes or rows. ``continues`` adds it to the previous span."""
         if self._device.type != "cuda":
             start, done = time.perf_counter(), 0
             try:
                 yield
-                done = amount  # what failed says nothing of how long it takes
+                done = amount  # a failed span is not a sample
             finally:
-                self._count(time.perf_counter() - start, done, self._first, goes_on)
+                self._count(time.perf_counter() - start, done, self._first, continues)
             return
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         stream = torch.cuda.current_stream(self._device)
@@ -255,30 +255,30 @@ class Clock:
             done = amount
         finally:
             end.record(stream)
-            self._spans.append((begin, end, done, self._first, goes_on))
-            if len(self._spans) >= 4096:  # so that a long run does not hoard events
+            self._spans.append((begin, end, done, self._first, continues))
+            if len(self._spans) >= 4096:  # bounds the events of a long run
                 self._wait_idle(wait=False)
 
     def _wait_idle(self, *, wait: bool) -> None:
-        """Counts the spans that have ended; all of them if the host is to ``wait``, which it never is in a step."""
+        """Counts the spans that have ended, or ``wait``s for all of them; never waits within a step."""
         while self._spans:
-            begin, end, amount, first, goes_on = self._spans[0]
+            begin, end, amount, first, continues = self._spans[0]
             if not wait and not end.query():
                 return
-            # Without this, the time between events that have not happened yet is asked for, which is an error.
+            # Without this, elapsed_time() raises, since the events have not been recorded yet.
             end.synchronize()
-            self._count(begin.elapsed_time(end) / 1e3, amount, first, goes_on)
+            self._count(begin.elapsed_time(end) / 1e3, amount, first, continues)
             self._spans.popleft()
 
-    def _count(self, seconds: float, amount: int, first: bool, goes_on: bool = False) -> None:
+    def _count(self, seconds: float, amount: int, first: bool, continues: bool = False) -> None:
         self._seconds += seconds
         if amount:
             samples = self._samples[first]
-            before = samples.pop() if goes_on and samples else (0, 0.0)
+            before = samples.pop() if continues and samples else (0, 0.0)
             samples.append((before[0] + amount, before[1] + seconds))
 
     def first_step_ends(self) -> None:
-        """What was counted up to now is set apart; nobody waits for what has not ended yet."""
+        """Marks the end of the first step, whose spans are stored separately. Does not wait."""
         self._first = False
 
     @property
@@ -288,10 +288,10 @@ class Clock:
         return self._seconds
 
     def seconds_each(self) -> float:
-        """Seconds for one unit of the work: half of the work of the latest spans went faster, half of it slower.
+        """Seconds per unit of work: the median over the latest spans, weighted by their amounts of work.
 
-        So a span that something else on the machine disturbed does not count for more than another. Spans of the first
-        step are left out as soon as there are others. 0 where nothing was seen.
+        The median ignores spans that other processes disturbed. Spans of the first step are ignored once there are
+        later ones. 0 without spans.
         """
         self._wait_idle(wait=True)
         samples = sorted((seconds / amount, amount) for amount, seconds in self._samples[False] or self._samples[True])

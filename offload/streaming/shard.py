@@ -1,7 +1,7 @@
-"""A shard: consecutive layers whose parameters move together, and the places that hold its bytes.
+"""A shard: consecutive layers whose parameters are loaded into a device slot together, as a state machine.
 
-At home, each parameter's ``.data`` is a view of the home block. For the time of a visit the same ``Parameter`` objects
-point into a device slot instead, so layers, hooks and autograd see ordinary parameters on the compute device.
+In storage (at home), each parameter's ``.data`` is a view of the shard's block. During a visit the same ``Parameter``
+objects point into a device slot instead, so layers, hooks and autograd see ordinary parameters on the compute device.
 
 ::
 
@@ -11,8 +11,8 @@ point into a device slot instead, so layers, hooks and autograd see ordinary par
        |       drop()         |   |      unbind()       |
        +----------------------+   +---------------------+
 
-A parameter that several shards use (a tied one) rests in the first; the others borrow it: their slot gets a copy too,
-and their gradients go to the one home.
+A tied parameter is stored in the first shard that uses it. Other shards borrow it: their slots get a copy too, and
+their gradients are added to the owner's.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ __all__ = ["Shard", "State", "layout", "make_shards", "named_parameters"]
 class State(enum.Enum):
     """Which memory a shard holds."""
 
-    HOME = "home"  # its home block only
-    LOADED = "loaded"  # home, and a slot that holds a copy or is about to; nobody computes with it
-    BOUND = "bound"  # home and slot; its parameters point into the slot
+    HOME = "home"  # its block in storage only
+    LOADED = "loaded"  # block and slot; the copy is done or queued, but not used by compute
+    BOUND = "bound"  # block and slot; its parameters point into the slot
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Where one parameter lies in a flat block of bytes, and with which layout."""
+    """Offset and layout of one parameter in a flat block of bytes."""
 
     name: str
     parameter: nn.Parameter
@@ -59,12 +59,12 @@ class Slice:
     dtype: torch.dtype
 
     def check_data(self, expected: torch.Size | None = None) -> None:
-        """Raises ValueError if the parameter has not the size (or ``expected`` shape) and type that it rests in."""
+        """Raises ValueError if the parameter's size (or ``expected`` shape) or type is not the stored one."""
         shape, dtype = self.parameter.shape, self.parameter.dtype
         if dtype != self.dtype:
             raise ValueError(
                 f"expected data of {self.dtype} for parameter {self.name}, got {dtype}; the type of a parameter is "
-                f"fixed when the model is made: assign data.to({self.dtype}), or convert the layers and wrap them then"
+                f"fixed when the model is made: assign data.to({self.dtype}), or convert the layers before wrapping"
             )
         if shape.numel() * dtype.itemsize != self.nbytes or shape != (expected or shape):
             raise ValueError(
@@ -74,18 +74,17 @@ class Slice:
 
     def view(self, block: Tensor) -> Tensor:
         """The parameter's values in ``block`` (flat, uint8); no copy."""
-        # Not a view in autograd's sense, which would keep the tensors that it was made of: who holds the memory of a
-        # block is counted.
+        # Not an autograd view, which would reference its base: references to the storage of a block are counted.
         offset = block.storage_offset() + self.offset
         memory = torch.empty(0, dtype=self.dtype, device=block.device)
         return memory.set_(block.untyped_storage(), offset // self.dtype.itemsize, self.parameter.shape, self.stride)
 
 
 def layout(parameters: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype | None = None) -> tuple[list[Slice], int]:
-    """Packs parameters one behind the other, real ones as ``dtype``; returns their slices and the block's bytes."""
+    """Packs parameters into one block, floating-point ones as ``dtype``; returns slices and the block's bytes."""
     slices, end = [], 0
     for name, parameter in parameters:
-        # Dense strides (channels_last, say) are kept: kernels choose their algorithm by them.
+        # Dense strides (such as channels_last) are kept, since kernels choose their algorithm by them.
         stride = torch.empty_like(parameter, device="meta").stride()
         kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
         nbytes = parameter.numel() * kind.itemsize
@@ -95,8 +94,8 @@ def layout(parameters: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype | 
 
 
 @dataclass
-class Loan:
-    """A parameter that rests in another shard, and where it lies in that shard's home."""
+class Borrowed:
+    """A parameter that is stored in another shard, with its slice there."""
 
     owner: Shard
     at_home: Slice
@@ -109,26 +108,26 @@ class Shard:
     index: int
     first: int
     layers: list[nn.Module]
-    #: What rests here, and where in the home.
+    #: Parameters stored in this shard's block.
     own: list[Slice] = field(default_factory=list)
-    loans: list[Loan] = field(default_factory=list)
-    #: All parameters that the layers use, and where they lie in a slot: own first, then borrowed.
+    loans: list[Borrowed] = field(default_factory=list)
+    #: All parameters that the layers use, as slices of a slot: own first, then borrowed.
     slices: list[Slice] = field(default_factory=list)
     home: Block | None = None
     gradients: Block | None = None
-    #: Where in it the gradients rest that it has room for.
+    #: Offsets in :attr:`gradients` of the parameters that have space there.
     gradient_offsets: dict[Slice, int] = field(default_factory=dict)
-    #: The update that its home needs before its bytes may be read or written; None again when it is done.
+    #: The update to run before the stored bytes may be read or written; None again when it is done.
     pending: Update | None = None
     state: State = State.HOME
     slot_bytes: int = 0
-    #: ``_version`` of each parameter when the resident copy was made.
+    #: ``_version`` of each parameter when the resident copy was loaded.
     loaded_versions: tuple[int, ...] = ()
-    #: What graphs that are kept refer to, besides views of the slot.
+    #: Casts of its weights that kept graphs refer to.
     weight_casts: Casts = field(default_factory=Casts)
     _slot: Tensor | None = None
-    _wide: list[Tensor | None] = field(default_factory=list)
-    _gradients_at_home: list[Tensor | None] = field(default_factory=list)
+    _wide_gradients: list[Tensor | None] = field(default_factory=list)
+    _stored_gradients: list[Tensor | None] = field(default_factory=list)
     _views: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     @property
@@ -143,39 +142,39 @@ class Shard:
 
     @property
     def at_home(self) -> list[Slice]:
-        """Where the parameters of :attr:`slices` lie at home, own or owner's."""
+        """Slices in storage of the parameters of :attr:`slices`, in this shard or the owner's."""
         return [*self.own, *(loan.at_home for loan in self.loans)]
 
     @property
     def casts(self) -> bool:
-        """Whether slots hold another type than homes."""
+        """Whether slots hold another type than storage."""
         return any(there.dtype != here.dtype for there, here in zip(self.at_home, self.slices, strict=True))
 
     def versions(self) -> tuple[int, ...]:
-        """Counts of in-place changes of each parameter: equal counts mean that nobody wrote to it in between."""
+        """Version counter of each parameter: equal counters mean no write in between."""
         return tuple(parameter._version for parameter in self.parameters)
 
     def set_versions(self, versions: tuple[int, ...]) -> None:
-        """Declares that the parameters hold what they held when their counts were ``versions``."""
+        """Declares that the parameters hold the same values as when their counters were ``versions``."""
         if versions != self.versions():
             set_versions(self.parameters, versions)
 
     def assigned(self) -> list[Slice]:
-        """While not bound: the own parameters whose ``.data`` was assigned since they were last home."""
+        """While not bound: the own parameters whose ``.data`` the user has replaced."""
         if self.home is None:
             return []
         home = self.home.tensor.data_ptr()
         return [s for s in self.own if s.parameter.numel() and s.parameter.data_ptr() != home + s.offset]
 
     def store_assigned_data(self, s: Slice, value: Tensor) -> None:
-        """Copies ``value``, which was assigned to the ``.data`` of an own parameter, into its home.
+        """Copies ``value``, which was assigned to the ``.data`` of an own parameter, to storage.
 
         Raises:
             ValueError: if it has another size or type.
         """
         s.check_data()
         if self.pending is not None:
-            # The assignment came after the step. Without this, the step would be applied to what was assigned.
+            # The assignment followed the step. Without this, the step would be applied to the assigned values.
             self.pending.start().synchronize()
         home = self.home_view(s)
         home.copy_(value)
@@ -191,9 +190,9 @@ class Shard:
         self.state = State.LOADED
 
     def fill(self, slot: Tensor, update: Update | None = None) -> None:
-        """Copies the home's bytes into ``slot``. Runs on the load lane and touches no state.
+        """Copies the stored bytes into ``slot``. Runs on the load lane and changes no state.
 
-        ``update`` is what was pending when the load was given; it may have filled the slot already.
+        ``update`` was pending when the load was submitted; it may have filled the slot already.
         """
         borrowed = self.slices[len(self.own) :]
         if update is not None and update.filled(slot):
@@ -210,81 +209,81 @@ class Shard:
             here.view(slot).copy_(loan.at_home.view(block.tensor), non_blocking=True)
 
     def bind(self) -> int:
-        """LOADED -> BOUND. The parameters are on the compute device, and have no gradient there yet.
+        """LOADED -> BOUND. The parameters are on the compute device, without gradients.
 
         Returns:
-            How many tensors that look at the slot it had to make.
+            The number of new references to the slot's storage.
         """
         assert self.state is State.LOADED, f"shard {self.index} is {self.state.value}"
         views: list[Tensor] | None = self._views.get(self.slot)
         made = 0
         if views is None:
             before = storage_uses(self.slot)
-            # Made outside inference mode: a view made inside is refused by autograd for ever.
+            # Outside inference mode: autograd never accepts a view created inside.
             with torch.inference_mode(False):
                 views = [s.view(self.slot) for s in self.slices]
             self._views[self.slot] = views
-            made = storage_uses(self.slot) - before  # a view may keep others that it was made of
-        self._gradients_at_home = [parameter.grad for parameter in self.parameters]
-        self._wide = [None] * len(self.slices)
+            made = storage_uses(self.slot) - before  # a view may reference others
+        self._stored_gradients = [parameter.grad for parameter in self.parameters]
+        self._wide_gradients = [None] * len(self.slices)
         self.state = State.BOUND  # before the first parameter moves: see reset()
         for parameter, view in zip(self.parameters, views, strict=True):
-            # Without this, autograd would add to ``.grad`` at home while a lane writes there too.
+            # Without this, autograd adds to the stored ``.grad`` while a lane writes to it.
             parameter.grad = None
             parameter.data = view
         return made
 
     def widen_gradients(self) -> None:
-        """To be called after each micro-batch: where slots hold 16-bit types, sums gradients in a wider one.
+        """Called after each micro-batch: sums gradients of 16-bit parameters in a wider type.
 
-        Autograd sums in the type of the parameter. Without this, the sum over many micro-batches would stand still as
-        soon as it is some hundred times as large as what is added.
+        Autograd sums in the type of the parameter. Without this, the sum over many micro-batches stops growing once it
+        is some hundred times as large as its next term.
         """
         for k, (parameter, there) in enumerate(zip(self.parameters, self.at_home, strict=True)):
-            gradient, wide = parameter.grad, self._wide[k]
+            gradient, wide = parameter.grad, self._wide_gradients[k]
             if gradient is None or gradient.dtype not in (torch.bfloat16, torch.float16) or gradient.is_sparse:
                 continue
             parameter.grad = None
             dtype = torch.promote_types(there.dtype, torch.float32)
-            self._wide[k] = gradient.to(dtype) if wide is None else wide.add_(gradient)
+            self._wide_gradients[k] = gradient.to(dtype) if wide is None else wide.add_(gradient)
 
     def unbind(self) -> list[Tensor | None]:
-        """BOUND -> LOADED. The parameters are home again; returns the gradients that autograd left on the device."""
+        """BOUND -> LOADED. The parameters point to storage again; returns autograd's gradients on the device."""
         assert self.state is State.BOUND, f"shard {self.index} is {self.state.value}"
         self.widen_gradients()
         self.weight_casts.end_visit()
         gradients = [
             p.grad if wide is None else wide.to(there.dtype)
-            for p, wide, there in zip(self.parameters, self._wide, self.at_home, strict=True)
+            for p, wide, there in zip(self.parameters, self._wide_gradients, self.at_home, strict=True)
         ]
-        self._go_home()
+        self._restore()
         self.state = State.LOADED
-        self._gradients_at_home = []
+        self._stored_gradients = []
         return gradients
 
-    def _go_home(self) -> None:
+    def _restore(self) -> None:
         for parameter in self.parameters:
-            parameter.grad = None  # a gradient must be where its parameter is, so it goes first and comes last
-        for position, gradient in enumerate(self._gradients_at_home):
+            parameter.grad = None  # a gradient must be on its parameter's device, so it is reset first, restored last
+        for position, gradient in enumerate(self._stored_gradients):
             owner, s = self.owner_of(position)
             s.parameter.data = owner.home_view(s)
             s.parameter.grad = gradient
 
     def drop(self) -> None:
-        """LOADED -> HOME. A slot is never copied back."""
+        """LOADED -> HOME. Slots are never copied back."""
         assert self.state is State.LOADED, f"shard {self.index} is {self.state.value}"
         self._slot = None
         self.state = State.HOME
 
     def reset(self) -> None:
-        """Any state -> HOME, after a failure: also from the middle of a transition, and of another reset.
+        """Any state -> HOME, after a failure, even inside a transition or another reset.
 
-        No copy into its slot may be under way.
+        Assumes that no copy into its slot is running.
         """
         if self.state is State.BOUND:
             self.weight_casts.end_visit()
-            self._go_home()
-        self._wide = []
+            self._restore()
+        self._wide_gradients = []
         self.state = State.HOME
         self._slot = None
 
@@ -298,43 +297,43 @@ class Shard:
 
     @property
     def bound(self) -> bool:
-        """Whether a slot holds the shard for layers to use."""
+        """Whether the shard has a slot."""
         return self._slot is not None
 
     @property
     def memory(self) -> set[StorageWeakRef]:
-        """The memory that the layers' parameters are in while they compute."""
+        """The storage of the layers' parameters during compute."""
         return {StorageWeakRef(self.slot.untyped_storage())}
 
     @property
     def in_slot(self) -> list[Tensor]:
-        """The memory of each parameter of :attr:`slices` in the slot that the shard is bound to."""
+        """Views of the slot, one for each parameter of :attr:`slices`."""
         views: list[Tensor] = self._views[self.slot]
         return views
 
     def home_view(self, s: Slice) -> Tensor:
-        """A parameter's values at home."""
+        """A view of a parameter's stored values."""
         assert self.home is not None
         with torch.inference_mode(False):
             return s.view(self.home.tensor)
 
     def detach_gradients(self) -> None:
-        """Leaves the gradients' home, for another, to gradients of earlier backwards that are still held.
+        """Drops the gradients' block, for a new one, if gradients of earlier backwards in it are still referenced.
 
-        Or if it has room for parameters that are frozen by now, and no gradient rests there.
+        Also if it has space for parameters that are frozen now, and holds no gradient.
         """
         block = self.gradients
         if block is None:
             return
         address = block.tensor.untyped_storage().data_ptr()
         grads = [s.parameter.grad for s in self.own]
-        resting = sum(g is not None and not g.is_sparse and g.untyped_storage().data_ptr() == address for g in grads)
-        too_large = not resting and not all(s.parameter.requires_grad for s in self.gradient_offsets)
-        if too_large or storage_uses(block.tensor) > 1 + resting:
+        stored = sum(g is not None and not g.is_sparse and g.untyped_storage().data_ptr() == address for g in grads)
+        too_large = not stored and not all(s.parameter.requires_grad for s in self.gradient_offsets)
+        if too_large or storage_uses(block.tensor) > 1 + stored:
             self.gradients, self.gradient_offsets = None, {}
 
     def gradient_home(self, s: Slice, tier: Tier) -> tuple[Block, int, Tensor]:
-        """Block, offset and view where an own gradient rests. Made at need, with room for what takes gradients."""
+        """Block, offset and view of an own gradient. Makes the block on demand, for all trainable ones."""
         if s not in self.gradient_offsets:
             self.gradients, self.gradient_offsets, end = None, {}, 0
             for own in self.own:
@@ -348,7 +347,7 @@ class Shard:
             return self.gradients, offset, replace(s, offset=offset).view(self.gradients.tensor)
 
     def owner_of(self, position: int) -> tuple[Shard, Slice]:
-        """The shard where the parameter at ``position`` of :attr:`slices` rests, and its slice there."""
+        """The shard that stores the parameter at ``position`` of :attr:`slices`, and its slice there."""
         if position < len(self.own):
             return self, self.own[position]
         loan = self.loans[position - len(self.own)]
@@ -356,7 +355,7 @@ class Shard:
 
 
 def named_parameters(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of some layers in the order in which they lie in a block, each once, by its first name."""
+    """The parameters of some layers in the order of a block, each once, by its first name."""
     names = {p: f"{name}.{path}" for name, module in layers for path, p in reversed([*module.named_parameters()])}
     return [(names[p], p) for p in dict.fromkeys(p for _, module in layers for p in module.parameters())]
 
@@ -368,26 +367,26 @@ def make_shards(
     dtype: torch.dtype | None = None,
     values: Mapping[Tensor, Values] | None = None,
 ) -> list[Shard]:
-    """Groups layers into shards and moves their parameters home, one shard after the other.
+    """Groups layers into shards and moves their parameters to storage, one shard after the other.
 
     Args:
-        layers: name and module of each layer; those on the meta device are given memory and values.
+        layers: name and module of each layer; those on the meta device are materialized.
         cuts: number of layers of each shard.
-        tier: where the homes are.
-        dtype: of floating-point parameters in slots; homes keep the parameter's own.
-        values: what parameters and buffers are read from, if not from the layers.
+        tier: the storage.
+        dtype: of floating-point parameters in slots; storage keeps the parameter's own.
+        values: sources of parameters and buffers, if not the layers themselves.
     """
     materializer = Materializer(values)
     shards: list[Shard] = []
-    resting: dict[nn.Parameter, tuple[Shard, Slice]] = {}
+    stored: dict[nn.Parameter, tuple[Shard, Slice]] = {}
     first = 0
     for index, count in enumerate(cuts):
         part = layers[first : first + count]
         for name, module in part:
-            materializer.give_memory(name, module)
+            materializer.allocate(name, module)
         shard = Shard(index, first, [module for _, module in part])
         used = named_parameters(part)
-        new = [(name, p) for name, p in used if p not in resting]
+        new = [(name, p) for name, p in used if p not in stored]
         shard.own, home_bytes = layout(new)
         if home_bytes:
             shard.home = tier.home(index, home_bytes)
@@ -398,10 +397,10 @@ def make_shards(
             s.parameter.data = home
             if s.parameter.grad is not None:
                 s.parameter.grad = s.parameter.grad.to(home.device)
-            resting[s.parameter] = (shard, s)
-        materializer.give_values()
-        borrowed = [(name, p) for name, p in used if resting[p][0] is not shard]
-        shard.loans = [Loan(*resting[p]) for _, p in borrowed]
+            stored[s.parameter] = (shard, s)
+        materializer.fill()
+        borrowed = [(name, p) for name, p in used if stored[p][0] is not shard]
+        shard.loans = [Borrowed(*stored[p]) for _, p in borrowed]
         shard.slices, shard.slot_bytes = layout([*new, *borrowed], dtype=dtype)
         shards.append(shard)
         first += count

@@ -1,16 +1,16 @@
-"""The streamer: device slots, and the copies that fill them ahead of use.
+"""Loads shards into device slots ahead of their use, and runs the plan's other copies: evict, drain, update.
 
-It does what a plan says (load, evict, drain, update) and hands shards to whoever computes, through
-:meth:`Streamer.visit`. What becomes of the gradients that a visit leaves is
-:mod:`offload.streaming.gradient_offload`'s.
+Layers compute with a shard inside :meth:`Streamer.visit`. :mod:`offload.streaming.gradient_offload` stores the
+gradients of a visit.
 
 Guarantees
     * A slot is read only after the copy that fills it, and filled only after its last reader.
-    * Outside a visit every parameter's ``.data`` is its home.
+    * Outside a visit every parameter's ``.data`` is in storage.
     * After :meth:`cancel` no copy is in flight and all slots are free.
 
 Assumes
-    * Nobody writes to a home between the load of a shard and its eviction. A write that autograd can see is noticed.
+    * Stored weights are not written between the load of a shard and its eviction. Writes that autograd sees are
+      detected.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["Streamer"]
 
 @dataclass
 class _Updating:
-    """The update that a plan starts just before a load, and the slot that both are given."""
+    """The update that a plan starts just before a load, and the slot that both use."""
 
     slot: Tensor
     pending: Update | None
@@ -48,7 +48,7 @@ class _Updating:
 
 
 class Streamer:
-    """Moves the shards of one model."""
+    """Loads and evicts the shards of one model."""
 
     def __init__(
         self,
@@ -68,27 +68,26 @@ class Streamer:
         self._lanes = lanes
         self._meter = meter
         self._slot_bytes = max((shard.slot_bytes for shard in shards), default=0)
-        #: The slots, of this model alone or shared with others that take turns.
+        #: The slots, of this model alone or shared with models that compute in turns.
         self.slot_pool = SlotPool(device, slots, self._slot_bytes)
         self._loads: dict[int, Arrival] = {}
         self._collected: dict[int, list[Tensor | None]] = {}
         self._updating: dict[int, _Updating] = {}
         self._heap = Heap(budget_bytes) if device.type == "cpu" else None
-        #: Whether slots are being given or taken outside of a pass. If an exception leaves it so, :meth:`cancel`.
+        #: True while slots change hands outside a pass. If an exception leaves it True, call :meth:`cancel`.
         self.unsettled = False
-        #: Whether the model is in the middle of a pass.
+        #: Returns whether the model is inside a pass.
         self.computes: Callable[[], bool] = lambda: False
-        #: Cleans up after a pass that was interrupted, if one was.
+        #: Cleans up after an interrupted pass, if there was one.
         self.recover: Callable[[], None] = lambda: None
-        #: Finishes the decision of a step, if an exception was raised in the middle of it.
+        #: Finishes an interrupted decision of ``optimizer.step()``, if there was one.
         self.decide: Callable[[], None] | None = None
-        #: What brings gradients home.
         self.gradient_offload = GradientOffload(shards, device=device, tier=tier, lane=lanes.drain, meter=meter)
 
     # --- loads --------------------------------------------------------------------------------------------------
 
     def resident(self) -> frozenset[int]:
-        """The shards that a slot holds, with current values. Copies whose home was written to since are dropped."""
+        """The shards in slots, with current values. Evicts those whose stored weights were written since the load."""
         for shard in self.shards:
             if shard.state is State.LOADED and shard.loaded_versions != shard.versions():
                 self.evict(shard.index)
@@ -99,24 +98,26 @@ class Streamer:
         return frozenset(shard.index for shard in self.shards if shard.pending is not None)
 
     def update(self, j: int) -> None:
-        """Starts the update of shard ``j`` that an earlier step decided, before its load.
+        """Starts the pending update of shard ``j``, before its load.
 
-        It may work in the slot that the load is about to fill, so both get the same.
+        It may compute in the slot that the load then fills, so both get the same slot.
         """
-        self._updating[j] = self._start_update(j, self.slot_pool.take(self._meter))
+        self._updating[j] = self._start_update(j, self.slot_pool.acquire_slot(self._meter))
 
     def update_in_backward(self, j: int) -> None:
-        """Starts the update of shard ``j`` with what was just drained."""
+        """Starts the update of shard ``j`` with the gradients that were just drained."""
         self.gradient_offload.update(self.shards[j])
 
     def _start_update(self, j: int, slot: Tensor) -> _Updating:
-        pending = self.shards[j].pending  # its thread may be done with it at any moment
+        pending = self.shards[j].pending  # read once: a thread may reset it at any time
         return _Updating(slot, pending, [] if pending is None else [pending.start(slot)])
 
     def load(self, j: int) -> None:
         """Starts to copy shard ``j`` into a free slot."""
         updating = (
-            self._updating.pop(j) if j in self._updating else self._start_update(j, self.slot_pool.take(self._meter))
+            self._updating.pop(j)
+            if j in self._updating
+            else self._start_update(j, self.slot_pool.acquire_slot(self._meter))
         )
         self._fill(j, updating)
 
@@ -128,21 +129,21 @@ class Streamer:
         self._meter.bytes_loaded += nbytes
 
         def fill() -> None:
-            filled = pending is not None and pending.filled(slot)  # which was counted where it was read
+            filled = pending is not None and pending.filled(slot)  # the update counted these bytes
             with self._meter.on_lane("load", f"L{j}", 0 if filled else nbytes):
                 shard.fill(slot, pending)
 
         owners = dict.fromkeys(loan.owner for loan in shard.loans)
-        # A tied layer is filled from its owner's home, which has an update of its own.
+        # A tied parameter is loaded from its owner's block, which has an update of its own.
         others = [pending.start() for owner in owners if (pending := owner.pending) is not None]
         # Update lane -> load lane. Without these, the slot is filled with values from before the optimizer's step.
         self._loads[j] = self._lanes.load.submit(f"L{j}", fill, updating.arrivals + others)
 
     def apply_pending_updates(self) -> None:
-        """Finishes what is pending at the homes, because somebody is about to read or write them.
+        """Runs all pending updates and waits for them, before stored weights are read or written.
 
         Raises:
-            OSError: if a home cannot be read or written. What could be done is done, the rest is still pending.
+            OSError: if storage cannot be read or written. Other updates are done, the failed ones still pending.
         """
         self.recover()
         if self.decide is not None:
@@ -152,7 +153,7 @@ class Streamer:
         for shard, arrival in started:
             try:
                 with error_context(f"updating shard {shard.index} in {self._tier.name}"):
-                    # Update lane -> host. Without this, parameters are read while they are being written.
+                    # Update lane -> host. Without this, parameters are read while they are written.
                     arrival.synchronize()
             except BaseException as error:
                 errors.append(error)
@@ -160,20 +161,20 @@ class Streamer:
             raise errors[0]
 
     def evict(self, j: int, *, warn: bool = True) -> None:
-        """Drops shard ``j`` from its slot. The slot is free at once: a copy into it is queued behind its readers."""
+        """Evicts shard ``j``. Its slot is free at once, since copies into it are queued after its readers."""
         shard = self.shards[j]
-        # Without this, a load that nobody used may arrive in the slot after the next one.
+        # Without this, an unused load may write to the slot after the next one.
         self._loads.pop(j).wait()
         slot = shard.slot
         shard.drop()
-        lent = self.slot_pool.is_lent(slot)
-        # What still looks at the slot keeps it. Without this, it would see the next shard there.
-        self.slot_pool.release(self.slot_pool.replace(slot) if lent else slot)
-        if lent and warn:
+        referenced = self.slot_pool.is_referenced(slot)
+        # Remaining views keep the slot. Without this, they would show the next shard.
+        self.slot_pool.release(self.slot_pool.replace(slot) if referenced else slot)
+        if referenced and warn:
             warnings.warn(
-                f"a view of the weights of shard {j} outlives their visit on the device (an autograd function that "
-                f"stores one as an attribute, a hook that keeps one): it keeps {slot.numel():,} bytes, and later "
-                f"changes of the weights do not show in it; use ctx.save_for_backward, or keep the parameter itself",
+                f"a view of the weights of shard {j} outlives their use on the device (stored as an attribute of an "
+                f"autograd function, or by a hook): it occupies {slot.numel():,} bytes, and later changes of the "
+                f"weights do not show in it; use ctx.save_for_backward, or keep the parameter itself",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -181,10 +182,10 @@ class Streamer:
     # --- turns --------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def share_room(stages: Sequence[Sequence[Streamer]]) -> None:
-        """Gives streamers of one device a common room: those of a stage work together, stages take turns.
+    def share_slots(stages: Sequence[Sequence[Streamer]]) -> None:
+        """Gives streamers of one device a common slot pool: those of a stage compute together, stages in turns.
 
-        Its size is that of the largest turn; and where that turn keeps all its shards, one slot more, for the next.
+        Its size is that of the largest turn, plus one slot for the next turn if that turn holds all its shards.
         """
         streamers = [streamer for stage in stages for streamer in stage]
         slots = 0
@@ -197,7 +198,7 @@ class Streamer:
         for streamer in streamers:
             streamer.release()
             if not streamer.slot_pool.shared:
-                streamer.slot_pool.leave()
+                streamer.slot_pool.free_memory()
             streamer.slot_pool = slot_pool
 
     @property
@@ -206,13 +207,13 @@ class Streamer:
         return range(len(self.shards) - 1, -1, -1)
 
     def prefetch(self, order: Sequence[int]) -> None:
-        """Begins to load shards in this order, as far as there is room that nobody needs."""
+        """Starts to load shards in this order, while there are slots that the current turn does not need."""
         self.unsettled = True
         there = set(self.resident())
         for j in order:
             if j in there:
                 continue
-            slot = self.slot_pool.spare(self) if len(there) < self.slots else None
+            slot = self.slot_pool.acquire_unneeded(self) if len(there) < self.slots else None
             if slot is None:
                 break
             self._fill(j, self._start_update(j, slot))
@@ -220,7 +221,7 @@ class Streamer:
         self.unsettled = False
 
     def evict_one(self) -> bool:
-        """Drops the first shard in a slot; a backward would use it last. False if there is none."""
+        """Evicts the first loaded shard, which backward uses last. False if there is none."""
         j = next((shard.index for shard in self.shards if shard.state is State.LOADED), None)
         if j is not None:
             self.evict(j)
@@ -228,22 +229,22 @@ class Streamer:
 
     @contextlib.contextmanager
     def visit(self, j: int) -> Iterator[Shard]:
-        """Inside, shard ``j`` and its parameters are on the compute device. After an exception call :meth:`abandon`."""
+        """Inside, the parameters of shard ``j`` are on the compute device. After an exception call :meth:`cancel`."""
         shard = self.shards[j]
         with self._meter.waiting(f"L{j}"), error_context(f"loading shard {j} from {self._tier.name}"):
-            # Load lane -> compute. Without this, layers read a slot that is still being filled.
+            # Load lane -> compute. Without this, layers read a slot that is not filled yet.
             self._loads[j].wait()
-        self.slot_pool.note_views(shard.slot, shard.bind())
+        self.slot_pool.count_views(shard.slot, shard.bind())
         yield shard
         self._collected[j] = shard.unbind()
         if self._heap is not None:
-            self._heap.bound()
+            self._heap.trim_if_grown()
 
-    def keep_changes(self, j: int, written: Sequence[int]) -> None:
-        """To be called at the end of a visit: sends home what layers wrote into their own parameters while they ran.
+    def store_written_weights(self, j: int, written: Sequence[int]) -> None:
+        """Called at the end of a visit: stores parameters that their layers wrote to in forward.
 
-        Weights travel one way, so this is the exception (an embedding with ``max_norm``, a weight that is clipped).
-        ``written``: positions of these parameters.
+        Examples are an embedding with ``max_norm`` and clipped weights; other weights are never copied back.
+        ``written``: positions of these parameters in ``slices``.
         """
         shard = self.shards[j]
         for position in written:
@@ -252,25 +253,25 @@ class Streamer:
         shard.loaded_versions = shard.versions()
 
     def drain(self, j: int) -> None:
-        """Starts to send home the gradients that the last visit of shard ``j`` left on the device."""
+        """Starts to offload the gradients of the last visit of shard ``j``."""
         self.gradient_offload.drain(self.shards[j], self._collected.pop(j))
 
     def wait_for_home_reads(self, end: int | None = None) -> None:
-        """Waits until nothing reads the homes (of the shards before ``end``).
+        """Blocks the host until no load reads stored weights (of the shards before ``end``).
 
-        From here on they are the user's, who may write there on the host.
+        From then on the user may write to them on the host.
         """
         for j, arrival in self._loads.items():
             if end is not None and j >= end:
                 continue
             with self._meter.waiting(f"L{j}"), error_context(f"loading shard {j} from {self._tier.name}"):
-                # Load lane -> host. Without this, a forward that is still queued would load what is written next.
+                # Load lane -> host. Without this, a queued load would read what the user writes next.
                 arrival.synchronize()
 
     # --- ends ---------------------------------------------------------------------------------------------------
 
     def release(self, *, warn: bool = True) -> None:
-        """Drops every resident shard."""
+        """Evicts every resident shard."""
         self.unsettled = True
         for shard in self.shards:
             if shard.state is State.LOADED:
@@ -278,23 +279,23 @@ class Streamer:
         self.unsettled = False
 
     def cancel(self) -> None:
-        """After a failure: waits for what is in flight, whatever becomes of it. Parameters are home, slots are free.
+        """After a failure: waits for all copies in flight, moves parameters back to storage and frees all slots.
 
-        Whatever state an exception left, at whatever line it was raised; and may be called again after one that was
-        interrupted itself. Models that share the room drop what they have there, too.
+        Works after an exception at any line, and again after an interrupted call. Models that share the slots drop
+        theirs, too.
         """
         for slot_user in self.slot_pool.slot_users or [self]:
             slot_user.reset()
         self.slot_pool.reset()
 
     def reset(self) -> None:
-        """The part of :meth:`cancel` that is this model's."""
-        # All lanes -> host, also copies whose submission was interrupted. Without this, a load or a gradient arrives in
-        # memory that is somebody else's.
+        """This model's part of :meth:`cancel`."""
+        # All lanes -> host, also copies whose submission was interrupted. Without this, a load or a gradient is written
+        # to memory that is reused already.
         self._lanes.wait_idle()
         for shard in self.shards:
             if (pending := shard.pending) is not None:
-                # Update lane -> host. Without this, an update goes on in a slot that is somebody else's.
+                # Update lane -> host. Without this, an update computes in a slot that is reused already.
                 pending.wait_idle()
         self.gradient_offload.cancel()
         for shard in self.shards:

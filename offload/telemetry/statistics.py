@@ -92,7 +92,7 @@ class Meter:
         clock = self.cells.setdefault((kind, shard), Clock(self._device))
         token = f"{token or kind}{shard}.{microbatch}"
         # A visit counts as a whole: its first micro-batch is dearer than the others, in every step.
-        with self.compute.span(), clock.span(rows, goes_on=microbatch > 0), self.tracer.span("compute", token):
+        with self.compute.span(), clock.span(rows, continues=microbatch > 0), self.tracer.span("compute", token):
             with torch.profiler.record_function(token):
                 yield
 

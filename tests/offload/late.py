@@ -97,12 +97,14 @@ def run_late(monkeypatch: pytest.MonkeyPatch, seed: int = 0, **mutations: object
         return Lanes(*lanes)
 
     monkeypatch.setattr("offload.model.open_lanes", open_late_lanes)
-    take, spare = SlotPool.take, SlotPool.spare
+    acquire, acquire_unneeded = SlotPool.acquire_slot, SlotPool.acquire_unneeded
 
     def poisoned(slot: torch.Tensor | None) -> torch.Tensor | None:
         # Every float made of these bytes is NaN.
         return slot if slot is None else slot.fill_(255)
 
-    monkeypatch.setattr(SlotPool, "take", lambda self, meter: poisoned(take(self, meter)))
-    monkeypatch.setattr(SlotPool, "spare", lambda self, slot_user: poisoned(spare(self, slot_user)))
+    monkeypatch.setattr(SlotPool, "acquire_slot", lambda self, meter: poisoned(acquire(self, meter)))
+    monkeypatch.setattr(
+        SlotPool, "acquire_unneeded", lambda self, slot_user: poisoned(acquire_unneeded(self, slot_user))
+    )
     return made

@@ -314,7 +314,7 @@ def test_everything_that_does_not_fit_is_named_and_nothing_is_written(when: str,
         r"missing: 0.bias;",
         "not in the model: stranger",
         f"3.bias has shape (3,), expected ({WIDTH},)",
-        "1.0.bias is torch.complex64, which does not become torch.float32",
+        "1.0.bias is torch.complex64, which cannot be cast to torch.float32",
     ):
         assert part in f"{caught.value};"
     assert_equal(model, before)

@@ -24,7 +24,7 @@ __all__ = ["MECHANISMS", "without"]
 
 
 def _lent_slots(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SlotPool, "is_lent", lambda self, slot: False)
+    patch.setattr(SlotPool, "is_referenced", lambda self, slot: False)
 
 
 def _own_memory(patch: pytest.MonkeyPatch) -> None:

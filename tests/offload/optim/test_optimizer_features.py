@@ -11,7 +11,7 @@ from torch import nn
 
 import offload.optim.disk_update
 from offload import OffloadModel, OffloadOptimizer
-from offload.streaming.grad_norm import norm_of, note, noted
+from offload.streaming.grad_norm import attach_norm, attached_norm, norm_of
 from tests.offload.pair import Pair, pending
 from tests.offload.zoo import WIDTH, build
 
@@ -208,10 +208,10 @@ def test_a_note_is_not_inherited_by_a_copy_of_the_gradient() -> None:
     gradient = torch.ones(4)
     for _ in range(5):
         gradient.mul_(1)
-    note(gradient, norm_of(gradient))
-    assert noted(gradient) == 2
+    attach_norm(gradient, norm_of(gradient))
+    assert attached_norm(gradient) == 2
     other = copy.deepcopy(gradient)
     while other._version < gradient._version:
         other.mul_(2)
     assert other._version == gradient._version
-    assert noted(other) is None
+    assert attached_norm(other) is None

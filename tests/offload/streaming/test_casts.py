@@ -222,8 +222,8 @@ def test_a_cast_refers_to_its_slot_only_while_the_slot_is_not_overwritten() -> N
     """What a layer wrote after using its weight does not reach a gradient (``WritesAfterUse``, above)."""
     slot = torch.arange(4, dtype=torch.float32).view(torch.uint8)
     cast = Cast(slot.view(torch.float32), {"dtype": torch.bfloat16})
-    first = cast.made_of(slot).view(torch.bfloat16).clone()
+    first = cast.recompute(slot).view(torch.bfloat16).clone()
     slot.view(torch.float32).mul_(2)
-    assert torch.equal(cast.made_of(slot).view(torch.bfloat16), first)
-    cast.forget()
-    assert torch.equal(cast.made_of(slot).view(torch.bfloat16), 2 * first)
+    assert torch.equal(cast.recompute(slot).view(torch.bfloat16), first)
+    cast.free()
+    assert torch.equal(cast.recompute(slot).view(torch.bfloat16), 2 * first)

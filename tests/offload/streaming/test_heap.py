@@ -33,12 +33,12 @@ def test_freed_memory_is_given_back_only_when_the_process_has_outgrown_what_it_n
     monkeypatch.setattr(offload.streaming.heap, "KEEP_BYTES", 100)
     heap = Heap()
     for held[0] in (200, 300, 150, 250, 251, 400, 401):
-        heap.bound()
+        heap.trim_if_grown()
     # 300 is 100 more than 200; 251 is more than 100 more than 150; what is needed from then on is 300.
     assert returned == [251, 401]
     monkeypatch.setattr(offload.streaming.heap, "KEEP_BYTES", None)
     held[0] = 10**9
-    heap.bound()
+    heap.trim_if_grown()
     assert returned == [251, 401]
 
 
