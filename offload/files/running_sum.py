@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from functools import partial
-from types import TracebackType
 
 from offload.storage.io_thread_pool import IOThreadPool, PooledCall
 
@@ -59,9 +58,7 @@ class RunningSum:
     def __enter__(self) -> RunningSum:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._job is not None:
             # Without this, the thread reads memory that the caller frees.
             self._job.cancel()

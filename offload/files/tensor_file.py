@@ -15,7 +15,6 @@ Guarantees
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import math
 import os
@@ -28,7 +27,9 @@ import torch
 from torch import Tensor
 
 from offload.files.running_sum import RunningSum
+from offload.storage.buffer import view_memory
 from offload.storage.contract import bytes_of
+from offload.storage.transfer import move_all
 
 __all__ = ["ChecksumError", "TensorFile", "write_all", "write_tensors"]
 
@@ -111,7 +112,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
                 sums[name] = _write_summed(fd, flat, _begin_sum(name, header[name]))
             # Overwrites the zeros that reserved the space of the checksums.
             header["__metadata__"][SUMS] = json.dumps(sums)
-            _write_at(fd, _text_of(header), 8)
+            move_all(os.pwritev, fd, memoryview(_text_of(header)), 8, path)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -130,17 +131,10 @@ def _write_summed(fd: int, flat: Tensor, total: RunningSum) -> str:
     """Writes a flat uint8 tensor; returns the digits of its checksum."""
     with total:
         for part in flat.split(WINDOW_BYTES) if flat.numel() else ():
-            memory = _memory_of(part)
+            memory = view_memory(part)
             total.add(memory)
             write_all(fd, memory)
         return total.digits()
-
-
-def _write_at(fd: int, data: bytes, position: int) -> None:
-    rest = memoryview(data)
-    while rest:
-        count = os.pwrite(fd, rest, position)
-        rest, position = rest[count:], position + count
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
@@ -148,11 +142,6 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(fd, rest) :]
-
-
-def _memory_of(flat: Tensor) -> memoryview:
-    """The memory of a flat uint8 tensor on the host."""
-    return memoryview((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())).cast("B")
 
 
 def _windows(tensor: Tensor, most: int) -> Iterator[Tensor]:
@@ -259,7 +248,7 @@ class TensorFile:
                         self._read(part, position)
                         position += part.numel()
                         if compared:
-                            total.add(_memory_of(part))
+                            total.add(view_memory(part))
                 finally:
                     # torch does not see this write. Without this, copies of the old values would count as current.
                     if not destination.is_inference():
@@ -272,7 +261,7 @@ class TensorFile:
                     total.wait()  # Without this, the window changes while it is summed.
                     self._read(piece.view(torch.uint8), position)
                     if compared:
-                        total.add(_memory_of(piece.view(torch.uint8)))
+                        total.add(view_memory(piece.view(torch.uint8)))
                     part.copy_(piece.view(part.shape))
                     position += part.numel() * dtype.itemsize
             if compared:
@@ -294,7 +283,7 @@ class TensorFile:
                 for k, position in enumerate(range(begin, end, WINDOW_BYTES)):
                     part = windows[k % 2][: min(WINDOW_BYTES, end - position)]
                     self._read(part, self._begin + position)
-                    total.add(_memory_of(part))
+                    total.add(view_memory(part))
                 self._compare(name, total)
         self._verified = True
 
@@ -310,12 +299,7 @@ class TensorFile:
         if self._fd is None:
             self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self._fd)
-        rest = _memory_of(flat)
-        while rest:
-            count = os.preadv(self._fd, [rest], position)
-            if count == 0:
-                raise OSError(f"{self.path}: the file ends after {position:,} bytes, {len(rest):,} too early")
-            rest, position = rest[count:], position + count
+        move_all(os.preadv, self._fd, view_memory(flat), position, self.path)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor as a private mapping; its checksum is not compared, and writes to it do not reach the file."""

@@ -16,7 +16,7 @@ import struct
 import sys
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 from offload.storage.buffer import PAGE_BYTES, host_buffer, view_memory, whole_pages
@@ -40,7 +40,7 @@ class HomeError(ValueError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The fields of the manifest."""
+    """The fields of the manifest, in the order of the format."""
 
     #: Index of this file among the ``places`` files of its home.
     place: int
@@ -58,19 +58,7 @@ class Manifest:
 
     def pack(self) -> bytes:
         """The manifest as one page."""
-        fields = _FIELDS.pack(
-            MAGIC,
-            VERSION,
-            self.place,
-            self.places,
-            self.clean,
-            self.contents_bytes,
-            self.description_bytes,
-            self.generation,
-            self.home,
-            self.description_digest,
-            self.contents_digest,
-        )
+        fields = _FIELDS.pack(MAGIC, VERSION, *astuple(self))
         return (fields + digest(fields)).ljust(PAGE_BYTES, b"\0")
 
 
