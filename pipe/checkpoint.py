@@ -146,7 +146,7 @@ class Checkpointing:
         return Batch(unflatten(leaves, spec))
 
     def recompute(self, batch: Batch) -> None:
-        """Applies :class:`Recompute` to the output in place. Nodes before it do not delay the recomputation.
+        """Applies :class:`Recompute` to the output in place. Nodes between the halves delay only Checkpoint.
 
         Without this call, Checkpoint recomputes when it receives its gradient.
         """

@@ -39,7 +39,7 @@ from gradcache.wrapped.surroundings import Observer
 from gradcache.wrapped.suspended import SuspendedForward, TowerNotes
 from pipe.nested import flatten, unflatten
 
-__all__ = ["WrappedWalk", "say_once", "streamed_inside"]
+__all__ = ["WrappedWalk", "streamed_inside", "warn_once"]
 
 
 def streamed_inside(model: nn.Module) -> list[nn.Module]:
@@ -262,12 +262,12 @@ class WrappedWalk:
         """Warns if shards were loaded more often than once per call, with the reason."""
         for notes in self._notes.values():
             for key, reason in notes.in_place.items():
-                say_once(self._models[key], notes.name, reason)
+                warn_once(self._models[key], notes.name, reason)
         for key, visits in self._visits.items():
             calls = [sum(a is not None and id(a.model) == key for a in f.answers) for t in self._towers for f in t]
             if visits > max(calls, default=0):
                 names = " and ".join(dict.fromkeys(n.name for n in self._notes.values() if key in n.observers))
-                say_once(
+                warn_once(
                     self._models[key],
                     names,
                     f"chunks call it in another order, another mode or another number of times, so that their calls "
@@ -279,7 +279,7 @@ class WrappedWalk:
 _warned: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
-def say_once(model: nn.Module, tower: str, reason: str) -> None:
+def warn_once(model: nn.Module, tower: str, reason: str) -> None:
     """Warns that the calls of a streamed model inside a tower do not run together, once for each reason."""
     warned = _warned.setdefault(model, set())
     if reason not in warned:
