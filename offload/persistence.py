@@ -70,7 +70,7 @@ class PersistentHome:
             self._places.append((name, end, buffer.numel() * buffer.element_size()))
             end += aligned(self._places[-1][2])
         contents = [*_shards(list(layers.items()), cuts), Contents("buffers", "buffers", end, lines)]
-        adopted = self._tier.expect(contents, blank=not values and all(p.is_meta for p in parameters))
+        adopted = self._tier.adopt(contents, blank=not values and all(p.is_meta for p in parameters))
         if end:
             self._block = self._tier.home(len(contents) - 1, end)
         if adopted:
@@ -91,7 +91,7 @@ class PersistentHome:
     def begin(self) -> None:
         """The model is made."""
         if self._tier is not None:
-            self._tier.begin()
+            self._tier.mark_open()
 
     def close(self) -> None:
         """Writes the buffers and seals the home.
@@ -114,7 +114,7 @@ class PersistentHome:
                 assert self._block is not None
                 dense = buffer.detach().cpu().resolve_conj().resolve_neg().contiguous()
                 self._block.write(bytes_of(dense), offset)
-        self._tier.manifest()
+        self._tier.write_manifests()
 
 
 def _shards(layers: Sequence[tuple[str, nn.Module]], cuts: Sequence[int]) -> Iterator[Contents]:

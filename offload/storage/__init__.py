@@ -1,4 +1,4 @@
-"""Where bytes rest: one small contract, and a module for each kind of place."""
+"""Storage of shards, gradients, optimizer states and boundaries: one interface, in host memory or in files."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ __all__ = ["Block", "DiskHome", "DiskTier", "HomeError", "HostTier", "Persistent
 def open_tier(
     offload_device: str | torch.device | os.PathLike[str], device: torch.device, *, keeps: bool = False
 ) -> Tier:
-    """The home that ``offload_device`` names: host memory (``"cpu"``), or a directory.
+    """Opens the storage that ``offload_device`` names: host memory (``"cpu"``) or a directory.
 
-    A directory is an ``os.PathLike``, such as a :class:`DiskHome`, or a string with a path separator in it. ``keeps``
-    says that the caller can do what a home that outlives it asks for.
+    A directory is an ``os.PathLike``, such as a :class:`DiskHome`, or a string with a path separator. ``keeps``: the
+    caller supports homes that outlive it.
 
     Raises:
         TypeError: if it is neither a device, nor a string, nor a path.
-        ValueError: if it names a device that is not the CPU, or a word that is no device; or a kept home that is in
-            use, or where there can be none.
+        ValueError: if it names a device other than the CPU, or no device; or a persistent home that is in use or that
+            the caller does not support.
         OSError: if the directory cannot be written to.
     """
     if isinstance(offload_device, DiskHome):
         if not offload_device.keep:
             return DiskTier(offload_device, device, direct=offload_device.direct)
         if not keeps:
-            raise ValueError("expected a home that goes with its user, got DiskHome(keep=True): only models keep homes")
+            raise ValueError("DiskHome(keep=True) is supported by OffloadModel only; pass a directory")
         return PersistentTier(offload_device, device)
     if isinstance(offload_device, os.PathLike) or (isinstance(offload_device, str) and os.sep in offload_device):
         return DiskTier(offload_device, device)

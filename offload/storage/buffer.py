@@ -1,11 +1,11 @@
-"""Host memory that files and accelerators copy to and from at full speed: whole pages, large ones, page-locked.
+"""Allocates page-aligned, huge-page, page-locked host buffers for fast copies from and to files and accelerators.
 
-``torch.empty`` aligns to a cache line. A file that is read past the page cache needs whole pages, a driver locks whole
-pages, and both, as well as the processor's tables, are quicker with few large pages than with many small ones.
+``torch.empty`` aligns to a cache line, but direct file I/O and the CUDA driver work on whole pages. Both, and address
+translation, are faster with few large pages than with many small ones.
 
 Guarantees
-    * A buffer begins on a page, is zero, has exactly the bytes asked for, and takes less than a page more.
-    * Its memory goes with the last tensor that views it.
+    * A buffer begins on a page, is zeroed, has exactly the requested size, and allocates less than a page more.
+    * Its memory is freed with the last tensor that views it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from offload.process import finalize_here
 
 __all__ = ["PAGE_BYTES", "device_buffer", "host_buffer", "page_lock", "view_memory", "whole_pages"]
 
-#: What addresses, offsets and sizes of direct transfers are a multiple of: the page, and the largest usual sector.
+#: Alignment of addresses, offsets and sizes in direct I/O: the page, and the largest usual sector.
 PAGE_BYTES = max(4096, mmap.PAGESIZE)
 
 _memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -32,46 +32,45 @@ _WRITABLE = 0x200
 
 
 def whole_pages(nbytes: int) -> int:
-    """``nbytes``, rounded up to pages."""
+    """``nbytes`` rounded up to whole pages."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def host_buffer(nbytes: int) -> Tensor:
-    """A zeroed flat uint8 tensor on the CPU that begins on a page, in huge pages where the system has them.
+    """A zeroed flat uint8 CPU tensor that begins on a page, in huge pages where available.
 
     Raises:
-        OSError: if there is no room.
+        OSError: if the memory cannot be allocated.
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
-    # Private: huge pages of shared memory are another setting of the system, and usually off.
+    # Private: huge pages of shared mappings have a system setting of their own, which is usually off.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    # The tensor holds the mapping, which goes with it.
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
 
 
 def device_buffer(nbytes: int, device: torch.device) -> Tensor:
-    """Memory of a compute device for a slot, flat, uint8: what a file can be read into straight if that is the CPU."""
+    """Flat uint8 memory of a slot on the compute device; on the CPU, files are read into it without a copy."""
     return host_buffer(nbytes) if device.type == "cpu" else torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def view_memory(tensor: Tensor) -> memoryview:
-    """The bytes of a flat uint8 host tensor for calls of the system. Whoever uses the view keeps the tensor."""
+    """The bytes of a flat uint8 host tensor for system calls. The caller keeps the tensor alive."""
     view: memoryview = _memory_view(tensor.data_ptr(), tensor.numel(), _WRITABLE)
     return view
 
 
 def page_lock(tensor: Tensor, label: str) -> bool:
-    """Registers the memory of a host tensor with the CUDA driver, so that copies to and from it run beside compute.
+    """Page-locks the memory of a host tensor with the CUDA driver, so that its copies overlap with compute.
 
-    torch's own allocator of page-locked memory rounds each request to a power of two, up to 1.9 times the bytes. Where
-    the driver refuses, copies still work, but they no longer overlap with compute: a warning says so.
+    torch's pinned-memory allocator rounds each request up to a power of two, up to 1.9 times the bytes. If the driver
+    refuses, a warning says that copies will not overlap.
 
     Returns:
-        Whether the memory is locked. It is unlocked when it goes.
+        Whether the memory is locked. It is unlocked when it is freed.
     """
     runtime = torch.cuda.cudart()
     address = tensor.data_ptr()

@@ -1,7 +1,7 @@
-"""The seam between bytes and the places where they rest.
+"""The storage interface: every storage implements :class:`Tier`, :class:`Block` and :class:`Scratch`.
 
-A :class:`Tier` hands out :class:`Block` objects, one for each thing that rests (a shard's weights, its gradients), and
-:class:`Scratch` space for boundaries, which come and go within a step. The engine speaks to places only through these.
+A :class:`Tier` allocates one :class:`Block` for each stored array (a shard's weights, its gradients), and a
+:class:`Scratch` for boundaries, which are stored for a part of one step.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ __all__ = ["Block", "Scratch", "Tier", "bytes_of"]
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The memory of a dense tensor (of any strides that leave no holes) as a flat uint8 view; no copy."""
+    """A flat uint8 view of a dense tensor (any strides without holes); no copy."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return torch.view_as_real(flat).view(-1).view(torch.uint8) if flat.is_complex() else flat.view(torch.uint8)
 
 
 class Block(ABC):
-    """Bytes at rest, of a size that never changes."""
+    """Stored bytes of a fixed size."""
 
-    #: The bytes themselves, flat, uint8. ``Parameter.data`` at home is a view of this.
+    #: The stored bytes, flat, uint8. ``Parameter.data`` is a view of them while no shard is loaded.
     tensor: Tensor
 
     @property
@@ -33,80 +33,80 @@ class Block(ABC):
 
     @abstractmethod
     def read_into(self, destination: Tensor, offset: int = 0) -> None:
-        """Copies the bytes from ``offset`` on into ``destination`` (uint8, flat, on any device), as many as it holds.
+        """Fills ``destination`` (uint8, flat, on any device) with the bytes from ``offset`` on.
 
         Raises:
-            OSError: if the place cannot be read, or has fewer bytes than it must.
+            OSError: if the storage cannot be read, or is shorter than the block.
         """
 
     @abstractmethod
     def staged(self) -> Tensor:
-        """The bytes in host memory, to be read piece by piece: the block itself, or a copy that was read in one go."""
+        """The bytes in host memory, for many small reads: the block itself, or a copy made by one large read."""
 
     @abstractmethod
     def write(self, source: Tensor, offset: int) -> None:
-        """Overwrites the bytes from ``offset`` on with those of ``source`` (uint8, flat, on any device)."""
+        """Overwrites the bytes from ``offset`` on with ``source`` (uint8, flat, on any device)."""
 
 
 class Scratch(ABC):
-    """Room for tensors that rest for a part of a step. It vanishes with its owner, also when the process dies."""
+    """Temporary storage of tensors within a step. It is freed with its owner, also when the process is killed."""
 
-    #: How errors call this place.
+    #: Used in error messages.
     name: str
 
     @abstractmethod
     def store(self, tensor: Tensor) -> object:
-        """Copies a tensor here; returns a ticket. Any dense layout is kept, others become contiguous."""
+        """Stores a copy of a tensor and returns its ticket. Dense strides are preserved, others become contiguous."""
 
     @abstractmethod
     def fetch(self, ticket: object) -> Tensor:
-        """A new tensor on the compute device, equal to what was stored."""
+        """A new tensor on the compute device, equal to the stored one."""
 
     @abstractmethod
     def release(self, ticket: object) -> None:
-        """Gives the room of a ticket back."""
+        """Frees the storage of a ticket."""
 
     @abstractmethod
     def close(self) -> None:
-        """Gives everything back."""
+        """Frees everything."""
 
 
 class Tier(ABC):
-    """A kind of place."""
+    """A storage: host memory, or a directory."""
 
-    #: How errors and reports call this place.
+    #: Used in error messages and reports.
     name: str
-    #: Whether reading and writing block the calling thread, so that only a thread can hide them.
+    #: Whether reads and writes block the calling thread, so that only another thread overlaps them with compute.
     blocking_io: bool
 
     @property
     def staging_bytes(self) -> int:
-        """Host memory that bytes pass through on their way from and to this place, as far as it has been needed."""
+        """Host memory allocated so far as staging buffers between this storage and the compute device."""
         return 0
 
     @abstractmethod
     def allocate(self, nbytes: int, label: str, *, cyclic: bool = False) -> Block:
-        """A block of exactly ``nbytes``, zeros.
+        """A zeroed block of exactly ``nbytes``.
 
-        ``cyclic`` says that a step passes it once, always in the same order as others: by the time that it is used
-        again, all others have been.
+        ``cyclic``: each step uses the cyclic blocks once, in a fixed order, so between two uses of a block all others
+        are used.
 
         Raises:
-            OSError: if the place has no room; nothing is left behind.
+            OSError: if the storage is full; nothing is left behind.
         """
 
     def home(self, j: int, nbytes: int) -> Block:
-        """The block where the weights of shard ``j`` rest; a place that keeps them may have it already.
+        """The block of the weights of shard ``j``, which persistent storage may hold already.
 
         Raises:
-            OSError: if the place has no room; nothing is left behind.
+            OSError: if the storage is full; nothing is left behind.
         """
         return self.allocate(nbytes, f"shard{j}-weights")
 
     @abstractmethod
     def scratch(self) -> Scratch | None:
-        """Room for boundaries, or None where the compute device is this very place."""
+        """Storage of boundaries, or None where this storage is the compute device's memory."""
 
     @abstractmethod
     def close(self) -> None:
-        """Gives everything back. Blocks that are still referenced keep their bytes until they go."""
+        """Frees everything. Blocks that are still referenced keep their bytes until they are collected."""

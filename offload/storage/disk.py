@@ -1,17 +1,16 @@
-"""A directory as a home: shards rest in files, and their parameters are views of the mapped files.
+"""Stores shards in files of a directory; their parameters are views of the memory-mapped files.
 
-The same bytes are seen in two ways. ``Block.tensor`` is a shared mapping of the file, so that an optimizer, a
-``state_dict`` or any other code finds current values in ``Parameter.data`` and may write there; its pages are the
-kernel's to drop. The streaming engine reads and writes with explicit calls instead, in large pieces and on a lane,
-because a page fault in the middle of a matrix product is a wait that nobody can hide. Those calls go past the page
-cache where that is faster (:mod:`offload.storage.page_cache`).
+``Block.tensor`` is a shared mapping of the file, so an optimizer, a ``state_dict`` or any other code reads current
+values from ``Parameter.data`` and may write to it; the kernel may drop its pages. The streaming engine makes explicit
+read and write calls in large pieces on a lane, since a page fault during a matrix product cannot be overlapped. These
+calls bypass the page cache where that is faster (:mod:`offload.storage.page_cache`).
 
 Guarantees
-    * Files are made new, under a name that did not exist; nothing that lay in the directory before is ever read.
-    * All bytes of a file are reserved when it is made, so a full disk is an error at construction, not a lost page.
-    * The files go with the model, at interpreter exit at the latest. What a killed process left behind is removed by
-      the next model that is made in the same directory.
-    * A block outlives its file: what is still used then is the mapping.
+    * Every file is new, under an unused name; no file that was in the directory before is ever read.
+    * All bytes of a file are reserved at creation, so a full disk is an error of the constructor, not a lost page.
+    * Files are removed with the model, or at interpreter exit. Files of a killed process are removed when the next
+      model is made in the same directory.
+    * A block outlives its file: its mapping stays valid.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class DiskBlock(Block):
         weakref.finalize(self, transfers.cache.release, self._claim)
 
     def read_into(self, destination: Tensor, offset: int = 0) -> None:
-        """Reads the file, straight into ``destination`` where that is host memory."""
+        """Reads the file, without a copy if ``destination`` is host memory."""
         destination = destination[: self.nbytes - offset]
         try:
             self._transfers.read(self._path, destination, offset, self._claim)
@@ -61,7 +60,7 @@ class DiskBlock(Block):
             destination.copy_(self.tensor[offset : offset + destination.numel()])
 
     def staged(self) -> Tensor:
-        """A copy, read in one go: page faults piece by piece would be slower."""
+        """A copy made by one large read, which is faster than page faults of the mapping."""
         copy = host_buffer(self.nbytes)
         self.read_into(copy)
         return copy
@@ -76,7 +75,7 @@ class DiskBlock(Block):
 
 
 def reserve(path: Path, file_bytes: int, wanted_bytes: int) -> None:
-    """Makes a new file of zeros, all of whose room is taken."""
+    """Creates a file of zeros with all of its disk space allocated."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, file_bytes)
@@ -88,13 +87,13 @@ def reserve(path: Path, file_bytes: int, wanted_bytes: int) -> None:
 
 
 class DiskTier(Tier):
-    """Blocks as files in a folder of their own below ``directory``.
+    """Blocks as files in a new folder below ``directory``.
 
     Args:
-        directory: is made if it does not exist.
-        device: where the layers compute.
-        direct: whether to go past the page cache; None lets the sizes decide.
-        link: how bytes reach the compute device; tests pass one that runs late.
+        directory: created if it does not exist.
+        device: the compute device.
+        direct: whether to bypass the page cache; None decides by size.
+        link: how bytes are copied to the compute device; tests pass one that delays copies.
     """
 
     blocking_io = True
@@ -110,7 +109,7 @@ class DiskTier(Tier):
         root = Path(directory)
         try:
             root.mkdir(parents=True, exist_ok=True)
-            _sweep(root)
+            _remove_stale(root)
             self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
         except OSError as error:
             raise OSError(
@@ -120,8 +119,8 @@ class DiskTier(Tier):
         kind = _file_system(root)
         if kind in ("tmpfs", "ramfs"):
             warnings.warn(
-                f"offload_device {str(root)!r} is memory ({kind}): shards that rest there take as much of it as "
-                f"before; pass a directory on a disk",
+                f"offload_device {str(root)!r} is memory ({kind}), so storing shards there saves none; pass a "
+                f"directory on a disk",
                 RuntimeWarning,
                 stacklevel=5,
             )
@@ -133,11 +132,11 @@ class DiskTier(Tier):
 
     @property
     def staging_bytes(self) -> int:
-        """Buffers of transfers that the page cache has no part in."""
+        """Buffers of direct transfers and of transfers to an accelerator."""
         return self.transfers.staging.nbytes
 
     def allocate(self, nbytes: int, label: str, *, cyclic: bool = False) -> Block:
-        """A new file of ``nbytes``. Its name goes with the block, its room with the last tensor that maps it."""
+        """A new file of ``nbytes``. It is unlinked with the block; its space is freed with its last mapping."""
         path = self.folder / f"{next(self._numbers):04d}-{label}"
         reserve(path, whole_pages(nbytes), nbytes)
         block = DiskBlock(path, nbytes, self.transfers, cyclic=cyclic)
@@ -145,16 +144,16 @@ class DiskTier(Tier):
         return block
 
     def scratch(self) -> Scratch | None:
-        """A file without a name."""
+        """An unlinked file."""
         return DiskScratch(self.name, self.folder, self, self._device)
 
     def close(self) -> None:
-        """Removes the files' names; their room is free once nobody maps them."""
+        """Removes the files; their space is freed with their last mapping."""
         self._finalizer()
 
 
 def _file_system(path: Path) -> str:
-    """Type of the file system that holds ``path``, or "" where the system does not tell."""
+    """Type of the file system of ``path``, or "" if the system does not say."""
     try:
         mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
     except OSError:
@@ -165,12 +164,12 @@ def _file_system(path: Path) -> str:
 
 
 def _locked(folder: Path) -> int:
-    """The lock of a new folder, held from before a sweep can find it."""
+    """Locks a new folder, before another process can find it unlocked and remove it."""
     unnamed = folder / "lock.new"
     lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    # Without this name change, a sweep of another process could take the lock between the two lines above, and remove
-    # the folder as that of a process that is gone.
+    # Without this rename, another process could lock the file between the two lines above, and remove the folder as
+    # that of an ended process.
     os.rename(unnamed, folder / "lock")
     return lock
 
@@ -181,13 +180,13 @@ def _remove(folder: Path, lock: int) -> None:
         os.close(lock)
 
 
-def _sweep(root: Path) -> None:
-    """Removes the folders of processes that are gone: those whose lock nobody holds."""
+def _remove_stale(root: Path) -> None:
+    """Removes the folders of ended processes: those whose lock is free."""
     for folder in root.glob(f"{_PREFIX}*"):
         try:
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            continue  # being made at this moment, or not ours
+            continue  # being created now, or not ours
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

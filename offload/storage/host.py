@@ -1,4 +1,4 @@
-"""Host memory as a home: exact-size blocks, page-locked where the compute device is an accelerator."""
+"""Stores shards in host memory: exact-size blocks, page-locked if the compute device is an accelerator."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class HostBlock(Block):
 
 
 class HostTier(Tier):
-    """Blocks in host memory for a compute device: exact to the page, and page-locked beside an accelerator."""
+    """Blocks in host memory."""
 
     name = "host"
     blocking_io = False
@@ -52,11 +52,11 @@ class HostTier(Tier):
         return HostScratch(self._device) if self._device.type == "cuda" else None
 
     def close(self) -> None:
-        """Nothing to do: memory goes with the blocks."""
+        """Does nothing: memory is freed with the blocks."""
 
 
 class HostScratch(Scratch):
-    """Boundaries of a CUDA device, resting in page-locked host memory."""
+    """Boundaries of a CUDA device, in page-locked host memory."""
 
     name = "host"
 
@@ -65,9 +65,9 @@ class HostScratch(Scratch):
 
     def store(self, tensor: Tensor) -> object:
         """Copies to the host on the current stream."""
-        rest = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        rest.copy_(tensor, non_blocking=True)
-        return rest
+        stored = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        stored.copy_(tensor, non_blocking=True)
+        return stored
 
     def fetch(self, ticket: object) -> Tensor:
         """Copies to the device on the current stream."""
@@ -75,7 +75,7 @@ class HostScratch(Scratch):
         return ticket.to(self._device, non_blocking=True)
 
     def release(self, ticket: object) -> None:
-        """The ticket is the memory; it goes with its last reference."""
+        """Does nothing: the ticket is the host tensor, which is freed with its last reference."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Does nothing."""

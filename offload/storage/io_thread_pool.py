@@ -1,10 +1,9 @@
-"""A few threads that do what blocks, such as a read from a disk, while their caller does more of it.
+"""A thread pool for blocking I/O, whose caller takes part: it runs the calls that no thread has begun.
 
 Guarantees
-    * ``synchronize()`` returns after the job, or raises what it raised. A job that no thread has begun is done by
-      whoever waits for it. So nothing waits for ever, also where the threads are gone: in a forked process, or at the
-      end.
-    * Nobody ever joins the threads, finalizers least of all. They end when the thread pool is no longer referenced.
+    * ``synchronize()`` returns after the call, or raises what it raised. If no thread has begun the call, the waiting
+      thread runs it. So no wait is endless where threads are missing: in a forked process, or at exit.
+    * The threads are never joined, not even by finalizers. They end when the pool is no longer referenced.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ __all__ = ["IOThreadPool", "PooledCall"]
 
 
 class PooledCall:
-    """Something to be done once.
+    """A call that runs once.
 
-    Whoever does it takes it out of ``todo``. Without this, a thread, or the queue of a job that its waiter did, would
-    keep the work a moment longer than it takes, and with it the tensors that the waiter believes to be free.
+    The thread that runs it removes it from ``todo`` first. Without this, the thread or the queue would keep the call,
+    and its tensors, for a moment after the waiting thread believes them to be free.
     """
 
     def __init__(self, todo: list[Callable[[], None]], future: Future | None) -> None:
@@ -30,11 +29,11 @@ class PooledCall:
 
     @property
     def succeeded(self) -> bool:
-        """Whether a thread has done it, without an error."""
+        """Whether a thread has run it without an error."""
         return self._future is not None and not self._todo and self._future.returned
 
     def synchronize(self) -> None:
-        """Returns when the job is done; raises what it raised."""
+        """Returns after the call; raises what it raised."""
         if self._future is not None and not self._future.cancel():
             self._future.result()
             if not self._future.missed:
@@ -43,29 +42,29 @@ class PooledCall:
             self._todo.pop()()
 
     def cancel(self) -> None:
-        """Returns when the job will touch nothing any more, whether it was done or not."""
+        """Returns once the call is not running and never will be."""
         if self._future is not None and not self._future.cancel():
             self._future.wait_idle()
         self._todo.clear()
 
 
 class IOThreadPool:
-    """``helpers`` threads, which are started when there is work for them."""
+    """``helpers`` threads, started on demand."""
 
     def __init__(self, helpers: int) -> None:
         self._threads = IOThreads(helpers, "offload-io")
 
     def submit(self, work: Callable[[], None]) -> PooledCall:
-        """Queues a job."""
+        """Queues a call."""
         todo = [work]
 
         def do() -> None:
             todo.pop()()
 
-        with contextlib.suppress(RuntimeError):  # the interpreter is ending, or forked: no thread takes anything
+        with contextlib.suppress(RuntimeError):  # in a forked process, or at exit, there are no threads
             return PooledCall(todo, self._threads.submit(do))
         return PooledCall(todo, None)
 
     def wait_idle(self) -> None:
-        """Returns when no thread works any more. For a single helper."""
+        """Returns once all queued calls have ended. For a pool of one thread."""
         self._threads.wait_idle()

@@ -1,19 +1,18 @@
-"""I/O threads: daemon threads that run what a queue holds, and the futures of that work.
+"""Daemon threads that run queued I/O, and its futures: like ``concurrent.futures``, but safe with Ctrl-C and fork.
 
-``concurrent.futures`` does almost the same. But an exception that is raised in the middle of its ``submit``, as Ctrl-C
-raises it, can leave a thread that its pool does not know. Nothing ends that thread, and the interpreter waits for it
-for ever. And in a forked process it waits for threads that only the parent has.
+An exception inside ``concurrent.futures``' ``submit``, such as Ctrl-C, can leave a thread that the pool does not know:
+it never ends, and the interpreter waits for it forever. In a forked process it waits for threads of the parent.
 
 Guarantees
     * After an exception at any line of :meth:`IOThreads.submit` the work is queued, or never will be.
-    * :meth:`Future.result` returns after the work, or raises what the work raised, every time it is called. An
-      exception in the middle of a wait does not keep other threads waiting.
-    * Threads end when their :class:`IOThreads` is no longer referenced, or closed, after all queued work. Finalizers
-      never wait for them. At exit the interpreter waits for queued work; Ctrl-C ends that wait.
+    * :meth:`Future.result` returns after the work, or raises what the work raised, at every call. An exception during
+      a wait does not keep other threads waiting.
+    * Threads end when their :class:`IOThreads` is unreferenced or closed, after all queued work. Finalizers never wait
+      for them. At exit the interpreter waits for queued work; Ctrl-C ends that wait.
     * In a forked child :meth:`IOThreads.submit` and :meth:`Future.result` raise ``RuntimeError``.
 
 Assumes
-    * Work is not interrupted: signal handlers run in the main thread.
+    * Signal handlers run in the main thread, so they never interrupt the work.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from offload.process import check_process
 
 __all__ = ["Future", "IOThreads"]
 
-#: A waiter looks again after this time, in case that another waiter was interrupted before it could wake this one.
-LOOK_AGAIN_SECONDS = 1.0
+#: A waiting thread checks again after this time, in case another one was interrupted before it could wake this one.
+RECHECK_SECONDS = 1.0
 
 
 class Future:
-    """Work that a thread runs once."""
+    """Work that an I/O thread runs once."""
 
     __slots__ = ("_begun", "_error", "_finished", "_gate", "_made_in", "_work", "missed")
 
@@ -43,7 +42,7 @@ class Future:
         self._begun = False
         self._finished = False
         self._error: BaseException | None = None
-        #: Whether the work was taken back in the very moment in which a thread began.
+        #: Whether the work was cancelled just after a thread had begun, so that it did not run.
         self.missed = False
         self._made_in = os.getpid()
         #: Held until the work is finished.
@@ -52,7 +51,7 @@ class Future:
 
     def run(self) -> None:
         """Runs the work, unless it was cancelled. Called by one thread, once."""
-        self._begun = True  # before the work is taken: see cancel()
+        self._begun = True  # before the work is popped: see cancel()
         try:
             self._take()()
         except BaseException as error:
@@ -60,7 +59,7 @@ class Future:
         finally:
             self._finished = True
             self._gate.release()
-            # Without this, the traceback of an error would refer to this future, and the future to the traceback.
+            # Without this, an error's traceback and this future refer to each other.
             del self
 
     def _take(self) -> Callable[[], None]:
@@ -71,33 +70,33 @@ class Future:
             return _nothing
 
     def cancel(self) -> bool:
-        """Takes the work back; says whether that is known to have been in time.
+        """Withdraws the work; returns whether it certainly will not run.
 
-        If not, :attr:`missed` tells after :meth:`wait_idle`. May be called again.
+        If False, :attr:`missed` is known after :meth:`wait_idle`. May be called again.
         """
         self._work.clear()
-        # A thread that begins from here on finds nothing. One that has begun before may have found it.
+        # A thread that begins later finds no work. One that began before may have it.
         return not self._begun
 
     def done(self) -> bool:
-        """Whether a thread is done with it."""
+        """Whether the work has ended."""
         return self._finished
 
     @property
     def returned(self) -> bool:
-        """Whether a thread has done it, without an error."""
+        """Whether the work has ended without an error."""
         return self._finished and self._error is None
 
     def wait_idle(self) -> None:
-        """Waits until a thread is done with it, whatever came of it."""
+        """Waits until the work has ended, with or without an error."""
         if not self._finished:
-            check_process(self._made_in, "what this process waits for")
+            check_process(self._made_in, "queued work")
         while not self._finished:
-            if self._gate.acquire(timeout=LOOK_AGAIN_SECONDS):
+            if self._gate.acquire(timeout=RECHECK_SECONDS):
                 self._gate.release()
 
     def result(self) -> None:
-        """Waits until a thread is done with it; raises what the work raised."""
+        """Waits until the work has ended; raises what it raised."""
         self.wait_idle()
         if self._error is not None:
             try:
@@ -107,14 +106,14 @@ class Future:
 
 
 def _nothing() -> None:
-    """Stands for work that was cancelled."""
+    """Replaces cancelled work."""
 
 
 class IOThreads:
-    """At most ``count`` threads, each started when there is work for it.
+    """At most ``count`` threads, started on demand.
 
     Args:
-        count: one thread runs its work in the order of submission.
+        count: a single thread runs work in the order of submission.
         name: of the threads.
     """
 
@@ -122,8 +121,8 @@ class IOThreads:
         self._count = count
         self._name = name
         self._queue: SimpleQueue[Future | None] = SimpleQueue()
-        #: A thread works only if it gets one. So it does no harm to start a thread too many.
-        self._seats = threading.Semaphore(count)
+        #: A thread without a permit ends at once, so starting one too many is harmless.
+        self._permits = threading.Semaphore(count)
         self._started: list[threading.Thread] = []
         self._made_in = os.getpid()
         self._closed = False
@@ -141,8 +140,8 @@ class IOThreads:
         if self._closed:
             raise RuntimeError(f"the I/O thread {self._name} takes no more work: it was closed")
         if len(self._started) < self._count:
-            # A daemon: the interpreter waits for the work, at _finish_work, and not for the thread.
-            thread = threading.Thread(target=_work, args=(self._queue, self._seats), name=self._name, daemon=True)
+            # A daemon: the interpreter waits for the work, in _finish_work, not for the thread.
+            thread = threading.Thread(target=_work, args=(self._queue, self._permits), name=self._name, daemon=True)
             thread.start()
             self._started.append(thread)
         future = Future(work)
@@ -150,7 +149,7 @@ class IOThreads:
         return future
 
     def wait_idle(self) -> None:
-        """Waits until all work that was submitted is done, whatever came of it. For a single thread."""
+        """Waits until all submitted work has ended, with or without errors. For a single thread."""
         assert self._count == 1
         if self._started and not self._closed and self._made_in == os.getpid():
             barrier = Future(_nothing)
@@ -158,18 +157,18 @@ class IOThreads:
             barrier.wait_idle()
 
     def close(self) -> None:
-        """Takes no more work; what was submitted is still done. Does not wait."""
+        """Refuses further work; submitted work still runs. Does not wait."""
         self._closed = True
         if self._made_in == os.getpid():
             self._end()
 
 
-def _work(queue: SimpleQueue[Future | None], seats: threading.Semaphore) -> None:
-    if not seats.acquire(blocking=False):
+def _work(queue: SimpleQueue[Future | None], permits: threading.Semaphore) -> None:
+    if not permits.acquire(blocking=False):
         return
     while (future := queue.get()) is not None:
         future.run()
-        # Without this, the thread keeps the last work and what it refers to until there is more.
+        # Without this, the thread keeps the last work and its tensors until the next.
         del future
 
 
@@ -183,7 +182,7 @@ _alive: weakref.WeakSet[IOThreads] = weakref.WeakSet()
 
 @atexit.register
 def _finish_work() -> None:
-    """At exit: waits for queued work, since a thread must not be in the middle of a copy when memory goes."""
+    """At exit: waits for queued work, since memory must not be freed during a copy."""
     pools = [pool for pool in list(_alive) if pool._made_in == os.getpid()]
     for pool in pools:
         pool.close()

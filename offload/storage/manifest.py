@@ -1,11 +1,11 @@
-"""The seal: the last page of a kept file, which says what the file is and whether its contents are whole.
+"""The manifest at the end of each file of a persistent home: identity, state (clean or not) and checksums.
 
 ::
 
-    contents, whole pages | description, whole pages | seal, one page
+    contents, whole pages | description, whole pages | manifest, one page
 
-The contents come first, so that a mapping and a direct transfer begin at the beginning. The description is text, one
-line for each tensor, so that a file that does not fit can say why. The seal is a page, which a disk writes whole.
+The contents are first, so that mappings and direct I/O are aligned. The description is text, one line per tensor, so
+that an error can name the first tensor that differs. The manifest is one page, which a disk writes atomically.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ VERSION = 1
 #: bytes: description, contents, and that of all this.
 _FIELDS = struct.Struct("<8s4I3Q16s32s32s")
 _DIGEST_BYTES = 32
-#: The contents' checksum is made of those of pieces of this size. It is a part of the format.
+#: The checksum of the contents combines those of pieces of this size, which is part of the format.
 _CHECKED_BYTES = 8 << 20
 
 
 class HomeError(ValueError):
-    """A persistent home cannot be used: it is another model's, out of date, damaged, or in use. It was not changed."""
+    """A persistent home cannot be used: it is another model's, outdated, damaged, or in use. It was not changed."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the last page says."""
+    """The fields of the manifest."""
 
-    #: Which of the ``places`` files of its home this is.
+    #: Index of this file among the ``places`` files of its home.
     place: int
     places: int
     #: Whether the home was closed after its contents were last written.
     clean: bool
     contents_bytes: int
     description_bytes: int
-    #: How often the home has been opened: the same in all files of a home.
+    #: How often the home was opened; equal in all files of a home.
     generation: int
-    #: A number drawn when the home was made.
+    #: Random identity of the home.
     home: bytes
     description_digest: bytes
     contents_digest: bytes
 
     def pack(self) -> bytes:
-        """The page."""
+        """The manifest as one page."""
         fields = _FIELDS.pack(
             MAGIC,
             VERSION,
@@ -75,12 +75,12 @@ class Manifest:
 
 
 def digest(data: bytes) -> bytes:
-    """Of something small."""
+    """Cryptographic hash of a few bytes."""
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
 def describe(lines: Sequence[str]) -> bytes:
-    """The description of a file with these tensors."""
+    """The description of a file: a line on byte order, then one per tensor."""
     return "\n".join([f"bytes are {sys.byteorder}-endian", *lines]).encode()
 
 
@@ -90,10 +90,10 @@ def file_bytes(contents_bytes: int, description_bytes: int) -> int:
 
 
 def read_manifest(path: Path, what: str) -> Manifest:
-    """The seal of a file, if it is one of ours and has the size that the seal says.
+    """Reads the manifest of a file.
 
     Raises:
-        HomeError: if not.
+        HomeError: if the file is of another format or version, damaged, or not of the recorded size.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -101,8 +101,8 @@ def read_manifest(path: Path, what: str) -> Manifest:
         page = file.read(PAGE_BYTES)
     if len(page) != PAGE_BYTES or not page.startswith(MAGIC):
         raise HomeError(
-            f"{path} ({what}): expected a file that ends with a seal of this format, got {size:,} bytes that do not; "
-            f"it is another program's, or was cut. Use another directory, or restore the file"
+            f"{path} ({what}): expected a file that ends with a manifest of this format, got {size:,} bytes without "
+            f"one: a file of another program, or a truncated one. Use another directory, or restore the file"
         )
     version = int.from_bytes(page[len(MAGIC) : len(MAGIC) + 4], "little")
     if version != VERSION:
@@ -111,34 +111,34 @@ def read_manifest(path: Path, what: str) -> Manifest:
         )
     fields = page[: _FIELDS.size]
     if page != (fields + digest(fields)).ljust(PAGE_BYTES, b"\0"):
-        raise HomeError(f"{path} ({what}): the seal does not match its checksum, it is damaged. {RESTORE}")
+        raise HomeError(f"{path} ({what}): the manifest does not match its checksum, it is damaged. {RESTORE}")
     _, _, place, places, clean, *rest = _FIELDS.unpack(fields)
     manifest = Manifest(place, places, bool(clean), *rest)
     expected = file_bytes(manifest.contents_bytes, manifest.description_bytes)
     if size != expected:
-        raise HomeError(f"{path} ({what}): expected {expected:,} bytes, got {size:,}; it is not whole. {RESTORE}")
+        raise HomeError(f"{path} ({what}): expected {expected:,} bytes, got {size:,}; it is incomplete. {RESTORE}")
     return manifest
 
 
-#: What to do with a damaged file.
-RESTORE = "Restore all files of the directory, or make the home anew with DiskHome(..., overwrite=True)"
+#: Advice for a damaged file.
+RESTORE = "Restore all files of the directory, or create the home again with DiskHome(..., overwrite=True)"
 
 
 def read_description(path: Path, manifest: Manifest) -> bytes:
-    """The description of a file."""
+    """Reads the description of a file."""
     with path.open("rb") as file:
         file.seek(whole_pages(manifest.contents_bytes))
         return file.read(manifest.description_bytes)
 
 
 def write_manifest(path: Path, manifest: Manifest, description: bytes | None = None) -> None:
-    """Writes the seal (and the description of a new file), and waits until all of the file is on the disk."""
+    """Writes the manifest (and the description of a new file); returns once the whole file is on the disk."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         if description is not None:
             move_all(os.pwritev, fd, memoryview(description), whole_pages(manifest.contents_bytes), path)
         at = file_bytes(manifest.contents_bytes, manifest.description_bytes) - PAGE_BYTES
-        # Contents -> seal. Without this, a power cut leaves a clean seal behind contents that are not there.
+        # Contents -> manifest. Without this, a power cut leaves a clean manifest of contents that were never written.
         os.fsync(fd)
         move_all(os.pwritev, fd, memoryview(manifest.pack()), at, path)
         os.fsync(fd)
@@ -147,22 +147,22 @@ def write_manifest(path: Path, manifest: Manifest, description: bytes | None = N
 
 
 def checksum(path: Path, contents_bytes: int, transfers: Transfers) -> bytes:
-    """Of a file's contents, in memory for one piece for each processor that helps."""
+    """Checksum of a file's contents, computed by a few threads, in memory for one piece each."""
     count = 4
     buffer = host_buffer(min(count * _CHECKED_BYTES, contents_bytes))
     sums: list[int] = []
     for begin in range(0, contents_bytes, count * _CHECKED_BYTES):
         part = buffer[: min(buffer.numel(), contents_bytes - begin)]
         transfers.read(path, part, begin)
-        sums.extend(transfers.together(zlib.crc32, [view_memory(piece) for piece in part.split(_CHECKED_BYTES)]))
+        sums.extend(transfers.map_parallel(zlib.crc32, [view_memory(piece) for piece in part.split(_CHECKED_BYTES)]))
     return digest(b"".join(value.to_bytes(4, "little") for value in sums))
 
 
 def reopened(manifest: Manifest, generation: int) -> Manifest:
-    """The seal while the home is open again."""
+    """The manifest while the home is open."""
     return replace(manifest, clean=False, generation=generation)
 
 
 def closed(manifest: Manifest, contents_digest: bytes) -> Manifest:
-    """The seal of contents that nobody writes to any more."""
+    """The manifest of a closed home."""
     return replace(manifest, clean=True, contents_digest=contents_digest)

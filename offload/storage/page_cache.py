@@ -1,12 +1,12 @@
-"""Page cache, or past it: which way a tier's files are read and written.
+"""Chooses between the page cache and direct I/O (``O_DIRECT``) for each file.
 
-The page cache keeps what was read, at the price of a copy by the processor. A step reads its files forth and back, so
-what was read last is read again first, and the cache serves a part of each pass even where not everything fits. That
-part shrinks as the files grow. Past the cache (``O_DIRECT``) each byte comes from the disk, and the processor is left
-to the layers.
+The page cache keeps what was read, but costs a copy by the processor. A step reads its files forwards, then backwards,
+so the last files read are read again first, and the cache serves a part of each pass even if not everything fits; the
+larger the files, the smaller that part. Direct I/O reads each byte from the disk and leaves the processor to the
+layers.
 
-Measured on two cores and a disk of 3 GB/s: files read forth and back, in shards of 256 MiB, in the second round or
-later, with all memory but a few GiB taken away. GB/s, and processor seconds for each GB:
+Measured on two cores and a disk of 3 GB/s: files read forwards and backwards in shards of 256 MiB, from the second
+round on, with all memory but a few GiB occupied. GB/s, and processor seconds per GB:
 
 ==========================  ================  ============
 files / available memory    page cache        direct
@@ -18,17 +18,17 @@ files / available memory    page cache        direct
 3 to 6                      2.8 to 3.0  0.13  3.1    0.03
 ==========================  ================  ============
 
-So such files go through the page cache while all of them together take at most :data:`CACHE_PAYS_UP_TO` times the
-memory that is available, and past it where they take more.
+So such files use the page cache while their total is at most :data:`CACHE_PAYS_UP_TO` times the available memory, and
+direct I/O beyond.
 
-States of an optimizer are another matter. They are cyclic: a step passes each of them once, always in the same order,
-so what was used longest ago, which the cache drops first, is what is needed next. Where not everything fits, nothing of
-them is found there, and they drive out what would be. So they get what others leave of :data:`CACHE_HOLDS` times the
-available memory, the first ones in order, and the rest of them go past the cache. Steps of a model of 300 M parameters
-(256 tokens, 4.8 GB in files, AdamW) with 3.9 GiB available, on the same two cores and a disk of 1.2 GB/s: 9.2 s with
-everything through the cache, 7.4 s so.
+Optimizer states are cyclic: a step uses each of them once in a fixed order, so the next one needed is the least
+recently used one, which the cache drops first. If they do not all fit, the cache serves none of them, and they evict
+files that it would serve. So cyclic files get what the others leave of :data:`CACHE_HOLDS` times the available memory,
+in order of creation, and the remaining ones use direct I/O. Steps of a model of 300 M parameters (256 tokens, 4.8 GB in
+files, AdamW) with 3.9 GiB available, on the same two cores and a disk of 1.2 GB/s: 9.2 s with everything through the
+cache, 7.4 s with this rule.
 
-Others may take memory, or give it back, so it is looked at again after every :data:`LOOK_AGAIN_BYTES`. Both ways see
+Others may take memory, or give it back, so it is looked at again after every :data:`RECHECK_BYTES`. Both ways see
 the same bytes at any moment, and so does a mapping of the file. That is a promise of the file system; it is put to the
 test before it is relied on.
 """
@@ -47,34 +47,34 @@ import psutil
 
 from offload.storage.buffer import PAGE_BYTES, host_buffer, view_memory
 
-__all__ = ["CACHE_HOLDS", "CACHE_PAYS_UP_TO", "LOOK_AGAIN_BYTES", "Claim", "PageCache", "available_bytes"]
+__all__ = ["CACHE_HOLDS", "CACHE_PAYS_UP_TO", "RECHECK_BYTES", "Claim", "PageCache", "available_bytes"]
 
-#: Files over available memory: between where the page cache is faster, and where it only costs the processor more.
+#: Files over available memory: above this the page cache is not faster, and costs more processor time.
 CACHE_PAYS_UP_TO = 1.5
-#: Files over available memory: up to where the page cache keeps all that it is given.
+#: Files over available memory: up to this the page cache keeps everything.
 CACHE_HOLDS = 0.9
-#: Bytes that are moved before memory is looked at again.
-LOOK_AGAIN_BYTES = 1 << 30
+#: Bytes moved between two checks of the available memory.
+RECHECK_BYTES = 1 << 30
 
 
 @dataclass(eq=False)
 class Claim:
-    """The part that one block would take of the page cache."""
+    """One block's use of the page cache."""
 
     nbytes: int
-    #: Whether a step passes it once, in the same order as all that is cyclic.
+    #: Whether a step uses it once, in a fixed order with all other cyclic blocks.
     cyclic: bool
-    #: Whether all that comes before it and is kept leaves it no room.
-    past: bool = False
+    #: Whether it uses direct I/O, because the blocks before it fill the cache.
+    direct: bool = False
 
 
 class PageCache:
-    """Decides for one tier, block by block; blocks are in the order in which they were made.
+    """Decides for each block of one tier, in order of their creation.
 
     Args:
-        folder: where the files are.
-        direct: True or False to choose, None to let the sizes decide. Where the file system does not do direct
-            transfers, or does them apart from the page cache, the answer is the page cache in any case.
+        folder: of the files.
+        direct: True or False to choose, None to decide by size. The page cache is used in any case if the file system
+            has no direct I/O, or does not keep it coherent with the page cache.
     """
 
     def __init__(self, folder: Path, direct: bool | None) -> None:
@@ -83,36 +83,36 @@ class PageCache:
         self._claims: dict[Claim, None] = {}
         self._decided = False
         self._too_large = False
-        self._until_next_look = LOOK_AGAIN_BYTES
+        self._bytes_until_recheck = RECHECK_BYTES
         self._works: bool | None = None
         self._lock = threading.Lock()
 
     def claim(self, nbytes: int, *, cyclic: bool) -> Claim:
-        """A block was made."""
+        """Registers a new block."""
         claim = Claim(nbytes, cyclic)
         self._claims[claim] = None
         self._decided = False
         return claim
 
     def release(self, claim: Claim) -> None:
-        """A block has gone. Takes no lock, since it may be called wherever garbage is collected."""
+        """Unregisters a block. Takes no lock, since it may be called wherever garbage is collected."""
         self._claims.pop(claim, None)
         self._decided = False
 
-    def moved(self, nbytes: int) -> None:
-        """So many bytes went either way. Now and then this leads to another look at how much memory is available."""
-        self._until_next_look -= nbytes
-        if self._until_next_look <= 0:
-            self._until_next_look = LOOK_AGAIN_BYTES
+    def count(self, nbytes: int) -> None:
+        """Counts bytes read or written; every :data:`RECHECK_BYTES` the available memory is checked again."""
+        self._bytes_until_recheck -= nbytes
+        if self._bytes_until_recheck <= 0:
+            self._bytes_until_recheck = RECHECK_BYTES
             self._decided = False
 
     def direct(self, claim: Claim | None = None) -> bool:
-        """Whether to go past the page cache now: with a block, or with files at large."""
+        """Whether to use direct I/O now, for a block or for files in general."""
         if self._wanted is None and not self._decided:
             self._decide()
         wanted = self._wanted
         if wanted is None:
-            wanted = claim.past if claim is not None and claim.cyclic else self._too_large
+            wanted = claim.direct if claim is not None and claim.cyclic else self._too_large
         if wanted and self._works is None:
             with self._lock:
                 if self._works is None:
@@ -120,7 +120,7 @@ class PageCache:
         return wanted and bool(self._works)
 
     def _decide(self) -> None:
-        self._decided = True  # at the begin: what changes meanwhile asks for another time
+        self._decided = True  # first, so that a change during this call causes another one
         claims, available = list(self._claims), available_bytes()
         others = sum(claim.nbytes for claim in claims if not claim.cyclic)
         self._too_large = others > available * CACHE_PAYS_UP_TO
@@ -128,23 +128,23 @@ class PageCache:
         for claim in claims:
             if claim.cyclic:
                 room -= claim.nbytes
-                claim.past = room < 0
+                claim.direct = room < 0
 
 
 def available_bytes() -> int:
-    """Memory that can be had now without swapping: the machine's, or what the control groups of this process leave."""
+    """Memory available without swapping: the machine's, or what the control groups of this process leave."""
     available = int(psutil.virtual_memory().available)
     for limit, usage, cached in _control_groups():
         available = min(available, max(0, limit - usage + cached))
     return available
 
 
-#: Where a control group counts its page cache: both lists, since what each step reads again is on the active one.
+#: Counters of a control group's page cache: both, since files that each step reads again are on the active list.
 _LISTS = ["inactive_file", "active_file"]
 
 
 def _control_groups() -> list[tuple[int, int, int]]:
-    """(limit, usage, page cache within it) of each group around this process, in bytes."""
+    """(limit, usage, page cache included in it) of each control group of this process, in bytes."""
     groups = []
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
@@ -171,7 +171,7 @@ def _control_groups() -> list[tuple[int, int, int]]:
 
 
 def _direct_works(folder: Path) -> bool:
-    """Whether files in ``folder`` can be read and written directly, and mappings and direct transfers agree."""
+    """Whether ``folder`` supports direct I/O that is coherent with mappings."""
     flag = getattr(os, "O_DIRECT", None)
     if flag is None:
         return False
@@ -196,6 +196,6 @@ def _direct_works(folder: Path) -> bool:
         finally:
             os.close(probe)
             os.unlink(path)
-    except OSError:  # EINVAL from a file system that does not do this at all
+    except OSError:  # EINVAL from a file system without direct I/O
         return False
     return True

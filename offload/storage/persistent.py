@@ -1,18 +1,18 @@
-"""A home that outlives its model: named files, sealed when the model is closed, adopted by the next one as they are.
+"""Stores weights and buffers in files that outlive the model: the next model adopts them without a copy.
 
 ::
 
-    directory/shard-00000.home    weights of shard 0, and a seal (offload.storage.manifest)
-    directory/buffers.home        the buffers of all layers, and a seal
-    directory/home.lock           locked by whoever uses the home
-    directory/gradstream-*        what goes with the model: gradients, states of optimizers, boundaries
+    directory/shard-00000.home    weights of shard 0, and a manifest (offload.storage.manifest)
+    directory/buffers.home        the buffers of all layers, and a manifest
+    directory/home.lock           locked by the model that uses the home
+    directory/gradstream-*        removed with the model: gradients, optimizer states, boundaries
 
 Guarantees
-    * Files are adopted only if all of them are whole, sealed, of one home and one generation, and made for the very
-      same tensors at the same places. They are neither copied nor initialised. Whatever is refused is left as it is.
-    * From :meth:`PersistentTier.begin` on, before anybody writes, until :meth:`PersistentTier.manifest` no seal is
-      clean. So what a crash may have torn is never taken for whole.
-    * Nothing is overwritten unless asked for, and one model at a time uses a home.
+    * Files are adopted only if all are complete, of one home and one generation, closed, and hold the same tensors at
+      the same offsets. They are neither copied nor initialised. Refused files are not changed.
+    * From :meth:`PersistentTier.mark_open`, before the first write, until :meth:`PersistentTier.write_manifests` no
+      manifest is clean, so a home that a crash left half written is recognised.
+    * Files are overwritten only on request, and only one model at a time uses a home.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class DiskHome(os.PathLike[str]):
         directory: created if it does not exist.
         keep: whether the weights and buffers outlive the model. If the directory holds no home yet, one is created
             from the layers' values. If it does, the model uses it as it is and reads only the buffers; the layers must
-            then be on the meta device, cut into the same shards. Call ``model.close()`` at the end: a home that was not
-            closed may be incomplete and raises an error. Optimizer states are not kept: a home is no checkpoint (see
+            then be on the meta device and form the same shards. Call ``model.close()`` at the end: a home that was not
+            closed may be incomplete and raises an error. Optimizer states are not stored: a home is no checkpoint (see
             :func:`~offload.save_checkpoint`).
         overwrite: with ``keep``, create the home again and remove the one that the directory holds.
         recover: with ``keep``, accept also a home whose model ended without ``close()``, with a warning. Files, sizes,
@@ -86,9 +86,9 @@ class DiskHome(os.PathLike[str]):
         if not isinstance(self.directory, (str, os.PathLike)):
             raise TypeError(f"expected a directory, got {type(self.directory).__name__} (directory={self.directory!r})")
         if self.overwrite and not self.keep:
-            raise ValueError("overwrite=True is for a home that is kept; pass keep=True with it, or leave both")
+            raise ValueError("overwrite=True is for a persistent home; pass keep=True with it, or leave both")
         if self.recover and not self.keep:
-            raise ValueError("recover=True is for a home that is kept; pass keep=True with it, or leave both")
+            raise ValueError("recover=True is for a persistent home; pass keep=True with it, or leave both")
         if self.recover and self.overwrite:
             raise ValueError("recover=True adopts the home that overwrite=True would remove; pass one of them")
 
@@ -96,15 +96,15 @@ class DiskHome(os.PathLike[str]):
         return os.fspath(self.directory)
 
     def for_a_copy(self) -> DiskHome:
-        """The home of a copy of the model: temporary files in the same directory."""
+        """The home of a copied model: temporary files in the same directory."""
         return DiskHome(self.directory, direct=self.direct)
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What one file of a home has to hold."""
+    """Expected contents of one file of a home."""
 
-    #: Of the file, and what errors call it.
+    #: Name of the file, and its name in errors.
     stem: str
     what: str
     nbytes: int
@@ -113,40 +113,40 @@ class Contents:
 
 
 class _Phase(enum.Enum):
-    MAKING = "files that are new go again if nothing comes of it"
-    OPEN = "no seal is clean"
-    SEALED = "all seals are clean"
+    CREATING = "new files are removed if the model's constructor fails"
+    OPEN = "no manifest is clean"
+    CLOSED = "all manifests are clean"
 
 
 @dataclass
 class _Usage:
-    """What is to be done when the tier goes."""
+    """The use of a home by one tier, which ends when the tier is closed or collected."""
 
     directory: Path
     lock: int
-    phase: _Phase = _Phase.MAKING
-    made: list[Path] = field(default_factory=list)
+    phase: _Phase = _Phase.CREATING
+    created: list[Path] = field(default_factory=list)
 
-    def end(self) -> None:
-        if self.phase is _Phase.MAKING:
-            for path in self.made:
+    def release(self) -> None:
+        if self.phase is _Phase.CREATING:
+            for path in self.created:
                 with contextlib.suppress(OSError):
                     path.unlink()
         with contextlib.suppress(OSError):
             os.close(self.lock)
         if self.phase is _Phase.OPEN:
             warnings.warn(
-                f"the model whose home is kept in {str(self.directory)!r} went without close(): the home is not "
-                f"sealed, and will be refused at the next start",
+                f"the model with the persistent home in {str(self.directory)!r} ended without close(): the home is "
+                f"marked as open, and the next model will refuse it",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
 
 class PersistentTier(DiskTier):
-    """Weights and buffers in files that stay; all else in a folder that goes.
+    """Weights and buffers in persistent files; gradients, optimizer states and boundaries in temporary ones.
 
-    To be called in this order: :meth:`expect`, :meth:`home` for each place, :meth:`begin`, :meth:`manifest`.
+    Call in this order: :meth:`adopt`, :meth:`home` for each file, :meth:`mark_open`, :meth:`write_manifests`.
 
     Raises:
         HomeError: if another model uses the home.
@@ -169,25 +169,25 @@ class PersistentTier(DiskTier):
                 f"that one first, or use another directory"
             ) from error
         self._usage = _Usage(self._root, lock)
-        self._end = finalize_here(self, _Usage.end, self._usage)
+        self._release_home = finalize_here(self, _Usage.release, self._usage)
 
-    def expect(self, contents: Sequence[Contents], *, blank: bool) -> bool:
-        """Whether the directory holds a home with these contents; nothing in it is changed by asking.
+    def adopt(self, contents: Sequence[Contents], *, blank: bool) -> bool:
+        """Verifies the home in the directory, if there is one; returns whether there is.
 
         Args:
-            contents: of each file; those without bytes have none.
+            contents: of each file; there is no file for contents without bytes.
             blank: whether the layers have no values of their own.
 
         Raises:
-            HomeError: if it holds a home that cannot be used, with the file, what was expected, and what to do.
+            HomeError: if the home cannot be used: names the file, what was expected, and what to do. It is unchanged.
         """
         try:
-            return self._expect(list(contents), blank)
+            return self._adopt(list(contents), blank)
         except BaseException:
             self.close()
             raise
 
-    def _expect(self, contents: list[Contents], blank: bool) -> bool:
+    def _adopt(self, contents: list[Contents], blank: bool) -> bool:
         self._contents = contents
         found = {path.stem: path for path in sorted(self._root.glob(f"*{_SUFFIX}"))}
         if self._home.overwrite:
@@ -210,8 +210,8 @@ class PersistentTier(DiskTier):
         for stem, path in found.items():
             if stem not in wanted:
                 raise HomeError(
-                    f"{path}: expected no such file in a home of {len(contents) - 1} shards. Pass the layers and the "
-                    f"number of slices that the home was made with, or use another directory"
+                    f"{path}: unexpected file in a home of {len(contents) - 1} shards. Pass the layers and num_slices "
+                    f"that the home was created with, or use another directory"
                 )
         for place, part in wanted.values():
             self._manifests[place] = self._checked(place, part, len(contents))
@@ -222,14 +222,14 @@ class PersistentTier(DiskTier):
                 raise HomeError(
                     f"{self._path(part)} ({part.what}): expected generation {first.generation} of home "
                     f"{first.home.hex()[:8]}, got generation {manifest.generation} of home {manifest.home.hex()[:8]}: "
-                    f"the files are not of one moment. {RESTORE}"
+                    f"the files were not written together. {RESTORE}"
                 )
         partial = [contents[place].what for place, manifest in self._manifests.items() if not manifest.clean]
         if partial:
             warnings.warn(
                 f"recovering the home in {str(self._root)!r}, whose model ended without close(): the contents of "
                 f"{', '.join(partial)} cannot be verified. Shards may be of different steps, and buffers are those of "
-                f"the last close(); compare with a checkpoint or an evaluation before you go on",
+                f"the last close(); compare with a checkpoint or an evaluation before you continue",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -247,7 +247,7 @@ class PersistentTier(DiskTier):
             return False
         if first.generation == other.generation:
             return True
-        # A process that ended while it opened the home had written nothing but some of the seals: its next generation.
+        # A process that ended in mark_open() wrote nothing but some manifests, of the next generation.
         opened, shut = sorted((first, other), key=lambda manifest: -manifest.generation)
         return self._home.recover and shut.clean and not opened.clean and opened.generation == shut.generation + 1
 
@@ -261,12 +261,12 @@ class PersistentTier(DiskTier):
                 f"num_slices={manifest.places - 1}, or use another directory"
             )
         if manifest.place != place:
-            raise HomeError(f"{where}: this is the file of place {manifest.place}, expected {place}; it was renamed")
+            raise HomeError(f"{where}: expected file {place} of the home, got file {manifest.place}; it was renamed")
         if not (manifest.clean or self._home.recover):
             raise HomeError(
                 f"{where}: expected a home that was closed, but the model that used it ended without close(), and may "
-                f"have left it torn. Load the last checkpoint into a new home: DiskHome(..., overwrite=True); or take "
-                f"what cannot be verified: DiskHome(..., recover=True)"
+                f"have left it incomplete. Load the last checkpoint into a new home, DiskHome(..., overwrite=True); or "
+                f"use it without verification, DiskHome(..., recover=True)"
             )
         expected, got = describe(part.lines), read_description(path, manifest)
         if digest(got) != manifest.description_digest:
@@ -274,7 +274,7 @@ class PersistentTier(DiskTier):
         if got != expected or manifest.contents_bytes != part.nbytes:
             raise HomeError(
                 f"{where}: expected {_difference(expected, got)}. Pass the layers, and num_slices or memory_budget, "
-                f"that the home was made with; or use another directory"
+                f"that the home was created with; or use another directory"
             )
         return manifest
 
@@ -282,13 +282,13 @@ class PersistentTier(DiskTier):
         return self._root / f"{part.stem}{_SUFFIX}"
 
     def home(self, j: int, nbytes: int) -> Block:
-        """The file of a place: of shard ``j``, or of the buffers, which come behind all shards."""
+        """The file of shard ``j``, or of the buffers, whose index is the number of shards."""
         part = self._contents[j]
         assert part.nbytes == nbytes, f"{part.what}: {nbytes:,} bytes, described as {part.nbytes:,}"
         path = self._path(part)
         if j not in self._manifests:
             description = describe(part.lines)
-            self._usage.made.append(path)
+            self._usage.created.append(path)
             try:
                 reserve(path, file_bytes(nbytes, len(description)), nbytes)
                 blank = Manifest(
@@ -309,22 +309,22 @@ class PersistentTier(DiskTier):
             self._manifests[j] = blank
         return DiskBlock(path, nbytes, self.transfers)
 
-    def begin(self) -> None:
-        """The model is made: from now on the contents may change, and so no seal is clean."""
-        if not self._usage.made:
+    def mark_open(self) -> None:
+        """Marks all manifests as not clean, before the contents change: the model is constructed."""
+        if not self._usage.created:
             generation = 1 + max((manifest.generation for manifest in self._manifests.values()), default=0)
             for place, manifest in self._manifests.items():
                 self._manifests[place] = reopened(manifest, generation)
                 write_manifest(self._path(self._contents[place]), self._manifests[place])
         self._usage.phase = _Phase.OPEN
 
-    def manifest(self) -> None:
-        """Nobody will write any more: computes the checksums, seals the files, and lets go of them.
+    def write_manifests(self) -> None:
+        """Computes the checksums, writes clean manifests and unlocks the home, after the last write.
 
         Raises:
-            OSError: if a file cannot be read or written; the home is not sealed then, and this may be called again.
+            OSError: if a file cannot be read or written; the home stays open, and this may be called again.
         """
-        if self._usage.phase is _Phase.SEALED:
+        if self._usage.phase is _Phase.CLOSED:
             return
         sums = {
             place: checksum(self._path(part), part.nbytes, self.transfers)
@@ -334,13 +334,13 @@ class PersistentTier(DiskTier):
         for place, contents_digest in sums.items():
             self._manifests[place] = closed(self._manifests[place], contents_digest)
             write_manifest(self._path(self._contents[place]), self._manifests[place])
-        self._usage.phase = _Phase.SEALED
-        self._end()
+        self._usage.phase = _Phase.CLOSED
+        self._release_home()
 
     def close(self) -> None:
-        """Lets go of the home, sealed or not."""
+        """Unlocks the home, with or without clean manifests."""
         super().close()
-        self._end()
+        self._release_home()
 
 
 def _difference(expected: bytes, got: bytes) -> str:

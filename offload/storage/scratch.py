@@ -1,4 +1,4 @@
-"""Boundaries on disk: a file without a name, which the system removes whatever happens."""
+"""Stores boundaries on disk, in an unlinked file, which the system removes however the process ends."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ __all__ = ["DiskScratch"]
 
 
 class _Ticket(NamedTuple):
-    """Where a tensor is, and what it is like: in Python's own objects.
+    """Place and layout of a stored tensor, in Python objects.
 
-    A tensor on the meta device would say the same. But it would lie in the heap as long as the step lasts, between
-    blocks that come and go with every cell, and what is freed around it is too small for the next one: the heap would
-    grow with the number of cells.
+    A meta tensor would fragment the heap: it would live as long as the step, between blocks that each cell allocates
+    and frees, and the gaps would be too small for the next ones. The heap would grow with the number of cells.
     """
 
     offset: int
@@ -34,12 +33,12 @@ class _Ticket(NamedTuple):
 
 
 class DiskScratch(Scratch):
-    """Room in such a file."""
+    """Boundaries in one unlinked file."""
 
-    def __init__(self, name: str, folder: Path, keeps_folder: object, device: torch.device) -> None:
+    def __init__(self, name: str, folder: Path, folder_owner: object, device: torch.device) -> None:
         self.name = name
         self._folder = folder
-        self._keeps_folder = keeps_folder  # until the file is open
+        self._folder_owner = folder_owner  # keeps the folder until the file is open
         self._device = device
         self._opened: int | None = None
         self._end = 0
@@ -47,14 +46,14 @@ class DiskScratch(Scratch):
 
     @property
     def _fd(self) -> int:
-        if self._opened is None:  # at the first use: most steps keep their boundaries in memory
+        if self._opened is None:  # at first use: most steps keep their boundaries in memory
             self._opened, path = tempfile.mkstemp(prefix="boundaries-", dir=self._folder)
             os.unlink(path)
             self._finalizer = weakref.finalize(self, os.close, self._opened)
         return self._opened
 
     def store(self, tensor: Tensor) -> object:
-        """Writes a tensor; room of the same size that was released is used again."""
+        """Writes a tensor, into released space of the same size if there is any."""
         tensor = tensor.resolve_conj().resolve_neg()
         stride = torch.empty_like(tensor, device="meta").stride()
         dense = tensor.cpu() if stride == tensor.stride() else torch.empty_like(tensor, device="cpu").copy_(tensor)
@@ -71,13 +70,13 @@ class DiskScratch(Scratch):
     def fetch(self, ticket: object) -> Tensor:
         """Reads a tensor back."""
         assert isinstance(ticket, _Ticket)
-        rest = torch.empty_strided(ticket.size, ticket.stride, dtype=ticket.dtype)
+        tensor = torch.empty_strided(ticket.size, ticket.stride, dtype=ticket.dtype)
         if ticket.nbytes:
-            move_all(os.preadv, self._fd, view_memory(bytes_of(rest)), ticket.offset, "boundary file")
-        return rest.to(self._device)
+            move_all(os.preadv, self._fd, view_memory(bytes_of(tensor)), ticket.offset, "boundary file")
+        return tensor.to(self._device)
 
     def release(self, ticket: object) -> None:
-        """Gives room back."""
+        """Marks the space of a tensor as free."""
         assert isinstance(ticket, _Ticket)
         self._free.setdefault(ticket.nbytes, []).append(ticket.offset)
 

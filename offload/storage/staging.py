@@ -1,15 +1,15 @@
-"""Staging: a few buffers in host memory, between a file and what a file cannot be read into straight.
+"""A pool of page-locked host buffers between files and memory that direct I/O cannot reach.
 
-That is the memory of an accelerator, and host memory that is not aligned as a direct transfer needs it. Buffers are
-used again as soon as the copy out of them is done, so what is page-locked is a few pieces, never a model.
+That is an accelerator's memory, and unaligned host memory. A buffer is reused once the copy out of it is done, so only
+a few pieces are page-locked, never a model.
 
 ::
 
-    file --> buffer --> device          read: a thread of the thread pool fills the buffer, the lane's stream empties it
-    file <-- buffer <-- device          write: the other way
+    file --> buffer --> device          read: a pool thread fills the buffer, the lane's stream copies it to the device
+    file <-- buffer <-- device          write: the reverse
 
-How bytes get from a buffer to a device is a :class:`Link`. The CUDA one uses events only. Tests have one whose copies
-run late, so that a buffer that is used again too early shows without an accelerator.
+A :class:`Link` copies between buffers and the device. Tests use one whose copies run late, so that a premature reuse of
+a buffer shows without an accelerator.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ from offload.storage.buffer import host_buffer, page_lock
 
 __all__ = ["CudaLink", "Fence", "Link", "NoLink", "Staging", "open_link"]
 
-#: Waits on the host until a copy is done.
+#: Blocks the host until a copy is done.
 Fence = Callable[[], None]
 
 
 class Link(ABC):
-    """How bytes travel between host buffers and the compute device."""
+    """Copies between host buffers and the compute device."""
 
     @abstractmethod
-    def is_far(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is on the other side, so that calls of the system cannot reach it."""
+    def is_on_device(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is on the device, where system calls cannot reach it."""
 
     @abstractmethod
     def prepare(self, buffer: Tensor) -> None:
-        """Makes a new buffer ready for copies."""
+        """Prepares a new buffer for copies."""
 
     @abstractmethod
     def copy(self, destination: Tensor, source: Tensor) -> Fence:
-        """Starts a copy behind what the calling thread was given before; the fence waits for its end."""
+        """Enqueues a copy after the calling thread's earlier ones; the fence waits for it."""
 
 
 class NoLink(Link):
-    """The compute device is the CPU: everything is near."""
+    """For the CPU as compute device: no tensor is on a device."""
 
-    def is_far(self, tensor: Tensor) -> bool:
-        """Never."""
+    def is_on_device(self, tensor: Tensor) -> bool:
+        """False."""
         return False
 
     def prepare(self, buffer: Tensor) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def copy(self, destination: Tensor, source: Tensor) -> Fence:
-        """Is never called."""
-        raise AssertionError("no tensor is far")
+        """Never called."""
+        raise AssertionError("no tensor is on a device")
 
 
 class CudaLink(Link):
-    """Page-locked buffers, and copies on the current stream of the thread that asks for them."""
+    """Page-locked buffers, copied on the current stream of the calling thread."""
 
-    def is_far(self, tensor: Tensor) -> bool:
+    def is_on_device(self, tensor: Tensor) -> bool:
         """Whether it is on an accelerator."""
         return tensor.device.type != "cpu"
 
@@ -73,7 +73,7 @@ class CudaLink(Link):
         page_lock(buffer, "staging between disk and device")
 
     def copy(self, destination: Tensor, source: Tensor) -> Fence:
-        """Enqueues the copy, and an event behind it."""
+        """Enqueues the copy and an event after it."""
         destination.copy_(source, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream((destination if destination.is_cuda else source).device))
@@ -86,38 +86,38 @@ def open_link(device: torch.device) -> Link:
 
 
 class Staging:
-    """At most ``count`` buffers of ``buffer_bytes``, made when they are needed, shared by the lanes of a tier.
+    """At most ``count`` buffers of ``buffer_bytes``, allocated on demand, shared by the lanes of a tier.
 
     Guarantees
-        * A buffer is handed out only after the copy that it was last given back with.
+        * :meth:`acquire_buffer` returns a buffer only after the fence that it was released with.
 
     Assumes
-        * Nobody waits for a buffer while holding one. Without this, two lanes could wait for each other.
+        * No caller waits for a buffer while holding one; two lanes could deadlock.
     """
 
     def __init__(self, link: Link, count: int, buffer_bytes: int) -> None:
         self.link = link
         self._buffer_bytes = buffer_bytes
-        self._unmade = count
+        self._uncreated = count
         self._free: deque[tuple[Tensor, Fence | None]] = deque()
         self._changed = threading.Condition()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers that exist and are not in use."""
+        """Bytes of all allocated buffers that are not in use."""
         with self._changed:
             return len(self._free) * self._buffer_bytes
 
-    def take(self, *, wait: bool) -> Tensor | None:
-        """A buffer; if all are in use, waits for one, or returns None."""
+    def acquire_buffer(self, *, wait: bool) -> Tensor | None:
+        """Takes a buffer; if all are in use, waits for one, or returns None."""
         with self._changed:
-            while not self._free and not self._unmade:
+            while not self._free and not self._uncreated:
                 if not wait:
                     return None
                 self._changed.wait()
             made = not self._free
             if made:
-                self._unmade -= 1
+                self._uncreated -= 1
             else:
                 buffer, fence = self._free.popleft()
         if made:
@@ -126,16 +126,16 @@ class Staging:
                 self.link.prepare(buffer)
             except BaseException:
                 with self._changed:
-                    self._unmade += 1
+                    self._uncreated += 1
                     self._changed.notify()
                 raise
         if fence is not None:
-            # Device copy -> next use of the buffer. Without this, a buffer is overwritten while it is being read.
+            # Device copy -> next use of the buffer. Without this, a buffer is overwritten while it is read.
             fence()
         return buffer
 
     def release(self, buffer: Tensor, fence: Fence | None = None) -> None:
-        """Gives a buffer back; it is used again once ``fence`` is passed."""
+        """Returns a buffer; it is reused after ``fence``."""
         with self._changed:
             self._free.append((buffer, fence))
             self._changed.notify()

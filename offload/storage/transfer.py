@@ -1,18 +1,17 @@
-"""Bytes between files and memory, in pieces: through the page cache or past it, several at a time.
+"""Reads and writes files in concurrent pieces, through the page cache or with direct I/O.
 
-Each transfer is cut at multiples of a fixed size (:data:`STRAIGHT` or :data:`STAGED`). The first and the last page of a
-direct one go through the page cache where they are not whole, since a disk takes whole pages only; the kernel keeps
-both ways in step. ::
+Each transfer is split at multiples of a fixed size (:data:`UNSTAGED` or :data:`STAGED`). Direct I/O moves whole pages
+only, so an incomplete first or last page uses the page cache; the kernel keeps both coherent. ::
 
-    memory, where the system can reach it and address and offset agree    file <--> memory, no copy at all
-    memory that is not aligned                                            file <--> buffer <--> memory
-    a compute device                                                      file <--> buffer <--> device
+    host memory, address and offset aligned alike    file <--> memory, no copy
+    host memory, not aligned                         file <--> buffer <--> memory
+    accelerator memory                               file <--> buffer <--> device
 
 Guarantees
-    * When a transfer returns, its reads are in memory, or queued on the calling thread's stream where the destination
-      is a device; its writes are in the file. When it raises, nothing of it is going on any more.
-    * Errors of the system name the file. A file that is shorter than it must be is an error, never zeros.
-    * No file stays open: a model of thousands of blocks does not reach the limit of open files.
+    * When a transfer returns, its writes are in the file, and its reads are in memory, or queued on the calling
+      thread's stream if the destination is on a device. When it raises, none of its pieces is still running.
+    * System errors name the file. A file that is too short is an error, never zeros.
+    * No file stays open, so a model of thousands of blocks does not reach the limit of open files.
 """
 
 from __future__ import annotations
@@ -34,31 +33,31 @@ from offload.storage.io_thread_pool import IOThreadPool, PooledCall
 from offload.storage.page_cache import Claim, PageCache
 from offload.storage.staging import Fence, Link, Staging
 
-__all__ = ["STAGED", "STRAIGHT", "Cut", "Transfers", "move_all"]
+__all__ = ["STAGED", "UNSTAGED", "TransferLimits", "Transfers", "move_all"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Bytes of a request, and requests at a time."""
+class TransferLimits:
+    """Bytes of a request, and concurrent requests."""
 
     piece_bytes: int
     in_flight: int
 
 
-#: Straight between file and memory. A disk whose reader does nothing else is kept busy by a fourth of this. But layers
-#: that compute on all cores keep the thread that asks for the next piece waiting, some milliseconds at a time, and the
-#: disk must have work left until then.
-STRAIGHT = Cut(16 << 20, 4)
-#: Through buffers, of which there are as many.
-STAGED = Cut(8 << 20, 4)
-#: Transfers that are smaller are left to the page cache: they wait for a disk's latency, not for its bandwidth.
+#: Between file and memory without a buffer. A fourth of this keeps a disk busy if the cores are idle. But layers that
+#: compute on all cores delay the thread that requests the next piece by some milliseconds, for which the disk needs
+#: queued work.
+UNSTAGED = TransferLimits(16 << 20, 4)
+#: Through as many buffers.
+STAGED = TransferLimits(8 << 20, 4)
+#: Smaller transfers use the page cache: they are bound by the disk's latency, not by its bandwidth.
 DIRECT_LEAST_BYTES = 256 << 10
 
 
 def move_all(call: Callable[..., int], fd: int, memory: memoryview, offset: int, path: object) -> None:
-    """Calls ``os.preadv`` or ``os.pwritev`` until all bytes of ``memory`` have moved; one call may move fewer."""
+    """Calls ``os.preadv`` or ``os.pwritev`` until all of ``memory`` is moved; one call may move less."""
     done = 0
     while done < len(memory):
         moved = _moved(call, fd, memory[done:], offset + done, path)
@@ -75,7 +74,7 @@ def _moved(call: Callable[..., int], fd: int, memory: memoryview, offset: int, p
 
 
 @dataclass(frozen=True)
-class _ParamBlock:
+class _Piece:
     """Bytes ``[begin, end)`` of a file."""
 
     begin: int
@@ -83,34 +82,34 @@ class _ParamBlock:
     direct: bool
 
 
-def _pieces(begin: int, end: int, piece_bytes: int, *, direct: bool) -> Iterator[_ParamBlock]:
-    """Cuts a transfer."""
+def _pieces(begin: int, end: int, piece_bytes: int, *, direct: bool) -> Iterator[_Piece]:
+    """Splits a transfer."""
     first = min(end, -(-begin // PAGE_BYTES) * PAGE_BYTES) if direct else begin
     last = max(first, end // PAGE_BYTES * PAGE_BYTES) if direct else end
     if begin < first:
-        yield _ParamBlock(begin, first, False)
+        yield _Piece(begin, first, False)
     while first < last:
         until = min(last, (first // piece_bytes + 1) * piece_bytes)
-        yield _ParamBlock(first, until, direct)
+        yield _Piece(first, until, direct)
         first = until
     if last < end:
-        yield _ParamBlock(last, end, False)
+        yield _Piece(last, end, False)
 
 
 class Transfers:
-    """What the files of one tier are read and written with."""
+    """Reads and writes the files of one tier."""
 
     def __init__(self, cache: PageCache, link: Link) -> None:
         self.cache = cache
         self.staging = Staging(link, STAGED.in_flight, STAGED.piece_bytes)
-        self._io_threads = IOThreadPool(max(STAGED.in_flight, STRAIGHT.in_flight) - 1)
+        self._io_threads = IOThreadPool(max(STAGED.in_flight, UNSTAGED.in_flight) - 1)
 
     def read(self, path: Path, destination: Tensor, offset: int, claim: Claim | None = None) -> None:
         """Fills ``destination`` (flat, uint8) with the bytes of a file from ``offset`` on.
 
         Raises:
-            FileNotFoundError: if the file has gone.
-            OSError: if it cannot be read, or ends too early.
+            FileNotFoundError: if the file was removed.
+            OSError: if it cannot be read, or is too short.
         """
         self._move(path, destination, offset, claim, write=False)
 
@@ -118,13 +117,13 @@ class Transfers:
         """Writes ``source`` (flat, uint8) to a file, from ``offset`` on.
 
         Raises:
-            FileNotFoundError: if the file has gone.
+            FileNotFoundError: if the file was removed.
             OSError: if it cannot be written.
         """
         self._move(path, source, offset, claim, write=True)
 
-    def together(self, work: Callable[[memoryview], T], parts: Sequence[memoryview]) -> list[T]:
-        """Does the same work on several parts of memory at a time; the results are in the order of the parts."""
+    def map_parallel(self, work: Callable[[memoryview], T], parts: Sequence[memoryview]) -> list[T]:
+        """Calls ``work`` on all parts concurrently; returns the results in the order of the parts."""
         results: dict[int, T] = {}
 
         def one(k: int) -> None:
@@ -143,16 +142,16 @@ class Transfers:
         nbytes = tensor.numel()
         if not nbytes:
             return
-        far = self.staging.link.is_far(tensor)
+        on_device = self.staging.link.is_on_device(tensor)
         direct = nbytes >= DIRECT_LEAST_BYTES and self.cache.direct(claim)
-        staged = far or (direct and (tensor.data_ptr() - offset) % PAGE_BYTES != 0)
-        cut = STAGED if staged else STRAIGHT
-        pieces = [_ParamBlock(offset, offset + nbytes, False)]
-        if direct or far:  # else nothing asks for more than one
-            pieces = list(_pieces(offset, offset + nbytes, cut.piece_bytes, direct=direct))
-        # A single piece needs no thread but the caller's: to wake another one takes longer than the pages of a bias do.
+        staged = on_device or (direct and (tensor.data_ptr() - offset) % PAGE_BYTES != 0)
+        limits = STAGED if staged else UNSTAGED
+        pieces = [_Piece(offset, offset + nbytes, False)]
+        if direct or on_device:  # the page cache needs one call only
+            pieces = list(_pieces(offset, offset + nbytes, limits.piece_bytes, direct=direct))
+        # The caller moves a single piece itself: waking a thread takes longer than reading the pages of a bias.
         io_threads = self._io_threads if len(pieces) > 1 else None
-        flying: deque[_Flight] = deque()
+        pending: deque[_PieceTransfer] = deque()
         with contextlib.ExitStack() as stack:
             cached = stack.enter_context(_opened(path))
             uncached = stack.enter_context(_opened(path, os.O_DIRECT)) if direct else cached
@@ -160,47 +159,47 @@ class Transfers:
                 for piece in pieces:
                     part = tensor[piece.begin - offset : piece.end - offset]
                     buffer = None
-                    if far or (staged and piece.direct):
-                        while (buffer := self.staging.take(wait=not flying)) is None:
-                            flying.popleft().complete()
-                    flying.append(_Flight(self.staging, part, buffer, far=far, write=write))
-                    flying[-1].start(io_threads, partial(_move_piece, path, cached, uncached, piece, write))
-                    if len(flying) == cut.in_flight:
-                        flying.popleft().complete()
-                while flying:
-                    flying.popleft().complete()
+                    if on_device or (staged and piece.direct):
+                        while (buffer := self.staging.acquire_buffer(wait=not pending)) is None:
+                            pending.popleft().complete()
+                    pending.append(_PieceTransfer(self.staging, part, buffer, on_device=on_device, write=write))
+                    pending[-1].start(io_threads, partial(_move_piece, path, cached, uncached, piece, write))
+                    if len(pending) == limits.in_flight:
+                        pending.popleft().complete()
+                while pending:
+                    pending.popleft().complete()
             finally:
-                # Without this, a failed transfer goes on in the threads, while its memory is used for something else.
-                for flight in flying:
-                    flight.cancel()
-        self.cache.moved(nbytes)
+                # Without this, threads go on with a failed transfer while its memory is reused.
+                for transfer in pending:
+                    transfer.cancel()
+        self.cache.count(nbytes)
 
 
-def _move_piece(path: Path, cached: int, uncached: int, piece: _ParamBlock, write: bool, memory: memoryview) -> None:
+def _move_piece(path: Path, cached: int, uncached: int, piece: _Piece, write: bool, memory: memoryview) -> None:
     call, begin = os.pwritev if write else os.preadv, piece.begin
     if piece.direct:
-        # What a direct call leaves over is not a whole page, so this is the end of the file. The other way says so.
+        # A direct call moves less only at the end of the file, where move_all raises.
         moved = _moved(call, uncached, memory, begin, path)
         memory, begin = memory[moved:], begin + moved
     move_all(call, cached, memory, begin, path)
 
 
-class _Flight:
-    """One piece on its way, and the buffer that it travels in, if it needs one."""
+class _PieceTransfer:
+    """The transfer of one piece, with its staging buffer if it needs one."""
 
-    def __init__(self, staging: Staging, part: Tensor, buffer: Tensor | None, *, far: bool, write: bool) -> None:
+    def __init__(self, staging: Staging, part: Tensor, buffer: Tensor | None, *, on_device: bool, write: bool) -> None:
         self._staging = staging
         self._part = part
         self._buffer = buffer
-        self._far = far
+        self._on_device = on_device
         self._write = write
         self._fence: Fence | None = None
         self._job: PooledCall | None = None
 
     def start(self, io_threads: IOThreadPool | None, move: Callable[[memoryview], None]) -> None:
-        """Begins; ``move`` moves the bytes of host memory to or from the file."""
+        """Starts it; ``move`` copies host memory to or from the file."""
         part, buffer = self._part, None if self._buffer is None else self._buffer[: self._part.numel()]
-        if buffer is not None and self._far and self._write:
+        if buffer is not None and self._on_device and self._write:
             self._fence = self._staging.link.copy(buffer, part)
 
         def work() -> None:
@@ -208,40 +207,40 @@ class _Flight:
                 move(view_memory(part))
                 return
             if self._fence is not None:
-                # Device -> buffer. Without this, the file gets what was in the buffer before.
+                # Device -> buffer. Without this, the buffer's previous contents are written to the file.
                 self._fence()
             elif self._write:
                 _copy(buffer, part)
             move(view_memory(buffer))
-            if not self._far and not self._write:
+            if not self._on_device and not self._write:
                 _copy(part, buffer)
 
         self._job = PooledCall([work], None) if io_threads is None else io_threads.submit(work)
 
     def complete(self) -> None:
-        """Waits for the end of it."""
+        """Waits for it; raises what it raised."""
         try:
             assert self._job is not None
             self._job.synchronize()
-            if self._buffer is not None and self._far and not self._write:
+            if self._buffer is not None and self._on_device and not self._write:
                 self._fence = self._staging.link.copy(self._part, self._buffer[: self._part.numel()])
         finally:
             self.cancel()
 
     def cancel(self) -> None:
-        """Returns when nothing but a device copy is going on any more, finished or not."""
+        """Returns once only a device copy may still run, whether the piece was finished or not."""
         if self._job is not None:
-            # Without letting go of the job, which refers to this flight, its tensor stays until garbage is collected.
+            # The job refers to this object. Without breaking the cycle, its tensor lives until garbage is collected.
             job, self._job = self._job, None
             job.cancel()
         if self._buffer is not None:
             buffer, self._buffer = self._buffer, None
-            # Buffer -> device. Without this fence, the next piece overwrites it while the device still reads it.
+            # Buffer -> device. Without this fence, the next piece overwrites the buffer while the device reads it.
             self._staging.release(buffer, self._fence)
 
 
 def _copy(destination: Tensor, source: Tensor) -> None:
-    """A plain copy, outside the interpreter lock and without the threads that torch would start for it."""
+    """A copy without the interpreter lock and without torch's threads."""
     ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.numel())
 
 

@@ -309,7 +309,7 @@ def test_late_writes_through_data_are_found_where_every_forward_is_compared(home
     assert torch.equal(model.get_parameter("0.weight"), torch.full((WIDTH,), 7.0))
 
 
-def test_data_that_is_assigned_after_the_last_forward_is_sealed(tmp_path: Any) -> None:
+def test_data_that_is_assigned_after_the_last_forward_is_stored_by_close(tmp_path: Any) -> None:
     model = OffloadModel(mlp(), "cpu", DiskHome(tmp_path, keep=True), 4)
     nn.utils.vector_to_parameters(torch.full((288,), 5.0), model.parameters())
     model.close()
@@ -512,7 +512,7 @@ def test_weights_that_a_hook_begins_to_write_later_keep_the_written_values(wrap:
     assert_same(list(model.parameters()), list(bare.parameters()))
 
 
-def test_a_kept_home_is_not_sealed_over_layers_that_were_replaced(tmp_path: Any) -> None:
+def test_a_persistent_home_is_not_closed_over_layers_that_were_replaced(tmp_path: Any) -> None:
     model = OffloadModel(mlp(), "cpu", DiskHome(tmp_path, keep=True), 4)
     before = model.get_submodule("0")[0]  # type: ignore[index]
     swap(model)

@@ -24,7 +24,7 @@ from offload.storage.buffer import host_buffer, view_memory
 from offload.storage.disk import DiskBlock
 from offload.storage.page_cache import PageCache
 from offload.storage.staging import Link, Staging
-from offload.storage.transfer import Cut, move_all
+from offload.storage.transfer import TransferLimits, move_all
 from offload.telemetry.trace import Tracer
 from tests.guarded import Condition, Guarded
 from tests.offload.late import LateLane, run_late
@@ -131,8 +131,8 @@ def _disk(
     monkeypatch: pytest.MonkeyPatch, path: Path, pieces: int = 6, link: Link | None = None
 ) -> tuple[list[LateThreads], DiskTier, Any, Tensor]:
     """A file of some pieces, full of sevens, and what is to be read into."""
-    for way in ("STRAIGHT", "STAGED"):
-        monkeypatch.setattr(f"offload.storage.transfer.{way}", Cut(PIECE, IN_FLIGHT))
+    for way in ("UNSTAGED", "STAGED"):
+        monkeypatch.setattr(f"offload.storage.transfer.{way}", TransferLimits(PIECE, IN_FLIGHT))
     threads = late_threads(monkeypatch)
     tier = DiskTier(path, CPU, direct=False, link=link)
     block: Any = tier.allocate(pieces * PIECE, "weights")
@@ -228,7 +228,7 @@ def a_transfer_that_failed_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, path
 def work_on_parts_is_done_when_it_returns(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     threads, tier, _, _ = _disk(monkeypatch, path)
     parts = [memoryview(bytes([k])) for k in range(4)]
-    assert tier.transfers.together(lambda part: part[0], parts) == [0, 1, 2, 3]
+    assert tier.transfers.map_parallel(lambda part: part[0], parts) == [0, 1, 2, 3]
 
     def fails(part: memoryview) -> int:
         if part[0] == 0:
@@ -236,7 +236,7 @@ def work_on_parts_is_done_when_it_returns(monkeypatch: pytest.MonkeyPatch, path:
         return part[0]
 
     with pytest.raises(OSError, match="once"):
-        tier.transfers.together(fails, parts)
+        tier.transfers.map_parallel(fails, parts)
     assert sum(io_threads.under_way() for io_threads in threads) == 0, "work goes on after a failure"
 
 
@@ -253,10 +253,10 @@ def _staging(link: Link, count: int = 1) -> tuple[Staging, Condition]:
 @fails_with("nobody would wake up", "somebody else may be changing it", "instead of waiting")
 def a_lane_waits_for_a_buffer_of_another(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     staging, condition = _staging(LateLink())
-    held = staging.take(wait=True)
+    held = staging.acquire_buffer(wait=True)
     assert held is not None
     condition.helper = lambda: staging.release(held)
-    assert staging.take(wait=True) is held
+    assert staging.acquire_buffer(wait=True) is held
     assert condition.notified == 1, "nobody would wake up"
     assert staging.nbytes == 0
 
@@ -269,7 +269,7 @@ def a_buffer_that_could_not_be_made_is_made_by_another(monkeypatch: pytest.Monke
 
     staging, condition = _staging(Full())
     with pytest.raises(OSError, match="full"):
-        staging.take(wait=True)
+        staging.acquire_buffer(wait=True)
     assert condition.notified == 1, "nobody would wake up"
 
 
@@ -279,7 +279,7 @@ def a_buffer_is_used_again_after_the_copy_out_of_it(monkeypatch: pytest.MonkeyPa
     staging, _ = _staging(link)
     device = torch.zeros(16, dtype=torch.uint8)
     for piece in (1, 2):
-        buffer = staging.take(wait=True)
+        buffer = staging.acquire_buffer(wait=True)
         assert buffer is not None
         buffer.fill_(piece)
         assert piece == 1 or (device == 1).all(), "overwritten before it was copied"

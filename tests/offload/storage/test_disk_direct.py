@@ -16,7 +16,7 @@ from offload import DiskHome, OffloadModel, OffloadOptimizer
 from offload.storage import DiskTier, Tier
 from offload.storage import page_cache as cache_module
 from offload.storage.buffer import PAGE_BYTES, host_buffer
-from offload.storage.page_cache import CACHE_HOLDS, LOOK_AGAIN_BYTES, PageCache, available_bytes
+from offload.storage.page_cache import CACHE_HOLDS, RECHECK_BYTES, PageCache, available_bytes
 from offload.storage.transfer import STAGED
 from tests.offload.storage.test_tiers import MANY, TierContract, noise
 
@@ -187,17 +187,17 @@ class TestCyclicFiles:
         claim = cache.claim(800, cyclic=True)
         assert not cache.direct(claim)
         self.available = 500
-        cache.moved(LOOK_AGAIN_BYTES - 1)
+        cache.count(RECHECK_BYTES - 1)
         assert not cache.direct(claim)
-        cache.moved(1)
+        cache.count(1)
         assert cache.direct(claim)
         self.available = 1000
-        cache.moved(LOOK_AGAIN_BYTES)
+        cache.count(RECHECK_BYTES)
         assert not cache.direct(claim)
 
     def test_bytes_of_every_transfer_count(self, direct_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cache_module, "available_bytes", lambda: self.available)
-        monkeypatch.setattr(cache_module, "LOOK_AGAIN_BYTES", 4 * MANY)
+        monkeypatch.setattr(cache_module, "RECHECK_BYTES", 4 * MANY)
         self.available = 2 * MANY
         tier = DiskTier(direct_folder, CPU)
         block = tier.allocate(MANY, "states", cyclic=True)
@@ -241,7 +241,7 @@ class TestCyclicFiles:
         bare = nn.Sequential(*(nn.Linear(700, 700, bias=False) for _ in range(3)))
         nbytes = 700 * 700 * 4
         monkeypatch.setattr(cache_module, "available_bytes", lambda: self.available)
-        monkeypatch.setattr(cache_module, "LOOK_AGAIN_BYTES", 1)
+        monkeypatch.setattr(cache_module, "RECHECK_BYTES", 1)
         layers = [nn.Linear(700, 700, bias=False) for _ in range(3)]
         model = OffloadModel(layers, "cpu", direct_folder, checkpoint_activation=True)
         model.load_state_dict(bare.state_dict())

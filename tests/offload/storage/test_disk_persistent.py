@@ -144,7 +144,7 @@ def test_offload_19_a_stale_or_foreign_file_with_the_right_name_is_never_trusted
     path = folder / "shard-00001.home"
     whole = path.read_bytes()
     path.write_bytes(b"\x01" * len(whole))
-    refused(folder, r"shard-00001.home \(shard 1\): expected a file that ends with a seal .* another program's")
+    refused(folder, r"shard-00001.home \(shard 1\): expected a file that ends with a manifest .* another program")
     path.write_bytes(whole)
     offloaded(layers("meta"), folder).close()  # generation 2, with the same contents
     path.write_bytes(whole)
@@ -157,7 +157,7 @@ def test_offload_19_a_stale_or_foreign_file_with_the_right_name_is_never_trusted
 
 
 @pytest.mark.parametrize("name", ["shard-00000", "shard-00002", "buffers"])
-def test_any_changed_byte_of_contents_description_or_seal_is_refused(
+def test_any_changed_byte_of_contents_description_or_manifest_is_refused(
     left: tuple[Path, dict[str, Tensor]], name: str
 ) -> None:
     folder, before = left
@@ -189,14 +189,14 @@ def offloaded_and_closed(folder: Path) -> OffloadModel:
     return model
 
 
-def test_a_changed_field_is_refused_even_if_the_seal_is_consistent(left: tuple[Path, dict[str, Tensor]]) -> None:
+def test_a_changed_field_is_refused_even_if_the_manifest_is_consistent(left: tuple[Path, dict[str, Tensor]]) -> None:
     from dataclasses import replace
 
     folder, _ = left
     path = folder / "shard-00001.home"
     manifest = read_manifest(path, "shard 1")
     for change, match in [
-        ({"place": 2}, "this is the file of place 2, expected 1"),
+        ({"place": 2}, "expected file 1 of the home, got file 2"),
         ({"places": 3}, "expected one of 3 shards, got one of 2"),
         ({"clean": False}, r"expected a home that was closed.*Load the last checkpoint"),
         ({"generation": 9}, "generation 9"),
@@ -235,7 +235,7 @@ def test_swapped_shards_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x").rename(second)
     with torch.device("meta"):
         blank = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    with pytest.raises(HomeError, match=r"shard-00000.home \(shard 0\): this is the file of place 1, expected 0"):
+    with pytest.raises(HomeError, match=r"shard-00000.home \(shard 0\): expected file 0 of the home, got file 1"):
         OffloadModel(blank, "cpu", DiskHome(tmp_path, keep=True))
 
 
@@ -246,7 +246,7 @@ def test_another_model_is_refused_and_told_the_first_difference(left: tuple[Path
     )
     refused(folder, r"shard 2.*expected '4.weight", layers("meta", tied=False))
     refused(folder, r"float64", layers("meta").double())
-    refused(folder, "expected one of 2 shards, got one of 3. Pass num_slices=3|no such file", slices=2)
+    refused(folder, "expected one of 2 shards, got one of 3. Pass num_slices=3|unexpected file", slices=2)
     refused(folder, "there is none|expected one of 5 shards", slices=5)
     with torch.device("meta"):
         more = nn.Sequential(*layers("meta"), nn.BatchNorm1d(WIDTH, affine=False))
@@ -288,7 +288,7 @@ def test_a_model_collected_without_close_warns_and_its_home_is_refused(tmp_path:
         offloaded(layers(), tmp_path)
         gc.collect()
 
-    with pytest.warns(RuntimeWarning, match=r"went without close\(\): the home is not sealed"):
+    with pytest.warns(RuntimeWarning, match=r"ended without close\(\): the home is marked as open"):
         lose()
     refused(tmp_path, "expected a home that was closed")
 
@@ -330,7 +330,7 @@ def test_a_close_that_fails_can_be_repeated(
 
 
 def test_only_models_keep_homes(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="only models keep homes"):
+    with pytest.raises(ValueError, match="supported by OffloadModel only"):
         OffloadEmbeddingBag(4, 4, offload_device=DiskHome(tmp_path, keep=True))
     with pytest.raises(ValueError, match="pass keep=True with it"):
         DiskHome(tmp_path, overwrite=True)
@@ -352,6 +352,6 @@ class TestKeptTier(TierContract):
             tier._contents.append(Contents(f"shard-{place:05d}", label, nbytes, [f"{label} {nbytes}"]))
             return tier.home(place, nbytes)
 
-        tier.expect([], blank=True)
+        tier.adopt([], blank=True)
         tier.allocate = allocate  # type: ignore[method-assign, assignment]
         return tier

@@ -1,4 +1,4 @@
-"""A kept home whose model ended without close() is taken when asked for, after all that can be verified was."""
+"""A persistent home whose model ended without close() is adopted on request, after every possible verification."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_home_of_a_process_that_was_killed_between_steps_is_recovered(closes: 
     model.close()
 
 
-def unsealed(folder: Path) -> None:
+def never_closed(folder: Path) -> None:
     train(offloaded(layers(), folder), range(1))
     gc.collect()
 
@@ -65,7 +65,7 @@ def cut_short(folder: Path) -> None:
 
 def of_another_home(folder: Path) -> None:
     other = folder.parent / "other"
-    unsealed(other)
+    never_closed(other)
     os.replace(other / "shard-00001.home", folder / "shard-00001.home")
 
 
@@ -79,11 +79,11 @@ def missing(folder: Path) -> None:
     (folder / "buffers.home").unlink()
 
 
-@pytest.mark.filterwarnings("ignore:the model whose home is kept:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:the model with the persistent home:RuntimeWarning")
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut_short, "expected a file that ends with a seal"),
+        (cut_short, "expected a file that ends with a manifest"),
         (of_another_home, "expected generation 1 of home .* got generation 1 of home"),
         (of_an_older_generation, "expected generation 1 of home .* got generation 3 of home"),
         (missing, "expected a file, there is none"),
@@ -92,7 +92,7 @@ def missing(folder: Path) -> None:
 def test_recovery_verifies_size_home_and_generation_of_every_file(
     damage: Callable[[Path], None], message: str, tmp_path: Path
 ) -> None:
-    unsealed(tmp_path / "home")
+    never_closed(tmp_path / "home")
     damage(tmp_path / "home")
     with pytest.raises(HomeError, match=message):
         offloaded(layers("meta"), tmp_path / "home", recover=True)
@@ -103,7 +103,7 @@ def test_a_process_that_ended_while_it_opened_a_home_leaves_it_recoverable(tmp_p
     train(model, range(1))
     left = everything(model)
     model.close()
-    path = tmp_path / "shard-00000.home"  # the first of the seals that are broken when a home is opened
+    path = tmp_path / "shard-00000.home"  # the first manifest that is marked as open when a home is opened
     manifest = read_manifest(path, "shard 0")
     write_manifest(path, type(manifest)(**{**vars(manifest), "clean": False, "generation": manifest.generation + 1}))
     with pytest.warns(RuntimeWarning, match="the contents of shard 0 cannot be verified"):
@@ -124,7 +124,7 @@ def test_a_home_that_was_closed_is_recovered_without_a_warning_and_verified(tmp_
 
 
 def test_recovering_is_for_kept_homes_that_are_not_overwritten(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="recover=True is for a home that is kept"):
+    with pytest.raises(ValueError, match="recover=True is for a persistent home"):
         DiskHome(tmp_path, recover=True)
     with pytest.raises(ValueError, match="pass one of them"):
         DiskHome(tmp_path, keep=True, overwrite=True, recover=True)

@@ -27,7 +27,7 @@ class LateLink(Link):
         self.prepared = 0
         self.lock = threading.Lock()
 
-    def is_far(self, tensor: torch.Tensor) -> bool:
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
         return True
 
     def prepare(self, buffer: torch.Tensor) -> None:
@@ -87,12 +87,12 @@ def test_a_buffer_is_used_again_only_after_the_copy_out_of_it() -> None:
     link = LateLink()
     staging = Staging(link, 1, 16)
     device = torch.zeros(16, dtype=torch.uint8)
-    buffer = staging.take(wait=True)
+    buffer = staging.acquire_buffer(wait=True)
     assert buffer is not None
     buffer.fill_(1)
     staging.release(buffer, link.copy(device, buffer))
     assert not device.any()  # it is late
-    again = staging.take(wait=True)
+    again = staging.acquire_buffer(wait=True)
     assert again is not None
     again.fill_(2)
     link.synchronize()
@@ -101,11 +101,11 @@ def test_a_buffer_is_used_again_only_after_the_copy_out_of_it() -> None:
 
 def test_a_lane_that_holds_a_buffer_never_waits_for_another() -> None:
     staging = Staging(LateLink(), 1, 16)
-    held = staging.take(wait=True)
-    assert staging.take(wait=False) is None
+    held = staging.acquire_buffer(wait=True)
+    assert staging.acquire_buffer(wait=False) is None
     assert held is not None
     staging.release(held)
-    assert staging.take(wait=False) is held
+    assert staging.acquire_buffer(wait=False) is held
 
 
 def test_lanes_that_share_too_few_buffers_all_get_through(direct_folder: Path) -> None:

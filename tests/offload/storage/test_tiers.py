@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from offload.storage import DiskTier, HostTier, Tier, disk, open_tier
 from offload.storage.buffer import host_buffer
 from offload.storage.contract import bytes_of
-from offload.storage.transfer import STAGED, STRAIGHT
+from offload.storage.transfer import STAGED, UNSTAGED
 
 CPU = torch.device("cpu")
 
 
 #: Larger than a few pieces of a transfer, and no multiple of one.
-MANY = STRAIGHT.piece_bytes + STAGED.piece_bytes + 5 * 4096  # several pieces either way
+MANY = UNSTAGED.piece_bytes + STAGED.piece_bytes + 5 * 4096  # several pieces either way
 
 
 NOISE = torch.randint(0, 256, (2 * MANY,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -309,9 +309,9 @@ def test_a_folder_that_is_being_made_is_not_swept_by_another_process(
             sweeping.add(threading.current_thread())
             try:
                 calls.append(original.__name__)
-                disk._sweep(tmp_path)
+                disk._remove_stale(tmp_path)
                 result = original(*args, **more)
-                disk._sweep(tmp_path)
+                disk._remove_stale(tmp_path)
                 return result
             finally:
                 sweeping.clear()

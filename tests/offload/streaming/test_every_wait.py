@@ -251,22 +251,22 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "IOThreadPool.wait_idle": [("self._threads.wait_idle()", lanes.a_lane_is_at_rest_after_all_its_copies)],
     },
     "offload.storage.transfer": {
-        "Transfers.together": [
+        "Transfers.map_parallel": [
             ("job.synchronize()", files.work_on_parts_is_done_when_it_returns),
             ("job.cancel()", files.work_on_parts_is_done_when_it_returns),
         ],
         "Transfers._move": [
-            ("flying.popleft().complete()", files.where_buffers_are_few_pieces_wait_for_them),
-            ("flying.popleft().complete() #2", files.few_pieces_are_on_their_way),
-            ("flying.popleft().complete() #3", files.a_read_is_done_when_it_returns),
-            ("flight.cancel()", files.a_transfer_that_failed_goes_on_nowhere),
+            ("pending.popleft().complete()", files.where_buffers_are_few_pieces_wait_for_them),
+            ("pending.popleft().complete() #2", files.few_pieces_are_on_their_way),
+            ("pending.popleft().complete() #3", files.a_read_is_done_when_it_returns),
+            ("transfer.cancel()", files.a_transfer_that_failed_goes_on_nowhere),
         ],
-        "_Flight.start": [("self._fence()", files.a_write_comes_after_the_copy_from_the_device)],
-        "_Flight.complete": [
+        "_PieceTransfer.start": [("self._fence()", files.a_write_comes_after_the_copy_from_the_device)],
+        "_PieceTransfer.complete": [
             ("self._job.synchronize()", files.a_read_is_done_when_it_returns),
             ("self.cancel()", files.buffers_are_given_back),
         ],
-        "_Flight.cancel": [("job.cancel()", files.a_transfer_that_failed_goes_on_nowhere)],
+        "_PieceTransfer.cancel": [("job.cancel()", files.a_transfer_that_failed_goes_on_nowhere)],
     },
     "offload.storage.staging": {
         "CudaLink.copy": [
@@ -277,7 +277,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("event.synchronize", lanes.a_fence_is_passed_after_its_copy),
         ],
         "Staging.nbytes": [("with self._changed", files.a_lane_waits_for_a_buffer_of_another)],
-        "Staging.take": [
+        "Staging.acquire_buffer": [
             ("with self._changed", files.a_lane_waits_for_a_buffer_of_another),
             ("with self._changed #2", files.a_buffer_that_could_not_be_made_is_made_by_another),
             ("self._changed.wait()", files.a_lane_waits_for_a_buffer_of_another),
@@ -331,13 +331,13 @@ EXCEPTIONS = {
     "self.input_dist(None, input, offsets, per_sample_weights).wait()": "returns the request at once",
     "offload.embedding.bag OffloadEmbeddingBag.forward: "
     "self.input_dist(None, input, offsets, per_sample_weights).wait().wait()": "compute_and_output_dist waits again",
-    "offload.storage.io_threads Future.__init__: self._gate.acquire()": "closes a lock that nobody else has yet",
-    "offload.storage.io_threads Future.wait_idle: self._gate.acquire(timeout=LOOK_AGAIN_SECONDS)": (
+    "offload.storage.io_threads Future.__init__: self._gate.acquire()": "a new lock, not shared yet",
+    "offload.storage.io_threads Future.wait_idle: self._gate.acquire(timeout=RECHECK_SECONDS)": (
         "without it the loop asks in vain"
     ),
     "offload.storage.io_thread_pool PooledCall.cancel: self._future.cancel()": "does not wait",
     "offload.storage.io_thread_pool PooledCall.synchronize: self._future.cancel()": "does not wait",
-    "offload.storage.io_threads _work: seats.acquire(blocking=False)": "does not wait",
+    "offload.storage.io_threads _work: permits.acquire(blocking=False)": "does not wait",
     "offload.storage.io_threads _finish_work: thread.join()": "the process would end in the middle of a copy",
     "offload.telemetry.statistics Meter.__init__: self.wait": "a clock",
     "offload.telemetry.statistics Meter.waiting: self.wait": "the same clock",
