@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from offload.planning.budget import Layout, fit, parse_bytes
 from offload.planning.partition import cut_layers, layer_bytes
@@ -16,7 +16,6 @@ from pipe.refusals import beyond_layers
 from pipe.torch_private import is_traceable_wrapper_subclass
 
 __all__ = [
-    "as_call",
     "check_choices",
     "check_dense",
     "check_separate",
@@ -165,17 +164,6 @@ def compute_device(device: Any) -> torch.device:
     elif chosen.type != "cpu":
         raise ValueError(f"expected a CPU or CUDA device to compute on, got device={str(chosen)!r}")
     return chosen
-
-
-def as_call(i: int, chunk: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Chunk ``i`` as arguments and keyword arguments of the first layer."""
-    if isinstance(chunk, Tensor):
-        return (chunk,), {}
-    if isinstance(chunk, tuple) and len(chunk) == 2:
-        args, kwargs = chunk
-        if isinstance(args, (tuple, list)) and isinstance(kwargs, dict):
-            return tuple(args), kwargs
-    raise TypeError(f"expected a tensor or (args, kwargs) as chunk {i}, got {type(chunk).__name__}")
 
 
 def names_taken(layer: nn.Module) -> list[str]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from offload.arguments import (
-    as_call,
     check_choices,
     check_dense,
     check_separate,
@@ -25,7 +24,7 @@ from offload.arguments import (
 from offload.construction import make_walk
 from offload.engine.autograd import attach
 from offload.engine.measure import measured_activations
-from offload.engine.raw_chunk import RawChunk
+from offload.engine.raw_chunk import RawChunk, as_call
 from offload.engine.regroup import RegroupedTape, by_chunk, join_chunks, looks_across_rows, split_output
 from offload.engine.structure import Structure
 from offload.engine.tape import Tape

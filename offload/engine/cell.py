@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.engine.layouts import refuse_hidden, refuse_strided_nested
+from offload.engine.memory_recorder import MemoryProfileRecorder
 from offload.engine.saved_tensors import weights_by_reference
 from offload.engine.source import used_outside
-from offload.planning.memory_profile import MemoryProfileRecorder, SavedTensor
+from offload.planning.memory_profile import SavedTensor
 from offload.streaming.casts import Casts, CastsSeen
 from offload.streaming.shard import Shard
 from pipe.checkpoint import enable_checkpointing, enable_recomputing

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload.engine.memory_recorder import MemoryProfileRecorder
 from offload.engine.source import used_outside
-from offload.planning.memory_profile import MemoryProfileRecorder
 from offload.streaming.casts import Cast, CastsSeen
 from offload.streaming.shard import Shard
 from pipe.recompute.cheap_ops import CheapRecompute, Kept, Made

@@ -74,7 +74,8 @@ class Steps:
         kept = frozenset(Cell(j, i) for j in writing for i in everything)
         if self._graph_bytes:
             known = [replayable.graph_bytes_per_row for replayable in self._replayables]
-            kept |= graphs_that_fit(known, rows, first=first, budget_bytes=self._graph_bytes)
+            fitting = graphs_that_fit(known, rows, first=first, budget_bytes=self._graph_bytes)
+            kept |= {Cell(*key) for key in fitting}
         return kept
 
     @property

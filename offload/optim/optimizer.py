@@ -6,13 +6,12 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.model import OffloadModel
 from offload.optim.disk_update import DiskParamBlock, cut, update_block_bytes
 from offload.optim.group_changes import GroupChanges
 from offload.optim.groups import check_choices, options_of, resolve_groups, stand_in
@@ -26,6 +25,9 @@ from offload.storages import on_own_storages
 from offload.streaming.grad_norm import clip_coefficient, forget, norm_of, noted, total_norm
 from offload.streaming.lane import Lane, ThreadLane
 from offload.streaming.shard import Shard, Slice
+
+if TYPE_CHECKING:
+    from offload.model import OffloadModel
 
 __all__ = ["OffloadOptimizer", "open_update_lane"]
 
@@ -402,7 +404,7 @@ def _shadow(param: Any) -> Any:
 
 
 def _check_model(model: Any, kind: Any) -> None:
-    if not isinstance(model, OffloadModel):
+    if not hasattr(type(model), "optimizer_access"):
         raise TypeError(f"expected an OffloadModel, got {type(model).__name__} (model); others take {kind!r} itself")
     if isinstance(kind, type) and issubclass(kind, OffloadOptimizer):
         raise TypeError(f"expected a class such as torch.optim.AdamW, got optimizer_class={kind!r}")

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offload.engine.cell import Cell
+from offload.planning.residency import Key
 
 __all__ = ["graphs_that_fit"]
 
 
 def graphs_that_fit(
     bytes_per_row: Sequence[float | None], rows: Sequence[int], *, first: int, budget_bytes: int
-) -> frozenset[Cell]:
+) -> frozenset[Key]:
     """The cells whose graphs fit in a budget together, in the order of backward up to the first that does not.
 
     Args:
@@ -25,7 +25,7 @@ def graphs_that_fit(
         first: the first shard that backward has to reach.
         budget_bytes: for all of them.
     """
-    kept: list[Cell] = []
+    kept: list[Key] = []
     left = float(budget_bytes)
     for j in range(len(bytes_per_row) - 1, first - 1, -1):
         each = bytes_per_row[j]
@@ -35,5 +35,5 @@ def graphs_that_fit(
             left -= each * count
             if left < 0:
                 return frozenset(kept)
-            kept.append(Cell(j, i))
+            kept.append((j, i))
     return frozenset(kept)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.planning.memory_profile import MemoryProfile
-from offload.streaming.lane import Clock
+from offload.telemetry.clock import Clock
 from offload.telemetry.trace import Tracer
 
 __all__ = ["Meter", "Statistics"]

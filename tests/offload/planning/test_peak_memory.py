@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from offload import OffloadModel
+from offload.engine.memory_recorder import MemoryProfileRecorder
 from offload.planning.estimate import Estimate
-from offload.planning.memory_profile import MemoryProfile, MemoryProfileRecorder, SavedTensor
+from offload.planning.memory_profile import MemoryProfile, SavedTensor
 from offload.planning.peak_memory import PeakMemory
 from offload.streaming.lane import Arrival, Lane, Lanes
 from offload.streaming.shard import State

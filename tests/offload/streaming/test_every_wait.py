@@ -120,6 +120,8 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "StreamLane.wait_idle": [("self._stream.synchronize()", lanes.a_lane_is_at_rest_after_all_its_copies)],
         "Lanes.wait_idle": [("lane.wait_idle()", training.nothing_moves_after_an_exception)],
         "StreamLane.close": [("self._stream.synchronize()", lanes.a_home_goes_after_the_last_copy_of_it)],
+    },
+    "offload.telemetry.clock": {
         "Clock.span": [
             ("begin.record(stream)", lanes.a_clock_counts_what_has_ended),
             ("end.record(stream)", lanes.a_clock_counts_what_has_ended),
@@ -319,7 +321,7 @@ STAND_INS: dict[str, Callable[..., Any]] = {
         lambda device: InlineLane().submit(lambda: None)
     ),
     "offload.embedding.bag OffloadEmbeddingBag.compute_and_output_dist: request.ticket.wait()": rows.unfilled,
-    "offload.streaming.lane Clock._wait_idle: end.query()": lambda event: True,
+    "offload.telemetry.clock Clock._wait_idle: end.query()": lambda event: True,
     "offload.streaming.lane ThreadLane.submit: torch.cuda.current_stream(device).record_event()": (
         lambda stream: torch.cuda.Event()  # one that was never recorded
     ),
