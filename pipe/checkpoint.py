@@ -295,7 +295,7 @@ class Checkpoint(torch.autograd.Function):
 
         Raises:
             RuntimeError: under ``create_graph=True``; and under ``torch.autograd.grad`` or ``backward(inputs=...)``,
-                which would fill ``.grad`` unasked.
+                which would write ``.grad`` of parameters that were not requested.
         """
         refuse_double_backward("a checkpointed forward")
         cell: _Cell = ctx.cell

@@ -92,7 +92,7 @@ class Pipe(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
             raise TypeError(
-                f"expected nn.Sequential with its own forward to cut into stages, got {type(module).__name__}; "
+                f"expected nn.Sequential with its own forward to split into stages, got {type(module).__name__}; "
                 f"pass nn.Sequential(...)"
             )
         if isinstance(chunks, bool) or int(chunks) < 1:

@@ -33,7 +33,7 @@ def check_plain(module: nn.Sequential) -> None:
     own = beyond_layers(module)
     if own:
         raise TypeError(
-            f"expected an nn.Sequential of layers alone to cut into stages, got {type(module).__name__} with "
+            f"expected an nn.Sequential of layers alone to split into stages, got {type(module).__name__} with "
             f"{', '.join(own)} of its own; move them into a layer, or onto the Pipe"
         )
 

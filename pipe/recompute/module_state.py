@@ -226,7 +226,7 @@ class ModuleState:
             output = module(input)
     """
 
-    __slots__ = ("_attributes", "_buffers", "_epochs", "_hooks", "_modes", "_noted", "_versions", "_watched")
+    __slots__ = ("_attributes", "_buffers", "_epochs", "_hooks", "_modes", "_unsealed", "_versions", "_watched")
 
     def __init__(self, watched: WatchedModule, *, attributes: bool = False) -> None:
         self._watched = watched
@@ -236,7 +236,7 @@ class ModuleState:
         self._versions: list[int] = []
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         self._epochs: list[tuple[nn.Module, str, _Epoch]] = []
-        self._noted = [
+        self._unsealed = [
             _Buffer(owner, name, known, buffer, watched.compiled)
             for owner, name, known in watched.buffers
             if (buffer := owner._buffers[name]) is not None
@@ -245,16 +245,16 @@ class ModuleState:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """A context for the forward: copies a large buffer before the first write to it."""
-        uncopied = [buffer for buffer in self._noted if not buffer.copied]
+        uncopied = [buffer for buffer in self._unsealed if not buffer.copied]
         with FirstWrites([(b.value, b.copy) for b in uncopied]) if uncopied else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:
         """A context for a trial forward, whose changes of buffers are undone. Used instead of :meth:`running`."""
-        noted, self._noted = self._noted, []
-        ahead = [buffer for buffer in noted if buffer.copied_ahead]
-        uncopied = [buffer for buffer in noted if not buffer.copied_ahead]
+        unsealed, self._unsealed = self._unsealed, []
+        ahead = [buffer for buffer in unsealed if buffer.copied_ahead]
+        uncopied = [buffer for buffer in unsealed if not buffer.copied_ahead]
         for buffer in ahead:
             buffer.owner._buffers[buffer.name] = buffer.value
         try:
@@ -264,7 +264,7 @@ class ModuleState:
             ):
                 yield
         finally:
-            for buffer in noted:
+            for buffer in unsealed:
                 buffer.take_back()
 
     def seal(self) -> ModuleState:
@@ -276,8 +276,8 @@ class ModuleState:
         if self._attributes is not None:
             self._attributes.seal()
         self._hooks.seal(add=self._attributes is None)
-        noted, self._noted = self._noted, []
-        for buffer in noted:
+        unsealed, self._unsealed = self._unsealed, []
+        for buffer in unsealed:
             if buffer.was_written(self._watched.compared):
                 self._buffers.append((buffer.owner, buffer.name, buffer.value))
             else:
