@@ -210,7 +210,7 @@ class SequentialTape:
         links: list[tuple[Tensor, Tensor]] = []
         for g, gradients in entered.items() if self._wants_input else ():
             group = self._groups[g]
-            for i, parts in zip(group.chunks, _cut(gradients, group.counts), strict=True):
+            for i, parts in zip(group.chunks, split_output(gradients, group.counts), strict=True):
                 pairs = zip(self._inputs[i], parts, strict=True)
                 links += [(x, part) for x, part in pairs if isinstance(part, Tensor) and x.requires_grad]
         if links:
@@ -232,14 +232,6 @@ def _by_chunk(output_fn: OutputFn | None, counts: Sequence[int], output: Any) ->
     """The outputs of the chunks in a group, each through ``output_fn``."""
     pieces = split_output(output, counts)
     return pieces if output_fn is None else [output_fn(piece) for piece in pieces]
-
-
-def _cut(gradients: list[Any], counts: Sequence[int]) -> list[list[Any]]:
-    """Gradients of what entered a group, for each of its chunks."""
-    if len(counts) == 1:
-        return [gradients]
-    columns = [x.split(counts) if isinstance(x, Tensor) else [None] * len(counts) for x in gradients]
-    return [[column[k] for column in columns] for k in range(len(counts))]
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ Arguments that are offloaded until backward (the weights of a shard) are held as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,15 +101,22 @@ class CheapRecompute(TorchDispatchMode):
     with torch.autograd.graph.saved_tensors_hooks(cheap.pack, cheap.unpack), cheap: ...
     """
 
-    def __init__(self, hold: Callable[[Tensor], Any] = lambda tensor: tensor, changing: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        hold: Callable[[Tensor], Any] = lambda tensor: tensor,
+        changing: Iterable[Tensor] = (),
+        weights: Collection[StorageWeakRef] = (),
+    ) -> None:
         """
         Args:
             hold: converts an argument to the object that is held for it: the tensor, or an object with ``resolve()``.
             changing: tensors that later forwards write in place, before backward; they are saved as copies.
+            weights: memory that the layers may write in every forward alike, so that it is no error.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._hold = hold
         self._changing = {_storage_of(tensor) for tensor in changing}
+        self._weights = weights
         self._operations: dict[StorageWeakRef, _Operation] = {}
 
     @classmethod
@@ -155,11 +162,11 @@ class CheapRecompute(TorchDispatchMode):
         if not self.knows(tensor):
             # Without detaching, an operation that saves its own result would be in a reference cycle with it.
             kept = tensor.detach()
-            if self._changing and tensor.layout is torch.strided and _storage_of(tensor) in self._changing:
+            storage = _storage_of(tensor) if tensor.layout is torch.strided else None
+            if storage in self._changing:
                 return kept.clone()
             # Versions of weights are not checked: a layer may change its own weights in place in each forward.
-            is_weight = isinstance(tensor, torch.nn.Parameter) or tensor.is_inference()
-            return kept if is_weight else Kept(kept, tensor._version)
+            return kept if storage in self._weights or tensor.is_inference() else Kept(kept, tensor._version)
         operation = self._operations[StorageWeakRef(tensor.untyped_storage())]
         return Made(operation, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 

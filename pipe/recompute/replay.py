@@ -96,7 +96,11 @@ def autocast_without_cache(devices: Iterable[torch.device]) -> Iterator[None]:
     For a first forward under ``no_grad``: a cast that it cached would have no gradient, and a later forward inside the
     same autocast would use it.
     """
-    with ThreadState.capture(device.type for device in devices).again(cache_casts=False):
+    kinds = {"cpu", *(device.type for device in devices)} - {"meta"}
+    if not any(map(torch.is_autocast_enabled, kinds)):
+        yield
+        return
+    with ThreadState.capture(kinds).again(cache_casts=False):
         yield
 
 
