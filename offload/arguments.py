@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offload.planning.budget import Layout, fit, parse_bytes
-from offload.planning.partition import cut_layers, layer_bytes
+from offload.planning.partition import aligned, cut_layers
 from pipe.refusals import beyond_layers
 from pipe.torch_private import is_traceable_wrapper_subclass
 
@@ -20,6 +20,7 @@ __all__ = [
     "check_dense",
     "check_separate",
     "compute_device",
+    "layer_bytes",
     "layers_of",
     "layout_of",
     "names_given",
@@ -122,6 +123,18 @@ def sizes_of(
         boundaries = parse_bytes(boundaries, "boundary_bytes")
     activations = None if activation_bytes is None else parse_bytes(activation_bytes, "activation_bytes")
     return boundaries, activations, parse_bytes(graph_bytes, "graph_bytes") if graph_bytes else 0
+
+
+def layer_bytes(layers: Sequence[nn.Module], dtype: torch.dtype | None = None) -> list[int]:
+    """Bytes of each layer in a block; a tied parameter counts in every layer that uses it.
+
+    ``dtype`` is what floating-point parameters become, by default their own.
+    """
+
+    def size(p: nn.Parameter) -> int:
+        return aligned(p.numel() * (dtype if dtype is not None and p.is_floating_point() else p.dtype).itemsize)
+
+    return [sum(map(size, layer.parameters())) for layer in layers]
 
 
 def layout_of(

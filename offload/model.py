@@ -24,6 +24,7 @@ from offload.arguments import (
 from offload.construction import make_walk
 from offload.engine.autograd import attach
 from offload.engine.measure import measured_activations
+from offload.engine.prediction import predict_step
 from offload.engine.raw_chunk import RawChunk, as_call
 from offload.engine.regroup import RegroupedTape, by_chunk, join_chunks, looks_across_rows, split_output
 from offload.engine.structure import Structure
@@ -31,7 +32,7 @@ from offload.engine.tape import Tape
 from offload.files.pretrained import Pretrained, tensors_of
 from offload.optim.access import OptimizerAccess
 from offload.persistence import PersistentHome
-from offload.planning.estimate import Estimate, estimate_step
+from offload.planning.estimate import Estimate
 from offload.planning.plan import Plan
 from offload.process import finalize_here
 from offload.rollback import Rollback
@@ -341,17 +342,19 @@ class OffloadModel(ModuleInTurn):
 
         Raises:
             RuntimeError: if no training step has run yet.
+            ValueError: if ``memory_budget`` is too small for such a batch.
         """
-        return estimate_step(
-            self._executor.shards,
-            self._meter,
-            slots=self._executor.streamer.slots,
-            rows=self._rows_of_pieces(batch_rows),
-            boundary_budget_bytes=self._executor.boundary_bytes,
+        executor, rows = self._executor, self._rows_of_pieces(batch_rows)
+        updates = executor.streamer.gradient_offload.optimizers.planned()
+        plan = executor.steps.plan(rows, updates, slots=executor.streamer.slots, training=True)
+        return predict_step(
+            plan,
+            rows,
+            executor.steps,
+            shards=executor.shards,
+            meter=self._meter,
             tier=self._tier,
             device=self.device,
-            updates=self._executor.streamer.gradient_offload.optimizers.planned(),
-            reserved_bytes=self._executor.steps.reserved_bytes,
         )
 
     @contextlib.contextmanager

@@ -274,7 +274,6 @@ class Executor:
                 else:
                     outputs[i] = output
                     nbytes = sum(bytes_of_boundary(x) for x in tensors_in(output))
-                self._meter.boundary_bytes_per_row[j] = nbytes / max(tape.rows[i], 1)
                 self.steps.saw_boundary(j, tape.rows[i], tape.elements[i], nbytes, training=tape.records)
 
             def end_visit(j: int, perform: Callable[[Action], None]) -> list[Action]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from offload.engine.cell import Cell, ReplayableShard
-from offload.planning.kept_graphs import graphs_that_fit
+from offload.planning.peak_memory import graphs_that_fit
 from offload.planning.plan import Action, Kind, Plan
 from offload.planning.planner import Sizes, Updates, plan_step
 from offload.planning.residency import MOVING, Residency, check_boundaries
