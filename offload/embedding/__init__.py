@@ -1,1 +1,1 @@
-"""Embedding tables at home, of which only the rows of a batch travel; and an optimizer for them."""
+"""Embedding tables in host memory or files, of which only a batch's rows are copied to the device; their optimizer."""

@@ -1,23 +1,22 @@
-"""Embedding tables that rest at home; only the rows that a batch needs travel.
+"""``torch.nn.EmbeddingBag`` with its table in host memory or a file; only the rows of a batch are copied to the device.
 
-A table of billions of rows does not fit on the device, and a batch touches a few thousand of them. The table's home
-is host memory or a file. A forward brings the distinct rows of its batch to the device and looks up there; backward
-sends one gradient row for each home, as a sparse gradient of the table, so that any optimizer for sparse gradients
-updates the table where it rests, row by row.
+A table of billions of rows does not fit on the device, and a batch uses a few thousand of them. Forward copies the
+distinct rows of its batch to the device and looks up there. Backward returns their gradients as a sparse gradient of
+the table, so any optimizer for sparse gradients updates the stored table, row by row.
 
-The module speaks the protocol of ``pipe.train.Distributes``: in a train pipeline the rows of batch i+1 are read, in an
-I/O thread, while batch i computes.
+The module implements ``pipe.train.Distributes``: a train pipeline reads the rows of batch i+1 in an I/O thread while
+batch i computes.
 
 Guarantees
-    * A forward sees the values that a table on the device would have, although its rows may have been read before an
-      update: rows that received a gradient since then are read again right before they are used.
-    * ``weight`` is the only master copy: a parameter whose data is its home, with the name, the shape and the sparse
-      gradient of ``torch.nn.EmbeddingBag(sparse=True)``.
+    * Forward uses the values that a table on the device would have, even if its rows were read before an update: rows
+      that received a gradient since the read are read again right before their use.
+    * ``weight`` is the only master copy: a parameter whose data is the stored table, with the name, the shape and the
+      sparse gradient of ``torch.nn.EmbeddingBag(sparse=True)``.
     * The device holds the distinct rows of the batches in flight, and nothing that grows with the table.
 
 Assumes
-    * The optimizer changes only rows that have a gradient (:meth:`OffloadEmbeddingBag.check_optimizer`). Whoever
-      writes to ``weight`` in another way calls :meth:`OffloadEmbeddingBag.refresh`; ``load_state_dict`` does.
+    * The optimizer changes only rows that have a gradient (:meth:`OffloadEmbeddingBag.check_optimizer`). After any
+      other write to ``weight`` the user calls :meth:`OffloadEmbeddingBag.refresh`; ``load_state_dict`` calls it.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ class EmbeddingStatistics:
     """Counted since construction.
 
     Attributes:
-        rows_read: rows that travelled from home to the device, those read again included.
-        rows_refreshed: rows that were read again because they had been updated since.
-        bytes_loaded: bytes of all these.
+        rows_read: rows copied to the device, including those read again.
+        rows_refreshed: rows read again because they were updated after the first read.
+        bytes_loaded: bytes of ``rows_read``.
     """
 
     rows_read: int
@@ -57,28 +56,28 @@ class EmbeddingStatistics:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The distinct rows of one batch, on the device, and where each index of the batch finds its row."""
+    """The distinct rows of one batch, copied to the device."""
 
-    rows: Tensor  # (k,) int64 at home: sorted, distinct
-    used: int  # rows that an index points to: k, or 0 for a batch without indices, which still carries one row
+    rows: Tensor  # (k,) int64 on the host: row numbers, sorted, distinct
+    used: int  # k, or 0 for a batch without indices, which still holds one row
     values: Tensor  # (k, dim) on the device
-    positions: Tensor  # the input's shape, on the device
-    padding: int | None  # position of the padding row among them
+    positions: Tensor  # the input's shape, on the device: position in ``rows`` of each index
+    padding: int | None  # position of the padding row in ``rows``
 
 
 @dataclass(eq=False)
 class _Request:
-    """The arguments of one forward and the rows that are on their way for it."""
+    """The arguments of one forward and its rows, while they are read."""
 
     offsets: Tensor | None
     per_sample_weights: Tensor | None
     ticket: Ticket[_Rows]
-    version: int  # of the table when the read was asked for
+    version: int  # of the table when the read was submitted
     refreshes: int
-    touched: list[Tensor] = field(default_factory=list)  # rows with a gradient that the read may not have seen
+    touched: list[Tensor] = field(default_factory=list)  # rows whose update the read may have missed
 
     def wait(self) -> _Request:
-        """The rows, arrived. (The first wait of the protocol has nothing to exchange: see :class:`_Started`.)"""
+        """Waits for the rows. (The protocol's first wait does nothing: see :class:`_Started`.)"""
         self.ticket.wait()
         return self
 
@@ -92,7 +91,7 @@ class _Started:
 
 
 class OffloadEmbeddingBag(nn.Module):
-    """``torch.nn.EmbeddingBag`` with its table at home.
+    """``torch.nn.EmbeddingBag`` with its table in host memory or a file.
 
     Args:
         num_embeddings: rows of the table.
@@ -100,8 +99,8 @@ class OffloadEmbeddingBag(nn.Module):
         mode: ``"sum"``, ``"mean"`` or ``"max"``.
         include_last_offset: as in ``torch.nn.EmbeddingBag``.
         padding_idx: as in ``torch.nn.EmbeddingBag``.
-        offload_device: the home: ``"cpu"``, or a directory.
-        device: where lookups run.
+        offload_device: storage of the table: ``"cpu"``, or a directory.
+        device: of the lookups.
         dtype: of the table.
 
     Shapes:
@@ -112,10 +111,10 @@ class OffloadEmbeddingBag(nn.Module):
         ValueError: for a size that is not positive, an unknown mode, a padding index outside the table, or a home
             that is neither host memory nor a directory.
         IndexError: in forward, for an index outside the table.
-        RuntimeError: in forward, in a forked child of the process that made the table.
+        RuntimeError: in forward, in a forked child of the process that created the table.
 
     Source: the prefetched caches of fbgemm's table batched embeddings and torchrec's ``PrefetchTrainPipeline``
-    (Meta), here for a table in host memory or on disk, and with exact values.
+    (Meta); here for a table in host memory or on disk, and with exact values.
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class OffloadEmbeddingBag(nn.Module):
         self._lane = ThreadLane("embedding-rows", stream)
 
     def reset_parameters(self) -> None:
-        """Draws the table anew, from the same numbers as ``torch.nn.EmbeddingBag``."""
+        """Initialises the table with the same random numbers as ``torch.nn.EmbeddingBag``."""
         nn.init.normal_(self.weight)
         if self.padding_idx is not None:
             with torch.no_grad():
@@ -169,18 +168,18 @@ class OffloadEmbeddingBag(nn.Module):
         self.refresh()
 
     def refresh(self) -> None:
-        """Says that ``weight`` was written to: what is on its way for batches in flight will be read again."""
+        """Declares that ``weight`` was written to: rows of batches in flight are read again."""
         self._refreshes += 1
 
     # ------------------------------------------------------------------- the protocol of pipe.train.Distributes
 
     def create_context(self) -> None:
-        """Nothing: all that one forward needs travels with its request."""
+        """None: the request holds all state of one forward."""
 
     def input_dist(
         self, ctx: None, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> _Started:
-        """Starts to bring the rows that ``input`` names to the device, in the I/O thread."""
+        """Starts to copy the rows of ``input`` to the device, in the I/O thread."""
         if input.dim() not in (1, 2) or input.is_floating_point():
             raise ValueError(
                 f"expected indices as a 1- or 2-dimensional integer tensor, got shape {tuple(input.shape)}, "
@@ -188,7 +187,7 @@ class OffloadEmbeddingBag(nn.Module):
             )
         check_process(self._made_in, "this OffloadEmbeddingBag")
         version = self.weight._version
-        # A gradient that is older than the table's last change has been applied; the read below will see it.
+        # A gradient older than the table's last change has been applied, so the read below includes it.
         self._unapplied = [(seen, rows) for seen, rows in self._unapplied if seen >= version]
         before = fence(self.device)
         request = _Request(
@@ -203,8 +202,8 @@ class OffloadEmbeddingBag(nn.Module):
         return _Started(request)
 
     def _read(self, input: Tensor, before: Ticket[None]) -> _Rows:
-        """In the I/O thread: the distinct rows of a batch, gathered at home and sent to the device."""
-        # Without this wait, the indices would be read before the copy that brings them has run.
+        """In the I/O thread: gathers the distinct rows of a batch and copies them to the device."""
+        # Without this wait, the indices are read before the copy that writes them has run.
         before.wait()
         record_stream(input, self._lane.stream)
         distinct, positions = torch.unique(input, return_inverse=True)
@@ -215,7 +214,7 @@ class OffloadEmbeddingBag(nn.Module):
                 f"expected indices from 0 to {self.num_embeddings - 1}, got {int(rows[0])} to {int(rows[-1])}"
             )
         if not used:
-            rows = torch.zeros(1, dtype=torch.int64)  # a lookup wants a table with a row, be it unused
+            rows = torch.zeros(1, dtype=torch.int64)  # a lookup needs a table with at least one row
         padding = None
         if self.padding_idx is not None:
             found = int(torch.searchsorted(rows, self.padding_idx))
@@ -224,22 +223,22 @@ class OffloadEmbeddingBag(nn.Module):
         return _Rows(rows, used, values, positions.to(self.device), padding)
 
     def _gather(self, rows: Tensor) -> Tensor:
-        """Rows of the table, in host memory that a copy to the device can leave asynchronously."""
+        """Rows of the table, in page-locked host memory if the device is an accelerator."""
         table = self.weight.detach()
         staging = torch.empty(len(rows), self.embedding_dim, dtype=table.dtype, pin_memory=self.device.type == "cuda")
         torch.index_select(table, 0, rows, out=staging)
         return staging
 
     def compute_and_output_dist(self, ctx: None, dist_input: _Request) -> Tensor:
-        """The lookup, from rows that have arrived."""
+        """Waits for the rows and looks up."""
         request = dist_input
         self._outstanding.discard(request)
         batch = request.ticket.wait()
         if self._lane.stream is not None:
             record_stream([batch.values, batch.positions], torch.cuda.current_stream(self.device))
         self._rows_read += len(batch.rows)
-        self._bring_up_to_date(request, batch)
-        table: Tensor = _Lookup.apply(self.weight, batch, self._received)  # type: ignore[no-untyped-call]
+        self._refresh_stale(request, batch)
+        table: Tensor = _Lookup.apply(self.weight, batch, self._on_gradient)  # type: ignore[no-untyped-call]
         return F.embedding_bag(
             batch.positions,
             table,
@@ -250,8 +249,8 @@ class OffloadEmbeddingBag(nn.Module):
             padding_idx=batch.padding,
         )
 
-    def _bring_up_to_date(self, request: _Request, batch: _Rows) -> None:
-        """Reads again what changed at home after it was read, or while."""
+    def _refresh_stale(self, request: _Request, batch: _Rows) -> None:
+        """Reads rows again that changed during or after the read."""
         if request.refreshes != self._refreshes:
             stale = torch.arange(len(batch.rows))
         elif self.weight._version != request.version and request.touched:
@@ -264,8 +263,8 @@ class OffloadEmbeddingBag(nn.Module):
             self._rows_refreshed += len(stale)
             batch.values.index_copy_(0, stale.to(self.device), fresh.to(self.device, non_blocking=True))
 
-    def _received(self, rows: Tensor) -> None:
-        """Backward sent gradients for these rows home; an update of them may follow at any time."""
+    def _on_gradient(self, rows: Tensor) -> None:
+        """Backward returned gradients of these rows; an update may follow at any time."""
         self._unapplied.append((self.weight._version, rows))
         for request in list(self._outstanding):
             request.touched.append(rows)
@@ -276,10 +275,10 @@ class OffloadEmbeddingBag(nn.Module):
             None, self.input_dist(None, input, offsets, per_sample_weights).wait().wait()
         )
 
-    # ------------------------------------------------------------------------------------------- what users ask
+    # ------------------------------------------------------------------------------------------- for users
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuses an optimizer that changes rows without a gradient, whose rows in flight would be out of date.
+        """Refuses an optimizer that changes rows without a gradient, whose copies in flight would be outdated.
 
         Raises:
             ValueError: if ``optimizer`` updates this table with momentum or weight decay.
@@ -295,7 +294,7 @@ class OffloadEmbeddingBag(nn.Module):
                         )
 
     def statistics(self) -> EmbeddingStatistics:
-        """Rows and bytes that travelled."""
+        """Rows and bytes copied to the device."""
         row_bytes = self.embedding_dim * self.weight.element_size()
         return EmbeddingStatistics(self._rows_read, self._rows_refreshed, self._rows_read * row_bytes)
 
@@ -304,7 +303,7 @@ class OffloadEmbeddingBag(nn.Module):
         self.refresh()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OffloadEmbeddingBag:
-        """``.to(device)`` moves where lookups run; the table stays at home, in its type."""
+        """``.to(device)`` changes the device of the lookups; the table keeps its storage and type."""
         probe = fn(torch.empty(0, dtype=self.weight.dtype, device=self.device))
         if probe.dtype is not self.weight.dtype:
             raise TypeError(
@@ -317,7 +316,7 @@ class OffloadEmbeddingBag(nn.Module):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadEmbeddingBag:
-        """A table of its own, in a home of the same kind."""
+        """A copy with a table of its own, in storage of the same kind."""
         clone = OffloadEmbeddingBag.__new__(type(self))
         memo[id(self)] = clone
         with torch.random.fork_rng(devices=()):  # a copy draws no numbers
@@ -343,18 +342,18 @@ class OffloadEmbeddingBag(nn.Module):
 
 
 class _Lookup(torch.autograd.Function):
-    """Passes the rows on as if they had just been taken from the table: their gradient is the table's, sparse."""
+    """Returns the rows; backward returns their gradient as a sparse gradient of the table."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, batch: _Rows, received: Callable[[Tensor], None]) -> Tensor:
-        ctx.rows, ctx.shape, ctx.received = batch.rows[: batch.used], weight.shape, received
+    def forward(ctx: Any, weight: Tensor, batch: _Rows, on_gradient: Callable[[Tensor], None]) -> Tensor:
+        ctx.rows, ctx.shape, ctx.on_gradient = batch.rows[: batch.used], weight.shape, on_gradient
         return batch.values.view_as(batch.values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = grads
-        ctx.received(ctx.rows)
-        home = grad[: len(ctx.rows)].to("cpu")
-        # Sorted, distinct and inside the table, all checked when the rows were read.
-        sparse = torch.sparse_coo_tensor(ctx.rows[None], home, ctx.shape, is_coalesced=True, check_invariants=False)
+        ctx.on_gradient(ctx.rows)
+        values = grad[: len(ctx.rows)].to("cpu")
+        # Sorted, distinct and inside the table, as checked when the rows were read.
+        sparse = torch.sparse_coo_tensor(ctx.rows[None], values, ctx.shape, is_coalesced=True, check_invariants=False)
         return sparse, None, None

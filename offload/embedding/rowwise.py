@@ -1,8 +1,8 @@
-"""Adagrad with one number of state for each row: what a table larger than memory can afford.
+"""Adagrad with one state value per row, for embedding tables larger than memory.
 
-Adagrad and Adam keep one or two more tables of the size of the table. Here the squared gradients of a row are averaged
-before they are summed, so the state is ``num_embeddings`` numbers, and a step reads and writes the rows that have a
-gradient and no others.
+Adagrad and Adam store one or two more tables of the size of the table. Here the squared gradients of a row are averaged
+before they are summed, so the state has ``num_embeddings`` values, and a step reads and writes only rows with a
+gradient.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     Raises:
         ValueError: for a learning rate or eps below 0.
-        TypeError: in ``step``, for a gradient that is not sparse; nothing has been changed then.
+        TypeError: in ``step``, for a gradient that is not sparse; nothing was changed then.
 
     Source: rowwise Adagrad of fbgemm (Meta), after Duchi et al., 2011.
     """

@@ -1,1 +1,1 @@
-"""Weights and states in safetensors files: written, read, and taken over."""
+"""Checkpoints and pretrained weights in safetensors files, read into storage without a ``state_dict`` in memory."""

@@ -1,21 +1,21 @@
-"""Checkpoints: a directory of safetensors files that other tools read, whole at any moment.
+"""Saves and loads checkpoints of model and optimizer as safetensors files with an index, written atomically.
 
 ::
 
-    model.safetensors.index.json            which file holds which tensor; the only file that is ever replaced
+    model.safetensors.index.json            the file of each tensor; the only file that is ever replaced
     model-7-00001-of-00003.safetensors      parameters and buffers, under the bare model's names
     state-7/optimizer-00001-of-00002...     states of the optimizer, as "state.<parameter>.<name>" of its state_dict()
-    state-7/state.pt                        the rest: groups, step, generator states, what the user adds
+    state-7/state.pt                        the remainder: groups, step, generator states, the user's extra
 
-Every save writes files under names that no earlier save has used, waits until they are on the disk, and then replaces
-the index, which is one action of the system. A process that is killed at any moment leaves an index whose files are all
-there: the old one before that action, the new one after it. What is left over is removed by the next save.
+Every save writes files under unused names, waits until they are on the disk, and then replaces the index, which is
+atomic. So a process killed at any moment leaves an index whose files all exist: the old one or the new one. The next
+save removes unused files.
 
 Every tensor has a checksum in the header of its file, and ``state.pt`` one in the index. Checkpoints of earlier
 releases have none, and are loaded without.
 
-Nothing in the files depends on slices or homes, so a checkpoint is loaded into any other arrangement of the same model,
-or into the bare one.
+The files do not depend on slices or homes, so a checkpoint is loaded into the same model with any others, or into the
+bare model.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ __all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
 
 INDEX = "model.safetensors.index.json"
 
-_OURS = re.compile(r"(?:model-(\d+)-\d+-of-\d+\.safetensors|state-(\d+)|index-(\d+)\.json)")
+_NAME = re.compile(r"(?:model-(\d+)-\d+-of-\d+\.safetensors|state-(\d+)|index-(\d+)\.json)")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What :func:`load_checkpoint` found beside the tensors."""
+    """What :func:`load_checkpoint` returns besides the tensors."""
 
     #: Steps of the optimizer when it was saved.
     step: int
-    #: What was given to :func:`save_checkpoint` as ``extra``.
+    #: The ``extra`` of :func:`save_checkpoint`.
     extra: Any
 
 
@@ -67,27 +67,27 @@ def save_checkpoint(
     extra: Any = None,
     file_bytes: int = 2 << 30,
 ) -> None:
-    """Writes a checkpoint; the one that was in the directory before stays whole until the new one is.
+    """Writes a checkpoint; the previous one in the directory stays complete until the new one is.
 
     Save between ``zero_grad()`` and the next backward: gradients are not part of a checkpoint.
 
     Args:
-        path: a directory; it is made if it does not exist.
+        path: a directory; created if it does not exist.
         model: an ``OffloadModel``, or any other module.
         optimizer: an ``OffloadOptimizer``, or any other.
-        extra: what else a resumed run needs, such as the ``state_dict()`` of a schedule or of a ``GradScaler``:
-            numbers, strings and tensors, in lists and dicts.
-        file_bytes: size at which another file is begun.
+        extra: further state of the run, such as the ``state_dict()`` of a schedule or of a ``GradScaler``: numbers,
+            strings and tensors, in lists and dicts.
+        file_bytes: maximal size of a file that holds several tensors.
 
     Raises:
         ValueError: if safetensors cannot hold the type of a tensor.
-        OSError: if the disk is full or fails; the previous checkpoint is whole, and nothing is left behind.
+        OSError: if the disk is full or fails; the previous checkpoint is complete, and nothing is left behind.
     """
     folder = Path(path)
     if not folder.exists():
         folder.mkdir(parents=True)
         _sync(folder.parent)
-    generation = max((number for _, number in _ours(folder)), default=0) + 1
+    generation = max((number for _, number in _saves_in(folder)), default=0) + 1
     tensors, others, tied = _model_parts(model)
     states, rest = _optimizer_parts(optimizer)
     state_folder = folder / f"state-{generation}"
@@ -103,13 +103,13 @@ def save_checkpoint(
             "generators": generator_states(),
             "extra": extra,
         }
-        packed = _packed(summary)
-        _write_file(state_folder / "state.pt", packed)
+        serialized = _serialized(summary)
+        _write_file(state_folder / "state.pt", serialized)
         index = {
             "metadata": {
                 "total_size": sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
                 "gradstream_state": state_folder.name,
-                "gradstream_state_crc32": f"{zlib.crc32(packed):08x}",
+                "gradstream_state_crc32": f"{zlib.crc32(serialized):08x}",
             },
             "weight_map": weight_map,
         }
@@ -119,7 +119,7 @@ def save_checkpoint(
         _sync(folder)
         os.replace(new_index, folder / INDEX)
     except BaseException:
-        # An interrupt may come just after the index was replaced. Without this, what it names would be removed.
+        # An interrupt may be raised just after the index was replaced. Without this, its files would be removed.
         if _state_of(folder) != state_folder.name:
             _remove(folder, lambda number: number == generation)
         raise
@@ -131,18 +131,17 @@ def save_checkpoint(
 def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Checkpoint:
     """Loads a checkpoint into a model of the same layers, with any number of slices and any home.
 
-    With an optimizer, its states, and the generators of torch, of Python and of NumPy (if it is in use) are as they
-    were, so that training goes on bit by bit as if it had never stopped. Without one only the model is loaded; that
-    works with any directory of safetensors files that has an index.
+    With an optimizer, its states and the generators of torch, Python and NumPy (if it is imported) are restored, so
+    training continues bit by bit as if uninterrupted. Without one only the model is loaded; that works with any
+    directory of safetensors files that has an index.
 
     Raises:
         FileNotFoundError: if there is no checkpoint.
-        ValueError: if it does not fit: every name and shape at fault is named, and nothing has been changed. Or if
-            bytes of it are not those that were saved: the error names file and tensor. Where memory holds the files
-            (half of what is available), all of them are verified before the first tensor is loaded, and nothing has
-            been changed; the second read is then one from memory. For larger checkpoints the states of the optimizer
-            are verified before, the model while it is loaded; the error says which tensors hold values of the
-            checkpoint already.
+        ValueError: if it does not fit: every wrong name and shape is listed, and nothing was changed. Or if bytes are
+            not those that were saved: the error names file and tensor. If the files take at most half of the available
+            memory, all of them are verified before the first tensor is loaded, so nothing was changed; the second read
+            is then served from memory. For larger checkpoints the optimizer states are verified first, the model while
+            it is loaded; the error lists the tensors that hold values of the checkpoint already.
     """
     folder = Path(path)
     try:
@@ -163,7 +162,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
             raise ValueError(f"{folder} holds a model but no optimizer; load it without one")
         summary: dict[str, Any] = {"model": {}, "step": 0, "extra": None}
     else:
-        summary = _summary(folder / state_name / "state.pt", index["metadata"].get("gradstream_state_crc32"))
+        summary = _read_state(folder / state_name / "state.pt", index["metadata"].get("gradstream_state_crc32"))
     state_dict = None if optimizer is None else _state_dict(folder / str(state_name), summary, optimizer)
     targets = _check_model(model, saved, set(summary["model"]))
     if 2 * sum(file.data_bytes for file in files.values()) <= available_bytes():
@@ -180,21 +179,21 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     return Checkpoint(summary["step"], summary["extra"])
 
 
-def _summary(path: Path, expected: str | None) -> dict[str, Any]:
-    """What ``state.pt`` holds, if it is what was written.
+def _read_state(path: Path, expected: str | None) -> dict[str, Any]:
+    """Reads ``state.pt``.
 
     Raises:
-        ChecksumError: if it is not.
-        ValueError: if it is damaged, and older than checksums.
+        ChecksumError: if it is not what was written.
+        ValueError: if it is damaged and has no checksum.
     """
-    packed = path.read_bytes()
-    if expected is not None and (found := f"{zlib.crc32(packed):08x}") != expected:
+    serialized = path.read_bytes()
+    if expected is not None and (found := f"{zlib.crc32(serialized):08x}") != expected:
         raise ChecksumError(
             f"{path}: the bytes are not those that were written (checksum {found}, expected {expected}), and nothing "
             f"was loaded. Restore the file from a copy, or load another checkpoint"
         )
     try:
-        summary: dict[str, Any] = torch.load(io.BytesIO(packed), weights_only=True)
+        summary: dict[str, Any] = torch.load(io.BytesIO(serialized), weights_only=True)
     except (EOFError, RuntimeError, pickle.UnpicklingError, KeyError, ValueError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"{path}: expected the state of a checkpoint, got a damaged file: {reason}") from error
@@ -208,8 +207,8 @@ def _read_model(saved: Mapping[str, TensorFile], targets: Mapping[str, Tensor]) 
         except ChecksumError as error:
             held = ", ".join(list(targets)[: done + 1])
             raise ChecksumError(
-                f"{error}. The model is not usable as it is: {held} hold values of this checkpoint already, {name} "
-                f"the damaged ones, and the other {len(targets) - done - 1} tensors what they held before"
+                f"{error}. The model is not usable now: {held} hold values of this checkpoint already, {name} the "
+                f"damaged ones, and the other {len(targets) - done - 1} tensors their previous ones"
             ) from error
 
 
@@ -217,14 +216,14 @@ def _read_model(saved: Mapping[str, TensorFile], targets: Mapping[str, Tensor]) 
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for two names of one tensor."""
+    """A key that is equal for two names of one tensor."""
     if not tensor.numel():
         return (id(tensor),)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _model_parts(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
-    """Tensors by name; what is no tensor; and further names of the same tensor with the one it is stored under."""
+    """Tensors by name; other values by name; and for each further name of a tensor the one that it is stored under."""
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}
     tied: dict[str, str] = {}
@@ -232,18 +231,18 @@ def _model_parts(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any], d
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             others[name] = value
-        elif (kept := first.setdefault(_place(value), name)) != name:
-            tied[name] = kept
+        elif (stored_as := first.setdefault(_place(value), name)) != name:
+            tied[name] = stored_as
         else:
             tensors[name] = value
     return tensors, others, tied
 
 
 def _check_model(model: nn.Module, saved: Mapping[str, TensorFile], others: set[str]) -> dict[str, Tensor]:
-    """Where each saved tensor goes.
+    """The model's tensor for each saved one.
 
     Raises:
-        ValueError: naming everything that does not fit.
+        ValueError: if the checkpoint does not fit; lists every difference.
     """
     targets: dict[str, Tensor] = {}
     wrong: list[str] = []
@@ -271,7 +270,7 @@ def _check_model(model: nn.Module, saved: Mapping[str, TensorFile], others: set[
 
 
 def _optimizer_parts(optimizer: Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """State tensors by name; and groups and states that are no tensors."""
+    """State tensors by name; and the groups and other states."""
     if optimizer is None:
         return {}, None
     state_dict = optimizer.state_dict()
@@ -288,10 +287,10 @@ def _optimizer_parts(optimizer: Optimizer | None) -> tuple[dict[str, Tensor], di
 
 
 def _state_dict(folder: Path, summary: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """The state_dict() that was saved; large tensors are mapped.
+    """The saved ``state_dict()`` of the optimizer; large tensors are memory-mapped.
 
     Raises:
-        ValueError: if it is not that of this optimizer's groups.
+        ValueError: if its groups differ from this optimizer's.
     """
     rest = summary["optimizer"]
     if rest is None:
@@ -309,16 +308,16 @@ def _state_dict(folder: Path, summary: dict[str, Any], optimizer: Optimizer) -> 
         for full in file:
             _, number, key = full.split(".", 2)
             tensor = file.tensor(full)
-            # Others than ours keep what they are given, which must not be a mapped file for ever.
+            # Other optimizers keep the tensors they are given, and would keep the file mapped.
             state[int(number)][key] = tensor if isinstance(optimizer, OffloadOptimizer) else tensor.clone()
     return {"state": state, "param_groups": rest["param_groups"]}
 
 
-def _packed(summary: dict[str, Any]) -> bytes:
+def _serialized(summary: dict[str, Any]) -> bytes:
     """The bytes of ``state.pt``.
 
     Raises:
-        ValueError: if it holds what would not be loaded without running code of the file.
+        ValueError: if ``torch.load(weights_only=True)`` would refuse it.
     """
     buffer = io.BytesIO()
     torch.save(summary, buffer)
@@ -339,7 +338,7 @@ def _packed(summary: dict[str, Any]) -> bytes:
 def _write_files(
     folder: Path, stem: str, tensors: Mapping[str, Tensor], file_bytes: int, tied: Mapping[str, str]
 ) -> dict[str, str]:
-    """Writes tensors to as many files as it takes; returns the file of each."""
+    """Writes tensors to one or more files; returns the file of each."""
     parts: list[dict[str, Tensor]] = [{}]
     nbytes = 0
     for name, tensor in tensors.items():
@@ -352,8 +351,8 @@ def _write_files(
     places: dict[str, str] = {}
     for number, part in enumerate(parts, 1):
         file = f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors"
-        # As safetensors.torch.save_model does it: a tied tensor is stored once, and its other names are noted.
-        write_tensors(folder / file, part, {name: kept for name, kept in tied.items() if kept in part})
+        # As in safetensors.torch.save_model: a tied tensor is stored once, its other names are metadata.
+        write_tensors(folder / file, part, {name: first for name, first in tied.items() if first in part})
         places.update(dict.fromkeys(part, file))
     return places
 
@@ -368,7 +367,7 @@ def _write_file(path: Path, data: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Waits until the names in a directory are on the disk."""
+    """Waits until the entries of a directory are on the disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -377,23 +376,23 @@ def _sync(folder: Path) -> None:
 
 
 def _state_of(folder: Path) -> str | None:
-    """The folder of states that the index names."""
+    """The state folder that the index names."""
     with contextlib.suppress(OSError, ValueError):
         name: str | None = json.loads((folder / INDEX).read_text(encoding="utf-8"))["metadata"].get("gradstream_state")
         return name
     return None
 
 
-def _ours(folder: Path) -> Iterator[tuple[Path, int]]:
-    """What saves have left in a directory, and the number of the save."""
+def _saves_in(folder: Path) -> Iterator[tuple[Path, int]]:
+    """The files and folders of all saves in a directory, with the number of the save."""
     for entry in list(folder.iterdir()):
-        match = _OURS.fullmatch(entry.name)
+        match = _NAME.fullmatch(entry.name)
         if match is not None:
             yield entry, int(next(number for number in match.groups() if number is not None))
 
 
 def _remove(folder: Path, which: Any) -> None:
-    for entry, number in _ours(folder):
+    for entry, number in _saves_in(folder):
         if which(number):
             with contextlib.suppress(OSError):
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

@@ -1,4 +1,4 @@
-"""States of the global random number generators, as a checkpoint holds them."""
+"""Reads and sets the states of the global random number generators, for checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["generator_states", "set_generator_states"]
 
 
 def generator_states() -> dict[str, Any]:
-    """States of the generators of torch, of Python, and of NumPy if it is in use."""
+    """States of the generators of torch, of Python, and of NumPy if it is imported."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state_all()
@@ -25,7 +25,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def set_generator_states(states: Mapping[str, Any]) -> None:
-    """Sets what :func:`generator_states` returned. Those of CUDA only where there are as many devices."""
+    """Restores the result of :func:`generator_states`; CUDA's only if the number of devices is the same."""
     torch.set_rng_state(states["torch"])
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))

@@ -1,12 +1,11 @@
-"""Weights from safetensors files, read straight to where they rest.
+"""Loads pretrained safetensors weights into parameters where they are stored, without a ``state_dict`` in memory.
 
-A checkpoint of a model larger than memory is itself larger than memory, so nobody may build a ``state_dict`` of it.
-Its files say in their headers what they hold. So it is first decided, from names, shapes and types alone, which bytes
-go where; then each tensor is read once, into the very memory in which the parameter rests.
+A checkpoint of a model larger than memory does not fit into memory either. The headers of its files list names, shapes
+and types, so parameters are matched first; then each tensor is read once, into the storage of its parameter.
 
 Guarantees
-    * Whatever does not fit is told at once, all of it, before anything is written.
-    * Reading takes memory for one window where types differ, and none where they agree.
+    * An error lists everything that does not fit, before anything is written.
+    * Reading needs memory for one window where types differ, and none where they agree.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _INDEX_SUFFIX = ".safetensors.index.json"
 
 
 class Unmatched(NamedTuple):
-    """What only one side has: names that no file holds, and names (as in the files) that the model does not have."""
+    """Names that only one side has: the model's that no file holds, and the files' that the model lacks."""
 
     missing: list[str]
     unexpected: list[str]
@@ -46,12 +45,12 @@ class Stored:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """Shape in the file."""
         return self.file.shape(self.name)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its type."""
+        """Type in the file."""
         return self.file.dtype(self.name)
 
     def read_into(self, destination: Tensor) -> None:
@@ -60,22 +59,22 @@ class Stored:
 
 
 class Pretrained:
-    """Named tensors in safetensors files, and which parameter each of them is for.
+    """Named tensors in safetensors files, and the parameter of each.
 
     Args:
         path: a file; an index file (``*.safetensors.index.json``) that names the file of each tensor; or a directory
             that holds one index, or else one file, as Hugging Face and :func:`~offload.save_checkpoint` write them.
-            Of several, those called ``model`` are taken.
-        key_map: how names in the files become names in the model. A function, which returns None for what is to be left
-            out; or a mapping from beginnings of names to what stands there instead, of which the longest that matches
-            counts: ``{"transformer.wte.": "0.", "transformer.h.0.": "1."}``. What matches none keeps its name.
-        strict: whether both sides must have the same names. If False, parameters that are in no file stay as they are,
-            or initialise themselves if they are on the meta device.
+            Of several, the one called ``model`` is used.
+        key_map: maps names in the files to names in the model. A function, which returns None for tensors to skip; or
+            a mapping of prefixes to their replacements, of which the longest match is used:
+            ``{"transformer.wte.": "0.", "transformer.h.0.": "1."}``. Names without a match are unchanged.
+        strict: whether both sides must have the same names. If False, parameters without a stored value are unchanged,
+            or initialised by their module if they are on the meta device.
 
     Raises:
-        FileNotFoundError: if there is no such file, or an index names files that are not there.
-        ValueError: if a file is damaged or not in the format, it is not clear which of several is meant, or ``key_map``
-            gives two tensors one name.
+        FileNotFoundError: if there is no such file, or an index names missing files.
+        ValueError: if a file is damaged or of another format, several files could be meant, or ``key_map`` gives two
+            tensors one name.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, key_map: KeyMap | None = None, strict: bool = True) -> None:
@@ -91,14 +90,14 @@ class Pretrained:
 
     @classmethod
     def at(cls, given: Pretrained | str | os.PathLike[str]) -> Pretrained:
-        """``given``, or a :class:`Pretrained` of that path."""
+        """``given``, or the :class:`Pretrained` of that path."""
         return given if isinstance(given, Pretrained) else cls(given)
 
     def match(self, tensors: Mapping[str, Tensor]) -> tuple[dict[Tensor, Stored], Unmatched]:
-        """What each tensor of a model is to be read from. A tensor with several names needs only one of them.
+        """The stored tensor for each tensor of a model. A tensor with several names needs only one of them.
 
         Raises:
-            ValueError: if shapes or kinds of types differ, or, if ``strict``, names: everything that does is named.
+            ValueError: if shapes or kinds of types differ, or, if ``strict``, names; lists every difference.
         """
         names: dict[Tensor, list[str]] = {}
         for name, tensor in tensors.items():
@@ -111,11 +110,11 @@ class Pretrained:
             if not candidates:
                 missing += same
             for name in candidates:
-                stored = found[tensor] = self._stored[name]  # the last one counts, as in load_state_dict()
+                stored = found[tensor] = self._stored[name]  # the last one is used, as in load_state_dict()
                 if stored.shape != tuple(tensor.shape):
                     wrong.append(f"{name} has shape {stored.shape}, expected {tuple(tensor.shape)}")
                 elif not torch.can_cast(stored.dtype, tensor.dtype):
-                    wrong.append(f"{name} is {stored.dtype}, which does not become {tensor.dtype}")
+                    wrong.append(f"{name} is {stored.dtype}, which cannot be cast to {tensor.dtype}")
         unexpected = [stored.name for name, stored in self._stored.items() if name not in tensors]
         if self.strict:
             wrong += [f"missing: {', '.join(missing)}"] if missing else []
@@ -130,9 +129,9 @@ def load_pretrained(
 ) -> Unmatched:
     """Reads the tensors of safetensors files into the parameters and buffers of a model, wherever these are stored.
 
-    Types are converted as ``load_state_dict()`` does; tied parameters need to be there once. Only tensors are loaded:
-    what a layer keeps as ``get_extra_state()`` is in no safetensors file. A model that is still on the meta device
-    takes them as it is wrapped: ``OffloadModel(layers, ..., pretrained=path)``.
+    Types are converted as by ``load_state_dict()``; tied parameters need one entry. Only tensors are loaded: a layer's
+    ``get_extra_state()`` is in no safetensors file. For layers on the meta device pass the path to the constructor:
+    ``OffloadModel(layers, ..., pretrained=path)``.
 
     Args:
         model: an ``OffloadModel``, or any other module with memory.
@@ -143,12 +142,12 @@ def load_pretrained(
 
     Raises:
         FileNotFoundError, ValueError: see :class:`Pretrained`; or if shapes, kinds of types or, if ``strict``, names
-            differ. Nothing has been written then.
-        ValueError: if a file has checksums, and the bytes of a tensor are not those that were written; some parameters
-            hold new values then, others old ones.
+            differ. Nothing was written then.
+        ValueError: if the bytes of a tensor do not match its checksum; some parameters hold new values then, others
+            old ones.
         OSError: if a file cannot be read; with the same consequence.
 
-    Source: what accelerate's ``load_checkpoint_in_model`` does, without a ``state_dict`` in between.
+    Source: accelerate's ``load_checkpoint_in_model``, without a ``state_dict`` in between.
     """
     tensors = tensors_of({"": model})
     found, unmatched = Pretrained(path, key_map=key_map, strict=strict).match(tensors)
@@ -164,7 +163,7 @@ def load_pretrained(
 
 
 def tensors_of(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by the names that ``state_dict()`` gives them; the objects themselves."""
+    """Parameters and persistent buffers by their names in ``state_dict()``; the objects, not copies."""
     return {
         f"{prefix}.{name}" if prefix else name: tensor
         for prefix, module in modules.items()
@@ -183,10 +182,10 @@ def _renamed(name: str, key_map: KeyMap | None) -> str | None:
 
 
 def _resolved(path: Path) -> Path:
-    """The file or index that is meant by a path."""
+    """The file or index of a path."""
     if not path.is_dir():
         if not path.exists():
-            raise FileNotFoundError(f"expected safetensors files, got a path where nothing is (path={path})")
+            raise FileNotFoundError(f"expected safetensors files, got a path that does not exist (path={path})")
         return path
     for pattern in (f"*{_INDEX_SUFFIX}", "*.safetensors"):
         candidates = sorted(path.glob(pattern))
@@ -201,7 +200,7 @@ def _resolved(path: Path) -> Path:
 
 
 def _stored_in(path: Path) -> list[Stored]:
-    """All tensors of a file, or those that an index names."""
+    """All tensors of a file, or of an index."""
     if path.suffix != ".json":
         file = TensorFile(path)
         return [Stored(name, file) for name in file]
@@ -211,9 +210,9 @@ def _stored_in(path: Path) -> list[Stored]:
         raise ValueError(f"{path}: expected an index with a weight_map: {error!r}") from error
     names = sorted(set(weight_map.values()))
     if absent := [name for name in names if not (path.parent / name).is_file()]:
-        raise FileNotFoundError(f"{path} names files that are not there: {', '.join(absent)}")
+        raise FileNotFoundError(f"{path} names files that do not exist: {', '.join(absent)}")
     files = {name: TensorFile(path.parent / name) for name in names}
     stored = [Stored(name, files[where]) for name, where in weight_map.items()]
     if lost := [f"{s.name} in {s.file.path.name}" for s in stored if s.name not in s.file]:
-        raise ValueError(f"{path} names tensors that are not there: {', '.join(lost)}")
+        raise ValueError(f"{path} names tensors that the files do not hold: {', '.join(lost)}")
     return stored

@@ -1,7 +1,7 @@
-"""A CRC-32 that another thread computes, while its caller reads or writes the bytes that come next.
+"""Computes a CRC-32 in another thread while the caller reads or writes the next bytes.
 
-``zlib.crc32`` sums one to two gigabytes a second and releases the interpreter's lock, so beside a read or a write it
-takes no time of its own as long as a second processor is there.
+``zlib.crc32`` processes one to two gigabytes a second without the interpreter lock, so on a second core it overlaps
+with reads and writes.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from offload.storage.io_thread_pool import IOThreadPool, PooledCall
 
 __all__ = ["RunningSum"]
 
-#: Fewer bytes are summed at once: to hand them to a thread takes longer.
+#: Fewer bytes are summed by the caller: submitting them to a thread takes longer.
 _AT_ONCE_BYTES = 64 << 10
 
 
 class RunningSum:
-    """The checksum of what was added, in the order of the calls. At most one addition is under way.
+    """The checksum of all added bytes, in order. At most one addition runs at a time.
 
-    As a context manager: at its end nothing reads what was added any more.
+    As a context manager: after its end no thread reads added bytes.
 
     Args:
-        first: bytes that the sum begins with.
+        first: the first bytes of the sum.
     """
 
     def __init__(self, first: bytes) -> None:
@@ -33,7 +33,7 @@ class RunningSum:
         self._job: PooledCall | None = None
 
     def add(self, data: memoryview) -> None:
-        """Begins to add bytes, which must not change until :meth:`wait`, the next :meth:`add` or the end."""
+        """Starts to add bytes, which must not change until :meth:`wait`, the next :meth:`add` or the end."""
         self.wait()
         if len(data) < _AT_ONCE_BYTES:
             self._sum(data)
@@ -46,13 +46,13 @@ class RunningSum:
         self._value = zlib.crc32(data, self._value)
 
     def wait(self) -> None:
-        """Returns when all that was added is summed."""
+        """Returns once all added bytes are summed."""
         if self._job is not None:
             self._job.synchronize()
             self._job = None
 
     def digits(self) -> str:
-        """The sum of all that was added, in eight hexadecimal digits."""
+        """The sum of all added bytes, in eight hexadecimal digits."""
         self.wait()
         return f"{self._value:08x}"
 
@@ -63,6 +63,6 @@ class RunningSum:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._job is not None:
-            # Without this, memory that the caller frees is read.
+            # Without this, the thread reads memory that the caller frees.
             self._job.cancel()
             self._job = None

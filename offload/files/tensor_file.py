@@ -1,17 +1,15 @@
-"""Files of named tensors in the safetensors format, written as a stream and read as a mapping.
+"""Reads and writes safetensors files with checksums, one tensor at a time.
 
-The format is a length, a header in JSON and the bytes. The package of that name would write it as well, but it needs
-all tensors of a file contiguous on the host at once, and it would be the third package that a training run depends on,
-for forty lines. So they are here, and the tests read and write the files with that package.
+The format is a length, a header in JSON and the bytes. The ``safetensors`` package needs all tensors of a file
+contiguous on the host at once, and would be a third dependency, for forty lines; the tests exchange files with it.
 
 Guarantees
-    * Writing takes memory for one tensor at the most, and none for one that is dense and on the host.
+    * Writing needs memory for one tensor at most, and none for one that is dense and on the host.
     * When :func:`write_tensors` returns, the bytes are on the disk; when it raises, there is no file.
-    * A file of :func:`write_tensors` holds a checksum of each tensor, of its name, type and shape too. Every read of a
-      whole tensor compares it. Sums are computed beside the reads and writes, on another thread. Files of other tools
-      have none, and are read as they are.
-    * A file whose header disagrees with itself or with the file's length is refused when it is opened.
-    * :meth:`TensorFile.read_into` takes memory for one window, and none where types and layouts agree.
+    * A file of :func:`write_tensors` holds a checksum of each tensor with its name, type and shape, computed by another
+      thread. Every read of a whole tensor compares it. Files of other tools have none, and are read without.
+    * A file whose header is inconsistent, or does not match the file's length, is refused when it is opened.
+    * :meth:`TensorFile.read_into` needs memory for one window, and none where types and layouts agree.
 """
 
 from __future__ import annotations
@@ -59,14 +57,13 @@ _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 #: The data begins at a multiple of this, so that mapped tensors are aligned.
 _ALIGNMENT = 64
 
-#: Bytes that are read, written and summed at once.
+#: Bytes read, written and summed at a time.
 WINDOW_BYTES = 4 << 20
 
-#: Where the header's metadata holds the checksums: a JSON object of tensor names and eight hexadecimal digits.
+#: Key of the checksums in the header's metadata: a JSON object of tensor names and eight hexadecimal digits.
 SUMS = "gradstream_crc32"
 
-
-#: What to do with a file that is damaged.
+#: Advice for a damaged file.
 _ADVICE = "Restore the file from a copy, or load another checkpoint"
 
 
@@ -75,7 +72,7 @@ class ChecksumError(ValueError):
 
 
 def _begin_sum(name: str, entry: Mapping[str, Any]) -> RunningSum:
-    """A sum that covers what the header says of a tensor, and then its bytes."""
+    """A checksum of a tensor's name, type and shape, to which its bytes are added."""
     return RunningSum(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
 
 
@@ -84,11 +81,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
     Args:
         path: must not exist.
-        tensors: of any device and layout; they are stored contiguous.
+        tensors: on any device, with any strides; they are stored contiguous.
         metadata: further strings for the header.
 
     Raises:
-        ValueError: if the format has no name for a type.
+        ValueError: if the format does not support a type.
         OSError: if the file exists or cannot be written.
     """
     for name, tensor in tensors.items():
@@ -112,7 +109,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
                 tensor = tensors[name].detach()
                 flat = bytes_of(tensor.resolve_conj().resolve_neg().cpu().contiguous())
                 sums[name] = _write_summed(fd, flat, _begin_sum(name, header[name]))
-            # The sums are known now. They have as many digits as the zeros that stand in their place.
+            # Overwrites the zeros that reserved the space of the checksums.
             header["__metadata__"][SUMS] = json.dumps(sums)
             _write_at(fd, _text_of(header), 8)
             os.fsync(fd)
@@ -147,7 +144,7 @@ def _write_at(fd: int, data: bytes, position: int) -> None:
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
-    """Writes all of ``data``; one call of the system may take less."""
+    """Writes all of ``data``; one system call may write less."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(fd, rest) :]
@@ -159,7 +156,7 @@ def _memory_of(flat: Tensor) -> memoryview:
 
 
 def _windows(tensor: Tensor, most: int) -> Iterator[Tensor]:
-    """Cuts a tensor into views of at most ``most`` elements, in the order in which a file holds them."""
+    """Splits a tensor into views of at most ``most`` elements, in the order of the file."""
     if tensor.numel() <= most:
         yield tensor
         return
@@ -169,10 +166,10 @@ def _windows(tensor: Tensor, most: int) -> Iterator[Tensor]:
 
 
 class TensorFile:
-    """A file to read tensors from: into memory that is there already, or as views of the mapped file.
+    """Reads tensors of a safetensors file into existing memory, or as views of the mapped file.
 
     Raises:
-        ValueError: if it is no such file, or not all of one.
+        ValueError: if it is not a safetensors file, or incomplete.
     """
 
     def __init__(self, path: Path) -> None:
@@ -190,24 +187,24 @@ class TensorFile:
                 for name, entry in header.items():
                     begin, end_of_it = entry["data_offsets"]
                     if begin < 0 or end_of_it - begin != math.prod(entry["shape"]) * self._dtypes[name].itemsize:
-                        raise ValueError(f"{name} of shape {entry['shape']} cannot lie at {entry['data_offsets']}")
+                        raise ValueError(f"{name} of shape {entry['shape']} does not fit {entry['data_offsets']}")
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path}: the header cannot be understood: {error!r}") from error
         if nbytes != 8 + length + end:
             raise ValueError(f"{path}: expected {8 + length + end:,} bytes, got {nbytes:,}; the file is not complete")
         self._header: dict[str, dict[str, Any]] = header
         self._sums = self._sums_in(self.metadata.pop(SUMS, None))
-        #: Whether all checksums were compared, so that later reads need not do it again.
+        #: Whether all checksums were compared, so later reads skip it.
         self._verified = False
         self._begin = 8 + length
         self._bytes: Tensor | None = None
         self._fd: int | None = None
 
     def _sums_in(self, text: str | None) -> dict[str, str]:
-        """Checksums by name; none in a file without.
+        """Checksums by name; empty for a file without.
 
         Raises:
-            ChecksumError: if there are some, but not for every tensor.
+            ChecksumError: if only some tensors have one.
         """
         if text is None:
             return {}
@@ -241,14 +238,14 @@ class TensorFile:
         return self._dtypes[name]
 
     def read_into(self, name: str, destination: Tensor, *, window_bytes: int = WINDOW_BYTES) -> None:
-        """Copies a tensor to one of the same shape and of any type, layout and device.
+        """Copies a tensor to ``destination``, of the same shape and any type, strides and device.
 
-        The bytes are read straight into a contiguous tensor of the same type on the host, and window by window into any
-        other. Counts as a change of ``destination``, as a copy does.
+        A contiguous host tensor of the same type is read without a copy, any other window by window. Increments the
+        version of ``destination``, as ``copy_`` does.
 
         Raises:
             ChecksumError: if the bytes are not those that were written; ``destination`` holds them nevertheless.
-            OSError: if the file cannot be read; ``destination`` may have been written to in part.
+            OSError: if the file cannot be read; ``destination`` may hold a part of it.
         """
         assert tuple(destination.shape) == self.shape(name)
         destination = destination.detach()
@@ -264,7 +261,7 @@ class TensorFile:
                         if compared:
                             total.add(_memory_of(part))
                 finally:
-                    # torch cannot see this write. Without this, who has a copy would take it for a current one.
+                    # torch does not see this write. Without this, copies of the old values would count as current.
                     if not destination.is_inference():
                         torch.autograd.graph.increment_version(destination)
             elif destination.numel():
@@ -272,7 +269,7 @@ class TensorFile:
                 window = torch.empty(most, dtype=dtype)
                 for part in _windows(destination, most):
                     piece = window[: part.numel()]
-                    total.wait()  # Without this, the window changes while it is being summed.
+                    total.wait()  # Without this, the window changes while it is summed.
                     self._read(piece.view(torch.uint8), position)
                     if compared:
                         total.add(_memory_of(piece.view(torch.uint8)))
@@ -282,7 +279,7 @@ class TensorFile:
                 self._compare(name, total)
 
     def verify(self) -> None:
-        """Reads all tensors and compares their checksums, unless that was done. Later reads do not compare again.
+        """Reads all tensors once and compares their checksums; later reads do not compare again.
 
         Raises:
             ChecksumError: for the first tensor whose bytes are not those that were written.
@@ -309,7 +306,7 @@ class TensorFile:
             )
 
     def _read(self, flat: Tensor, position: int) -> None:
-        """Reads at a position of the file; explicitly, since a private mapping counts as memory of the process."""
+        """Reads at a position of the file; not by a private mapping, which counts as memory of the process."""
         if self._fd is None:
             self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self._fd)
@@ -321,7 +318,7 @@ class TensorFile:
             rest, position = rest[count:], position + count
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, mapped, whose checksum is not compared. What is written to it is seen by nobody else."""
+        """A tensor as a private mapping; its checksum is not compared, and writes to it do not reach the file."""
         if self._bytes is None:
             size = self.path.stat().st_size
             self._bytes = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.uint8)

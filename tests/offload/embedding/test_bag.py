@@ -212,7 +212,7 @@ def test_without_reading_updated_rows_again_a_read_that_is_early_trains_another_
     theirs, ours = pair(mode="sum")
     reference, model = Model(theirs), Model(ours)
     train_plainly(reference, optimizers_of(reference, "sgd"), 8, 1)
-    model.bag._bring_up_to_date = lambda request, batch: None
+    model.bag._refresh_stale = lambda request, batch: None
     run(model, InlineLane())
     assert not torch.allclose(model.bag.weight, reference.bag.weight, atol=1e-4)
 
