@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from offload.engine.regroup import joined, runs_alike
-from pipe.input_writes import copy_of
 from pipe.microbatch import rows_of
 from pipe.nested import tensors_in
+from pipe.recompute.input_writes import copy_of
 from pipe.recompute.replay import Replay, devices_of
 
 __all__ = ["treats_rows_apart"]

@@ -37,10 +37,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipe.input_writes import refuse_writes
 from pipe.microbatch import Batch
 from pipe.nested import TreeSpec, flatten, unflatten
 from pipe.phony import get_phony
+from pipe.recompute.input_writes import refuse_writes
 from pipe.recompute.phase import enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing
 from pipe.recompute.rerun import Rerun
 from pipe.recompute.structure import Members, WatchedLayers

@@ -26,10 +26,10 @@ from offload.planning.memory_profile import SavedTensor
 from offload.streaming.casts import Casts, CastsSeen
 from offload.streaming.shard import Shard
 from pipe.checkpoint import enable_checkpointing, enable_recomputing
-from pipe.input_writes import InputWrites
 from pipe.nested import flatten, map_distinct, parts_of, tensors_in
 from pipe.recompute.cheap_ops import CheapRecompute
 from pipe.recompute.dead_code import Listener
+from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.rerun import RepeatableLayers, Rerun
 from pipe.torch_private import hidden_hooks, uncompiled_hooks

@@ -1,6 +1,6 @@
-"""The optimizers of one model that are alive, and what they ask of its passes: norms, updates, memory for gradients.
+"""The live optimizers of one model, and what its passes must do for them: norms, updates, memory for gradients.
 
-The model refers to them weakly, so what an optimizer switched on ends with it.
+The model refers to them weakly, so the effect of an optimizer ends with its lifetime.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ __all__ = ["Optimizers"]
 
 
 class Optimizers:
-    """The optimizers of one model that are alive, and what they want of its steps."""
+    """The live optimizers of one model, and what they need of its steps."""
 
     def __init__(self) -> None:
         self._alive: weakref.WeakSet[OffloadOptimizer] = weakref.WeakSet()
 
     def __iter__(self) -> Iterator[OffloadOptimizer]:
-        """Each of them."""
+        """Iterates over the live optimizers."""
         return iter(self._alive)
 
     def add(self, optimizer: OffloadOptimizer) -> None:
-        """Adds one.
+        """Registers an optimizer.
 
         Raises:
-            ValueError: if it is to update in backward, and another one does already.
+            ValueError: if it updates in backward, and a registered one does so already.
         """
         if optimizer.update_in_backward and self.in_backward is not None:
             raise ValueError("this model has an optimizer with update_in_backward=True already; use that one")
@@ -43,17 +43,17 @@ class Optimizers:
 
     @property
     def in_backward(self) -> InBackward | None:
-        """What updates shards during backward."""
+        """The object that updates shards during backward; None if no optimizer does so."""
         return next((o.in_backward for o in self if o.in_backward is not None), None)
 
     @property
     def clip(self) -> bool:
-        """Whether the norm of each gradient is wanted."""
+        """Whether an optimizer needs the norm of each gradient."""
         return any(o.max_norm is not None for o in self)
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of gradients that may wait in host memory for their update, where homes are on disk."""
+        """Bytes of gradients that may be kept in host memory until their update, where homes are on disk."""
         return max((o.gradient_bytes for o in self), default=0)
 
     def planned(self) -> Updates:
@@ -65,13 +65,13 @@ class Optimizers:
         }
 
     def references(self, optimizer: OffloadOptimizer) -> tuple[Counter[nn.Parameter], Counter[int]]:
-        """References of all optimizers to the parameters of one of them, and to the home of each shard by its index."""
+        """References of all optimizers to the parameters of one of them, and to the home of each shard by index."""
         known = Counter(p for group in optimizer.param_groups for p in group["params"])
         views: Counter[int] = Counter()
         for other in self:
             if other is not optimizer:
                 known.update(p for group in other.param_groups for p in group["params"] if p in known)
             known.update(p for p in other.state if p in known)
-            for shard, pieces in other.param_blocks.items():
-                views[shard.index] += sum(len(piece.proxies) for piece in pieces)
+            for shard, param_blocks in other.param_blocks.items():
+                views[shard.index] += sum(len(param_block.proxies) for param_block in param_blocks)
         return known, views

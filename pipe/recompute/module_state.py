@@ -7,7 +7,7 @@ updated twice.
 
 Invariants
     * A recomputation uses the parameters and modes of the forward, or :class:`RuntimeError` names what changed. It runs
-      the hooks of the forward (:mod:`pipe.module_hooks`).
+      the hooks of the forward (:mod:`pipe.recompute.module_hooks`).
     * Buffers that the forward or a later one wrote have, during the recomputation, their values from before the
       forward. The recomputation writes to copies, so the buffers of the module are updated once per forward. The same
       holds for plain attributes, if requested.
@@ -29,10 +29,10 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from pipe.module_hooks import Hooks
 from pipe.recompute.attributes import Attributes, Stateful
 from pipe.recompute.first_write import FirstWrites
 from pipe.recompute.generators import held_generators
+from pipe.recompute.module_hooks import Hooks
 from pipe.torch_private import BatchOrInstanceNorm, memory_of
 
 __all__ = ["ModuleState", "WatchedModule"]

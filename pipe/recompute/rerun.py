@@ -9,7 +9,7 @@ state                how it is made the same in both runs
 generators, casts    :class:`pipe.recompute.replay.Replay`
 modes, buffers,      :class:`pipe.recompute.module_state.ModuleState`: a running mean counts each micro-batch once, and
 attributes           a power iteration starts again from the same vector
-input, in place      :class:`pipe.input_writes.InputWrites`
+input, in place      :class:`pipe.recompute.input_writes.InputWrites`
 operations           :mod:`pipe.recompute.elimination` leaves out those that no gradient needs
 ===================  =============================================================================================
 
@@ -31,10 +31,10 @@ from typing import Any
 
 import torch
 
-from pipe.input_writes import InputWrites, copy_of
 from pipe.nested import tensors_in
 from pipe.recompute.dead_code import DeadCode, Listener, listened_to
 from pipe.recompute.elimination import leaving_out, stop_leaving_out
+from pipe.recompute.input_writes import InputWrites, copy_of
 from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.phase import enable_checkpointing
 from pipe.recompute.replay import Replay, autocast_without_cache

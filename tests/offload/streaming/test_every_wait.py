@@ -242,7 +242,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "IOBuffer.wait": [("job.synchronize()", files.an_io_buffer_holds_what_was_asked_for)],
         "IOBuffer.clear": [("job.cancel()", files.a_discarded_prefetch_never_lands)],
         "IOBufferPool.prepare": [("io_buffer.wait()", files.an_io_buffer_holds_what_was_asked_for)],
-        "_Leaving.end": [
+        "_WriteBack.collect": [
             ("job.synchronize()", files.what_fails_to_be_written_goes_on_nowhere),
             ("job.cancel()", files.what_fails_to_be_written_goes_on_nowhere),
         ],
