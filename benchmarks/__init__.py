@@ -1,1 +1,1 @@
-"""Memory against latency, measured side by side: ``python -m benchmarks`` lists the questions."""
+"""Memory against latency, measured side by side: ``python -m benchmarks`` lists the benchmarks."""

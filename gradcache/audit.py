@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipe.module_hooks import EngineHook
 from pipe.nested import tensors_in
+from pipe.recompute.module_hooks import EngineHook
 
 __all__ = ["LayerAudit"]
 

@@ -75,7 +75,7 @@ class ChunkBudget:
 def kept_bytes(model: nn.Module, chunk: Any, encoder: Callable[[Any], Any]) -> int:
     """Bytes that the graph of a chunk keeps besides parameters. A frozen model is measured as if it were trained."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    # Storages are held, since the address of one that is freed would soon be another one's.
+    # Storages are held, since the address of a freed one may be reused.
     kept: dict[int, torch.UntypedStorage] = {}
 
     def saved(tensor: torch.Tensor) -> None:

@@ -127,7 +127,7 @@ def _splitter(value: Any, path: str, broadcast: Collection[Name], rows: dict[str
         make = list if isinstance(value, list) else tuple
         return lambda start, stop: make(part(start, stop) for part in parts)
     raise TypeError(
-        f"expected tensors to cut into chunks, got {type(value).__name__} ({path}); pass split_input_fn, or declare "
+        f"expected tensors to split into chunks, got {type(value).__name__} ({path}); pass split_input_fn, or declare "
         f"the member with broadcast=(...) if every chunk is to receive it whole"
     )
 
@@ -140,7 +140,7 @@ def _member(
     if isinstance(item, (list, tuple)) and any(isinstance(x, (bool, int, float, str)) for x in item):
         # Ambiguous: one value per row, or one option for all rows. A wrong guess would repeat or lose rows.
         raise TypeError(
-            f"expected tensors to cut into chunks, got a {type(item).__name__} of plain values ({path}); pass a tensor "
-            f"or split_input_fn, or declare the member with broadcast=(...) if every chunk is to receive it whole"
+            f"expected tensors to split into chunks, got a {type(item).__name__} of plain values ({path}); pass a "
+            f"tensor or split_input_fn, or declare it with broadcast=(...) if every chunk is to receive it whole"
         )
     return _splitter(item, path, broadcast, rows)

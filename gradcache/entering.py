@@ -1,8 +1,7 @@
-"""Chunks as they enter a model: ``process_fn`` runs when its chunk is needed, and its result is not kept for later.
+"""Runs ``process_fn`` on each chunk directly before the model needs it, in both passes, without keeping the results.
 
-Processed chunks (decoded images, padded tokens) may be far larger than raw ones. So no more of them exist at a time
-than enter the first layer together; the second pass processes its chunk once more, with the random numbers of the first
-time.
+Processed chunks (decoded images, padded tokens) may be much larger than raw ones. So only those that are passed to the
+first layer together exist at a time; the second pass processes its chunk again, with the same random numbers.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ InputFn = Callable[[Any], Any]
 
 
 def has_graph(process_fn: InputFn | None, chunks: Sequence[Any]) -> bool:
-    """Whether what ``process_fn`` returns is known to need a gradient: then it must run once, with its graph kept."""
+    """Whether the results of ``process_fn`` need a gradient, so that it must run once, with its graph kept."""
     trained = isinstance(process_fn, nn.Module) and any(p.requires_grad for p in process_fn.parameters())
     return trained or any(tensor.requires_grad for tensor in tensors_in(list(chunks)))
 
 
 def processing(process_fn: InputFn) -> InputFn:
-    """From a raw chunk to the first layer's (args, kwargs).
+    """A function from a raw chunk to the first layer's (args, kwargs).
 
-    The function that it gives raises ValueError where ``process_fn`` turns out to train something.
+    It raises ValueError if a result of ``process_fn`` needs a gradient.
     """
 
     def process(chunk: Any) -> Any:
@@ -39,8 +38,8 @@ def processing(process_fn: InputFn) -> InputFn:
             call = call_arguments(process_fn(chunk))
         if any(tensor.requires_grad for tensor in tensors_in(call)):
             raise ValueError(
-                "expected a process_fn without trainable parameters of its own, since it runs again in the second pass "
-                "of a walk by layers; make it an nn.Module, or a layer of the model"
+                "expected a process_fn without trainable parameters of its own, since it runs again in the second "
+                "pass over layers; make it an nn.Module, or a layer of the model"
             )
         return call
 
@@ -50,8 +49,8 @@ def processing(process_fn: InputFn) -> InputFn:
 class Entering:
     """The chunks of one forward as (args, kwargs), by number.
 
-    Without ``input_fn`` they are what they are; with it each is made when it is asked for, and made again in the same
-    way when it is asked for again.
+    With ``input_fn``, each is made when it is requested, and made again with the same random numbers when it is
+    requested again.
     """
 
     def __init__(self, chunks: Sequence[Any], input_fn: InputFn | None, devices_from: Sequence[Any]) -> None:
@@ -66,11 +65,11 @@ class Entering:
 
     @property
     def known(self) -> Sequence[Any] | None:
-        """All chunks, if they need no processing."""
+        """All chunks, or None with ``input_fn``."""
         return self._chunks if self._input_fn is None else None
 
     def look(self, i: int) -> Any:
-        """Chunk ``i``, which is kept until :meth:`take` asks for it."""
+        """Chunk ``i``, kept until :meth:`take` returns it."""
         if self._input_fn is None:
             return self._chunks[i]
         if i not in self._ahead:
@@ -78,7 +77,7 @@ class Entering:
         return self._ahead[i]
 
     def take(self, i: int) -> Any:
-        """Chunk ``i``, cut off from any graph."""
+        """Chunk ``i``, detached from any graph."""
         if self._input_fn is None:
             return map_tensors(torch.Tensor.detach, self._chunks[i])
         if i in self._ahead:

@@ -1,8 +1,8 @@
-"""What one chunk's forward through some layers shows about all chunks of its kind, and what follows for a step.
+"""Measures layers in one chunk's forward, to decide for later chunks how many run together and which graphs are kept.
 
-Bytes that graphs keep, operations that a recomputation may leave out, and whether chunks may run together: this holds
-in later steps as well, as long as no layer changes between training and evaluation, and no parameter is frozen or
-thawed.
+Measured are the bytes that graphs keep, the operations that a recomputation may leave out, and whether chunks may run
+together. The results are valid for later steps with chunks of the same kind, until a ``training`` flag or a
+``requires_grad`` changes.
 """
 
 from __future__ import annotations
@@ -25,55 +25,56 @@ __all__ = ["Profile", "Profiles"]
 
 @dataclass(frozen=True)
 class Survey:
-    """What one forward of a layer shows."""
+    """The measurements of one forward of a layer."""
 
     activation_bytes: int
-    """What its graph keeps, besides parameters."""
+    """Bytes that its graph keeps, besides parameters."""
     graph_bytes: int
-    """What a lean graph keeps, with what entered it, but without its result if that enters another layer."""
+    """Bytes that a graph with cheap recomputation keeps, with its input, but without an output that is the input of
+    another layer."""
     entering_bytes: int
-    """What enters it, where that is to be kept."""
+    """Bytes of its input, or 0 if that need not be kept."""
     dead_code: DeadCode | None
-    """What a recomputation may leave out."""
+    """The operations that a recomputation may leave out."""
     moves_buffers: bool
     """Whether it wrote a buffer."""
 
     @classmethod
     def of(cls, replayable: ResidentRunner, rerun: Rerun, entering_bytes: int) -> Survey:
-        """Of the layer that just ran."""
+        """The measurements of the layer that has just run."""
         moves = rerun.module_state is not None and rerun.module_state.moved
         return cls(replayable.activation_bytes, replayable.graph_bytes, entering_bytes, rerun.dead_code, moves)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What the first chunk taught about all chunks of its kind; bytes are those of that chunk."""
+    """The measurements of the first chunk of a kind; bytes are those of that chunk."""
 
     rows: int
     together: int
-    """Chunks that may run at a time: whose layers keep no more than the whole model does for one chunk."""
+    """Number of chunks that may run together: their largest layer keeps no more than the whole model for one chunk."""
     surveys: Sequence[Survey]
 
     @property
     def entering_bytes(self) -> int:
-        """What enters all layers, where it is to be kept."""
+        """Bytes of the inputs of all layers that must be kept."""
         return sum(survey.entering_bytes for survey in self.surveys)
 
     def graph_bytes(self, j: int, rows: int) -> int:
-        """What layer ``j``'s graph keeps of so many rows."""
+        """Bytes that layer ``j``'s graph keeps for so many rows."""
         return -(-self.surveys[j].graph_bytes * rows // max(self.rows, 1))
 
     def chunks_together(self, chunks: int, budget: int | None) -> int:
-        """How many of ``chunks`` run at a time: more than one only in room that what all of them keep leaves."""
+        """How many of ``chunks`` run together: more than one only if the budget exceeds the layer inputs of all."""
         if budget is None:
             return self.together
-        room = max(budget - chunks * self.entering_bytes, 0)
-        return min(self.together, 1 + room // max(*(survey.activation_bytes for survey in self.surveys), 1))
+        left = max(budget - chunks * self.entering_bytes, 0)
+        return min(self.together, 1 + left // max(*(survey.activation_bytes for survey in self.surveys), 1))
 
     def graphs_from(self, runs: Sequence[int], first: int, budget: int) -> list[int]:
-        """For each run of so many chunks the layer from which on graphs are kept.
+        """For each run of so many chunks, the first layer from which on graphs are kept.
 
-        Backward begins with these cells, so kept graphs are gone when it recomputes anything.
+        Backward begins with these cells, so kept graphs are freed before it recomputes others.
         """
         plan = [len(self.surveys)] * len(runs)
         left = budget - sum(runs) * self.entering_bytes
@@ -91,7 +92,7 @@ class Profiles:
     """The profiles of the layers of one model, by kinds of chunks.
 
     Args:
-        replayables: of the layers.
+        replayables: the layers.
         regroup: whether chunks may run together.
     """
 
@@ -104,7 +105,7 @@ class Profiles:
         self._apart: dict[tuple[bool, ...], bool] = {}
 
     def of(self, chunk: Any) -> Profile | None:
-        """What is known about chunks of this kind, in the modes that the layers are in."""
+        """The profile of chunks of this kind in the present ``training`` modes, or None."""
         return self._known.get(self._key(chunk))
 
     def learn(
@@ -113,12 +114,12 @@ class Profiles:
         surveys: Sequence[Survey],
         further: Callable[[], Sequence[Any]],
     ) -> None:
-        """Notes the profile of a chunk that just ran.
+        """Stores the profile of a chunk that has just run.
 
         Args:
-            chunk: what entered the first layer.
+            chunk: the input of the first layer.
             surveys: of the layers.
-            further: gives two further chunks for a trial, if it is asked.
+            further: returns two further chunks for a trial; called only if needed.
         """
         alone = [survey.activation_bytes for survey in surveys]
         together = max(sum(alone) // max(*alone, 1), 1) if self._may_join(surveys, further) else 1

@@ -121,10 +121,11 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
             self.mini_batch_size,
             _no_loss,
             FeatureSplitter(self.mini_batch_num_tokens),
-            _Embedding(self.model),
+            _embedding,
             process_fn=_with_own_dict,
         )
         reps = list(cache.encode(*inputs))
+        _refuse_restored_forwards(self.model, reps)
         if "calculate_loss" not in vars(self) or not torch.is_grad_enabled():
             return self.calculate_loss([[rep] for rep in reps], labels)
         return self._decorated_loss(reps, labels)
@@ -193,20 +194,28 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
         )
 
 
-class _Embedding:
-    """Selects the embedding; raises if a wrapper changed a forward method between the two passes."""
+def _embedding(output: Any) -> Tensor:
+    embedding: Tensor = output["sentence_embedding"]
+    return embedding
 
-    def __init__(self, model: nn.Module) -> None:
-        self._replaced = [(module, vars(module)["forward"]) for module in model.modules() if "forward" in vars(module)]
 
-    def __call__(self, output: Any) -> Tensor:
-        if any(vars(module).get("forward") is not forward for module, forward in self._replaced):
+def _refuse_restored_forwards(model: nn.Module, reps: Iterable[Tensor]) -> None:
+    """Has the backward of ``reps`` raise if a wrapper has restored a forward method by then.
+
+    The second pass would run the replaced method, but with the state that the wrapper has left in it.
+    """
+    replaced = [(module, vars(module)["forward"]) for module in model.modules() if "forward" in vars(module)]
+
+    def check(_: Tensor) -> None:
+        if any(vars(module).get("forward") is not forward for module, forward in replaced):
             raise RuntimeError(
                 "expected the model that ran forward to run again in backward, but a wrapper had replaced a forward "
                 "method and restored it; AdaptiveLayerLoss and Matryoshka2dLoss need a loss without a cache"
             )
-        embedding: Tensor = output["sentence_embedding"]
-        return embedding
+
+    for rep in reps if replaced else ():
+        if rep.requires_grad:
+            rep.register_hook(check)
 
 
 def _name_of(function: Any) -> str:

@@ -1,21 +1,22 @@
-"""A plain ``nn.Sequential`` in memory as a streamed model: the engine's cells, over layers that stay where they are.
+"""Runs the two passes of GradCache over a plain ``nn.Sequential`` in memory, layer by layer, within a memory budget.
 
-Two passes over a checkpointed model run every layer three times forward. Here what entered each layer in pass 1 serves
-pass 2, and it is two times; or one, for the cells at the end of pass 1 whose graphs are kept. The engine runs the cells
-(:mod:`offload.engine.chunks_in_turn`); this module decides which chunks run together, and what is kept.
+Two passes over a checkpointed model run every layer three times forward. Here the inputs of the layers in pass 1 are
+kept for pass 2, so each layer runs twice; or once, for the last cells of pass 1, whose graphs are kept. The engine runs
+the cells (:mod:`offload.engine.chunks_in_turn`) with resident shards; this module decides which chunks run together,
+and which values are kept.
 
 Guarantees
     * Only one layer's activations of one chunk are alive at a time, and besides them no more than ``boundary_bytes``.
-    * These bytes first hold what enters layers. A chunk that finds no room keeps no more, and in pass 2 runs forward
-      once more from the last thing that it kept; what enters its layers then exists beyond the budget, for one group
-      at a time, when what was kept is gone. Where room is left, chunks run together (see ``profiles``), and the cells
-      that pass 2 begins with keep their graphs (see ``pipe.recompute.cheap_ops``). The two never need the room at the
-      same time: kept graphs are gone when pass 2 recomputes.
-    * What was kept for a layer goes as the gradients of its parameters come: the two share their memory.
-    * On the CPU the gradient of an ``nn.Embedding`` exists once, whatever the number of chunks;
-      ``offload.engine.tables`` says where that is not so.
-    * Kept values rest in host memory if the model is on an accelerator.
-    * Of a chunk that ``input_fn`` makes, no more is kept than of any other; see ``entering``.
+    * These bytes first hold the inputs of layers. If they are used up, a chunk keeps no further inputs, and in pass 2
+      runs forward again from its last kept input; these recomputed inputs exceed the budget, for one group at a time,
+      after the kept ones were freed. If bytes are left, chunks run together (see ``profiles``), and the cells that
+      pass 2 begins with keep their graphs (see ``pipe.recompute.cheap_ops``). Both use the same bytes: kept graphs are
+      freed before pass 2 recomputes.
+    * The kept inputs of a layer are freed before the gradients of the next layer's parameters are allocated.
+    * On the CPU the gradient of an ``nn.Embedding`` exists once, for any number of chunks; the exceptions are in
+      ``offload.engine.tables``.
+    * Kept values are in host memory if the model is on an accelerator.
+    * The result of ``input_fn`` for a chunk is not kept; see ``entering``.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ OutputFn = Callable[[Any], Any]
 
 
 def is_plain_sequential(model: nn.Module) -> bool:
-    """Whether running the layers one after the other is all that the module does."""
+    """Whether the forward of the module is that of ``nn.Sequential``, without forward hooks and without FSDP."""
     own_forward = type(model).forward is nn.Sequential.forward
     plain = isinstance(model, nn.Sequential) and len(model) > 0 and own_forward and not model._forward_hooks
     return plain and not is_sharded(model)
 
 
 class SequentialModel:
-    """A plain ``nn.Sequential`` as a :class:`gradcache.streamed.StreamedModel`. Learns from step to step.
+    """A plain ``nn.Sequential`` as a :class:`gradcache.streamed.StreamedModel`. Keeps measurements between steps.
 
     Args:
         model: the layers.
@@ -77,7 +78,7 @@ class SequentialModel:
 
 @dataclass
 class _Group(MadeInput):
-    """Chunks that run together, with the rows of each; made of the step's chunks again as they were made first."""
+    """Chunks that run together, with the rows of each; their input is made again from the step's chunks when needed."""
 
     source: Entering
     chunks: list[int]
@@ -89,15 +90,15 @@ class _Group(MadeInput):
         self.rows = sum(self.counts)
 
     def entering(self, bring: Callable[[Tensor], Tensor]) -> Any:
-        """What enters the first layer."""
+        """The input of the first layer."""
         return joined([self.source.take(i) for i in self.chunks])
 
 
 class SequentialTape:
-    """What one forward leaves behind for its backward.
+    """The state of one forward that its backward needs.
 
     Args:
-        model: the layers, and what is known about them.
+        model: the layers, and their measurements.
         entering: the chunks.
         output_fn: a part of the last layer, applied to each chunk's output.
     """
@@ -107,7 +108,7 @@ class SequentialTape:
         self._entering = entering
         self._output_fn = output_fn
         self._records = torch.is_grad_enabled()
-        #: The leaves of each chunk, unless they are made when they enter.
+        #: The leaves of each chunk; empty with ``input_fn``, which makes them when needed.
         self._inputs = [flatten(chunk)[0] for chunk in entering.known or ()]
         self._wants_input = any(tensor.requires_grad for tensor in tensors_in(self._inputs))
         wants = [replayable.shard.trainable for replayable in model.resident.replayables]
@@ -119,7 +120,7 @@ class SequentialTape:
     # -- pass 1 -------------------------------------------------------------------------------------------------------
 
     def run_forward(self) -> list[Any]:
-        """Runs all chunks. A first chunk of its kind runs once before, to learn from it."""
+        """Runs all chunks. The first chunk of a new kind runs once before, to measure it."""
         entering, budget = self._entering, self._model.boundary_bytes
         outputs: list[Any] = [None] * len(entering)
         if self._records and len(entering) > 1 and self._model.profiles.of(entering.look(0)) is None:
@@ -138,13 +139,13 @@ class SequentialTape:
                 group = _Group(entering, [run[k] for k in part], [rows_in(values[k]) or 0 for k in part])
                 kind, value = self._model.profiles.of(values[part[0]]), [joined([values[k] for k in part])]
                 if part[-1] + 1 == len(run):
-                    values.clear()  # what was joined is not kept a second time
+                    values.clear()  # frees the single chunks, which were concatenated
                 for i, output in zip(group.chunks, self._run_group(group, value, kind, begin), strict=True):
                     outputs[i] = representations.detached(output)
         return outputs
 
     def _planned_runs(self, together: int, most_rows: int) -> list[list[int]]:
-        """Neighbours that may run together, as far as one can tell before they are processed."""
+        """Consecutive chunks that may run together, as far as known before ``input_fn`` runs."""
         known = self._entering.known
         if known is not None:
             return runs_alike(known, most_rows)
@@ -152,7 +153,7 @@ class SequentialTape:
         return [numbers[k : k + together] for k in range(0, len(numbers), together)]
 
     def _run_group(self, group: _Group, entering: list[Any], profile: Profile | None, graphs_from: int) -> Any:
-        """The outputs of a group's chunks, whose graphs are kept from a layer on. Takes the value out of the list."""
+        """The outputs of a group's chunks; layers from ``graphs_from`` on keep graphs. Empties ``entering``."""
         self._groups.append(group)
         requires = None
         if self._wants_input:
@@ -164,15 +165,15 @@ class SequentialTape:
         else:
             layers = range(graphs_from, len(self._model.layers))
             graph_bytes = {j: profile.graph_bytes(j, group.rows) for j in layers}
-            # What one chunk's recomputation may leave out is a guess for the others.
+            # Dead code was found for the first chunk; for others it is checked when they are recomputed.
             outputs = self._walk.forward(g, entering, graph_bytes, [survey.dead_code for survey in profile.surveys])
         group.leaves = [len(flatten(output)[0]) for output in outputs]
         return outputs
 
     def _explore(self) -> None:
-        """Runs the first chunk and leaves no trace.
+        """Measures the layers in a trial run of the first chunk, whose side effects are undone.
 
-        It runs again with the others: kept apart from them, it would have gradients of its own beside their sum.
+        The chunk runs again with the others; reusing this run would need memory for separate gradients.
         """
         entering, replayables = self._entering, self._model.resident.replayables
         chunk = entering.look(0)
@@ -194,7 +195,7 @@ class SequentialTape:
     # -- pass 2 -------------------------------------------------------------------------------------------------------
 
     def backward(self, output_gradients: Sequence[Any]) -> None:
-        """Pushes one gradient per chunk, of its output's structure or None, through the layers.
+        """Runs backward from one gradient per chunk, which has the structure of its output or is None.
 
         Raises:
             RuntimeError: if the tape was used before, or its forward ran without gradients.
@@ -209,14 +210,14 @@ class SequentialTape:
         links: list[tuple[Tensor, Tensor]] = []
         for g, gradients in entered.items() if self._wants_input else ():
             group = self._groups[g]
-            for i, parts in zip(group.chunks, _cut(gradients, group.counts), strict=True):
+            for i, parts in zip(group.chunks, split_output(gradients, group.counts), strict=True):
                 pairs = zip(self._inputs[i], parts, strict=True)
                 links += [(x, part) for x, part in pairs if isinstance(part, Tensor) and x.requires_grad]
         if links:
             representations.push([tensor for tensor, _ in links], [gradient for _, gradient in links])
 
     def _flat(self, g: int, output_gradients: Sequence[Any]) -> list[Any]:
-        """Gradients of a group's outputs, flat."""
+        """The gradients of a group's outputs as a flat list."""
         group = self._groups[g]
         found: list[Any] = []
         for i, count in zip(group.chunks, group.leaves, strict=True):
@@ -231,14 +232,6 @@ def _by_chunk(output_fn: OutputFn | None, counts: Sequence[int], output: Any) ->
     """The outputs of the chunks in a group, each through ``output_fn``."""
     pieces = split_output(output, counts)
     return pieces if output_fn is None else [output_fn(piece) for piece in pieces]
-
-
-def _cut(gradients: list[Any], counts: Sequence[int]) -> list[list[Any]]:
-    """Gradients of what entered a group, for each of its chunks."""
-    if len(counts) == 1:
-        return [gradients]
-    columns = [x.split(counts) if isinstance(x, Tensor) else [None] * len(counts) for x in gradients]
-    return [[column[k] for column in columns] for k in range(len(counts))]
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
-"""One step's towers, each sent on the walk that suits its model.
+"""Runs the two passes of one GradCache step over all towers, each in the way that suits its model.
 
 ==================================  =================================================================================
-model                               walk
+model                               module that runs it
 ==================================  =================================================================================
-has ``forward_chunks``              ``streamed``: all chunks of all towers that are this model share each shard's visit
+has ``forward_chunks``              ``streamed``: each shard is loaded once for all chunks of all towers of this model
 contains such a model               ``wrapped``: the same for the model inside, chunk by chunk around it
 plain ``nn.Sequential``, and        ``sequential``: the same engine over layers in memory
 ``boundary_bytes`` is set
 any other; or a subclass replaces   ``two_pass``: chunk by chunk, through the hooks ``forward_no_grad`` and
-a hook that walks                   ``forward_backward``
+``model_call`` or such a hook       ``forward_backward``
 ==================================  =================================================================================
 """
 
@@ -34,45 +34,45 @@ from gradcache.reach import Reach
 from gradcache.sequential import SequentialModel, is_plain_sequential
 from gradcache.streamed import StreamedModel, StreamedWalk
 from gradcache.two_pass import InputGradients, is_trainable
-from gradcache.wrapped.walk import WrappedWalk, say_once, streamed_inside
+from gradcache.wrapped.walk import WrappedWalk, streamed_inside, warn_once
 from pipe.microbatch import rows_of
 
 __all__ = ["Owner", "Step", "Tower"]
 
-#: A subclass that replaces one of these walks chunk by chunk.
-_WALKING_HOOKS = ("model_call", "forward_no_grad", "forward_backward")
+#: If a subclass replaces one of these hooks, its models run chunk by chunk.
+_CHUNK_HOOKS = ("model_call", "forward_no_grad", "forward_backward")
 
 
 class Owner(Protocol):
-    """What a step asks of the object that it is a step of, :class:`gradcache.GradCache`: see there."""
+    """The part of :class:`gradcache.GradCache` that a step uses; documented there."""
 
-    #: The models; callables among them as modules.
+    #: The models; callables are wrapped in modules.
     towers: Sequence[nn.Module]
     process_fn: Callable[[Any], Any] | None
     broadcast: tuple[str | int, ...]
     boundary_bytes: int | None
     regroup: bool
     audit: bool
-    #: What was learnt about the layers of each plain model.
+    #: Measurements of the layers of each plain model, from earlier steps.
     layered: WeakKeyDictionary[nn.Module, SequentialModel]
 
     def replaced(self, *hooks: str) -> bool:
         """Whether one of these hooks is not the class's own."""
 
     def processed(self, chunk: Any) -> Any:
-        """A chunk as the model sees it."""
+        """The model's input: ``process_fn`` of the chunk."""
 
     def get_reps(self, model_out: Any) -> Any:
         """The representations in a model's output."""
 
     def autocast(self, *owners: Any) -> contextlib.AbstractContextManager[Any]:
-        """The context that a model runs in."""
+        """The autocast context that a model runs in."""
 
     def encoder_of(self, model: nn.Module) -> Callable[[Any], Any]:
-        """A chunk's way to its representations."""
+        """A function from a chunk to its representations."""
 
     def get_input_tensors(self, model_input: Any) -> list[torch.Tensor]:
-        """Tensors of a chunk whose devices' random states are kept."""
+        """Tensors of a chunk; the random states of their devices are saved."""
 
     def forward_no_grad(self, model: nn.Module, model_inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
         """The first pass over a tower, chunk by chunk."""
@@ -90,7 +90,7 @@ class Owner(Protocol):
 
 @dataclass(eq=False)
 class Tower:
-    """One model and its share of a step."""
+    """One model with its chunks and results in a step."""
 
     model: nn.Module
     chunks: list[Any]
@@ -108,17 +108,21 @@ class Step:
         self.inputs = InputGradients()
         self.reduction = Reduction((), Reach())
         self._shared: list[tuple[StreamedWalk | WrappedWalk, list[Tower]]] = []
-        #: Greatest difference between the two passes of streamed towers, where the owner audits.
+        #: Greatest difference between the two passes of streamed towers, with ``audit``.
         self.greatest_difference = 0.0
 
     @contextlib.contextmanager
     def gradients(self, heads: Reach, in_backward: bool = False) -> Iterator[Callable[[], None]]:
-        """The place where this step's gradients are put together; ``heads``: what is trained besides towers.
+        """A context that collects this step's gradients.
 
-        Gives a function that hands them over, averaged over processes; without its call every ``.grad`` stays as it is.
-        ``in_backward``: the step is a part of a backward of the caller's.
+        Yields a function that adds them to ``.grad``, averaged over processes; if it is not called, no ``.grad``
+        changes.
+
+        Args:
+            heads: trainable modules and tensors besides towers.
+            in_backward: whether the step runs inside a backward of the caller.
         """
-        # A streamed model keeps its gradients at home by itself.
+        # A streamed model offloads its gradients itself.
         own = [tower.model for tower in self._towers] + heads.modules
         at_home = [parameter for model in own for part in streamed_inside(model) for parameter in part.parameters()]
         parameters: list[Tensor] = [
@@ -129,14 +133,14 @@ class Step:
         with reduction.silenced(), Accumulation([*parameters, *heads.tensors], at_home) as accumulation:
             average = partial(reduction.average, accumulation.parameters) if reduction else None
             if in_backward and reduction.awaited:
-                # The wrappers reduce what they find in .grad in the same backward, and write it back when they like.
+                # The wrappers reduce .grad in the same backward and write the results at its end, so wait for that.
                 yield lambda: after_backward(accumulation.postponed(average))
             else:
                 yield partial(accumulation.commit, average)
 
     @property
     def wants_gradient(self) -> list[bool]:
-        """After :meth:`encode`: which towers want a gradient of their representations."""
+        """After :meth:`encode`: for each tower, whether its representations need a gradient."""
         return [tower.wants_gradient for tower in self._towers]
 
     def encode(self) -> list[Any]:
@@ -159,14 +163,14 @@ class Step:
         return [tower.encoded for tower in self._towers]
 
     def _wrapped(self) -> list[Tower]:
-        """The towers with a streamed model inside, and the streamed models that are towers by themselves as well."""
+        """The towers with a streamed model inside, and towers that are such a streamed model themselves."""
         inside = {id(tower): streamed_inside(tower.model) for tower in self._towers}
         around = [tower for tower in self._towers if inside[id(tower)] not in ([], [tower.model])]
-        own_hooks = [hook for hook in _WALKING_HOOKS if self._owner.replaced(hook)]
+        own_hooks = [hook for hook in _CHUNK_HOOKS if self._owner.replaced(hook)]
         if own_hooks:
             for tower in around:
                 reason = f"{type(self._owner).__name__} replaces {' and '.join(own_hooks)}"
-                say_once(inside[id(tower)][0], type(tower.model).__name__, reason)
+                warn_once(inside[id(tower)][0], type(tower.model).__name__, reason)
             return []
         shared = {id(model) for tower in around for model in inside[id(tower)]}
         return [tower for tower in self._towers if any(id(model) in shared for model in inside[id(tower)])]
@@ -219,7 +223,7 @@ class Step:
         known = [getattr(state, "rows", None) for state in tower.states]
         if all(isinstance(rows, int) for rows in known):
             return cast(list[int], known)
-        # A subclass replaced forward_no_grad: one row of representation per row of input, as its models have.
+        # A subclass replaced forward_no_grad: assume one row of representation per row of input.
         rows, total = [rows_of(tensors_in(chunk)) for chunk in tower.chunks], representations.rows_in(tower.encoded)
         if sum(rows) != total:
             raise ValueError(
@@ -229,12 +233,12 @@ class Step:
         return rows
 
     def _is_streamed(self, model: nn.Module) -> bool:
-        """Whether the model's chunks walk together; a subclass that replaces a hook that walks keeps it."""
+        """Whether the model runs all chunks together; not if a subclass replaces a hook for single chunks."""
         layered = self._owner.boundary_bytes is not None and is_plain_sequential(model)
-        return (isinstance(model, StreamedModel) or layered) and not self._owner.replaced(*_WALKING_HOOKS)
+        return (isinstance(model, StreamedModel) or layered) and not self._owner.replaced(*_CHUNK_HOOKS)
 
     def _streamed(self, model: nn.Module) -> StreamedModel:
-        """The model itself, or the layers of a plain one, with what was learnt about them in earlier steps."""
+        """The model itself; or an adapter of a plain one, with the measurements of earlier steps."""
         if isinstance(model, StreamedModel):
             return model
         budget = self._owner.boundary_bytes
@@ -242,7 +246,7 @@ class Step:
         assert budget is not None
         known = self._owner.layered.get(model)
         if known is None or known.layers != list(model) or known.boundary_bytes != budget:
-            # Members that every chunk sees whole cannot be put below each other.
+            # Members that every chunk receives whole cannot be concatenated.
             regroup = self._owner.regroup and not self._owner.broadcast
             self._owner.layered[model] = known = SequentialModel(model, budget, regroup)
         return known

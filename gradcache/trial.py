@@ -1,8 +1,8 @@
-"""A trial of whether chunks may run together: layers that look across rows would tell chunks that run together apart.
+"""Tests whether layers treat rows independently, so that several chunks may run concatenated.
 
-Nothing in a layer says that it does. So two chunks run through the layers alone and together, in evaluation mode, and
-the results are compared. A layer that looks across rows while it trains, and only then, is found out by the buffers
-that it moves (batch normalisation); one that moves none is not found out.
+Layers do not declare this. So two chunks run through the layers separately and concatenated, in evaluation mode, and
+the results are compared. A layer that mixes rows only in training is detected by the buffers that it updates (batch
+normalisation); one that updates none is not detected.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import torch
 from torch import nn
 
 from offload.engine.regroup import joined, runs_alike
-from pipe.input_writes import copy_of
 from pipe.microbatch import rows_of
 from pipe.nested import tensors_in
+from pipe.recompute.input_writes import copy_of
 from pipe.recompute.replay import Replay, devices_of
 
 __all__ = ["treats_rows_apart"]
 
 
 def treats_rows_apart(calls: Sequence[Callable[[Any], Any]], modules: Sequence[nn.Module], pair: Sequence[Any]) -> bool:
-    """Whether layers treat two chunks together as they treat each of them alone.
+    """Whether layers compute the same for two concatenated chunks as for each of them separately.
 
     Args:
         calls: the layers.
         modules: all modules in them.
-        pair: two chunks that can be joined.
+        pair: two chunks that can be concatenated.
 
-    Leaves no trace in generators; to be called where layers move no buffer.
+    Restores generators; must not be called if layers update buffers.
     """
     modes = [module.training for module in modules]
     rows = rows_of(pair[0]) + rows_of(pair[1])
@@ -59,7 +59,7 @@ def _rows_are(value: Any, rows: int) -> bool:
 def _close(a: Any, b: Any) -> bool:
     for x, y in zip(tensors_in(a), tensors_in(b), strict=True):
         if x.is_floating_point() or x.is_complex():
-            # Kernels may add in another order for another shape; a layer that looks across rows is further off.
+            # Kernels may add in another order for another shape; a layer that mixes rows differs by much more.
             tolerance = 16 * torch.finfo(x.dtype).eps ** 0.5
             if not torch.allclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True):
                 return False

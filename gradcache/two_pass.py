@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gradcache import representations
 from gradcache.context_managers import RandContext, devices_in_use
 from gradcache.nested import map_tensors, tensors_in
-from pipe.input_writes import InputWrites
+from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.module_state import WatchedModule
 from pipe.recompute.rerun import RepeatableLayers, Rerun
 

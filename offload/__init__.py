@@ -1,4 +1,4 @@
-"""Models larger than memory: shards rest at home and stream to the compute device ahead of use."""
+"""Trains models larger than device memory: parameters are stored in host memory or files and loaded ahead of use."""
 
 from offload.embedding.bag import OffloadEmbeddingBag
 from offload.embedding.rowwise import RowWiseAdagrad

@@ -1,4 +1,4 @@
-"""What a user passes, checked and brought into one form, before anything is touched."""
+"""Checks and normalises the arguments of ``OffloadModel``, before any layer is changed."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from offload.planning.budget import Layout, fit, parse_bytes
-from offload.planning.partition import cut_layers, layer_bytes
+from offload.planning.partition import aligned, cut_layers
 from pipe.refusals import beyond_layers
 from pipe.torch_private import is_traceable_wrapper_subclass
 
 __all__ = [
-    "as_call",
     "check_choices",
     "check_dense",
     "check_separate",
     "compute_device",
+    "layer_bytes",
     "layers_of",
     "layout_of",
     "names_given",
@@ -41,8 +41,8 @@ def layers_of(model: Any) -> dict[str, nn.Module]:
         if own:
             raise TypeError(
                 f"expected an nn.Sequential that only calls its layers, got {type(model).__name__} with {own} of its "
-                f"own (model), which would be left out; make them layers, put hooks on the layers or on the "
-                f"OffloadModel, or pass [model] to have all of it in one shard"
+                f"own (model), which would be ignored; make them layers, put hooks on the layers or on the "
+                f"OffloadModel, or pass [model] for a single shard"
             )
         return {name: layer for name, layer in model._modules.items() if layer is not None}
     if isinstance(model, (list, tuple)) and model and all(isinstance(module, nn.Module) for module in model):
@@ -51,7 +51,7 @@ def layers_of(model: Any) -> dict[str, nn.Module]:
 
 
 def check_dense(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Raises TypeError for a parameter that is not one piece of memory: a home holds bytes."""
+    """Raises TypeError for a parameter that is not a dense tensor: a home holds bytes."""
     for name, parameter in named:
         kind = type(parameter.data)
         if is_traceable_wrapper_subclass(parameter.data):
@@ -66,7 +66,7 @@ def check_dense(named: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def check_separate(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Raises ValueError if different parameters share memory: at home each has its own."""
+    """Raises ValueError if different parameters share memory: their homes would not."""
     ends: dict[int, list[tuple[int, int, str]]] = {}
     for parameter, name in {parameter: name for name, parameter in named}.items():
         if parameter.layout is torch.strided and parameter.numel() and not parameter.is_meta:
@@ -90,7 +90,7 @@ def check_choices(
     num_slots: int | None,
     param_dtype: torch.dtype | None,
 ) -> None:
-    """Types and ranges of the arguments of the same names."""
+    """Checks types and ranges of the arguments of the same names."""
     if param_dtype is not None and not (isinstance(param_dtype, torch.dtype) and param_dtype.is_floating_point):
         raise TypeError(f"expected a floating-point torch.dtype, got param_dtype={param_dtype!r}")
     slots = 2 if num_slots is None else num_slots
@@ -107,7 +107,7 @@ def sizes_of(
     graph_bytes: int | str | None,
     recompute: bool,
 ) -> tuple[int | None, int | None, int]:
-    """Bytes that the arguments of the same names ask for; those of graphs are 0 where none are asked for.
+    """The arguments of the same names in bytes; 0 bytes of graphs where None is given.
 
     Raises:
         TypeError, ValueError: if one is no number of bytes; or if graphs have a budget though all are kept.
@@ -117,12 +117,24 @@ def sizes_of(
             f"graph_bytes needs checkpoint_activation=True, got graph_bytes={graph_bytes!r}: without it all graphs are "
             f"kept anyway"
         )
-    # A budget of nothing is a choice: no boundary stays on the device, no graph is kept.
+    # A budget of 0 is valid: no boundary stays on the device, no graph is kept.
     boundaries = boundary_bytes
     if boundaries is not None and (boundaries != 0 or isinstance(boundaries, bool)):
         boundaries = parse_bytes(boundaries, "boundary_bytes")
     activations = None if activation_bytes is None else parse_bytes(activation_bytes, "activation_bytes")
     return boundaries, activations, parse_bytes(graph_bytes, "graph_bytes") if graph_bytes else 0
+
+
+def layer_bytes(layers: Sequence[nn.Module], dtype: torch.dtype | None = None) -> list[int]:
+    """Bytes of each layer in a block; a tied parameter counts in every layer that uses it.
+
+    ``dtype`` is what floating-point parameters become, by default their own.
+    """
+
+    def size(p: nn.Parameter) -> int:
+        return aligned(p.numel() * (dtype if dtype is not None and p.is_floating_point() else p.dtype).itemsize)
+
+    return [sum(map(size, layer.parameters())) for layer in layers]
 
 
 def layout_of(
@@ -134,7 +146,7 @@ def layout_of(
     recompute: bool,
     param_dtype: torch.dtype | None,
 ) -> Layout:
-    """Shards, slots and room for boundaries, as the arguments of the same names ask for."""
+    """Shards, slots and bytes for boundaries, from the arguments of the same names."""
     in_slot = layer_bytes(layers, param_dtype)
     if memory_budget is None:
         if num_slices is None:
@@ -152,7 +164,7 @@ def layout_of(
 def compute_device(device: Any) -> torch.device:
     """The device to compute on, with its index."""
     if isinstance(device, int) and not isinstance(device, bool):
-        device = f"cuda:{device}"  # what torch.device(0) means, also where torch cannot say so without an accelerator
+        device = f"cuda:{device}"  # torch.device(0) raises without an accelerator
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -167,19 +179,8 @@ def compute_device(device: Any) -> torch.device:
     return chosen
 
 
-def as_call(i: int, chunk: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Chunk ``i`` as arguments and keyword arguments of the first layer."""
-    if isinstance(chunk, Tensor):
-        return (chunk,), {}
-    if isinstance(chunk, tuple) and len(chunk) == 2:
-        args, kwargs = chunk
-        if isinstance(args, (tuple, list)) and isinstance(kwargs, dict):
-            return tuple(args), kwargs
-    raise TypeError(f"expected a tensor or (args, kwargs) as chunk {i}, got {type(chunk).__name__}")
-
-
 def names_taken(layer: nn.Module) -> list[str]:
-    """Names of the arguments of a layer's forward besides the first, in order; none where it does not name them."""
+    """Names of the arguments of a layer's forward besides the first, in order; none for ``*args`` and ``**kwargs``."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     try:
         parameters = [p for p in inspect.signature(layer.forward).parameters.values() if p.kind in kinds]
@@ -189,6 +190,6 @@ def names_taken(layer: nn.Module) -> list[str]:
 
 
 def names_given(layer: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:
-    """Names by which a layer's forward gets the arguments of a call that say something, besides the first one."""
+    """Names by which a layer's forward gets the arguments of a call that are not None, besides the first one."""
     positional = zip(names_taken(layer), inputs[1:], strict=False)
     return {name for name, value in (*positional, *kwargs.items()) if value is not None}

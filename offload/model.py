@@ -1,4 +1,4 @@
-"""``OffloadModel``: the face of the engine. It checks arguments, and delegates."""
+"""``OffloadModel``: an ``nn.Sequential`` whose parameters are stored off the device and loaded shard by shard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from offload.arguments import (
-    as_call,
     check_choices,
     check_dense,
     check_separate,
@@ -22,26 +21,27 @@ from offload.arguments import (
     names_taken,
     sizes_of,
 )
-from offload.construction import make_walk
 from offload.engine.autograd import attach
+from offload.engine.construction import make_executor
 from offload.engine.measure import measured_activations
-from offload.engine.raw_chunk import RawChunk
+from offload.engine.prediction import predict_step
+from offload.engine.raw_chunk import RawChunk, as_call
 from offload.engine.regroup import RegroupedTape, by_chunk, join_chunks, looks_across_rows, split_output
 from offload.engine.structure import Structure
 from offload.engine.tape import Tape
 from offload.files.pretrained import Pretrained, tensors_of
 from offload.optim.access import OptimizerAccess
 from offload.persistence import PersistentHome
-from offload.planning.estimate import Estimate, estimate_step
+from offload.planning.estimate import Estimate
 from offload.planning.plan import Plan
-from offload.process import finalize_here
-from offload.rollback import Rollback
+from offload.slot_sharing import SlotSharingModule
 from offload.storage import DiskHome, open_tier
+from offload.storage.process import finalize_here
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import open_lanes
+from offload.streaming.rollback import Rollback
 from offload.telemetry.statistics import Meter, Statistics
 from offload.telemetry.trace import Event
-from offload.turns import ModuleInTurn
 from pipe.interception import offered
 from pipe.microbatch import gather_nested, split_nested
 from pipe.nested import map_tensors
@@ -50,65 +50,64 @@ from pipe.torch_private import outside_of_compiled_graphs
 __all__ = ["OffloadModel"]
 
 
-class OffloadModel(ModuleInTurn):
+class OffloadModel(SlotSharingModule):
     """An ``nn.Sequential`` that trains on a device whose memory cannot hold it.
 
     The layers are cut into shards. Shards are stored in host memory or in files, and are loaded to the compute device
     ahead of use. With one micro-batch, losses, gradients, buffers and generator states are those of the bare model;
     parameters, their gradients and ``state_dict()`` keep the bare model's names and may be used by any
-    optimizer between steps. Layers and parameters must not be replaced after this call; the next forward refuses.
+    optimizer between steps. The next forward raises if layers or parameters were replaced after this call.
 
     Args:
-        model: an ``nn.Sequential``; or a list of modules, each of which is one shard. Layers on the meta device are
-            given memory and values shard by shard, so the whole never has to fit in memory.
-        device: where layers compute; ``"cpu"`` included.
-        offload_device: where shards are stored: ``"cpu"`` for host memory, or a directory (an ``os.PathLike``, or a
+        model: an ``nn.Sequential``; or a list of modules, each of which is one shard. Layers on the meta device get
+            memory and values shard by shard, so the whole model never has to fit in memory.
+        device: the compute device, which may be ``"cpu"``.
+        offload_device: storage of the shards: ``"cpu"`` for host memory, or a directory (an ``os.PathLike``, or a
             string with a path separator), for files that are removed with the model. A :class:`~offload.DiskHome` is a
-            directory with more choices, among them files that are kept and adopted by the next model.
+            directory with more options, among them files that are kept and adopted by the next model.
         num_slices: number of shards, balanced by bytes; from 1 to the number of layers. None: as few as
             ``memory_budget`` allows.
-        checkpoint_activation: if True, keep only what enters each shard and recompute the rest in backward; if False,
+        checkpoint_activation: if True, keep only the inputs of each shard and recompute the rest in backward; if False,
             keep all activations of the layers, but no second copy of their weights, nor of casts of them.
-        num_microbatches: pieces into which a batch is cut along dimension 0. Each shard is loaded once per pass and
-            runs all pieces. Any number of rows; the last piece may be smaller. The result is that of the bare model
-            where layers treat each row on its own. Layers that look across rows (batch normalisation) see one piece at
-            a time, and random numbers are drawn shard by shard and piece by piece: with more than one piece, a model
-            with dropout draws other masks than the bare model does.
-        memory_budget: bytes, or a string such as ``"2GiB"``: what slots, gradients and boundaries may take together on
-            the compute device (the activations inside one cell come on top). Chooses what is left None of ``num_slots``
-            and ``num_slices``. Needs ``checkpoint_activation=True``.
+        num_microbatches: parts into which a batch is split along dimension 0. Each shard is loaded once per pass and
+            runs all of them. Any number of rows; the last micro-batch may be smaller. The result is that of the bare
+            model where layers treat each row on its own. Layers that look across rows (batch normalisation) see one
+            micro-batch at a time, and random numbers are drawn shard by shard and micro-batch by micro-batch: with more
+            than one, a model with dropout draws other masks than the bare model does.
+        memory_budget: bytes, or a string such as ``"2GiB"``, of slots, gradients and boundaries together on the compute
+            device, without the activations inside one cell. Chooses ``num_slots`` and ``num_slices`` where they are
+            None. Needs ``checkpoint_activation=True``.
         num_slots: shards that the compute device holds at once, at least 2. Slots beyond that are a cache.
-        boundary_bytes: bytes, or a string such as ``"64MiB"``, that activations between shards may take on the compute
-            device; the others are stored at home and read back ahead of use. Only with ``checkpoint_activation=True``.
+        boundary_bytes: bytes, or a string such as ``"64MiB"``, of activations between shards on the compute device; the
+            others are stored with the shards and read back ahead of use. Only with ``checkpoint_activation=True``.
         activation_bytes: bytes, or a string such as ``"1GiB"``, that the activations of one cell may take. With it, the
             chunks of :meth:`forward_chunks` run together as far as they fit, from the second step on (the first one
             measures). For layers that treat each row on its own; where batch normalisation trains, chunks stay apart.
-        graph_bytes: bytes, or a string, that graphs may take between forward and backward: the cells that backward
-            begins with keep theirs as far as they fit, and are not recomputed, from the second step on (the first one
-            measures). Comes on top of ``memory_budget``. Only with ``checkpoint_activation=True``.
+        graph_bytes: bytes, or a string, of graphs between forward and backward: the cells that backward begins with
+            keep theirs as far as they fit, and are not recomputed, from the second step on (the first one measures).
+            Not part of ``memory_budget``. Only with ``checkpoint_activation=True``.
         param_dtype: floating-point type in which layers compute, such as ``torch.bfloat16``: slots hold parameters in
             it and floating-point inputs are cast to it, while homes keep the parameters as they are (fp32 masters) and
-            gradients are summed over micro-batches and at home in the home's type. Buffers stay as they are.
+            gradients are summed in the home's type. Buffers stay as they are.
         pretrained: a safetensors file, an index of several or the directory of one, or a :class:`~offload.Pretrained`:
-            parameters and buffers are read from there straight into their homes. What it supplies is not initialised
-            first, so layers on the meta device cost no more than the reading.
+            parameters and buffers are read from there straight into their homes, without being initialised first.
         detect_weight_writes: for debugging. A layer may write its own parameters while it runs (an initialisation from
-            data, a renormalisation). Writes in place are always seen; writes through ``.data`` are found by comparing
-            bytes after the first two forwards of each mode, and always in layers that were seen to write so. If True,
-            after every forward, which reads each home once more. Forwards that compare for a backward also take
-            checksums of homes, which that backward compares: what was written through ``.data`` in between is refused.
+            data, a renormalisation). In-place writes are always detected; writes through ``.data`` are found by
+            comparing bytes after the first two forwards of each mode, and always in layers that did so before. If
+            True, after every forward, which reads each home once more. Forwards that compare for a backward also take
+            checksums of homes, and that backward refuses homes that were written through ``.data`` in between.
 
     Raises:
         TypeError, ValueError: if an argument cannot be used.
-        OSError: if the home has no room, or ``pretrained`` cannot be read.
+        OSError: if the storage is full, or ``pretrained`` cannot be read.
 
-    After any exception here the layers that were passed are as before: the same parameters and buffers with their
-    values, in ordinary memory or on the meta device.
+    After any exception here the given layers are as before: the same parameters and buffers with their values, in
+    ordinary memory or on the meta device.
 
     After an exception in forward or backward the model is usable, and every parameter holds its last value.
 
-    Inputs are never changed in place, by an in-place first layer either. Parameters live in their homes, so ``.to()``
-    and its relatives raise if they would move or cast anything: convert the model before it is wrapped.
+    Inputs are never changed in place, by an in-place first layer either. ``.to()`` and similar methods raise if they
+    would move or cast a parameter away from its home: convert the model before it is wrapped.
 
     Source: L2L (Pudipeddi et al., 2020) and fairscale's OffloadModel, whose signature this keeps.
     """
@@ -169,19 +168,19 @@ class OffloadModel(ModuleInTurn):
         }
         self._activation_bytes = activations
         self._num_microbatches = num_microbatches
-        #: Names of arguments that layers after the first would take.
+        #: Names of the arguments of layers after the first.
         self._taken_later = {name for layer in list(named.values())[1:] for name in names_taken(layer)}
         self._tier = open_tier(offload_device, self.device, keeps=True)
         self._meter = Meter(self.device)
         with contextlib.ExitStack() as undo:
-            # Whatever fails from here on, a full disk or an interrupt, leaves the layers as they were.
+            # A failure from here on, such as a full disk or an interrupt, leaves the layers as they were.
             undo.callback(self._tier.close)
             self._persistent_home = PersistentHome(self._tier, named, cuts, stored)
             undo.callback(Rollback(named.values(), self._persistent_home.values).restore)
-            # A copy that changes the type is converted on the host, by whoever asks for it: not by this thread.
+            # A copy that changes the type is converted on the host, which must not block this thread.
             lanes = open_lanes(self.device, blocking_io=self._tier.blocking_io or param_dtype is not None)
             undo.callback(lanes.close)
-            self._executor = make_walk(
+            self._executor = make_executor(
                 named,
                 cuts,
                 self._persistent_home.values,
@@ -194,12 +193,12 @@ class OffloadModel(ModuleInTurn):
                 graph_bytes=graphs,
                 param_dtype=param_dtype,
             )
-            # Children under the bare model's names, as in state_dict(). A layer may be called like a method of this.
+            # Children under the bare model's names, as in state_dict(). A layer may have the name of a method.
             self._modules.update(named)
             self._executor.structure = Structure(self._modules)
             for replayable in self._executor.replayables:
                 replayable.compares_always = detect_weight_writes
-            # Tied to the walk, which tapes refer to: a backward still runs after the last name of the model is gone.
+            # Of the executor, which tapes refer to: a backward still runs after the model is collected.
             self._end = finalize_here(self._executor, _close, lanes, self._tier)
             self._persistent_home.begin()
             return_freed_memory()
@@ -210,12 +209,12 @@ class OffloadModel(ModuleInTurn):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Calls the first layer with these arguments, each further layer with the result of the one before.
 
-        Tensors may be nested in tuples, lists and dicts; with several micro-batches all of them are cut along
-        dimension 0, and outputs are concatenated again. Tensors on other devices are brought to the compute device.
+        Tensors may be nested in tuples, lists and dicts; with several micro-batches all of them are split along
+        dimension 0, and outputs are concatenated again. Tensors on other devices are copied to the compute device.
 
-        ``torch.compile`` of this model, or of a module that contains it, leaves it as it is, at a break of the graph:
-        a compiled graph would take the weights of a slot for constants. Layers that were compiled
-        themselves (``layer.compile()``) stay compiled.
+        ``torch.compile`` of this model, or of a module that contains it, breaks the graph here: a compiled graph would
+        take the weights of a slot for constants. Layers that were compiled themselves (``layer.compile()``) stay
+        compiled.
         """
         if torch.compiler.is_compiling():
             return self._run_outside_of_compiled_graphs(*inputs, **kwargs)
@@ -238,7 +237,7 @@ class OffloadModel(ModuleInTurn):
         return attach(self._executor, tape, outputs, (inputs, kwargs))
 
     def _check_arguments(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raises TypeError for an argument that later layers take as well: only the first one would get it."""
+        """Raises TypeError for an argument that later layers also have: only the first layer would get it."""
         if len(inputs) > 1 or kwargs:
             shared = names_given(next(self.children()), inputs, kwargs) & self._taken_later
             if shared:
@@ -255,15 +254,15 @@ class OffloadModel(ModuleInTurn):
         output_fn: Callable[[Any], Any] | None = None,
         input_fn: Callable[[Any], Any] | None = None,
     ) -> tuple[list[Any], Tape | RegroupedTape]:
-        """Runs many chunks past each shard, and leaves the backward to the caller.
+        """Runs many chunks through each shard, and leaves the backward to the caller.
 
         Args:
             chunks: each a tensor, or (args, kwargs) for the first layer. Each chunk is one micro-batch.
             output_fn: applied to each chunk's output, as a part of the last shard: it is replayed with it, and the
                 gradients are then those of its result.
-            input_fn: makes a tensor or (args, kwargs) of each chunk, which then may be anything, as a part of the first
-                shard: what it makes exists while its cell runs, and is made again in the same way for the backward. It
-                takes no gradient, and its chunks do not run together.
+            input_fn: makes a tensor or (args, kwargs) of each chunk, which then may be any object, as a part of the
+                first shard: its result exists while the cell runs, and is recomputed for the backward. The result gets
+                no gradient, and its chunks do not run together.
 
         Returns:
             The outputs, detached, in the order of the chunks; and the tape, whose ``backward(output_gradients)``
@@ -291,11 +290,11 @@ class OffloadModel(ModuleInTurn):
         return pieces, RegroupedTape(tape, rows, pieces)
 
     def activation_bytes(self, chunk: Any, *, output_fn: Callable[[Any], Any] | None = None) -> int:
-        """What autograd keeps of a chunk in the shard that keeps most of it: what one cell needs in backward.
+        """Bytes that autograd saves for a chunk in the shard that saves most: the activations of one cell in backward.
 
-        Runs the chunk forward once, and leaves no trace in buffers or generators. 0 if there is nothing to train.
+        Runs the chunk forward once, and leaves buffers and generators unchanged. 0 if no parameter takes a gradient.
         """
-        call = map_tensors(Tensor.clone, as_call(0, chunk))  # of a view, all that it is a view of would be counted
+        call = map_tensors(Tensor.clone, as_call(0, chunk))  # of a view, the whole base would be counted
         return measured_activations(self._executor, call, output_fn)
 
     def _rows_together(self) -> int:
@@ -305,30 +304,30 @@ class OffloadModel(ModuleInTurn):
             return 0
         return int(self._activation_bytes // per_row)
 
-    # --- looking ------------------------------------------------------------------------------------------------
+    # --- reports ------------------------------------------------------------------------------------------------
 
     def statistics(self) -> Statistics:
-        """What the model has loaded, stored and waited for since it was made."""
+        """Counts of loads, stores and waits since the model was made."""
         return self._meter.read()
 
     def plan(self, batch_rows: int | None = None, *, training: bool = True) -> Plan:
         """The plan of a step: ``print(model.plan())``.
 
-        That of the last step which ran, if it was on a batch of ``batch_rows`` rows, or none are given. Otherwise that
-        of the next step, from empty slots; with an ``OffloadOptimizer`` it follows another one, whose updates it begins
-        with. Boundaries whose size was not seen yet are taken to stay in memory.
+        That of the last step which ran, if its batch had ``batch_rows`` rows, or None is given. Otherwise that of the
+        next step, from empty slots; with an ``OffloadOptimizer`` it begins with the updates of a step before.
+        Boundaries of unknown size are assumed to stay in memory.
 
         Args:
             batch_rows: a batch of few rows has fewer micro-batches.
             training: whether there is a backward.
         """
         ran = self._executor.steps.last(batch_rows, training=training)
-        rows = self._rows_of_pieces(batch_rows or self._num_microbatches)
+        rows = self._rows_of_micro_batches(batch_rows or self._num_microbatches)
         slots = self._executor.streamer.slots
         updates = self._executor.streamer.gradient_offload.optimizers.planned()
         return ran or self._executor.steps.plan(rows, updates, slots=slots, training=training)
 
-    def _rows_of_pieces(self, batch_rows: int) -> list[int]:
+    def _rows_of_micro_batches(self, batch_rows: int) -> list[int]:
         """Rows of each micro-batch."""
         count = max(1, min(self._num_microbatches, batch_rows))
         return [batch_rows // count + (i < batch_rows % count) for i in range(count)]
@@ -337,29 +336,31 @@ class OffloadModel(ModuleInTurn):
         """Predicts a training step on a batch of ``batch_rows`` rows: seconds, bytes moved, peak bytes by tier.
 
         The plan is simulated with the median of the latest layer times and bandwidths, without the first step's; times
-        of layers are taken to be proportional to rows. A process is often slow in its second step, too: a forecast of
-        what is to come is better after some more. Bytes are as good after the first.
+        of layers are assumed to be proportional to rows. A process is often slow in its second step, too, so times are
+        better after some more steps. Bytes are as good after the first.
 
         Raises:
             RuntimeError: if no training step has run yet.
+            ValueError: if ``memory_budget`` is too small for such a batch.
         """
-        return estimate_step(
-            self._executor.shards,
-            self._meter,
-            slots=self._executor.streamer.slots,
-            rows=self._rows_of_pieces(batch_rows),
-            boundary_budget_bytes=self._executor.boundary_bytes,
+        executor, rows = self._executor, self._rows_of_micro_batches(batch_rows)
+        updates = executor.streamer.gradient_offload.optimizers.planned()
+        plan = executor.steps.plan(rows, updates, slots=executor.streamer.slots, training=True)
+        return predict_step(
+            plan,
+            rows,
+            executor.steps,
+            shards=executor.shards,
+            meter=self._meter,
             tier=self._tier,
             device=self.device,
-            updates=self._executor.streamer.gradient_offload.optimizers.planned(),
-            reserved_bytes=self._executor.steps.reserved_bytes,
         )
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[list[Event]]:
-        """Records what compute and each lane do inside, and writes it to ``path`` for https://ui.perfetto.dev.
+        """Records compute and each lane in this context, and writes the trace to ``path`` for https://ui.perfetto.dev.
 
-        ``with model.trace("step.json") as events: ...``; the events carry the plan's tokens. A picture of the file:
+        ``with model.trace("step.json") as events: ...``; the events are named as in the plan. Draw it with
         ``python -m offload.telemetry.timeline step.json step.png``.
         """
         tracer = self._meter.tracer
@@ -369,7 +370,7 @@ class OffloadModel(ModuleInTurn):
         tracer.write(path, events)
 
     def optimizer_access(self) -> OptimizerAccess:
-        """What an :class:`~offload.OffloadOptimizer` may do with this model, besides reading its parameters."""
+        """The interface for an :class:`~offload.OffloadOptimizer`."""
         return OptimizerAccess(self._executor, self._tier, self._meter)
 
     def extra_repr(self) -> str:
@@ -378,16 +379,16 @@ class OffloadModel(ModuleInTurn):
         largest = max(shard.slot_bytes for shard in shards)
         return f"{len(shards)} shards of at most {largest:,} bytes at home in {self._tier.name}"
 
-    # --- the end -------------------------------------------------------------------------------------------------
+    # --- closing -------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends the model: finishes what is pending, seals a home that is kept, and removes files that are not.
+        """Closes the model: finishes pending updates, writes the manifest of a home that is kept, removes other files.
 
         Parameters, gradients and buffers can still be read, but must not be changed where the home is kept. Forwards
-        raise from now on. To call it again does nothing.
+        raise from now on. Further calls do nothing.
 
         Raises:
-            RuntimeError, ValueError, OSError: if a kept home cannot be sealed; the model is as it was.
+            RuntimeError, ValueError, OSError: if the manifest of a kept home cannot be written; the model is as before.
         """
         if self._executor.closed:
             return

@@ -1,10 +1,10 @@
-"""A module whose parameters rest at home: what ``nn.Module`` does by itself, and must not do behind the engine's back.
+"""The ``nn.Module`` methods of an offloaded model: parameter access, ``state_dict``, ``.to()``, copies and pickles.
 
 Guarantees
-    * Whoever finds parameters or buffers through the module, also from a module around it, finds current values: an
-      update that is pending at home is finished first.
-    * Parameters never leave their homes: what would move or cast them is refused, what changes nothing is let through.
-    * A copy, and what comes out of a pickle, has homes of its own.
+    * Parameters and buffers that are found through the module, also from a module around it, hold current values: a
+      pending update is finished first.
+    * Parameters never leave their homes: methods that would move or cast them raise, those that change nothing pass.
+    * A copy, and an unpickled model, has homes of its own.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from torch.overrides import TorchFunctionMode
 
 from offload.engine.executor import Executor
 from offload.storage import Tier
-from offload.storages import on_own_storages
+from offload.storage.state_views import on_own_storages
 
 __all__ = ["ModuleAtHome"]
 
 M = TypeVar("M", bound="ModuleAtHome")
 
-#: How the attributes end in which ``nn.Module`` keeps hooks, and what it knows of them.
+#: Suffixes of the attributes in which ``nn.Module`` keeps hooks and their options.
 _OF_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called", "_is_full_backward_hook")
 
 
 class ModuleAtHome(nn.Module):
-    """The part of :class:`~offload.OffloadModel` that other code of torch calls. Its children are the layers."""
+    """The ``nn.Module`` part of :class:`~offload.OffloadModel`. Its children are the layers."""
 
     _executor: Executor
     _tier: Tier
-    #: What the constructor was given besides the layers.
+    #: Arguments of the constructor besides the layers.
     _arguments: dict[str, Any]
 
-    # --- what is pending at home is finished before anybody reads it ----------------------------------------------
+    # --- pending updates are finished before parameters are read --------------------------------------------------
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """As in torch. Parameters and buffers are found through this, from a module around this one as well."""
+        """As in torch, which finds parameters and buffers with it, also from a module around this one."""
         self._executor.streamer.apply_pending_updates()
         found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
         return found
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As in torch; also where parameters of several types rest in one home, ``torch.save`` takes it."""
+        """As in torch; ``torch.save`` also accepts it where one home holds parameters of several dtypes."""
         found = super().state_dict(*args, **kwargs)
         mixed = [shard for shard in self._executor.shards if len({s.dtype for s in shard.own}) > 1]
         if mixed:
@@ -57,7 +57,7 @@ class ModuleAtHome(nn.Module):
             views = on_own_storages(values)
             for value in values:
                 if id(value) in views:
-                    value.data = views[id(value)]  # it still counts writes together with its parameter
+                    value.data = views[id(value)]  # it still shares the parameter's version counter
         return found
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -68,19 +68,19 @@ class ModuleAtHome(nn.Module):
         if local_metadata.get("assign_to_params_buffers"):
             raise ValueError(
                 f"expected load_state_dict with assign=False for the OffloadModel {prefix.rstrip('.') or 'itself'!r}, "
-                f"got assign=True: its parameters have homes, which values are copied into"
+                f"got assign=True: values are copied into the homes of its parameters"
             )
         self._executor.streamer.apply_pending_updates()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. A pending update keeps its gradients, so only ``set_to_none=False`` has to finish it."""
+        """As in torch. A pending update owns its gradients, so only ``set_to_none=False`` has to finish it."""
         if not set_to_none:
             self._executor.streamer.apply_pending_updates()
         for layer in self.children():
             layer.zero_grad(set_to_none)
 
-    # --- its layers, found as in an nn.Sequential ------------------------------------------------------------------
+    # --- layers by index, as in an nn.Sequential -------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Number of layers."""
@@ -98,7 +98,7 @@ class ModuleAtHome(nn.Module):
     def __getitem__(self, index: slice) -> nn.Sequential: ...
 
     def __getitem__(self, index: int | slice) -> nn.Module:
-        """A layer; or, of a slice, the layers in an ``nn.Sequential`` that runs them on the host, as they are at home.
+        """A layer; or, for a slice, the layers in an ``nn.Sequential`` that runs them on the host, from their homes.
 
         Layers cannot be assigned, removed or added: their homes are made once.
         """
@@ -114,16 +114,16 @@ class ModuleAtHome(nn.Module):
     def _layers(self) -> list[nn.Module]:
         return [layer for layer in self._modules.values() if layer is not None]
 
-    # --- staying home -------------------------------------------------------------------------------------------
+    # --- moves and copies ---------------------------------------------------------------------------------------
 
     def _apply(self: M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> M:
-        """Refuses to move or cast parameters away from their homes; lets through what changes nothing."""
+        """Raises if ``fn`` would move or cast parameters away from their homes; otherwise does nothing."""
         for dtype in {parameter.dtype for parameter in self.parameters()}:
             probe = torch.empty(0, dtype=dtype)
             result = fn(probe)
             if result.dtype != dtype or result.device != probe.device:
                 raise RuntimeError(
-                    f"an OffloadModel's parameters rest in {self._tier.name} and cannot become {result.dtype} on "
+                    f"an OffloadModel's parameters are stored in {self._tier.name} and cannot become {result.dtype} on "
                     f"{result.device}; convert the layers before you wrap them"
                 )
         return self
@@ -146,7 +146,7 @@ class ModuleAtHome(nn.Module):
         return _rebuild, (type(self), layers, cuts, self._arguments, self._state())
 
     def _state(self) -> dict[str, Any]:
-        """What a module keeps of its own besides its members: its mode and its hooks."""
+        """The module's own mode and hooks."""
         return {key: value for key, value in vars(self).items() if key == "training" or key.endswith(_OF_HOOKS)}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -156,7 +156,7 @@ class ModuleAtHome(nn.Module):
 
 
 class _CopiesOfResults(TorchFunctionMode):
-    """Inside, ``copy.deepcopy`` takes tensors that are results of a graph, as a pickle does: without the graph."""
+    """A mode in which ``copy.deepcopy`` copies results of a graph, without the graph, as a pickle does."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__deepcopy__ and not args[0].is_leaf:
@@ -171,5 +171,5 @@ def _rebuild(kind: Any, layers: Any, cuts: list[int], arguments: dict[str, Any],
     bare = nn.Sequential()
     bare._modules.update(layers)
     model = kind(bare, **{**arguments, "num_slices": len(cuts)}, _cuts=cuts)
-    vars(model).update(state)  # of the container; each layer brings its own
+    vars(model).update(state)  # of the container; each layer has its own
     return model

@@ -1,8 +1,8 @@
-"""What a kept home holds, said in names, types and shapes; and the buffers, which rest there between two models.
+"""A ``DiskHome(keep=True)`` of a model: describes its contents by names, dtypes and shapes, and stores the buffers.
 
-Parameters rest in the files of a home all the time. Buffers are on the compute device as long as the model lives, so
+Parameters are in the files of a home all the time. Buffers are on the compute device as long as the model lives, so
 they are written when it is closed, and read when its home is adopted. All of them are kept, also those that are not
-in a ``state_dict``: an adopted model is equal to the one that was left.
+in a ``state_dict``: a model that adopts a home equals the one that was closed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["PersistentHome"]
 
 
 @dataclass(frozen=True)
-class _Resting:
-    """Values that are at rest in a home. A parameter's are where they belong; those of a buffer are read."""
+class _Stored:
+    """Values of an adopted home. Those of a parameter are in place; those of a buffer are read."""
 
     block: Block | None = None
     offset: int = 0
@@ -40,13 +40,13 @@ class _Resting:
 
 
 class PersistentHome:
-    """Stands between the layers of a model and the tier; does nothing where nothing is kept.
+    """Stores a model's buffers in its tier, and adopts an existing home; does nothing if the home is not kept.
 
     Args:
-        tier: where the homes are.
+        tier: storage of the homes.
         layers: name and module of each.
         cuts: number of layers of each shard.
-        values: what parameters and buffers are to be read from, if not from the home.
+        values: sources of parameters and buffers that are not read from the home.
 
     Raises:
         HomeError: if there is a home that cannot be used. The layers are as they were.
@@ -57,7 +57,7 @@ class PersistentHome:
     ) -> None:
         self._tier = tier if isinstance(tier, PersistentTier) else None
         self._layers = dict(layers)
-        #: What the parameters and buffers get their values from.
+        #: Sources of parameters and buffers.
         self.values: dict[Tensor, Values] = dict(values)
         self._block: Block | None = None
         self._places: list[tuple[str, int, int]] = []
@@ -74,9 +74,9 @@ class PersistentHome:
         if end:
             self._block = self._tier.home(len(contents) - 1, end)
         if adopted:
-            self.values.update(dict.fromkeys(parameters, _Resting()))
+            self.values.update(dict.fromkeys(parameters, _Stored()))
             for (_, buffer), (_, offset, _) in zip(self._buffers(), self._places, strict=True):
-                self.values[buffer] = _Resting(self._block, offset)
+                self.values[buffer] = _Stored(self._block, offset)
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         for name, layer in self._layers.items():
@@ -89,12 +89,12 @@ class PersistentHome:
         return self._tier is not None
 
     def begin(self) -> None:
-        """The model is made."""
+        """Called when the model is made."""
         if self._tier is not None:
             self._tier.mark_open()
 
     def close(self) -> None:
-        """Writes the buffers and seals the home.
+        """Writes the buffers and the manifest.
 
         Raises:
             ValueError: if a buffer has another size than when the model was made.
@@ -102,9 +102,9 @@ class PersistentHome:
         """
         if self._tier is None:
             return
-        now = [(name, 0, buffer.numel() * buffer.element_size()) for name, buffer in self._buffers()]
-        if [(name, n) for name, _, n in now] != [(name, n) for name, _, n in self._places]:
-            changed = sorted({(a, n) for a, _, n in now} ^ {(b, n) for b, _, n in self._places})
+        current = [(name, 0, buffer.numel() * buffer.element_size()) for name, buffer in self._buffers()]
+        if [(name, n) for name, _, n in current] != [(name, n) for name, _, n in self._places]:
+            changed = sorted({(a, n) for a, _, n in current} ^ {(b, n) for b, _, n in self._places})
             raise ValueError(
                 f"expected the buffers that the model was made with, got others: {changed}. A kept home holds buffers "
                 f"of a fixed size; save a checkpoint instead"
@@ -118,7 +118,7 @@ class PersistentHome:
 
 
 def _shards(layers: Sequence[tuple[str, nn.Module]], cuts: Sequence[int]) -> Iterator[Contents]:
-    """What each shard keeps at home, as :func:`offload.streaming.shard.make_shards` lays it out."""
+    """The contents of each shard's home, as :func:`offload.streaming.shard.make_shards` lays it out."""
     seen: set[nn.Parameter] = set()
     first = 0
     for j, count in enumerate(cuts):

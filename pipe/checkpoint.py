@@ -1,13 +1,13 @@
-"""Checkpointing in two halves, so that the recomputation can begin before the gradient has arrived.
+"""Activation checkpointing that can recompute a function before the gradient of its output has been received.
 
-``torch.utils.checkpoint`` recomputes when the gradient is there. In a pipeline the gradient is still on its way from
-the next device while this one idles. So the work is cut in two autograd functions, and whatever waits for the gradient
-is put between them::
+``torch.utils.checkpoint`` recomputes when the gradient is available. In a pipeline the gradient is still being copied
+from the next device while this one is idle. So checkpointing is split into two autograd functions, and the wait for the
+gradient is placed between them::
 
      input ──┬───────────────────╮
              │                   │ saved once, by Checkpoint
         ╭────┴─────╮             │
-        │Checkpoint│ [3] pushes the gradient through the recomputed graph
+        │Checkpoint│ [3] runs backward through the recomputed graph
         ╰────┬─────╯
            (Wait)    [2] waits until the gradient has been copied
         ╭────┴─────╮
@@ -19,9 +19,10 @@ Invariants
     * Exactly the outputs that would need a gradient without checkpointing need one: the function runs with grad mode on
       and every tensor that its graph would save is dropped. The other outputs (integers, constants, None) bypass
       autograd, so no gradient can be paired with the wrong output.
-    * Any output that the loss reaches starts the recomputation; if none does, nothing is recomputed.
-    * Each input tensor is saved once, through the saved-tensor hooks in force.
-    * The second run sees what the first saw: see :mod:`pipe.recompute.rerun` and :mod:`pipe.recompute.structure`.
+    * A gradient for any output starts the recomputation; without one, nothing is recomputed.
+    * Each input tensor is saved once, through the active saved-tensor hooks.
+    * The second run starts from the state of the first: see :mod:`pipe.recompute.rerun` and
+      :mod:`pipe.recompute.structure`.
 
 After an exception in the recomputation the generators, buffers and settings are restored and the graph is dead.
 
@@ -36,10 +37,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipe.input_writes import refuse_writes
 from pipe.microbatch import Batch
 from pipe.nested import TreeSpec, flatten, unflatten
 from pipe.phony import get_phony
+from pipe.recompute.input_writes import refuse_writes
 from pipe.recompute.phase import enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing
 from pipe.recompute.rerun import Rerun
 from pipe.recompute.structure import Members, WatchedLayers
@@ -59,14 +60,14 @@ __all__ = [
 
 
 def checkpoint(function: Callable[[Any], Any], input: Any) -> Any:
-    """``function(input)``, keeping only ``input`` and computing again in backward.
+    """``function(input)``, of which only ``input`` is kept; backward computes the function again.
 
     Args:
         function: a module or callable of one argument. If it is a module, changes between forward and backward raise.
         input: a tensor or any nested value.
 
     Returns:
-        What ``function`` returns: a tensor or any nested value.
+        The output of ``function``: a tensor or any nested value.
     """
     checkpointing = Checkpointing(function, Batch(input))
     output = checkpointing.checkpoint()
@@ -75,11 +76,11 @@ def checkpoint(function: Callable[[Any], Any], input: Any) -> Any:
 
 
 def refuse_double_backward(name: str) -> None:
-    """To be called first in a backward that computes the forward of ``name`` again.
+    """To be called first in a backward that recomputes the forward of ``name``.
 
     Raises:
-        RuntimeError: under ``create_graph=True``. The gradients come out of another graph, which is gone afterwards:
-            whatever were differentiated again would lack them without a word.
+        RuntimeError: under ``create_graph=True``. The gradients are computed by another graph, which is freed
+            afterwards: a second derivative would silently lack their contribution.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(
@@ -96,7 +97,7 @@ class Checkpointing:
         function: called with the value of ``batch``, once now and once in backward.
         batch: the input.
         watched: the module that ``function`` runs; by default ``function`` itself, if it is a module.
-        phony: its producer goes back after this call does (see :mod:`pipe.dependency`).
+        phony: the backward of its producer runs after that of this call (see :mod:`pipe.dependency`).
     """
 
     def __init__(
@@ -117,9 +118,9 @@ class Checkpointing:
         self._node: Any = None
 
     def checkpoint(self) -> Batch:
-        """Runs the function and returns its output, applied by :class:`Checkpoint`.
+        """Runs the function and returns its output as the result of :class:`Checkpoint`.
 
-        With grad mode off nothing will be recomputed, and the function is simply called.
+        With grad mode off nothing will be recomputed, and the function is called directly.
 
         Raises:
             RuntimeError: if the function changed its input in place.
@@ -130,13 +131,13 @@ class Checkpointing:
         leaves, spec = flatten(cell.compute(inputs))
         cell.differentiable = [k for k, y in enumerate(leaves) if isinstance(y, Tensor) and y.requires_grad]
         if cell.differentiable:
-            # Where no input needs a gradient, only the phony brings the node into the graph.
+            # If no input needs a gradient, the node is in the graph only because of the phony.
             phony = get_phony(inputs[0].device if inputs else torch.device("cpu"), requires_grad=True)
             if self._phony is not None and self._phony.requires_grad:
                 phony = self._phony
             results = [leaves[k].detach() for k in cell.differentiable]
             for k in cell.differentiable:
-                leaves[k] = None  # the graph over dropped tensors goes now
+                leaves[k] = None  # frees the graph, whose saved tensors were dropped
             call = _Call(cell, results)
             outputs = Checkpoint.apply(phony, call, *inputs)  # type: ignore[no-untyped-call]
             for k, output in zip(cell.differentiable, outputs, strict=True):
@@ -145,9 +146,9 @@ class Checkpointing:
         return Batch(unflatten(leaves, spec))
 
     def recompute(self, batch: Batch) -> None:
-        """Applies :class:`Recompute` to the output in place; what stands between it and Checkpoint delays only that.
+        """Applies :class:`Recompute` to the output in place. Nodes between the halves delay only Checkpoint.
 
-        Without this call, Checkpoint recomputes when its gradient arrives.
+        Without this call, Checkpoint recomputes when it receives its gradient.
         """
         cell, node = self._cell, self._node
         if cell is None:
@@ -162,19 +163,19 @@ class Checkpointing:
 
 
 def _dropped(tensor: Tensor) -> None:
-    """Saved-tensor hook of the first forward: its graph is only asked which outputs need a gradient."""
+    """Saved-tensor hook of the first forward: its graph only determines which outputs need a gradient."""
 
 
 def _never(_: None) -> Tensor:
     raise RuntimeError(
         "a loss depends on an activation inside a checkpointed function (an attribute that a layer keeps, a tensor "
-        "that a hook took), which did not leave it as an output and has no graph; return it as an output, detach it "
-        "where it is only looked at, or do not checkpoint (checkpoint='never')"
+        "that a hook took), which is not an output of the function and has no graph; return it as an output, detach it "
+        "if no gradient is needed, or do not checkpoint (checkpoint='never')"
     )
 
 
 class _Cell:
-    """What the two halves share: the function, the input's structure, and what its second run must see."""
+    """State shared by the two halves: the function, the input's structure, and the state for its second run."""
 
     __slots__ = (
         "_leaves",
@@ -236,7 +237,7 @@ class _Cell:
         return output
 
     def recompute(self, inputs: tuple[Tensor, ...]) -> None:
-        """The second run; leaves its graph in ``recomputed``.
+        """The second run; stores its outputs, with their graph, in ``recomputed``.
 
         Raises:
             RuntimeError: if the output differs in structure or in what needs a gradient, or the module has changed.
@@ -266,7 +267,7 @@ def _as_leaves(tensors: list[Tensor] | tuple[Tensor, ...]) -> list[Tensor]:
 
 
 class _Call:
-    """Passes the results of the first run into :class:`Checkpoint`, and its node out."""
+    """Passes the results of the first run into :class:`Checkpoint`, and its autograd node out."""
 
     __slots__ = ("cell", "node", "results")
 
@@ -277,15 +278,15 @@ class _Call:
 
 
 class Checkpoint(torch.autograd.Function):
-    """Keeps the input; its backward pushes the gradient through the recomputed graph."""
+    """Saves the input; its backward runs backward through the recomputed graph."""
 
     @staticmethod
     def forward(ctx: Any, phony: Tensor, call: _Call, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The results that were already computed."""
+        """The results, which were computed before."""
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
         ctx.cell = call.cell
-        call.node = ctx  # Recompute reads the saved input here, so that it is saved once
+        call.node = ctx  # Recompute reads the saved input from this node, so that it is saved once
         return tuple(call.results)
 
     @staticmethod
@@ -294,18 +295,18 @@ class Checkpoint(torch.autograd.Function):
 
         Raises:
             RuntimeError: under ``create_graph=True``; and under ``torch.autograd.grad`` or ``backward(inputs=...)``,
-                which would fill ``.grad`` unasked.
+                which would write ``.grad`` of parameters that were not requested.
         """
         refuse_double_backward("a checkpointed forward")
         cell: _Cell = ctx.cell
         nothing = (None,) * (2 + len(ctx.needs_input_grad[2:]))
         if all(gradient is None for gradient in gradients):
-            # Only the order of micro-batches led here, no loss.
+            # Reached only through edges that order micro-batches, not from a loss.
             return nothing
         if not accumulates_everywhere():
             raise RuntimeError(
                 "expected backward() over a checkpointed forward, got torch.autograd.grad() or backward(inputs=...); "
-                "it would write .grad of parameters that were not asked for: compute without checkpointing"
+                "it would write .grad of parameters that were not requested: compute without checkpointing"
             )
         if cell.recomputed is None:
             cell.recompute(ctx.saved_tensors)
@@ -329,7 +330,7 @@ class Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients, unchanged and unread: they may still be on their way."""
+        """The gradients, unchanged and unread: they may still be being copied."""
         if any(gradient is not None for gradient in gradients):
             ctx.cell.recompute(ctx.node.saved_tensors)
         return (None, None, *gradients)

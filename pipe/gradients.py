@@ -1,14 +1,14 @@
-"""The gradient of a step: one for each parameter, whatever the number of micro-batches.
+"""Accumulates the gradients of all micro-batches of a step, and runs parameter hooks once, at its end.
 
-A step runs a backward for each cell, and each adds to ``.grad``. To whoever looks at a parameter from outside that must
-be one backward: hooks of parameters see the gradient of the batch, once, and an optimizer that steps in such a hook
-steps once. So inside a step gradients accumulate from nothing and hooks wait; at its end each gradient passes its hooks
-and is added to what was there before.
+A step runs a backward for each cell, and each adds to ``.grad``. To the user this must look like one backward: hooks of
+parameters get the gradient of the batch, once, and an optimizer that steps in such a hook steps once. So inside a step
+gradients start from None and hooks are disabled; at its end each gradient is passed to its hooks and added to the
+earlier gradient.
 
 Invariants
     * ``Tensor.register_hook`` and ``register_post_accumulate_grad_hook`` of a parameter run once for a step, after its
       last cell, if the parameter has a gradient.
-    * After an exception inside the step every parameter has the gradient and the hooks of before, and no hook ran.
+    * After an exception inside the step every parameter has its gradient and hooks from before, and no hook has run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["StepGradients", "parameters_of"]
 
 
 def parameters_of(module: nn.Module, *, without: Iterable[object]) -> list[nn.Parameter]:
-    """The parameters of a module, but not those of some modules in it, which are not even looked at."""
+    """The parameters of a module, except those of the modules ``without``, which are not accessed."""
     hidden = {id(other) for other in without}
     if not hidden:
         return list(module.parameters())
@@ -47,17 +47,17 @@ class StepGradients:
         gradients = StepGradients(parameters)
         with gradients.accumulated():
             ...                             # any number of backwards
-            gradients.scale = factor        # optional: what all of them are multiplied by
+            gradients.scale = factor        # optional: multiplies all of them
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)
-        #: Multiplies the gradients of the step at its end, if it is not None; a tensor of no dimension.
+        #: A 0-dimensional tensor that multiplies the gradients of the step at its end, or None.
         self.scale: Tensor | None = None
 
     @contextlib.contextmanager
     def accumulated(self) -> Iterator[None]:
-        """Inside, gradients accumulate from nothing. At the end they are added to those of before."""
+        """A context in which gradients start from None. At its end they are added to the earlier gradients."""
         before = [(parameter, parameter.grad, HiddenHooks(parameter)) for parameter in self.parameters]
         done = 0
         try:

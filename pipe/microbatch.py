@@ -78,7 +78,7 @@ def rows_of(value: Any) -> int:
     sizes = {leaf.size(0) for leaf in flatten(value)[0] if _is_split(leaf)}
     if len(sizes) > 1:
         raise ValueError(
-            f"expected tensors with the same number of rows to cut into micro-batches, got sizes of dimension 0 "
+            f"expected tensors with the same number of rows to split into micro-batches, got sizes of dimension 0 "
             f"{sorted(sizes)}; pass tensors of equal dimension 0, or NoChunk(tensor) for one that all rows share"
         )
     return sizes.pop() if sizes else 1
@@ -115,7 +115,7 @@ def split_nested(value: Any, chunks: int) -> list[Any]:
     for leaf in leaves:
         if _is_split(leaf) and leaf.layout is not torch.strided:
             raise TypeError(
-                f"expected dense tensors to cut into {count} micro-batches, got one of layout {leaf.layout}; pass "
+                f"expected dense tensors to split into {count} micro-batches, got one of layout {leaf.layout}; pass "
                 f"NoChunk(tensor) if all rows share it, or use a single micro-batch"
             )
     columns = [torch.tensor_split(leaf, count) if _is_split(leaf) else (_whole(leaf),) * count for leaf in leaves]

@@ -24,15 +24,15 @@ from pipe.pipeline import Pipeline
 from pipe.placement import (
     BalanceError,
     Device,
+    assigned_devices,
     balance_of,
     check_convertible,
-    dealt,
     devices_of,
-    followed,
     partitions_of,
     stages_of,
+    updated_stages,
 )
-from pipe.refusals import check_optimizers, check_plain, check_reduced, check_updates, undone_on
+from pipe.refusals import check_optimizers, check_plain, check_reduced, check_updates, restored_on
 from pipe.schedule import Action, Schedule, fill_drain, one_forward_one_backward
 from pipe.skip.skippable import verify_skippables
 from pipe.state_dict import without_partitions
@@ -92,7 +92,7 @@ class Pipe(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
             raise TypeError(
-                f"expected nn.Sequential with its own forward to cut into stages, got {type(module).__name__}; "
+                f"expected nn.Sequential with its own forward to split into stages, got {type(module).__name__}; "
                 f"pass nn.Sequential(...)"
             )
         if isinstance(chunks, bool) or int(chunks) < 1:
@@ -109,7 +109,7 @@ class Pipe(nn.Module):
 
         found = devices_of(devices, balance)
         self.balance = balance_of(module, balance, len(found))
-        self.devices = dealt(module, self.balance, found, automatic_devices=devices is None)
+        self.devices = assigned_devices(module, self.balance, found, automatic_devices=devices is None)
         self.chunks = int(chunks)
         self.checkpoint = checkpoint
         # The children of the module become those of the Pipe, so that names in the state_dict stay the same.
@@ -280,7 +280,7 @@ class Pipe(nn.Module):
         code: Hashable = getattr(loss_fn, "__code__", kind_of_loss)
         tried = losses[0].weight is not None or len(rows) == 1 or code in self._counting
         with (
-            contextlib.nullcontext() if tried else undone_on(UndeclaredReductionError, self, self.devices),
+            contextlib.nullcontext() if tried else restored_on(UndeclaredReductionError, self, self.devices),
             gradients.accumulated(),
             frozen_weights(takers),
             mini_batch(len(rows)),
@@ -331,7 +331,7 @@ class Pipe(nn.Module):
 
     def _follow(self) -> None:
         """Updates the stages with layers that were replaced."""
-        stages = followed(self._stages, self._modules)
+        stages = updated_stages(self._stages, self._modules)
         if stages is not None:
             self._stages = stages
             self._draws = SharedDraws()

@@ -24,13 +24,13 @@ from pipe.turn import takers_in, takes_turns
 __all__ = [
     "BalanceError",
     "Device",
+    "assigned_devices",
     "balance_of",
     "check_convertible",
-    "dealt",
     "devices_of",
-    "followed",
     "partitions_of",
     "stages_of",
+    "updated_stages",
 ]
 
 Device = torch.device | int | str
@@ -90,7 +90,7 @@ def balance_of(module: nn.Sequential, balance: Sequence[int] | None, devices: in
     return given
 
 
-def dealt(
+def assigned_devices(
     module: nn.Sequential, balance: Sequence[int], devices: list[torch.device], *, automatic_devices: bool
 ) -> list[torch.device]:
     """The device of each stage: a device each, or round-robin for stages that take turns.
@@ -146,7 +146,7 @@ def stages_of(partitions: Sequence[nn.Sequential], devices: Sequence[torch.devic
     return [Stage(p, d, j, layout) for j, (p, d) in enumerate(zip(partitions, devices, strict=True))]
 
 
-def followed(stages: Sequence[Stage], layers: Mapping[str, nn.Module | None]) -> list[Stage] | None:
+def updated_stages(stages: Sequence[Stage], layers: Mapping[str, nn.Module | None]) -> list[Stage] | None:
     """New stages for a Pipe whose layers were replaced, or None if no layer was.
 
     Args:

@@ -20,7 +20,7 @@ __all__ = [
     "check_plain",
     "check_reduced",
     "check_updates",
-    "undone_on",
+    "restored_on",
 ]
 
 
@@ -33,7 +33,7 @@ def check_plain(module: nn.Sequential) -> None:
     own = beyond_layers(module)
     if own:
         raise TypeError(
-            f"expected an nn.Sequential of layers alone to cut into stages, got {type(module).__name__} with "
+            f"expected an nn.Sequential of layers alone to split into stages, got {type(module).__name__} with "
             f"{', '.join(own)} of its own; move them into a layer, or onto the Pipe"
         )
 
@@ -119,7 +119,7 @@ def check_hooks(parameters: Iterable[nn.Parameter]) -> None:
 
 
 @contextlib.contextmanager
-def undone_on(error: type[Exception], module: nn.Module, devices: Iterable[torch.device]) -> Iterator[None]:
+def restored_on(error: type[Exception], module: nn.Module, devices: Iterable[torch.device]) -> Iterator[None]:
     """A context that restores buffers and random generators if ``error`` is raised in it."""
     buffers = [
         (owner, name, buffer, buffer.detach().clone())

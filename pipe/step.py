@@ -221,7 +221,7 @@ class Step:
 
     def _count(self) -> Tensor:
         """The divisor of the loss of the batch."""
-        assert len(self._counts) == len(self.losses), "asked for before the last loss was there"
+        assert len(self._counts) == len(self.losses), "read before the last loss was computed"
         device = self._losses[0].device
         counts = (torch.as_tensor(count).to(device) for count in self._counts.values())
         return sum(counts, torch.zeros((), device=device))

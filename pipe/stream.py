@@ -1,8 +1,8 @@
-"""Streams and devices, for CUDA and for the CPU alike.
+"""Functions on streams and devices that work for CUDA and for the CPU.
 
-Code that orders copies and kernels names a stream for each device. The CPU has no streams: everything there happens at
-once and in order, so its stream is a placeholder and waiting for it is nothing. With these functions one code serves
-both, and this is the only module of the pipeline that touches ``torch.cuda``.
+Code that orders copies and kernels uses a stream for each device. The CPU has no streams: its operations complete
+immediately and in order, so its stream is a placeholder and waiting for it does nothing. With these functions the same
+code serves both, and this is the only module of the pipeline that uses ``torch.cuda``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CPUStreamType:
 
 
 CPUStream = CPUStreamType()
-"""Stands where a device that is not CUDA would have a stream."""
+"""The placeholder for a stream of a device that is not CUDA."""
 
 AbstractStream = torch.cuda.Stream | CPUStreamType
 
@@ -61,7 +61,7 @@ def is_cuda(stream: AbstractStream) -> TypeGuard[torch.cuda.Stream]:
 
 
 def as_cuda(stream: AbstractStream) -> torch.cuda.Stream:
-    """The CUDA stream that it is known to be."""
+    """The stream, which must be a CUDA stream."""
     assert is_cuda(stream)
     return stream
 
@@ -72,7 +72,7 @@ def new_stream(device: torch.device) -> AbstractStream:
 
 
 def current_stream(device: torch.device) -> AbstractStream:
-    """The stream that work for ``device`` enters now."""
+    """The current stream of ``device``."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else CPUStream
 
 
@@ -88,14 +88,14 @@ def get_device(stream: AbstractStream) -> torch.device:
 
 @contextlib.contextmanager
 def use_device(device: torch.device) -> Iterator[None]:
-    """Inside, ``device`` is the current CUDA device, if it is one."""
+    """A context in which ``device`` is the current CUDA device; does nothing for other devices."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         yield
 
 
 @contextlib.contextmanager
 def use_stream(stream: AbstractStream) -> Iterator[None]:
-    """Inside, work for the stream's device enters ``stream``."""
+    """A context in which ``stream`` is the current stream of its device."""
     if not is_cuda(stream):
         yield
         return
@@ -104,20 +104,20 @@ def use_stream(stream: AbstractStream) -> Iterator[None]:
 
 
 def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
-    """Makes ``source`` wait for the work that ``target`` holds now. The host waits only where ``source`` is the CPU."""
+    """Makes ``source`` wait for the work queued on ``target`` now. The host waits only if ``source`` is the CPU."""
     if not is_cuda(target):
         return
     if is_cuda(source):
         source.wait_stream(target)
     else:
-        # The CPU reads memory as soon as it is told to; without this, it reads what the copy has not yet written.
+        # The CPU has no queue; without this, it reads memory before the copy has written it.
         target.synchronize()
 
 
 def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
-    """Tells the allocator that ``stream`` uses the tensor, so that its memory is not given away before."""
+    """Tells the allocator that ``stream`` uses the tensor, so that its memory is not reused before that use ends."""
     if not is_cuda(stream) or not tensor.is_cuda:
         return
-    # The allocator counts storages: a view may start in the middle of one, and only its beginning is known there.
+    # The allocator knows the beginnings of storages only, and a view may start in the middle of one.
     storage = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
     storage.record_stream(stream)

@@ -1,8 +1,8 @@
-"""Names of torch that are not public: each is used here only, under a name that says what it means.
+"""All private names of torch that the packages use, each behind a function or name that says what it means.
 
 They have no public counterpart. A release that drops one breaks this module and no other; ``tests/pipe/
-test_torch_private.py`` says of which releases that is known. :data:`ATTRIBUTES` lists the private attributes of tensors
-and modules that the packages use where they need them, since half of the field's code relies on those.
+test_torch_private.py`` lists the releases that were checked. :data:`ATTRIBUTES` lists the private attributes of tensors
+and modules that the packages use directly, since many other libraries rely on them too.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ __all__ = [
     "without_modes",
 ]
 
-#: Private attributes of torch's objects that the packages read, write or override, by what has them.
+#: Private attributes of torch's objects that the packages read, write or override, by type.
 ATTRIBUTES: dict[type, tuple[str, ...]] = {
     Tensor: (
         *("_base", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "_indices"),
@@ -93,12 +93,12 @@ _autograd: Any = torch._C._autograd
 
 
 def memory_of(tensor: Tensor) -> int:
-    """A number that tensors share whose memory is the same; as long as one of them lives."""
+    """A number that identifies the storage of a tensor while the storage is alive."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Sets the counts of in-place changes."""
+    """Sets the version counters (of in-place changes) of tensors."""
     _autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
@@ -108,18 +108,18 @@ def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
 
 
 def negative_view(tensor: Tensor) -> Tensor:
-    """A view of a tensor that reads as its negative."""
+    """A view of the negated tensor."""
     return torch._neg_view(tensor)
 
 
 def storage_uses(tensor: Tensor) -> int:
-    """How many tensors (and other owners) share the memory of ``tensor``, itself included."""
-    storage = tensor.untyped_storage()  # counts as one more
+    """The number of tensors (and other owners) that share the memory of ``tensor``, itself included."""
+    storage = tensor.untyped_storage()  # is one more owner
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined, unused-ignore]
 
 
 def native_uses(tensor: Tensor) -> int:
-    """How many owners a tensor has in C++, its Python object included: graphs, and the parameter of a gradient."""
+    """The number of owners of a tensor in C++, its Python object included: graphs, and the parameter of a gradient."""
     return int(tensor._use_count())  # type: ignore[attr-defined, unused-ignore]
 
 
@@ -127,7 +127,7 @@ def native_uses(tensor: Tensor) -> int:
 
 
 def in_backward() -> bool:
-    """Whether this thread is in the middle of a backward."""
+    """Whether this thread is running a backward."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -137,7 +137,7 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 
 
 def accumulates_everywhere() -> bool:
-    """Within a backward: whether it fills ``.grad`` of every leaf.
+    """Within a backward: whether it accumulates into ``.grad`` of every leaf.
 
     False inside ``torch.autograd.grad`` and ``backward(inputs=...)``.
     """
@@ -145,7 +145,7 @@ def accumulates_everywhere() -> bool:
 
 
 def is_requested(node: Any) -> bool:
-    """Within ``torch.autograd.grad`` or ``backward(inputs=...)``: whether a leaf's gradient was asked for.
+    """Within ``torch.autograd.grad`` or ``backward(inputs=...)``: whether a leaf's gradient was requested.
 
     Args:
         node: the leaf's ``AccumulateGrad``.
@@ -153,21 +153,21 @@ def is_requested(node: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined, unused-ignore]
     except RuntimeError:
-        # What the engine says of a leaf that torch.autograd.grad captures; of any other leaf it says False.
+        # The engine raises for a leaf that torch.autograd.grad captures, and returns False for any other leaf.
         return True
 
 
 def will_run(node: Any) -> bool:
-    """Within a backward: whether it runs a node of the graph, which is no leaf's."""
+    """Within a backward: whether it runs a node of the graph that is not of a leaf."""
     return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined, unused-ignore]
 
 
-#: Within a backward: whether the graph is retained. A torch that does not tell is taken to retain it.
+#: Within a backward: whether the graph is retained. Releases without this function are assumed to retain it.
 keeps_graph: Callable[[], bool] = getattr(_autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
 def has_hooks(leaf: Tensor) -> bool:
-    """Whether the user registered hooks on a leaf: on its gradient, or to run after it has accumulated."""
+    """Whether the user registered hooks on a leaf: on its gradient, or after accumulation."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)  # type: ignore[attr-defined, unused-ignore]
 
 
@@ -189,20 +189,20 @@ class HiddenHooks:
         return list((self._hooks[1] or {}).values())
 
     def hide(self) -> None:
-        """Takes them away, if there are any."""
+        """Removes them, if there are any."""
         if any(self._hooks):
-            # An empty mapping: None takes the name away, but not what the engine runs.
+            # An empty mapping: None would clear the attribute, but not the hooks that the engine runs.
             self._leaf._backward_hooks, self._leaf._post_accumulate_grad_hooks = OrderedDict(), OrderedDict()
 
     def restore(self) -> None:
-        """Brings them back."""
+        """Restores them."""
         if any(self._hooks):
             self._leaf._backward_hooks, self._leaf._post_accumulate_grad_hooks = self._hooks
 
 
 @contextlib.contextmanager
 def hidden_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, autograd accumulates into the leaves without running their hooks."""
+    """A context in which autograd accumulates into the leaves without running their hooks."""
     hidden = [HiddenHooks(leaf) for leaf in leaves if has_hooks(leaf)]
     try:
         for hooks in hidden:
@@ -214,25 +214,25 @@ def hidden_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
 
 
 def run_hooks_with_gradient_only(leaf: Tensor) -> None:
-    """Within a backward, until it ends: the hooks of a leaf run only if a gradient arrives there.
+    """Within a backward, until it ends: runs the hooks of a leaf only if the leaf gets a gradient.
 
-    Autograd runs the hooks of every leaf that it passes, also where it brings none.
+    Autograd runs the hooks of every leaf that it reaches, even if there is no gradient for it.
     """
     leaf_: Any = leaf
     on_gradient, after_accumulation = leaf_._backward_hooks, leaf_._post_accumulate_grad_hooks
-    arrived: list[Tensor] = []
+    received: list[Tensor] = []
 
     def gradient_hooks(gradient: Tensor | None) -> Tensor | None:
         if gradient is not None:
-            arrived.append(gradient)
+            received.append(gradient)
             for hook in list((on_gradient or {}).values()):
                 changed = hook(gradient)
                 gradient = gradient if changed is None else changed
         return gradient
 
     def accumulation_hooks(parameter: Tensor) -> None:
-        if arrived:
-            arrived.clear()
+        if received:
+            received.clear()
             for hook in list((after_accumulation or {}).values()):
                 hook(parameter)
 
@@ -253,13 +253,13 @@ def set_grad_enabled(enabled: bool) -> None:
 
 
 def saved_tensor_hooks(*, while_tracing: bool = False) -> SavedTensorHooks | None:
-    """The saved-tensor hooks in force. A trace leaves them out, unless they are asked for ``while_tracing``."""
+    """The active saved-tensor hooks, or None. While a graph is being traced, None unless ``while_tracing``."""
     hooks: SavedTensorHooks | None = _autograd._top_saved_tensors_default_hooks(while_tracing)
     return hooks
 
 
 def pop_saved_tensor_hooks() -> None:
-    """Takes away the saved-tensor hooks in force."""
+    """Removes the active saved-tensor hooks."""
     _autograd._pop_saved_tensors_default_hooks()
 
 
@@ -277,9 +277,9 @@ def function_modes() -> list[Any]:
 
 @contextlib.contextmanager
 def pushed_dispatch_mode(mode: Any) -> Iterator[None]:
-    """Inside, a mode is in force.
+    """A context in which a mode is active.
 
-    It is not entered: ``__enter__`` may have effects that the user asked for once (counters, printed summaries).
+    Its ``__enter__`` is not called: that may have effects that the user wants once (counters, printed summaries).
     """
     dispatch._push_mode(mode)
     try:
@@ -299,34 +299,34 @@ def pushed_function_mode(mode: Any) -> Iterator[None]:
 
 
 def left_dispatch_mode() -> None:
-    """Takes the innermost ``TorchDispatchMode`` away, without its ``__exit__``."""
+    """Removes the innermost ``TorchDispatchMode``, without its ``__exit__``."""
     dispatch._pop_mode()
 
 
 def left_function_mode() -> None:
-    """Takes the innermost ``TorchFunctionMode`` away, without its ``__exit__``."""
+    """Removes the innermost ``TorchFunctionMode``, without its ``__exit__``."""
     overrides._pop_mode()
 
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Inside, no mode and no subclass meets an operation."""
+    """A context in which no mode and no tensor subclass intercepts operations."""
     with torch._C.DisableTorchFunction(), dispatch._disable_current_modes():
         yield
 
 
-#: As ``__torch_function__`` of a subclass: its operations are those of a plain tensor, and its results are too.
+#: For ``__torch_function__`` of a subclass: its operations are those of a plain tensor and return plain tensors.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 def has_module_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether hooks, of one of these modules or of all modules, see what it takes or returns."""
+    """Whether hooks, of one of these modules or global ones, see its inputs or outputs."""
     return any(getattr(module_hooks, name, None) for name in _GLOBAL_HOOKS) or any(
         module._forward_hooks or module._forward_pre_hooks for module in modules
     )
 
 
-#: Where ``torch.nn.modules.module`` keeps hooks of all modules.
+#: The attributes of ``torch.nn.modules.module`` that hold global module hooks.
 _GLOBAL_HOOKS = tuple(
     f"_global_{name}"
     for name in (
@@ -336,7 +336,7 @@ _GLOBAL_HOOKS = tuple(
 )
 
 
-#: The attributes of a module that hold its hooks by number, and for some of those numbers how they are called.
+#: The attributes of a module that hold its hooks by number, and options of some of these hooks.
 HOOKS_OF_MODULES = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -362,9 +362,9 @@ def outside_of_compiled_graphs(function: F) -> F:
 
 
 def uncompiled_hooks(*hooks: Callable[[Any], Any]) -> tuple[Callable[[Any], Any], ...]:
-    """Hooks that ``torch.compile`` does not compile, wherever it calls them; as they are if nothing can be compiled.
+    """Wraps hooks so that ``torch.compile`` does not compile them; returns them unchanged if it was never imported.
 
-    Hooks of saved tensors run within the layers, so a compiled layer would compile them, too.
+    Saved-tensor hooks run inside the layers, so a compiled layer would compile them too.
     """
     if "torch._dynamo" not in sys.modules:
         return hooks
@@ -381,19 +381,19 @@ def _call_uncompiled() -> Callable[..., Any]:
 
 
 def with_subclasses() -> contextlib.AbstractContextManager[Any]:
-    """Inside, subclasses of tensors work as in a forward: a backward of a loss of a subclass runs without them."""
+    """A context in which tensor subclasses work as in a forward; the backward of a loss that is one disables them."""
     enable = getattr(torch._C, "_EnableTorchFunction", contextlib.nullcontext)
     enabled: bool = torch._C._is_torch_function_enabled()
     return contextlib.nullcontext() if enabled else enable()
 
 
 def transform_of_functions_under_way() -> bool:
-    """Whether a transform of ``torch.func`` is under way."""
+    """Whether a transform of ``torch.func`` is active."""
     return torch._C._functorch.maybe_current_level() is not None  # type: ignore[attr-defined, unused-ignore]
 
 
 def transform_under_way(inputs: Iterable[Tensor]) -> str | None:
-    """Name of what differentiates, batches or records a call on ``inputs`` from outside autograd, if anything does."""
+    """The name of an active mechanism other than autograd that transforms or traces a call on ``inputs``, or None."""
     if transform_of_functions_under_way():
         return "a transform of torch.func (grad, jvp, vmap, ...)"
     forward_mode = torch.autograd.forward_ad

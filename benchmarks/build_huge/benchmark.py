@@ -32,7 +32,6 @@ class Settings:
     blocks: int = option(36, "blocks, each of which is one shard")
     rows: int = option(64, "rows of the batch")
     steps: int = option(9, "steps of AdamW")
-    no_reference: bool = option(False, "leave out the resident model without a cap (for larger models)")
 
     def wrong(self) -> list[str]:
         """A model that fits answers nothing."""
@@ -58,9 +57,8 @@ def plan(settings: Settings, folder: str) -> Plan:
         return Case(name, f"{METHODS}:{function}", {**common, "cap_bytes": cap, **more}, environment)
 
     cap = settings.cap << 20
-    cases = [] if settings.no_reference else [case(REFERENCE, "resident", None, {})]
-    cases.append(case(CAPPED, "resident", cap, GIVE_BACK))
-    cases.append(case(OFFLOADED, "offloaded", cap, GIVE_BACK, home=f"{folder}/home"))
+    ours = case(OFFLOADED, "offloaded", cap, GIVE_BACK, home=f"{folder}/home")
+    cases = [case(REFERENCE, "resident", None, {}), case(CAPPED, "resident", cap, GIVE_BACK), ours]
     yield Group("training", cases, "rounds", settings.steps)
 
 

@@ -44,15 +44,14 @@ def _theirs(stack: Stack, device: str, method: str) -> tuple[Any, Any]:
     model = _layers(stack)
     settings = {"slices": stack.blocks} if method == "fairscale_offload" else {}
     prepared = METHODS[method.partition(" ")[0]](model, Path(tempfile.gettempdir()), device, **settings)
-    optimizer: Any = torch.optim.AdamW
+    trained = prepared.run if isinstance(prepared.run, nn.Module) else model
     if method.endswith("torchao"):  # states and gradients in host memory
         from torchao.optim import CPUOffloadOptimizer
 
         options = {"offload_gradients": True, **OPTIONS}
-        optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, **options)
+        optimizer: Any = CPUOffloadOptimizer(trained.parameters(), torch.optim.AdamW, **options)
     else:
-        parameters = prepared.run if isinstance(prepared.run, nn.Module) else model
-        optimizer = torch.optim.AdamW(parameters.parameters(), **OPTIONS)
+        optimizer = torch.optim.AdamW(trained.parameters(), **OPTIONS)
 
     def run(batch: Tensor) -> Tensor:
         with torch.autocast(torch.device(device).type, torch.bfloat16):

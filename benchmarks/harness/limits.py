@@ -155,8 +155,12 @@ def measure_limits(
 
 def _best(work: Callable[[], object], device: torch.device, tries: int) -> float:
     """The least seconds of ``tries``, after one that is not counted."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     seconds = []
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     for _ in range(tries + 1):
         wait()
         started = time.perf_counter()

@@ -74,7 +74,7 @@ def time_pairs(
     }
     report.total(pairs)
     # Without this promise that parameters do not change, each step would load them again.
-    with model.held_still() if slots is not None else contextlib.nullcontext():
+    with model.frozen_weights() if slots is not None else contextlib.nullcontext():
         for k in range(-warmup, pairs):
             seconds, losses = {}, {}
             before = model.statistics()

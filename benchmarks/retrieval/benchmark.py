@@ -39,7 +39,6 @@ def plan(settings: Settings, folder: str) -> Plan:
     cap_bytes = None if settings.cap is None else int(settings.cap * 2**20)
     cap_bytes = midway(free) if cap_bytes is None else cap_bytes
     if settings.capped_steps and cap_bytes is not None:
-        print(f"now under a cap of {cap_bytes / 2**20:,.0f} MiB", flush=True)
         methods = [method for method in METHODS if method == OURS or method in settings.methods]
         capped = [case(method, ", capped", cap_bytes, only_steps=settings.capped_steps) for method in methods]
         yield Group("capped", capped, turns=settings.capped_steps)

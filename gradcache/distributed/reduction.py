@@ -31,8 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradcache import representations
 from gradcache.reach import Reach, leaves_of
-from pipe.module_hooks import EngineHook
 from pipe.nested import tensors_in
+from pipe.recompute.module_hooks import EngineHook
 from pipe.torch_private import at_end_of_backward
 
 __all__ = ["Reduction", "after_backward", "unwrapped", "watch", "wrappers_in"]

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from gradcache.wrapped.receiver import Receiver
-from gradcache.wrapped.surroundings import Surroundings
+from gradcache.wrapped.surroundings import CallState
 from pipe.nested import TreeSpec, flatten, unflatten
 
-__all__ = ["Answer", "Call", "versions_of"]
+__all__ = ["Call", "CallResult", "versions_of"]
 
 
 @dataclass(eq=False)
@@ -30,7 +30,7 @@ class Call:
     spec: TreeSpec
     #: Which of the inputs need a gradient.
     requires: list[bool]
-    surroundings: Surroundings
+    state: CallState
     versions: list[int]
 
     @property
@@ -40,7 +40,7 @@ class Call:
 
 
 @dataclass(eq=False)
-class Answer:
+class CallResult:
     """The outputs of a call of a streamed model, and the gradients of its inputs and outputs."""
 
     model: Any
@@ -63,7 +63,7 @@ class Answer:
         self.differentiable = list(differentiable)
         self.gradients = [None] * len(self.outputs)
 
-    def give(self) -> tuple[list[Any], Receiver]:
+    def attach(self) -> tuple[list[Any], Receiver]:
         """Copies of the outputs, with a new graph if they need a gradient; and the receiver of that gradient."""
         assert self.spec is not None
         receiver = Receiver()
@@ -78,7 +78,7 @@ class Answer:
         return unflatten(leaves, self.spec), receiver
 
     def collect(self, receiver: Receiver) -> None:
-        """Adds the gradients of a receiver of :meth:`give`."""
+        """Adds the gradients of a receiver of :meth:`attach`."""
         positions = [k for k, wants in enumerate(self.differentiable) if wants]
         for k, gradient in zip(positions, receiver.gradients, strict=False):
             before = self.gradients[k]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from pipe.recompute.thread_state import ThreadState
 from pipe.torch_private import dispatch_modes, saved_tensor_hooks, transform_of_functions_under_way
 
-__all__ = ["Observer", "Surroundings", "must_run_in_place", "set_modes"]
+__all__ = ["CallState", "Observer", "must_run_in_place", "set_modes"]
 
 
 class Observer:
@@ -40,9 +40,9 @@ class Observer:
         self._devices = devices
         self._last: list[Any] = []
 
-    def note(self) -> Surroundings:
+    def record(self) -> CallState:
         """The present state."""
-        return Surroundings(self, ThreadState.capture(self._devices), self.state())
+        return CallState(self, ThreadState.capture(self._devices), self.state())
 
     def state(self) -> list[Any]:
         """The objects that the modules' attributes refer to. Consecutive equal states are the same list."""
@@ -65,7 +65,7 @@ class Observer:
         return self._last
 
 
-class Surroundings:
+class CallState:
     """Settings of the thread, ``training`` flags and state of a model's layers at one call."""
 
     def __init__(self, observer: Observer, thread_state: ThreadState, state: list[Any]) -> None:

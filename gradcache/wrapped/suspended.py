@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from gradcache import representations
 from gradcache.two_pass import InputGradients
-from gradcache.wrapped.calls import Answer, Call, versions_of
+from gradcache.wrapped.calls import Call, CallResult, versions_of
 from gradcache.wrapped.receiver import Receiver
 from gradcache.wrapped.surroundings import Observer, must_run_in_place, set_modes
 from pipe.interception import intercepting
@@ -42,7 +42,7 @@ from pipe.recompute.phase import enable_recomputing
 from pipe.recompute.replay import Replay, autocast_without_cache
 from pipe.recompute.thread_state import ThreadState
 
-__all__ = ["SuspendedForward", "TowerNotes"]
+__all__ = ["SuspendedForward", "TowerState"]
 
 
 class _Suspend(BaseException):
@@ -53,7 +53,7 @@ class _Suspend(BaseException):
         self.forward = forward
 
 
-class TowerNotes:
+class TowerState:
     """State shared by the forwards of all chunks of one tower.
 
     Args:
@@ -78,7 +78,7 @@ class SuspendedForward:
     Args:
         chunk: of the tower's input.
         encoder: the function from chunk to representation; calls the tower.
-        notes: of the tower.
+        tower: the state shared by all chunks of the tower.
         devices: devices whose generators the encoder may draw from.
         first: whether it is the tower's first chunk.
     """
@@ -87,20 +87,20 @@ class SuspendedForward:
         self,
         chunk: Any,
         encoder: Callable[[Any], Any],
-        notes: TowerNotes,
+        tower: TowerState,
         devices: set[torch.device],
         *,
         first: bool,
     ) -> None:
         self._chunk = chunk
         self._encoder = encoder
-        self.notes = notes
+        self.tower = tower
         self._devices = devices
         self._first = first
         self._thread_state = ThreadState.capture(device.type for device in devices)
         self._segments: list[tuple[Replay, ModuleState]] = []
         #: By number of the call; None if the model runs the call inside the forward.
-        self.answers: list[Answer | None] = []
+        self.results: list[CallResult | None] = []
         #: The call at which the forward is suspended, if it is.
         self.call: Call | None = None
         self.representation: Any = None
@@ -114,14 +114,14 @@ class SuspendedForward:
         self._in_backward = False
         self._suspended = False
         self._entering: list[Any] = []
-        self._given: list[tuple[Answer, Receiver]] = []
+        self._given: list[tuple[CallResult, Receiver]] = []
         self._segment: tuple[Replay, ModuleState] | None = None
         self._again = contextlib.ExitStack()
 
     @property
     def models(self) -> Mapping[int, Observer]:
         """Observers of the streamed models that the tower may call, by the model's ``id``."""
-        return self.notes.observers
+        return self.tower.observers
 
     # --- the first pass -----------------------------------------------------------------------------------------
 
@@ -133,20 +133,20 @@ class SuspendedForward:
             ValueError: if it writes into its input, which its first chunk's forward did not.
         """
         self.call = None
-        modes = [module.training for module in self.notes.modules]
+        modes = [module.training for module in self.tower.modules]
         with autocast_without_cache(self._devices):
             output = self._run(map_tensors(_as_leaf, self._chunk))
         if self._suspended:
             # Flags that a tower sets before a call and resets after it must not affect the next chunk.
-            set_modes(self.notes.modules, modes)
+            set_modes(self.tower.modules, modes)
             return
         self.requires_grad = any(tensor.requires_grad for tensor in tensors_in(output))
         self.representation = representations.detached(output)
         self.finished = True
 
-    def leave_to_model(self) -> None:
+    def run_in_place(self) -> None:
         """Has the model run the call of :attr:`call` itself, inside the forward, when the forward is run again."""
-        self.answers.append(None)
+        self.results.append(None)
 
     # --- the second pass ----------------------------------------------------------------------------------------
 
@@ -170,23 +170,23 @@ class SuspendedForward:
 
         Frees the stored outputs of call ``k``.
         """
-        answer = self.answers[k]
-        assert answer is not None
-        positions = [position for position, wants in enumerate(answer.requires) if wants]
-        arrived = dict(zip(positions, answer.entered.gradients, strict=False))
-        answer.entered.gradients = []
+        result = self.results[k]
+        assert result is not None
+        positions = [position for position, wants in enumerate(result.requires) if wants]
+        arrived = dict(zip(positions, result.entered.gradients, strict=False))
+        result.entered.gradients = []
         if any(gradient is not None for gradient in arrived.values()):
             with self._repeated(k):
                 entering, self._entering = self._entering, []
                 pairs = [(entering[position], g) for position, g in arrived.items() if g is not None]
                 torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
-        answer.outputs = []
+        result.outputs = []
 
     @contextlib.contextmanager
     def _repeated(self, stop_at: int | None) -> Iterator[Any]:
         """Yields the result of a run with a graph; gradients computed inside are added to those of the calls."""
         self._stop_at, self._in_backward = stop_at, True
-        self._modes = [module.training for module in self.notes.modules]
+        self._modes = [module.training for module in self.tower.modules]
         try:
             with (
                 self._thread_state.again(recomputation=True, cache_casts=False),
@@ -199,25 +199,25 @@ class SuspendedForward:
                 for _, module_state in reversed(self._segments):
                     self._again.enter_context(module_state.again(strict=False))
                 yield output
-                for answer, receiver in given:
-                    answer.collect(receiver)
+                for result, receiver in given:
+                    result.collect(receiver)
         finally:
             self._stop_at, self._in_backward, self._given, self._entering = None, False, [], []
-            self.abandon()
+            self.reset()
 
-    def abandon(self) -> None:
+    def reset(self) -> None:
         """Ends a run that was interrupted anywhere: restores buffers, generators and ``training`` flags."""
         self._running = False
         self._again.close()
         modes, self._modes = self._modes, None
         if modes is not None:
-            set_modes(self.notes.modules, modes)
+            set_modes(self.tower.modules, modes)
 
     # --- one run ------------------------------------------------------------------------------------------------
 
     def _run(self, chunk: Any) -> Any:
         """Runs from the beginning; None if it was suspended."""
-        copies = (self._first and not self._in_backward) or self.notes.writes_input
+        copies = (self._first and not self._in_backward) or self.tower.writes_input
         given = map_tensors(torch.clone if copies else _same, chunk)
         versions = versions_of(tensors_in(given))
         self._position, self._suspended, self._given, self._running = 0, False, [], True
@@ -228,7 +228,7 @@ class SuspendedForward:
                 output = self._encoder(given)
             if self._suspended and self._stop_at is None:
                 raise RuntimeError(
-                    f"the forward of {self.notes.name} was suspended by an exception at the call of the streamed model "
+                    f"the forward of {self.tower.name} was suspended by an exception at the call of the streamed model "
                     f"inside it, and caught that exception; catch Exception there, not BaseException"
                 )
             complete = True
@@ -245,21 +245,21 @@ class SuspendedForward:
     def _check_input(self, written: bool, copied: bool) -> None:
         if written and not copied:
             raise ValueError(
-                f"expected a model that treats all chunks alike, but {self.notes.name} changed one of its chunks in "
+                f"expected a model that treats all chunks alike, but {self.tower.name} changed one of its chunks in "
                 f"place and not the first; pass a process_fn that clones the tensors that the model writes into"
             )
-        self.notes.writes_input |= written
+        self.tower.writes_input |= written
 
     def _intercepted(self, model: Any, micro_batches: Sequence[Any]) -> list[Any] | None:
         """Returns the stored outputs of a call, suspends the forward, or returns None to let the model run the call."""
-        observer = self.notes.observers.get(id(model))
+        observer = self.tower.observers.get(id(model))
         if observer is None or not self._running:
             return None
         if self._suspended:  # the tower caught the exception that suspends it
             raise _Suspend(self)
         reason = must_run_in_place()
         if reason:
-            self.notes.in_place[id(model)] = reason
+            self.tower.in_place[id(model)] = reason
             return None
         k = self._position
         self._position += 1
@@ -268,34 +268,34 @@ class SuspendedForward:
         self._end(True)
         if k == self._stop_at:
             self._entering = inputs
-        elif k < len(self.answers):
-            answer = self.answers[k]
+        elif k < len(self.results):
+            result = self.results[k]
             self._begin(k + 1)
-            if answer is None:
+            if result is None:
                 return None
-            self._check_repeated(answer, model, spec, requires)
-            outputs, receiver = answer.give()
-            self._given.append((answer, receiver))
+            self._check_repeated(result, model, spec, requires)
+            outputs, receiver = result.attach()
+            self._given.append((result, receiver))
             return outputs
         elif self._in_backward:
             raise self._differs(f"calls {type(model).__name__} once more than")
         else:
             detached = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
-            surroundings = observer.note()
-            self.call = Call(model, detached, spec, requires, surroundings, versions_of(detached))
+            state = observer.record()
+            self.call = Call(model, detached, spec, requires, state, versions_of(detached))
         self._suspended = True
         raise _Suspend(self)
 
-    def _check_repeated(self, answer: Answer, model: Any, spec: TreeSpec, requires: list[bool]) -> None:
-        if model is not answer.model or spec != answer.input_spec:
+    def _check_repeated(self, result: CallResult, model: Any, spec: TreeSpec, requires: list[bool]) -> None:
+        if model is not result.model or spec != result.input_spec:
             raise self._differs(f"calls {type(model).__name__} in another order, or with other arguments, than")
         # A call that ran without gradients in the first pass cannot return gradients.
-        if torch.is_grad_enabled() != answer.records or requires != answer.requires:
+        if torch.is_grad_enabled() != result.records or requires != result.requires:
             raise self._differs(f"calls {type(model).__name__} with inputs that need other gradients than")
 
     def _differs(self, what: str) -> RuntimeError:
         return RuntimeError(
-            f"the forward of {self.notes.name}, which is repeated around the call of a streamed model, {what} when it "
+            f"the forward of {self.tower.name}, which is repeated around the call of a streamed model, {what} when it "
             f"ran first; make it do the same for the same chunk, or override GradCache.model_call, with which chunks "
             f"run one by one"
         )
@@ -310,12 +310,12 @@ class SuspendedForward:
             self._again.enter_context(module_state.again(strict=False))
             self._again.enter_context(replay.rewound())
         else:
-            watched = self.notes.watched
+            watched = self.tower.watched
             self._segment = Replay.capture(self._devices, watched.generators), ModuleState(watched)
 
     def _end(self, complete: bool) -> None:
         """Ends the current segment, if there is one. The state of an incomplete first run is not stored."""
-        modules = self.notes.modules
+        modules = self.tower.modules
         modes = [module.training for module in modules]
         self._again.close()
         # Closing restores the flags from before the segment; keep those that the tower set in it.

@@ -33,13 +33,13 @@ from gradcache import representations
 from gradcache.context_managers import devices_in_use
 from gradcache.streamed import Tape
 from gradcache.two_pass import InputGradients
-from gradcache.wrapped.calls import Answer
+from gradcache.wrapped.calls import CallResult
 from gradcache.wrapped.receiver import Receiver
 from gradcache.wrapped.surroundings import Observer
-from gradcache.wrapped.suspended import SuspendedForward, TowerNotes
+from gradcache.wrapped.suspended import SuspendedForward, TowerState
 from pipe.nested import flatten, unflatten
 
-__all__ = ["WrappedWalk", "say_once", "streamed_inside"]
+__all__ = ["WrappedWalk", "streamed_inside", "warn_once"]
 
 
 def streamed_inside(model: nn.Module) -> list[nn.Module]:
@@ -61,7 +61,7 @@ def streamed_inside(model: nn.Module) -> list[nn.Module]:
 
 
 @dataclass(eq=False)
-class _Wave:
+class _JointCall:
     """One forward of a streamed model that runs the calls of many chunks together."""
 
     tape: Tape
@@ -72,12 +72,12 @@ class _Wave:
         """Runs backward through the model, and then through the code that computed its inputs."""
         gradients: list[Any] = []
         for forward, k in self.members:
-            answer = forward.answers[k]
-            assert answer is not None
-            assert answer.spec is not None
-            nested = unflatten(list(answer.gradients), answer.spec)
+            result = forward.results[k]
+            assert result is not None
+            assert result.spec is not None
+            nested = unflatten(list(result.gradients), result.spec)
             gradients.extend(part if representations.has_gradient(part) else None for part in nested)
-            answer.gradients = []
+            result.gradients = []
         if any(gradient is not None for gradient in gradients):
             self.tape.backward(gradients)
             gradients.clear()
@@ -110,23 +110,23 @@ class WrappedWalk:
         self._models = streamed
         self._inputs = inputs
         self._audit = audit
-        self._waves: list[_Wave] = []
+        self._joint_calls: list[_JointCall] = []
         self._visits: dict[int, int] = dict.fromkeys(streamed, 0)
         self._towers: list[list[SuspendedForward]] = []
         self._rows: list[list[int]] = []
-        self._notes: dict[int, TowerNotes] = {}
+        self._tower_states: dict[int, TowerState] = {}
         for model, chunks in towers:
-            notes = self._notes.get(id(model))
-            if notes is None:
-                notes = TowerNotes(model, {id(part): observers[id(part)] for part in inside[id(model)]})
-                self._notes[id(model)] = notes
+            tower_state = self._tower_states.get(id(model))
+            if tower_state is None:
+                tower_state = TowerState(model, {id(part): observers[id(part)] for part in inside[id(model)]})
+                self._tower_states[id(model)] = tower_state
             devices = devices_in_use(list(model.parameters()))
             self._towers.append(
                 [
                     SuspendedForward(
                         chunk,
                         encoder_of(model),
-                        notes,
+                        tower_state,
                         devices | devices_in_use(list(tensors_of(chunk))),
                         first=i == 0,
                     )
@@ -140,11 +140,11 @@ class WrappedWalk:
 
     def encode(self) -> list[Any]:
         """The first pass: the representations of each tower."""
-        with self._abandoned_on_failure() as forwards:
+        with self._reset_on_failure() as forwards:
             for forward in forwards:
                 forward.advance()
             while waiting := [forward for forward in forwards if forward.call is not None]:
-                for forward in self._answered(self._next(waiting, forwards)):
+                for forward in self._completed(self._next(waiting, forwards)):
                     forward.advance()
         self._warn()
         encoded: list[Any] = []
@@ -167,26 +167,26 @@ class WrappedWalk:
         groups: dict[Any, list[SuspendedForward]] = {}
         for forward in waiting:
             assert forward.call is not None
-            groups.setdefault((id(forward.call.model), forward.call.surroundings.key), []).append(forward)
+            groups.setdefault((id(forward.call.model), forward.call.state.key), []).append(forward)
         unfinished = [forward for forward in forwards if not forward.finished]
         for (model, _), group in groups.items():
             if sum(model in forward.models for forward in unfinished) == len(group):
                 return group
         return max(groups.values(), key=len)
 
-    def _answered(self, group: Sequence[SuspendedForward]) -> Sequence[SuspendedForward]:
+    def _completed(self, group: Sequence[SuspendedForward]) -> Sequence[SuspendedForward]:
         """Runs the calls of a group, which are calls of one model. Returns the group."""
         together: list[SuspendedForward] = []
         for forward in group:
             assert forward.call is not None
             reason = ""
-            if forward.call.surroundings.changed:
+            if forward.call.state.changed:
                 reason = "the tower changes its state only during the call"
             elif forward.call.overwritten:
                 reason = "its arguments are overwritten by the next chunk's"
             if reason:
-                forward.notes.in_place[id(forward.call.model)] = reason
-                forward.leave_to_model()
+                forward.tower.in_place[id(forward.call.model)] = reason
+                forward.run_in_place()
             else:
                 together.append(forward)
         if together:
@@ -195,18 +195,18 @@ class WrappedWalk:
 
     def _run_together(self, group: Sequence[SuspendedForward]) -> None:
         calls = [forward.call for forward in group if forward.call is not None]
-        model, surroundings = calls[0].model, calls[0].surroundings
+        model, state = calls[0].model, calls[0].state
         flags: list[list[bool]] = []
 
-        def note(output: Any) -> Any:
+        def record_flags(output: Any) -> Any:
             # Runs as a part of the last shard, where outputs have their graph. It is repeated in backward.
             flags.append([isinstance(x, torch.Tensor) and x.requires_grad for x in flatten(output)[0]])
             return output
 
         chunks: list[Any] = []
         counts: list[int] = []
-        answers: list[Answer] = []
-        with surroundings.again():
+        results: list[CallResult] = []
+        with state.again():
             for call in calls:
                 entered = Receiver()
                 wanted = [x for x, wants in zip(call.inputs, call.requires, strict=True) if wants]
@@ -215,19 +215,19 @@ class WrappedWalk:
                 micro_batches = unflatten([next(attached) if wants else x for x, wants in pairs], call.spec)
                 chunks.extend(micro_batches)
                 counts.append(len(micro_batches))
-                answers.append(Answer(model, call.spec, call.requires, torch.is_grad_enabled(), entered))
+                results.append(CallResult(model, call.spec, call.requires, torch.is_grad_enabled(), entered))
                 call.inputs.clear()
-            outputs, tape = model.forward_chunks(chunks, output_fn=note)
+            outputs, tape = model.forward_chunks(chunks, output_fn=record_flags)
         self._visits[id(model)] += 1
         remaining = iter(zip(outputs, flags[: len(outputs)], strict=True))
         members: list[tuple[SuspendedForward, int]] = []
-        for forward, answer, count in zip(group, answers, counts, strict=True):
+        for forward, result, count in zip(group, results, counts, strict=True):
             mine = [next(remaining) for _ in range(count)]
-            answer.fill([output for output, _ in mine], [flag for _, row in mine for flag in row])
-            members.append((forward, len(forward.answers)))
-            forward.answers.append(answer)
+            result.fill([output for output, _ in mine], [flag for _, row in mine for flag in row])
+            members.append((forward, len(forward.results)))
+            forward.results.append(result)
         if any(any(row) for row in flags):
-            self._waves.append(_Wave(tape, members))
+            self._joint_calls.append(_JointCall(tape, members))
 
     # --- backward -----------------------------------------------------------------------------------------------
 
@@ -235,39 +235,39 @@ class WrappedWalk:
         """The second pass; ``gradients``: of each tower's representations, None if there is none."""
         if not any(representations.has_gradient(gradient) for gradient in gradients):
             return
-        with self._abandoned_on_failure():
+        with self._reset_on_failure():
             for tower, rows, gradient in zip(self._towers, self._rows, gradients, strict=True):
                 for forward, part in zip(tower, representations.split_gradients(gradient, rows), strict=True):
                     forward.begin_backward(self._inputs)
                     first, forward.representation = forward.representation, None
                     if representations.has_gradient(part):
                         self.greatest_difference = max(self.greatest_difference, forward.backward(part, first))
-            while self._waves:
-                self._waves.pop().backward()
+            while self._joint_calls:
+                self._joint_calls.pop().backward()
 
     @contextlib.contextmanager
-    def _abandoned_on_failure(self) -> Iterator[list[SuspendedForward]]:
+    def _reset_on_failure(self) -> Iterator[list[SuspendedForward]]:
         """Yields the forwards; cleans up all of them on failure, as an interrupt may have stopped their own cleanup."""
         forwards = [forward for tower in self._towers for forward in tower]
         try:
             yield forwards
         except BaseException:
             for forward in forwards:
-                forward.abandon()
+                forward.reset()
             raise
 
     # --- warnings -----------------------------------------------------------------------------------------------
 
     def _warn(self) -> None:
         """Warns if shards were loaded more often than once per call, with the reason."""
-        for notes in self._notes.values():
-            for key, reason in notes.in_place.items():
-                say_once(self._models[key], notes.name, reason)
+        for tower_state in self._tower_states.values():
+            for key, reason in tower_state.in_place.items():
+                warn_once(self._models[key], tower_state.name, reason)
         for key, visits in self._visits.items():
-            calls = [sum(a is not None and id(a.model) == key for a in f.answers) for t in self._towers for f in t]
+            calls = [sum(a is not None and id(a.model) == key for a in f.results) for t in self._towers for f in t]
             if visits > max(calls, default=0):
-                names = " and ".join(dict.fromkeys(n.name for n in self._notes.values() if key in n.observers))
-                say_once(
+                names = " and ".join(dict.fromkeys(n.name for n in self._tower_states.values() if key in n.observers))
+                warn_once(
                     self._models[key],
                     names,
                     f"chunks call it in another order, another mode or another number of times, so that their calls "
@@ -279,7 +279,7 @@ class WrappedWalk:
 _warned: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
-def say_once(model: nn.Module, tower: str, reason: str) -> None:
+def warn_once(model: nn.Module, tower: str, reason: str) -> None:
     """Warns that the calls of a streamed model inside a tower do not run together, once for each reason."""
     warned = _warned.setdefault(model, set())
     if reason not in warned:

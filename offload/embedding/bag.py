@@ -31,8 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from offload.process import check_process
 from offload.storage import open_tier
+from offload.storage.process import check_process
 from pipe.train.batch import record_stream
 from pipe.train.lane import ThreadLane, Ticket, fence
 

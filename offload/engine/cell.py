@@ -19,17 +19,18 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.engine.layouts import refuse_hidden, refuse_strided_nested
+from offload.engine.memory_recorder import MemoryProfileRecorder
 from offload.engine.saved_tensors import weights_by_reference
 from offload.engine.source import used_outside
-from offload.planning.memory_profile import MemoryProfileRecorder, SavedTensor
+from offload.planning.memory_profile import SavedTensor
 from offload.streaming.casts import Casts, CastsSeen
 from offload.streaming.shard import Shard
 from pipe.checkpoint import enable_checkpointing, enable_recomputing
-from pipe.input_writes import InputWrites
 from pipe.nested import flatten, map_distinct, parts_of, tensors_in
 from pipe.recompute.cheap_ops import CheapRecompute
 from pipe.recompute.dead_code import Listener
-from pipe.recompute.module_state import WatchedModule
+from pipe.recompute.input_writes import InputWrites
+from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.rerun import RepeatableLayers, Rerun
 from pipe.torch_private import hidden_hooks, uncompiled_hooks
 
@@ -122,7 +123,7 @@ class ReplayableShard:
         ``boundary`` holds fresh leaves. The output must be detached, which frees its graph.
         """
         if not self.measures:
-            output, _, rerun = self._recorded(boundary, output_fn, _dropped)
+            output, _, rerun = self._recorded(boundary, output_fn, None)
             return output, rerun
         sizes: dict[StorageWeakRef, int] = {}
         made_again: set[StorageWeakRef] = set()
@@ -172,20 +173,22 @@ class ReplayableShard:
         self,
         boundary: Any,
         output_fn: OutputFn | None,
-        saved: Callable[[Tensor], None],
+        saved: Callable[[Tensor], None] | None,
         *around: contextlib.AbstractContextManager[Any],
         listener: Listener | None = None,
     ) -> tuple[Any, Any, Rerun]:
         """A first run whose graph keeps nothing: output, what was run on, and what a second run needs.
 
-        ``saved`` is called with each tensor that the graph would keep.
+        ``saved`` is called with each tensor that the graph would keep: it only tells which outputs need a gradient.
         """
 
         def never(_: None) -> Tensor:
             raise used_outside(self.shard.index)
 
         rerun = self.layers.rerun()
-        hooks = torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(saved, never))
+        pack, unpack = uncompiled_hooks(saved or id, never)
+        # Of no interest, a tensor is replaced by its number: by a function without a frame, so that none is compiled.
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack if saved else id, unpack)
         with rerun.first(), enable_checkpointing(), torch.enable_grad(), hooks:
             output, given = self._first_run(boundary, output_fn, *around, listener=listener, rerun=rerun)
         return output, given, rerun
@@ -224,7 +227,7 @@ class ReplayableShard:
         """Runs the cell once more with a graph, as if for the first time."""
         with torch.enable_grad():
             output = rerun.repeat(self.call(output_fn), boundary, enable_recomputing(False))
-            return map_distinct(self._own_memory, output)
+            return self._out_of_slot(output)
 
     def forward_with_graph(
         self, boundary: Any, output_fn: OutputFn | None = None, *, cheap_recompute: bool = False
@@ -242,9 +245,12 @@ class ReplayableShard:
             changing=self.watched.changing() if cheap_recompute else (),
         )
         # Recomputations of other cells must not meet what this one writes into buffers.
-        first = self.layers.rerun().first() if cheap_recompute else contextlib.nullcontext()
-        with first, saving, torch.enable_grad():
-            return self._first_run(boundary, output_fn)[0], notes.saved_tensors()
+        module_state = ModuleState(self.watched) if cheap_recompute else None
+        with contextlib.nullcontext() if module_state is None else module_state.running(), saving, torch.enable_grad():
+            output = self._first_run(boundary, output_fn)[0]
+        if module_state is not None:
+            module_state.seal()
+        return output, notes.saved_tensors()
 
     def _first_run(
         self,
@@ -257,7 +263,7 @@ class ReplayableShard:
         """Output, and what was run on. ``around`` are around the layers only, and ``listener`` within them."""
         output, given = self.layers.run(self.call(output_fn), boundary, *around, listener=listener, rerun=rerun)
         # Without this, an output that is a parameter or a view of one would show what the slot holds next.
-        output = map_distinct(self._own_memory, output)
+        output = self._out_of_slot(output)
         if not isinstance(output, Tensor):
             refuse_hidden(flatten(output)[0], f"the output of shard {self.shard.index}")
         return output, given
@@ -281,12 +287,12 @@ class ReplayableShard:
             self.failed = True
             raise
 
+    def _out_of_slot(self, output: Any) -> Any:
+        """``output``, or copies of what in it is in the slot."""
+        return map_distinct(self._own_memory, output)
+
     def _own_memory(self, tensor: Tensor) -> Tensor:
         """``tensor``, or a copy of it if it lies in the slot."""
         refuse_strided_nested(tensor, f"an output of shard {self.shard.index}")
         slot = self.shard.slot.untyped_storage().data_ptr()
         return tensor.clone() if any(part.untyped_storage().data_ptr() == slot for part in parts_of(tensor)) else tensor
-
-
-def _dropped(tensor: Tensor) -> None:
-    """The graph of a first run only tells which outputs need a gradient."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from offload.engine.cell import Cell, OutputFn, ReplayableShard
 from offload.engine.layouts import fitting
+from offload.engine.memory_recorder import MemoryProfileRecorder
 from offload.engine.raw_chunk import MadeInput
 from offload.engine.saved_tensors import weights_by_reference
 from offload.engine.source import CellInput
@@ -36,7 +37,7 @@ from offload.engine.weight_writes import (
     values_at_home,
     values_in_slot,
 )
-from offload.planning.memory_profile import MemoryProfile, MemoryProfileRecorder
+from offload.planning.memory_profile import MemoryProfile
 from offload.streaming.shard import Shard
 from offload.streaming.streamer import Streamer
 from offload.telemetry.statistics import Meter

@@ -12,7 +12,8 @@ again, from the last that did, one chunk at a time, when all that was kept is go
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,15 @@ from pipe.recompute.dead_code import DeadCode
 __all__ = ["ChunksInTurn", "ResidentLayers", "nbytes_of"]
 
 
+class _NoMeter(Meter):
+    """Nothing is planned by the time of these cells, and a small layer takes no longer than to measure it."""
+
+    @contextlib.contextmanager
+    def cell(self, kind: str, shard: int, microbatch: int, rows: int, *, token: str | None = None) -> Iterator[None]:
+        """Counts nothing."""
+        yield
+
+
 class ResidentLayers:
     """Layers as shards that are always where they compute. ``push`` brings gradients into ``.grad``."""
 
@@ -37,7 +47,7 @@ class ResidentLayers:
         self.replayables = [ResidentRunner(j, layer, push) for j, layer in enumerate(layers)]
         device = torch.device("cpu")
         self.cell_executor = CellExecutor(
-            self.replayables, device=device, meter=Meter(device), recompute=True, param_dtype=None
+            self.replayables, device=device, meter=_NoMeter(device), recompute=True, param_dtype=None
         )
 
 
@@ -60,7 +70,16 @@ class ChunksInTurn:
         # Layers before the first are noted as well: what enters that one may have to be made again.
         versions: dict[int, tuple[int, ...]] = dict.fromkeys(range(self._count), ())
         records = torch.is_grad_enabled()
-        self._notes = CellNotes(records=records, first=0, boundaries=self.store, versions=versions)
+        self._graphs: set[Cell] = set()
+        self._output_fns: list[OutputFn | None] = []
+        self._notes = CellNotes(
+            records=records,
+            first=0,
+            boundaries=self.store,
+            versions=versions,
+            graphs=self._graphs,
+            output_fns=self._output_fns,
+        )
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -70,7 +89,7 @@ class ChunksInTurn:
         notes.inputs.append([source])
         notes.input_versions.append([])
         notes.rows.append(source.rows)
-        notes.output_fns = [*notes.output_fns, output_fn]
+        self._output_fns.append(output_fn)
         i = len(notes.rows) - 1
         if requires is not None:
             notes.requires[Cell(0, i)] = list(requires)
@@ -95,7 +114,7 @@ class ChunksInTurn:
         for j, replayable in enumerate(self._layers.replayables):
             cell = Cell(j, i)
             if notes.records and j in graph_bytes and self._takes(graph_bytes[j]):
-                notes.graphs |= {cell}
+                self._graphs.add(cell)
             elif notes.records and j >= max(self.first, 1) and self._takes(nbytes_of(value)):
                 self.store.put(cell, value)
             value = self._cell_executor.forward(notes, cell, value)

@@ -34,6 +34,7 @@ from offload.engine.cell import Cell, OutputFn, ReplayableShard
 from offload.engine.cell_executor import CellExecutor, largest_rows, requires, versions_of
 from offload.engine.follow import follow
 from offload.engine.layouts import bytes_of_boundary, refuse_hidden, refuse_strided_nested
+from offload.engine.references import References
 from offload.engine.steps import Steps, joined
 from offload.engine.structure import Structure
 from offload.engine.surroundings import StateBefore
@@ -41,9 +42,8 @@ from offload.engine.tape import Tape
 from offload.planning.plan import Action, Kind
 from offload.planning.planner import Pass
 from offload.planning.residency import Key
-from offload.process import check_process
-from offload.references import References
 from offload.storage import Tier
+from offload.storage.process import check_process
 from offload.streaming.lane import Lanes
 from offload.streaming.shard import Shard
 from offload.streaming.streamer import Streamer
@@ -125,7 +125,7 @@ class Executor:
                 executor.recover()
 
         self.streamer.computes, self.streamer.recover = computes, recover
-        self._held_still = 0
+        self._frozen_weights = 0
         #: Times that assigned data was brought home, and the last of them for each parameter, by identity.
         self._assignments = 0
         self._assigned_at: dict[int, int] = {}
@@ -150,7 +150,7 @@ class Executor:
         return count
 
     def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool:
-        """See :meth:`offload.references.References.held_elsewhere`; ``known`` is without the engine's own graphs."""
+        """See :meth:`.References.held_elsewhere`; ``known`` is without the engine's own graphs."""
         for node in self.nodes:
             known.update(p for p in node.parameters if p in known)
         return self._references.held_elsewhere(known, views)
@@ -180,17 +180,17 @@ class Executor:
             shard.store_assigned_data(s, value)
 
     @contextlib.contextmanager
-    def held_still(self) -> Iterator[None]:
+    def frozen_weights(self) -> Iterator[None]:
         """Inside, nobody changes parameters: a forward finds there what the one before left in slots."""
-        if not self._held_still:
+        if not self._frozen_weights:
             self.streamer.release()
-        self._held_still += 1
+        self._frozen_weights += 1
         try:
             yield
         finally:
-            self._held_still -= 1
+            self._frozen_weights -= 1
 
-    def expect(self, *, backward: bool) -> None:
+    def prefetch(self, *, backward: bool) -> None:
         """The next turn on the device is this model's."""
         if not self._busy:
             self.streamer.prefetch(self.streamer.backward_order if backward else range(len(self.shards)))
@@ -247,7 +247,7 @@ class Executor:
             # Inside a turn the next micro-batch comes at once, and a backward recomputes with what its forward saw.
             # Otherwise anything may have happened to homes that somebody could reach, also what no version counts.
             shared = self.streamer.slot_pool.shared
-            in_turn = self._held_still > 0 or (shared and is_recomputing())
+            in_turn = self._frozen_weights > 0 or (shared and is_recomputing())
             if not in_turn:
                 self.streamer.release()
                 self.store_assigned_data()
@@ -274,7 +274,6 @@ class Executor:
                 else:
                     outputs[i] = output
                     nbytes = sum(bytes_of_boundary(x) for x in tensors_in(output))
-                self._meter.boundary_bytes_per_row[j] = nbytes / max(tape.rows[i], 1)
                 self.steps.saw_boundary(j, tape.rows[i], tape.elements[i], nbytes, training=tape.records)
 
             def end_visit(j: int, perform: Callable[[Action], None]) -> list[Action]:
@@ -348,7 +347,7 @@ class Executor:
         gradients = self._store(gradients=True)
         input_gradients: list[list[Any]] = [[None] * len(leaves) for leaves in tape.inputs]
         with contextlib.closing(gradients), self._exclusively(recomputes=self._recompute):
-            in_turn = self._held_still > 0 or self.streamer.slot_pool.shared
+            in_turn = self._frozen_weights > 0 or self.streamer.slot_pool.shared
             if tape.assignments != self._assignments and not in_turn:
                 # A later forward loaded what slots hold, and parameters may have had other values for its time.
                 self.streamer.release()
@@ -413,7 +412,7 @@ class Executor:
             if not in_turn:
                 self.streamer.wait_for_home_reads()
                 self.streamer.release()
-        if in_turn and not self._held_still:
+        if in_turn and not self._frozen_weights:
             self.streamer.slot_pool.prefetch_previous(self.streamer)
         return input_gradients, taken
 

@@ -13,10 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from offload.arguments import as_call
 from pipe.nested import map_tensors, parts_of, tensors_in
 
-__all__ = ["MadeInput", "RawChunk"]
+__all__ = ["MadeInput", "RawChunk", "as_call"]
 
 
 class MadeInput(ABC):
@@ -72,3 +71,14 @@ class RawChunk(MadeInput):
             return moved.clone() if shares else moved
 
         return map_tensors(brought, as_call(self._i, self._input_fn(self._value)))
+
+
+def as_call(i: int, chunk: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Chunk ``i`` as arguments and keyword arguments of the first layer."""
+    if isinstance(chunk, Tensor):
+        return (chunk,), {}
+    if isinstance(chunk, tuple) and len(chunk) == 2:
+        args, kwargs = chunk
+        if isinstance(args, (tuple, list)) and isinstance(kwargs, dict):
+            return tuple(args), kwargs
+    raise TypeError(f"expected a tensor or (args, kwargs) as chunk {i}, got {type(chunk).__name__}")

@@ -90,7 +90,9 @@ class ResidentRunner(ReplayableShard):
     @contextlib.contextmanager
     def until_backward(self) -> Iterator[contextlib.ExitStack]:
         """Around a recomputation and its backward, which meets modules as the forward did: each chunk counts once."""
-        with rows_in_place(self._tables), contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
+            if self._tables:
+                stack.enter_context(rows_in_place(self._tables))
             yield stack
 
     def push_back(self, roots: Sequence[Tensor], gradients: Sequence[Tensor], *, retain_graph: bool) -> None:
@@ -98,12 +100,13 @@ class ResidentRunner(ReplayableShard):
         self._push(roots, gradients)
 
     def _first_run(self, boundary: Any, output_fn: OutputFn | None, *around: Any, **noted: Any) -> tuple[Any, Any]:
-        # Draws and casts may happen on the devices of the layer, and of what enters it.
-        self.layers.devices = self.watched.devices | devices_of(boundary)
+        if torch.accelerator.is_available():
+            # Draws and casts may happen on the devices of the layer, and of what enters it.
+            self.layers.devices = self.watched.devices | devices_of(boundary)
         return super()._first_run(boundary, output_fn, *around, **noted)
 
-    def _own_memory(self, tensor: Tensor) -> Tensor:
-        return tensor  # no other shard will be where it is
+    def _out_of_slot(self, output: Any) -> Any:
+        return output
 
 
 class ResidentStore:

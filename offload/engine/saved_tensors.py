@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload.engine.memory_recorder import MemoryProfileRecorder
 from offload.engine.source import used_outside
-from offload.planning.memory_profile import MemoryProfileRecorder
 from offload.streaming.casts import Cast, CastsSeen
 from offload.streaming.shard import Shard
 from pipe.recompute.cheap_ops import CheapRecompute, Kept, Made
@@ -86,16 +85,14 @@ def weights_by_reference(
         changing: tensors that later forwards write in place, before backward; what is saved of them is copied.
     """
     address = shard.slot.untyped_storage().data_ptr()
-    seen = CastsSeen(shard.weight_casts, shard.slot)
-    own = shard.memory
-    written_later = {StorageWeakRef(tensor.untyped_storage()) for tensor in changing}
+    seen = CastsSeen(shard.weight_casts, shard.slot) if shard.slot.numel() else None
     users = lasting_hooks()
 
     def handed_on(tensor: Tensor) -> Any:
         return tensor if users is None else _Packed(users[0](tensor), users[1])
 
     def reference(tensor: Tensor) -> _Reference | None:
-        if tensor.layout is not torch.strided or not tensor.numel():
+        if seen is None or tensor.layout is not torch.strided or not tensor.numel():
             return None
         cast = seen.find(tensor)
         if tensor.untyped_storage().data_ptr() != address and cast is None:
@@ -111,10 +108,10 @@ def weights_by_reference(
             tensor.is_neg(),
         )
 
-    recipes = CheapRecompute(lambda tensor: reference(tensor) or tensor) if cheap_recompute and users is None else None
+    recipes = CheapRecompute(lambda tensor: reference(tensor) or tensor, changing, shard.memory)
 
     def pack(tensor: Tensor) -> Any:
-        if recipes is not None and recipes.knows(tensor):
+        if recipes.knows(tensor):
             return recipes.pack(tensor)
         saved = reference(tensor)
         if saved is None or saved.cast is None:
@@ -125,18 +122,15 @@ def weights_by_reference(
             return handed_on(tensor)
         # Without detaching, an operation that saves its own output holds itself, through no object of Python's: its
         # activations stay for ever.
-        detached = tensor.detach()
-        storage = StorageWeakRef(tensor.untyped_storage())
-        if storage in written_later:
-            return handed_on(detached.clone())
-        if storage in own:
-            return handed_on(detached)  # which the layers may prepare in place, for every micro-batch alike
-        # Without the count, a change in place after it was saved would go unnoticed, as it does in no plain graph.
-        return Kept(detached, detached._version) if users is None else handed_on(detached)
+        return recipes.pack(tensor) if users is None else handed_on(tensor.detach())
 
     def unpack(saved: Any) -> Tensor:
         return saved.resolve() if isinstance(saved, (_Reference, _Packed, Made, Kept)) else saved
 
     hooks = torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(pack, unpack))
-    with hooks, seen, recipes or contextlib.nullcontext():
+    with (
+        hooks,
+        seen or contextlib.nullcontext(),
+        recipes if cheap_recompute and users is None else contextlib.nullcontext(),
+    ):
         yield

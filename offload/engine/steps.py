@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from offload.engine.cell import Cell, ReplayableShard
-from offload.planning.kept_graphs import graphs_that_fit
+from offload.planning.peak_memory import graphs_that_fit
 from offload.planning.plan import Action, Kind, Plan
 from offload.planning.planner import Sizes, Updates, plan_step
 from offload.planning.residency import MOVING, Residency, check_boundaries
@@ -74,7 +74,8 @@ class Steps:
         kept = frozenset(Cell(j, i) for j in writing for i in everything)
         if self._graph_bytes:
             known = [replayable.graph_bytes_per_row for replayable in self._replayables]
-            kept |= graphs_that_fit(known, rows, first=first, budget_bytes=self._graph_bytes)
+            fitting = graphs_that_fit(known, rows, first=first, budget_bytes=self._graph_bytes)
+            kept |= {Cell(*key) for key in fitting}
         return kept
 
     @property

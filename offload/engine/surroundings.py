@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from pipe.module_hooks import HookAttributes
+from pipe.recompute.module_hooks import HookAttributes
 from pipe.recompute.module_state import WatchedModule
 from pipe.recompute.phase import phase_of_thread, set_phase_of_thread
 from pipe.recompute.replay import Replay

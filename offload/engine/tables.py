@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipe.module_hooks import EngineHook
+from pipe.recompute.module_hooks import EngineHook
 
 __all__ = ["rows_in_place", "tables_of"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -70,8 +70,8 @@ class CellNotes:
     first: int
     boundaries: Boundaries
     output_fns: Sequence[Callable[[Any], Any] | None] = ()
-    #: Where the other cells are recomputed: those that keep their graphs.
-    graphs: frozenset[Cell] = frozenset()
+    #: The cells that keep their graphs; the others are recomputed.
+    graphs: Set[Cell] = frozenset()
     cells: dict[Cell, Rerun] = field(default_factory=dict)
     kept: dict[Cell, KeptCell] = field(default_factory=dict)
     #: For the boundary that enters each cell, and for the outputs: which of its leaves need a gradient.

@@ -1,4 +1,4 @@
-"""Optimizers whose states rest beside the shards, and whose updates hide behind compute."""
+"""The optimizer of an :class:`~offload.OffloadModel`: any ``torch.optim`` class, its states beside the shards."""
 
 from offload.optim.optimizer import OffloadOptimizer
 

@@ -1,22 +1,21 @@
-"""A piece whose parameters, gradients and states rest in files: read in large pieces, updated in memory, written back.
+"""Updates of parameters, gradients and optimizer states that are stored in files: read, step in memory, write back.
 
-An optimizer could work on the mapped files themselves. But then it reads by page faults in the middle of its
-arithmetic, a full or failing disk is a signal that kills the process, and what was half-written cannot be told from
-what was not. So a block of the piece at a time is read onto an I/O buffers in memory and updated there, while those
-before it are being written, and the next ones read.
+A step on memory-mapped files would read by page faults in the middle of its arithmetic, a full or failing disk would
+kill the process with a signal, and a half-written state could not be told from a complete one. So one update block of a
+param block at a time is read into an I/O buffer and updated there, while earlier ones are written back and later ones
+are prefetched.
 
 ::
 
-    weights    home file  --> slot, or I/O buffers ----+                +--> home file
-    gradient   its file   --> I/O buffers -------------+--> update -----+
-    states     their file --> I/O buffers -------------+                +--> their file
+    weights    home file  --> slot, or I/O buffer ----+                +--> home file
+    gradient   its file   --> I/O buffer -------------+--> update -----+
+    states     their file --> I/O buffer -------------+                +--> their file
 
 Guarantees
-    * The I/O buffers holds a few blocks. A parameter larger than one block is updated in several, where the class is
-      known to treat every element alone. So memory grows neither with the model nor with its largest parameter.
-    * What rests is written only after a block's arithmetic is done, and a write that failed is repeated, not computed
-      again, however many blocks were computed meanwhile. So an update can be resumed after any error, and nothing is
-      applied twice.
+    * Memory is that of a few update blocks, whatever the size of the model and of its largest parameter. A parameter
+      larger than one block is updated in several, where the class is known to be elementwise.
+    * Files are written only after a block's arithmetic is complete, and a failed write is repeated, not computed again.
+      So an update can be resumed after any error, and nothing is applied twice.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ from offload.storage.buffer import PAGE_BYTES, whole_pages
 from offload.storage.contract import bytes_of
 from offload.streaming.shard import Shard, Slice
 
-__all__ = ["BITE_BYTES", "DiskParamBlock", "cut", "update_block_bytes"]
+__all__ = ["MAX_BLOCK_BYTES", "DiskParamBlock", "group_slices", "update_block_bytes"]
 
-#: Bytes of weights that are updated at once, at the most.
-BITE_BYTES = 8 << 20
-#: And where the largest shard is small: such a part of it, so that the I/O buffers, which holds several blocks with
-#: their gradients and moments, does not outgrow the slots. In whole MiB, since a disk takes whole pages.
-BITES_OF_A_SHARD, BITE_UNIT = 6, 1 << 20
+#: Most bytes of weights of one update block.
+MAX_BLOCK_BYTES = 8 << 20
+#: With small shards: this fraction of the largest one, since the I/O buffers hold several blocks with their gradients
+#: and moments, and must not outgrow the slots. In whole MiB, since a disk transfers whole pages.
+BLOCKS_PER_SHARD, BLOCK_GRAIN_BYTES = 6, 1 << 20
 
 #: Classes whose update of one element depends on no other element, and whose states have the parameter's shape.
 ELEMENTWISE = (
@@ -63,38 +62,37 @@ ELEMENTWISE = (
 )
 
 
-def update_block_bytes(shards: Sequence[Shard], most_bytes: float = math.inf) -> int:
-    """Bytes of weights that are updated at once, in a model of such shards.
+def update_block_bytes(shards: Sequence[Shard], limit_bytes: float = math.inf) -> int:
+    """Bytes of weights of one update block, for a model of such shards.
 
     Args:
         shards: of the model.
-        most_bytes: for the buffers of the I/O buffers.
+        limit_bytes: for all I/O buffers together.
 
     Raises:
-        ValueError: if no I/O buffers is as small as that.
+        ValueError: if the smallest I/O buffers are larger.
     """
     largest = max((sum(s.nbytes for s in shard.own) for shard in shards), default=0)
-    update_block = min(BITE_BYTES, max(1, largest // BITES_OF_A_SHARD // BITE_UNIT) * BITE_UNIT)
-    while buffer_pool_bytes(update_block) > most_bytes and update_block > PAGE_BYTES:
+    update_block = min(MAX_BLOCK_BYTES, max(1, largest // BLOCKS_PER_SHARD // BLOCK_GRAIN_BYTES) * BLOCK_GRAIN_BYTES)
+    while buffer_pool_bytes(update_block) > limit_bytes and update_block > PAGE_BYTES:
         update_block = max(PAGE_BYTES, update_block // 2 // PAGE_BYTES * PAGE_BYTES)
-    if buffer_pool_bytes(update_block) > most_bytes:
+    if buffer_pool_bytes(update_block) > limit_bytes:
         raise ValueError(
             f"optimizer states are on disk: their buffers take at least {buffer_pool_bytes(update_block):,} "
-            f"bytes, but memory_budget leaves {max(0, int(most_bytes)):,} besides slots, gradients and "
+            f"bytes, but memory_budget leaves {max(0, int(limit_bytes)):,} besides slots, gradients and "
             f"boundaries; use a larger budget, or more shards"
         )
     return update_block
 
 
-def cut(slices: Sequence[Slice], most: int) -> Iterator[list[Slice]]:
-    """Groups parameters into pieces of at most ``most`` bytes; a larger parameter is one of its own.
+def group_slices(slices: Sequence[Slice], max_bytes: int) -> Iterator[list[Slice]]:
+    """Groups parameters into param blocks of at most ``max_bytes``; a larger parameter is one of its own.
 
-    The smallest first: norms and biases, which stand between matrices, are then updated together, and not each for
-    itself for want of room beside a matrix.
+    In order of size: norms and biases, which are stored between matrices, are then updated together.
     """
     param_block: list[Slice] = []
     for s in sorted(slices, key=lambda s: s.nbytes):
-        if param_block and sum(member.nbytes for member in param_block) + s.nbytes > most:
+        if param_block and sum(member.nbytes for member in param_block) + s.nbytes > max_bytes:
             yield param_block
             param_block = []
         param_block.append(s)
@@ -103,10 +101,12 @@ def cut(slices: Sequence[Slice], most: int) -> Iterator[list[Slice]]:
 
 
 class DiskParamBlock(ParamBlock):
-    """In files.
+    """A param block in files.
 
-    ``tier`` is where states rest; ``buffer_pool`` is shared by all param_blocks of an optimizer; ``most`` bytes of
-    weights are updated at once.
+    Args:
+        tier: storage of the states.
+        buffer_pool: shared by all param blocks of an optimizer.
+        max_bytes: of weights in one update block.
     """
 
     def __init__(
@@ -117,102 +117,101 @@ class DiskParamBlock(ParamBlock):
         factory: OptimizerFactory,
         tier: Tier,
         buffer_pool: IOBufferPool,
-        most: int,
+        max_bytes: int,
     ) -> None:
         super().__init__(shard, slices, group, factory)
-        self._most = most
+        self._max_bytes = max_bytes
         self._tier = tier
         self._buffer_pool = buffer_pool
-        self._rest: dict[tuple[int, str], StateSlice] = {}
+        self._stored: dict[tuple[int, str], StateSlice] = {}
 
-    def adopt(self, states: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
-        """Replaces all states; they go to rest at once, straight from where they are given."""
-        kept, self._rest = self._rest, {}
+    def load_states(self, states: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
+        """Replaces all states: each given tensor is written to its file without a copy in memory."""
+        previous, self._stored = self._stored, {}
         try:
-            super().adopt(states, options)
-            self._put_to_rest()
+            super().load_states(states, options)
+            self._store_all_states()
         except BaseException:
-            self._rest = kept
+            self._stored = previous
             raise
 
     @staticmethod
-    def _taken(value: Any) -> Any:
-        return value if _rests(value) else ParamBlock._taken(value)
+    def _copied(value: Any) -> Any:
+        return value if _is_stored(value) else ParamBlock._copied(value)
 
     def prepare(self, options: Sequence[Mapping[str, Any]], *, sparse: bool = False) -> Optimizer:
-        """The optimizer, with these hyperparameters. States that it makes at once go to rest at once."""
+        """The optimizer, with these hyperparameters. States that its construction makes are written to files."""
         new = self.optimizer is None
         optimizer = super().prepare(options, sparse=sparse)
         if new:
-            self._put_to_rest()
+            self._store_all_states()
         return optimizer
 
-    def run(self, job: UpdateJob, slot: Tensor | None, coming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
-        """Updates block by block, from where an earlier attempt failed; at the end what is ``coming`` is being read."""
+    def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
+        """Updates block by block, from where an earlier attempt failed, and begins to read the jobs in ``upcoming``."""
         self.prepare(job.options, sparse=job.sparse)
-        self._note(job)
+        self._record_states(job)
         update_blocks = self._update_blocks(job)
         while job.blocks_done < len(update_blocks):
-            self._run_update_block(job, update_blocks, slot, coming)
+            self._run_update_block(job, update_blocks, slot, upcoming)
         job.group_changes = self.group_changes()
 
     def prefetch(self, job: UpdateJob) -> bool:
-        """Begins to read what is still to be done, as far as the I/O buffers have room; says whether it has more."""
-        self._note(job)
-        return self._look_ahead_from(job.blocks_done, job, self._update_blocks(job))
+        """Begins to read the blocks that are still to be updated into idle I/O buffers; True if one is left over."""
+        self._record_states(job)
+        return self._prefetch_from(job.blocks_done, job, self._update_blocks(job))
 
     def flush(self, job: UpdateJob) -> None:
-        """Returns when all that is computed is where it rests; what could not be written is written again."""
+        """Returns when everything computed is in its file; failed writes are repeated."""
         self._buffer_pool.wait_idle()
         if job.unwritten:
-            self._buffer_pool.send(job.unwritten, job.arrived)
+            self._buffer_pool.write_back(job.unwritten, job.mark_written)
             self._buffer_pool.wait_idle()
 
     def cancel_prefetch(self) -> None:
-        """Returns when nothing is on its way any more, whatever became of it: each task knows what is left of it."""
+        """Returns when no transfer is running, successful or not: each job knows which of its writes are missing."""
         with contextlib.suppress(Exception):
             self._buffer_pool.wait_idle()
 
     # --- one block -----------------------------------------------------------------------------------------------
 
-    def _note(self, job: UpdateJob) -> None:
-        """Notes what the states were before the task, when it is first looked at."""
-        if job.before is None:
-            job.before = [self._small(state) if state else None for state in self.states()]
+    def _record_states(self, job: UpdateJob) -> None:
+        """Records the states before the job, on its first use."""
+        if job.states_before is None:
+            job.states_before = [self._copy_unstored(state) if state else None for state in self.states()]
 
     def _update_blocks(self, job: UpdateJob) -> list[UpdateBlock]:
         s = self.slices[0]
-        if len(self.slices) > 1 or s.nbytes <= self._most or job.sparse or self.factory.kind not in ELEMENTWISE:
+        if len(self.slices) > 1 or s.nbytes <= self._max_bytes or job.sparse or self.factory.kind not in ELEMENTWISE:
             return [UpdateBlock()]
-        step, count = self._most // s.dtype.itemsize, s.parameter.numel()
+        step, count = self._max_bytes // s.dtype.itemsize, s.parameter.numel()
         return [UpdateBlock(begin, min(begin + step, count)) for begin in range(0, count, step)]
 
-    def _wanted(
+    def _requests(
         self, job: UpdateJob, update_blocks: Sequence[UpdateBlock], index: int
     ) -> tuple[Hashable, list[Read], int]:
-        """What a block of a task is called, what of it rests in files, and bytes of room for the rest of it."""
-        update_block, before, reads, spare_bytes = update_blocks[index], job.before, [], 0
+        """Key of a block of a job, reads of its parts that are in files, and bytes for its other parts."""
+        update_block, before, reads, spare_bytes = update_blocks[index], job.states_before, [], 0
         assert before is not None
         for k, gradient in enumerate(job.gradients):
             if gradient is None:
                 continue
             s = self.slices[k]
             offset, nbytes = update_block.span(s.nbytes, s.dtype.itemsize)
-            spare_bytes += 2 * (
-                nbytes + PAGE_BYTES
-            )  # weights, where no slot has them, and a gradient that is in memory
-            if (place := self._in_file(s, gradient)) is not None:
+            # Weights, where no slot has them, and a gradient that is in memory.
+            spare_bytes += 2 * (nbytes + PAGE_BYTES)
+            if (place := self._gradient_file_offset(s, gradient)) is not None:
                 reads.append(Read((k, None), place[0], place[1] + offset, nbytes))
             if before[k] is None:
-                continue  # the optimizer starts from nothing, for each block anew
-            for (owner, key), rest in self._rest.items():
+                continue  # the optimizer makes new states, for each block
+            for (owner, key), stored in self._stored.items():
                 if owner == k:
-                    offset, nbytes = update_block.span(rest.nbytes, rest.dtype.itemsize)
-                    reads.append(Read((k, key), rest.block, rest.offset + offset, nbytes))
+                    offset, nbytes = update_block.span(stored.nbytes, stored.dtype.itemsize)
+                    reads.append(Read((k, key), stored.block, stored.offset + offset, nbytes))
         return (job, index), reads, spare_bytes
 
-    def _in_file(self, s: Slice, gradient: Tensor) -> tuple[Block, int] | None:
-        """Block and offset where a gradient rests, if it does in the file of the shard's gradients."""
+    def _gradient_file_offset(self, s: Slice, gradient: Tensor) -> tuple[Block, int] | None:
+        """Block and offset of a gradient in the file of the shard's gradients; None if it is stored elsewhere."""
         block, place = self.shard.gradients, self.shard.gradient_offsets.get(s)
         if gradient.is_sparse or block is None or place is None:
             return None
@@ -223,63 +222,63 @@ class DiskParamBlock(ParamBlock):
         job: UpdateJob,
         update_blocks: Sequence[UpdateBlock],
         slot: Tensor | None,
-        coming: Callable[[], Iterable[UpdateJob]],
+        upcoming: Callable[[], Iterable[UpdateJob]],
     ) -> None:
-        optimizer, before = self.optimizer, job.before
+        optimizer, before = self.optimizer, job.states_before
         assert optimizer is not None
         assert before is not None
         update_block = update_blocks[job.blocks_done]
-        io_buffer = self._buffer_pool.prepare(*self._wanted(job, update_blocks, job.blocks_done))
+        io_buffer = self._buffer_pool.prepare(*self._requests(job, update_blocks, job.blocks_done))
         chosen = [k for k, gradient in enumerate(job.gradients) if gradient is not None]
         writes: list[Write | Copy] = []
-        resting = dict(self._rest)
+        stored_before = dict(self._stored)
         try:
             for k in chosen:
-                writes.extend(self._lay_out(job, k, update_block, io_buffer, slot, before[k]))
+                writes.extend(self._bind_views(job, k, update_block, io_buffer, slot, before[k]))
             job.bytes_read += io_buffer.bytes_read
-            self._look_past(job.blocks_done + 1, job, update_blocks, coming)
+            self._prefetch_next(job.blocks_done + 1, job, update_blocks, upcoming)
             optimizer.step()
-            self._leave_room(chosen, update_block)
-            self._make_room(chosen, update_block)
+            self._drop_stale_slices(chosen, update_block)
+            self._allocate_slices(chosen, update_block)
             for k in chosen:
                 writes.extend(self._state_writes(k, update_block))
         except BaseException:
-            # Nothing that rests has been written yet.
-            self._rest = resting
+            # No file has been written yet.
+            self._stored = stored_before
             for k in chosen:
-                self._come_to_rest(k)
-                optimizer.state[self.proxies[k]].update(self._small(before[k] or {}))
+                self._restore_views(k)
+                optimizer.state[self.proxies[k]].update(self._copy_unstored(before[k] or {}))
             raise
         for k in chosen:
-            self._come_to_rest(k)
+            self._restore_views(k)
         job.unwritten += writes
         job.blocks_done += 1
-        self._buffer_pool.send(writes, job.arrived)
-        self._look_past(job.blocks_done, job, update_blocks, coming)
+        self._buffer_pool.write_back(writes, job.mark_written)
+        self._prefetch_next(job.blocks_done, job, update_blocks, upcoming)
 
-    def _look_past(
+    def _prefetch_next(
         self,
         first: int,
         job: UpdateJob,
         update_blocks: Sequence[UpdateBlock],
-        coming: Callable[[], Iterable[UpdateJob]],
+        upcoming: Callable[[], Iterable[UpdateJob]],
     ) -> None:
-        """Begins to read blocks, from the ``first`` of this task and then of those that come."""
-        if self._look_ahead_from(first, job, update_blocks):
-            for other in coming():
+        """Begins to read blocks: those of this job from ``first`` on, then those of ``upcoming`` jobs."""
+        if self._prefetch_from(first, job, update_blocks):
+            for other in upcoming():
                 if not other.param_block.prefetch(other):
                     return
 
-    def _look_ahead_from(self, first: int, job: UpdateJob, update_blocks: Sequence[UpdateBlock]) -> bool:
+    def _prefetch_from(self, first: int, job: UpdateJob, update_blocks: Sequence[UpdateBlock]) -> bool:
         for index in range(first, len(update_blocks)):
-            if self._buffer_pool.expects((job, index)):
+            if self._buffer_pool.is_prefetching((job, index)):
                 continue
-            if not self._buffer_pool.make_room():
+            if not self._buffer_pool.has_idle_buffer():
                 return False
-            self._buffer_pool.prefetch(*self._wanted(job, update_blocks, index))
-        return self._buffer_pool.make_room()
+            self._buffer_pool.prefetch(*self._requests(job, update_blocks, index))
+        return self._buffer_pool.has_idle_buffer()
 
-    def _lay_out(
+    def _bind_views(
         self,
         job: UpdateJob,
         k: int,
@@ -288,7 +287,7 @@ class DiskParamBlock(ParamBlock):
         slot: Tensor | None,
         before: Mapping[str, Any] | None,
     ) -> Iterator[Write | Copy]:
-        """Has one parameter, its gradient and its states in memory; yields what must be written afterwards."""
+        """Points one parameter, its gradient and its states at memory; yields the writes to do afterwards."""
         s, proxy, home = self.slices[k], self.proxies[k], self.shard.home
         assert self.optimizer is not None
         assert home is not None
@@ -303,10 +302,10 @@ class DiskParamBlock(ParamBlock):
         state.clear()
         if before is None:
             return
-        state.update(self._small(before))
-        for (owner, key), rest in self._rest.items():
+        state.update(self._copy_unstored(before))
+        for (owner, key), stored in self._stored.items():
             if owner == k:
-                state[key] = update_block.shape(io_buffer.part((k, key)), rest.dtype, rest.shape, rest.stride)
+                state[key] = update_block.shape(io_buffer.part((k, key)), stored.dtype, stored.shape, stored.stride)
 
     def _gradient(
         self, job: UpdateJob, k: int, update_block: UpdateBlock, io_buffer: IOBuffer
@@ -317,7 +316,7 @@ class DiskParamBlock(ParamBlock):
             return (gradient if coefficient is None else gradient * coefficient), []
         offset, nbytes = update_block.span(s.nbytes, s.dtype.itemsize)
         back: Write | Copy
-        if (place := self._in_file(s, gradient)) is not None:
+        if (place := self._gradient_file_offset(s, gradient)) is not None:
             part = io_buffer.part((k, None))
             back = Write(part, place[0], place[1] + offset)
         else:
@@ -330,101 +329,101 @@ class DiskParamBlock(ParamBlock):
         if coefficient is None:
             return update_block.shape(part, s.dtype, s.parameter.shape, s.stride), []
         part.view(s.dtype).mul_(coefficient)
-        # A gradient that is not zeroed after a clipped step goes on clipped.
+        # A gradient that is not zeroed stays clipped, as after clip_grad_norm_.
         writes = [back] if s.parameter.grad is gradient else []
         return update_block.shape(part, s.dtype, s.parameter.shape, s.stride), writes
 
-    # --- states at rest -----------------------------------------------------------------------------------------
+    # --- states in files -----------------------------------------------------------------------------------------
 
     @staticmethod
-    def _small(state: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of what does not rest in a file: counts of steps, and the like."""
+    def _copy_unstored(state: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy of the state entries that are not stored in files, such as counts of steps."""
         return {
             key: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
             for key, value in state.items()
-            if not _rests(value)
+            if not _is_stored(value)
         }
 
-    def _leave_room(self, chosen: Sequence[int], update_block: UpdateBlock) -> None:
-        """Takes the room from states that are gone, or are of another type or shape than before the step.
+    def _drop_stale_slices(self, chosen: Sequence[int], update_block: UpdateBlock) -> None:
+        """Forgets the slices of states that were removed, or changed their type or shape in the step.
 
         Raises:
-            TypeError: if a state cannot rest in a file.
+            TypeError: if a state cannot be stored in a file.
         """
         states = self.states()
         for k in chosen:
             for key, value in states[k].items():
-                if _rests(value) and type(value) not in (Tensor, torch.nn.Parameter):
+                if _is_stored(value) and type(value) not in (Tensor, torch.nn.Parameter):
                     raise TypeError(
                         f"{self.factory.kind.__name__} keeps state {key!r} of parameter {self.slices[k].name} as "
-                        f"{type(value).__name__}, which cannot rest in a file; use homes in host memory "
+                        f"{type(value).__name__}, which cannot be stored in a file; use homes in host memory "
                         f"(offload_device='cpu'), or a class whose states are plain tensors"
                     )
-        for k, key in [place for place in self._rest if place[0] in chosen]:
-            rest, value = self._rest[k, key], states[k].get(key)
+        for k, key in [place for place in self._stored if place[0] in chosen]:
+            stored, value = self._stored[k, key], states[k].get(key)
             if (
                 value is None
-                or not _rests(value)
-                or value.dtype != rest.dtype
-                or (update_block.end is None and value.shape != rest.shape)
+                or not _is_stored(value)
+                or value.dtype != stored.dtype
+                or (update_block.end is None and value.shape != stored.shape)
             ):
-                del self._rest[k, key]
+                del self._stored[k, key]
 
-    def _make_room(self, chosen: Sequence[int], update_block: UpdateBlock) -> None:
-        """One block, of exactly the size of the states that have no place yet."""
+    def _allocate_slices(self, chosen: Sequence[int], update_block: UpdateBlock) -> None:
+        """Allocates one block for all states that have no slice yet."""
         states, found, end = self.states(), [], 0
         for k in chosen:
             s = self.slices[k]
             for key, value in states[k].items():
-                if not _rests(value) or (k, key) in self._rest:
+                if not _is_stored(value) or (k, key) in self._stored:
                     continue
                 whole = update_block.end is None
                 shape = value.shape if whole else s.parameter.shape
                 stride = torch.empty_like(value, device="meta").stride() if whole else s.stride
                 nbytes = shape.numel() * value.element_size()
                 if nbytes > PAGE_BYTES:
-                    end = whole_pages(end)  # a large one has its pages to itself, so that a disk can move them whole
+                    end = whole_pages(end)  # large states begin on a page, so that a disk can transfer whole pages
                 found.append((k, key, end, nbytes, value.dtype, shape, stride))
                 end += aligned(nbytes)
         if found:
             block = self._tier.allocate(end, f"shard{self.shard.index}-states", cyclic=True)
             for k, key, offset, nbytes, dtype, shape, stride in found:
-                self._rest[k, key] = StateSlice(block, offset, nbytes, dtype, shape, stride)
+                self._stored[k, key] = StateSlice(block, offset, nbytes, dtype, shape, stride)
 
     def _state_writes(self, k: int, update_block: UpdateBlock) -> Iterator[Write]:
         for key, value in self.states()[k].items():
-            if _rests(value):
-                rest = self._rest[k, key]
+            if _is_stored(value):
+                stored = self._stored[k, key]
                 dense = value
-                if update_block.end is None and value.stride() != rest.stride:
-                    dense = torch.empty_strided(rest.shape, rest.stride, dtype=rest.dtype).copy_(value)
-                offset = update_block.span(rest.nbytes, rest.dtype.itemsize)[0]
-                yield Write(bytes_of(dense), rest.block, rest.offset + offset)
+                if update_block.end is None and value.stride() != stored.stride:
+                    dense = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype).copy_(value)
+                offset = update_block.span(stored.nbytes, stored.dtype.itemsize)[0]
+                yield Write(bytes_of(dense), stored.block, stored.offset + offset)
 
-    def _come_to_rest(self, k: int) -> None:
-        """Parameter and states are views of their files again; states that only the I/O buffers holds are dropped."""
+    def _restore_views(self, k: int) -> None:
+        """Parameter and states are views of their files again; states that only an I/O buffer holds are dropped."""
         assert self.optimizer is not None
         proxy, state = self.proxies[k], self.optimizer.state[self.proxies[k]]
         proxy.grad = None
         proxy.data = self.shard.home_view(self.slices[k])
-        for key in [key for key, value in state.items() if _rests(value)]:
-            rest = self._rest.get((k, key))
-            if rest is None:
+        for key in [key for key, value in state.items() if _is_stored(value)]:
+            stored = self._stored.get((k, key))
+            if stored is None:
                 del state[key]
             else:
-                state[key] = rest.view()
+                state[key] = stored.view()
 
-    def _put_to_rest(self) -> None:
-        """Writes all states to files."""
-        everyone = range(len(self.slices))
-        self._make_room(everyone, UpdateBlock())
-        for k in everyone:
+    def _store_all_states(self) -> None:
+        """Writes all states to files, in one block."""
+        all_indices = range(len(self.slices))
+        self._allocate_slices(all_indices, UpdateBlock())
+        for k in all_indices:
             for write in self._state_writes(k, UpdateBlock()):
-                write.go()
+                write.run()
             if self.states()[k]:
-                self._come_to_rest(k)
+                self._restore_views(k)
 
 
-def _rests(value: Any) -> bool:
-    """Whether a state rests in a file. Numbers do not, nor do sparse tensors, such as momentum of sparse gradients."""
+def _is_stored(value: Any) -> bool:
+    """Whether a state is stored in a file: not numbers, nor sparse tensors such as the momentum of sparse gradients."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.layout is torch.strided

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["check_choices", "copied_options", "options_of", "resolve_groups", "same_option", "stand_in"]
+__all__ = ["check_choices", "copied_options", "empty_like", "options_of", "resolve_groups", "same_option"]
 
 
 def resolve_groups(named: Mapping[str, nn.Parameter], params: Any) -> list[dict[str, Any]]:
-    """Groups as ``torch.optim`` takes them, with every pattern replaced by the parameters whose names it matches.
+    """Groups as ``torch.optim`` takes them; patterns are replaced by the parameters whose names they match.
 
     Args:
         named: all parameters of the model, by name.
         params: None for all of them; an iterable of parameters, of ``(name, parameter)`` pairs or of groups. A group is
-            a dict whose ``"params"`` may also be a pattern or a list of patterns in the manner of the shell, such as
-            ``"*.bias"``. A parameter goes to the first group that names it.
+            a dict whose ``"params"`` may also be a shell pattern or a list of them, such as ``"*.bias"``. A parameter
+            belongs to the first group that names it.
 
     Raises:
         TypeError: if ``params`` is none of these.
@@ -76,18 +76,18 @@ def _tensors(params: Any) -> Iterable[Any]:
     return [] if _patterns(params) else [x[1] if isinstance(x, tuple) else x for x in params]
 
 
-def stand_in(parameter: Tensor) -> Tensor:
-    """An empty tensor of the same number of dimensions and type: enough to check hyperparameters against."""
+def empty_like(parameter: Tensor) -> Tensor:
+    """A tensor without elements, of the same dtype and number of dimensions: enough to check hyperparameters."""
     return torch.empty((0, *parameter.shape[1:]) if parameter.dim() else (), dtype=parameter.dtype)
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's hyperparameters as of now. A scheduler that changes the group later does not change them."""
+    """A copy of a group's hyperparameters: later changes by a scheduler do not reach it."""
     return copied_options({key: value for key, value in group.items() if key not in ("params", "param_names")})
 
 
 def copied_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that shares nothing that can be written to."""
+    """A copy that shares no mutable object."""
     return {key: value if isinstance(value, _CONSTANT) else copy.deepcopy(value) for key, value in options.items()}
 
 
@@ -95,7 +95,7 @@ _CONSTANT = (int, float, str, type(None))
 
 
 def same_option(first: Any, second: Any) -> bool:
-    """Whether two hyperparameters are equal; False where that cannot be told."""
+    """Whether two hyperparameters are equal; False where they cannot be compared."""
     if type(first) is not type(second):
         return False
     if isinstance(first, Tensor):
@@ -107,7 +107,7 @@ def same_option(first: Any, second: Any) -> bool:
 
 
 def check_choices(kind: Any, max_norm: Any, update_in_backward: bool) -> None:
-    """Types and ranges of the arguments of an optimizer over a model.
+    """Checks types and ranges of the arguments of ``OffloadOptimizer``.
 
     Raises:
         TypeError, ValueError: if one cannot be used, or two exclude each other.
@@ -124,5 +124,5 @@ def check_choices(kind: Any, max_norm: Any, update_in_backward: bool) -> None:
         if update_in_backward:
             raise ValueError(
                 f"max_norm={max_norm} and update_in_backward=True exclude each other: the global norm is known only "
-                f"after the last gradient. Without update_in_backward updates hide as well, behind the next forward"
+                f"after the last gradient. Leave out update_in_backward: updates then run during the next forward"
             )

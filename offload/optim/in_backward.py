@@ -1,10 +1,10 @@
-"""Updates in backward: a shard is updated as soon as its gradients are complete, which then never rest anywhere.
+"""Optimizer updates during backward: a shard is updated as soon as its gradients are complete; they are never stored.
 
-The shards that backward has left are updated while it goes on with those before them. The price is that nothing may
-come in between: a second backward of the same step, or another forward whose backward is still to come, would meet
-parameters that have changed already. So both are refused before anything happens, unless they are marked.
+A shard is updated while backward computes those before it. The price: a second backward of the same step, or another
+forward that still needs its backward, would compute with parameters that have changed already. Both are refused before
+anything changes, except under ``accumulate()``.
 
-After a backward that failed with some shards updated and others not, the optimizer is dead and says so.
+After a backward that failed with some shards updated and others not, every call of the optimizer raises.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ __all__ = ["InBackward"]
 
 
 class InBackward:
-    """What the streamer asks while a backward brings gradients. Made for one optimizer."""
+    """The updater that the gradient offload calls during a backward. Belongs to one optimizer."""
 
     def __init__(self, optimizer: OffloadOptimizer) -> None:
-        # They belong together. A cycle would keep an optimizer alive that all other code has forgotten.
+        # Weak: a cycle would keep an optimizer alive that no other code refers to.
         self._optimizer = weakref.ref(optimizer)
         self.accumulating = 0
         self._updated: list[int] | None = None  # shards that this step has updated; None between steps
-        #: The optimizer while a backward updates: it must not go between a gradient that was kept and its update.
+        #: The optimizer while a backward updates: it must not be collected between a kept gradient and its update.
         self._updating: OffloadOptimizer | None = None
-        self._dead: str | None = None
+        self._failure: str | None = None
         self._options: list[dict[str, Any]] = []
 
     @property
     def updates(self) -> bool:
-        """Whether the next backward is to update shards."""
+        """Whether the next backward updates shards."""
         return not self.accumulating
 
     def check(self) -> None:
         """Raises if a backward failed after it had updated a shard."""
-        if self._dead is not None:
-            raise RuntimeError(self._dead)
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
 
     def close(self) -> None:
-        """The step is over: the next backward updates again."""
+        """Ends the step: the next backward updates again."""
         self._updated = None
 
     def begin(self, waiting: int) -> bool:
-        """A backward begins, and ``waiting`` other forwards still wait for theirs; says whether it will update."""
+        """Begins a backward while ``waiting`` other forwards still need theirs; returns whether it will update."""
         optimizer = self._optimizer()
         if optimizer is None or self.accumulating:
             return False
@@ -64,14 +64,14 @@ class InBackward:
             )
         if waiting:
             raise RuntimeError(
-                f"{waiting} more forwards of this model wait for their backward, and this backward would change the "
-                f"parameters under them; run it under `with optimizer.accumulate():`, or delete their outputs"
+                f"{waiting} more forwards of this model still need their backward, but this one changes parameters; "
+                f"run it under `with optimizer.accumulate():`, or delete their outputs"
             )
         self._updating, self._updated, self._options = optimizer, [], optimizer.options()
         return True
 
     def keep(self, shard: Shard, gradients: list[Tensor | None]) -> dict[Slice, Tensor]:
-        """Takes those gradients of a visit that are complete and need not go home."""
+        """Takes the gradients of a shard's visit that are complete and need not be stored."""
         optimizer = self._updating
         if optimizer is None:
             return {}
@@ -79,14 +79,14 @@ class InBackward:
         kept = {}
         for position, s in enumerate(shard.own):
             gradient = gradients[position]
-            # What rests at home already, from a tied layer or an earlier backward, is added to there.
+            # A stored gradient, of a tied layer or an earlier backward, must be added to.
             if s in ours and gradient is not None and s.parameter.grad is None:
                 kept[s] = gradient
                 gradients[position] = None
         return kept
 
     def complete(self, shard: Shard, kept: dict[Slice, Tensor], after: Sequence[Arrival]) -> Arrival | None:
-        """All gradients of a shard are in: it is updated, beside the backward of the shards before it."""
+        """Starts the update of a shard whose gradients are all computed; backward of the shards before it goes on."""
         optimizer = self._updating
         if optimizer is None:
             return None
@@ -94,7 +94,7 @@ class InBackward:
         if update is None:
             return None
         assert self._updated is not None
-        self._updated.append(shard.index)  # first: an interrupt in between must not make this look untouched
+        self._updated.append(shard.index)  # first: after an interrupt the shard counts as updated
         update.letter = "V"
         optimizer.mark(shard, update)
         for param_block in optimizer.param_blocks[shard]:
@@ -103,10 +103,10 @@ class InBackward:
         return update.start(after=after)
 
     def end(self, *, failed: bool = False) -> None:
-        """The backward is over."""
+        """Ends the backward."""
         if self._updating is not None and failed:
             if self._updated:
-                self._dead = (
+                self._failure = (
                     f"a backward failed after it had updated the shards {self._updated} and before it could update the "
                     f"others; make model and optimizer anew and load the last checkpoint"
                 )

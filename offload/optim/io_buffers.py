@@ -1,9 +1,8 @@
 """I/O buffers of the on-disk optimizer: one block is updated while others are read and written back.
 
-Read, compute, write, and only then read again: so the disk would rest while the processor computes, and the processor
-while the disk works. The I/O buffers have several I/O buffers. While a block is worked on in one, those before it are
-being written out of theirs, and those to come are being read into the rest. What is read or written together moves
-together.
+To read, compute and write in turn would leave the disk idle while the processor computes, and the processor idle while
+the disk transfers. So there are several buffers: one holds the block that is computed, some are being written back, and
+the others are being filled for the next blocks. Adjacent ranges of a file are transferred in one call.
 
 ::
 
@@ -13,15 +12,14 @@ together.
     I/O buffer 3              read 3 ......................| compute 3 | ...
 
 Guarantees
-    * Memory is that of :data:`IO_BUFFERS` blocks, however many there are, and however large the model is.
-    * :meth:`IOBufferPool.prepare` returns an I/O buffer that holds everything that was asked for. What was read ahead
-      for somebody who did not come is thrown away. Nobody reads into an I/O buffer before what was written from it is
-      in its file.
-    * After :meth:`IOBufferPool.wait_idle` nothing is on its way. What could not be written is not lost: it has memory
-      of its own, and whoever sent it knows that it has not arrived.
+    * Memory is that of :data:`IO_BUFFERS` blocks, whatever the size of the model.
+    * :meth:`IOBufferPool.prepare` returns an I/O buffer that holds everything that was requested. Unused prefetches are
+      discarded. An I/O buffer is filled only after everything written from it is in its file.
+    * After :meth:`IOBufferPool.wait_idle` no transfer is running. A failed write is not lost: its bytes are copied to
+      memory of their own, and its owner is told that it failed.
 
 Assumes
-    * What is read ahead is not written by anybody else before it is used: it belongs to an update that is decided.
+    * Prefetched ranges are written by no other code before their use: they belong to an update that is pending.
 """
 
 from __future__ import annotations
@@ -33,32 +31,31 @@ from functools import partial
 
 from torch import Tensor
 
-from offload.optim.io_requests import Copy, Read, Write, in_one_call, neighbours, span_bytes, write_together
+from offload.optim.io_requests import Copy, Read, Write, adjacent, contiguous, span_bytes, write_together
 from offload.storage.buffer import PAGE_BYTES, host_buffer
 from offload.storage.io_thread_pool import IOThreadPool, PooledCall
 
 __all__ = ["IO_BUFFERS", "IOBuffer", "IOBufferPool", "buffer_pool_bytes"]
 
-#: Transfers at a time: what one block of Adam reads, and what another one writes.
-AT_A_TIME = 6
+#: Transfer calls at a time: those of reading one block of Adam and writing another.
+CONCURRENT_CALLS = 6
 
-#: Bites that are worked on, read or written at a time.
+#: Blocks that are computed, read or written at a time.
 IO_BUFFERS = 5
 
-#: What an I/O buffer has room for, in sizes of its block: weights, gradient as it is and clipped, and up to three
-#: states.
-PARTS = 6
+#: Size of an I/O buffer in sizes of its block: weights, gradient as it is and clipped, and up to three states.
+PARTS_PER_BUFFER = 6
 
 
 def buffer_pool_bytes(update_block_bytes: int) -> int:
-    """The most that an I/O buffers takes whose blocks have so many bytes of weights."""
-    return IO_BUFFERS * PARTS * (update_block_bytes + PAGE_BYTES)
+    """Most bytes that all I/O buffers take, for blocks of so many bytes of weights."""
+    return IO_BUFFERS * PARTS_PER_BUFFER * (update_block_bytes + PAGE_BYTES)
 
 
 class IOBuffer:
-    """Memory for one block.
+    """Memory of one block.
 
-    A part lies within its page as the bytes lie within theirs in the file, so that a disk can move them with no copy.
+    A part has the same offset within its page as in the file, so that direct I/O needs no copy.
     """
 
     def __init__(self) -> None:
@@ -66,17 +63,17 @@ class IOBuffer:
         self._used = 0
         self._parts: dict[Hashable, Tensor] = {}
         self._jobs: list[PooledCall] = []
-        #: For whom it is laid; None if for nobody.
+        #: Key of the block that it holds; None if it is idle.
         self.update_block: Hashable = None
-        #: Bytes that were read since it was laid.
+        #: Bytes read for this block.
         self.bytes_read = 0
 
     def prepare(
         self, update_block: Hashable, reads: Sequence[Read], spare_bytes: int, io_threads: IOThreadPool
     ) -> None:
-        """Begins to read. Whatever the I/O buffer held is gone; there is room for so many bytes besides."""
+        """Discards the contents and begins to read; ``spare_bytes`` more can be allocated with :meth:`take`."""
         self.clear()
-        groups = list(neighbours(reads))
+        groups = list(adjacent(reads))
         nbytes = spare_bytes + sum(span_bytes(group) + PAGE_BYTES for group in groups)
         if self._memory.numel() < nbytes:
             self._memory = host_buffer(0)  # before the larger one is made
@@ -91,11 +88,10 @@ class IOBuffer:
             self._jobs.append(io_threads.submit(partial(group[0].block.read_into, whole, begin)))
 
     def wait(self) -> None:
-        """Waits for what is being read; raises what reading raised."""
+        """Waits for the reads; raises their exception."""
         try:
             for job in self._jobs:
-                # Reader -> update lane. Without this, moments and gradients are what the block before left on the I/O
-                # buffer.
+                # Reader -> update lane. Without this, moments and gradients are those of the block before.
                 job.synchronize()
         except BaseException:
             self.clear()
@@ -103,9 +99,9 @@ class IOBuffer:
         self._jobs.clear()
 
     def clear(self) -> None:
-        """Returns when nobody reads into the I/O buffer any more; its parts are forgotten."""
+        """Forgets the parts. Returns when no read into the I/O buffer is running."""
         for job in self._jobs:
-            # Without this, what was read ahead for nobody arrives on top of the next block.
+            # Without this, a discarded prefetch overwrites the next block.
             job.cancel()
         self._jobs.clear()
         self._parts.clear()
@@ -113,45 +109,45 @@ class IOBuffer:
         self.update_block = None
 
     def part(self, name: Hashable) -> Tensor:
-        """What was read under a name; flat, uint8."""
+        """The bytes of the read of that name; flat, uint8."""
         return self._parts[name]
 
     def read(self, read: Read) -> Tensor:
-        """Reads something more, now."""
+        """Reads one more range, on the calling thread."""
         part = self.take(read.nbytes, read.offset)
         read.block.read_into(part, read.offset)
         self.bytes_read += read.nbytes
         return part
 
     def take(self, nbytes: int, offset: int = 0) -> Tensor:
-        """Room for the ``nbytes`` at ``offset`` of a file; flat, uint8."""
+        """Allocates memory for ``nbytes`` at ``offset`` of a file; flat, uint8."""
         begin = self._used + (offset - self._used) % PAGE_BYTES
         self._used = begin + nbytes
         return self._memory[begin : self._used]
 
 
 @dataclass(eq=False)
-class _Leaving:
-    """What is on its way from an I/O buffer to where it rests."""
+class _WriteBack:
+    """The running writes and copies of one computed block."""
 
-    #: None if it comes from elsewhere.
+    #: None if the bytes have memory of their own.
     io_buffer: IOBuffer | None
     moves: Sequence[Write | Copy]
     arrived: Callable[[Sequence[Write | Copy]], None]
     jobs: list[tuple[Sequence[Write | Copy], PooledCall]] = field(default_factory=list)
 
     @property
-    def is_there(self) -> bool:
-        """Whether all of it arrived."""
+    def written(self) -> bool:
+        """Whether all of it is written."""
         given = sum(len(group) for group, _ in self.jobs)
         return given == len(self.moves) and all(job.succeeded for _, job in self.jobs)
 
-    def end(self) -> None:
-        """Returns when nothing of it is on its way any more; raises what writing raised."""
+    def collect(self) -> None:
+        """Returns when none of it is running; raises the exception of a write."""
         done: list[Write | Copy] = []
         try:
             for group, job in self.jobs:
-                # Writer -> update lane. Without this, the I/O buffer is filled anew while the file still takes from it.
+                # Writer -> update lane. Without this, the I/O buffer is filled again while it is being written.
                 job.synchronize()
                 done += group
         finally:
@@ -160,100 +156,97 @@ class _Leaving:
             self.jobs.clear()
             for move in self.moves:
                 if move not in done:
-                    move.source = move.source.clone()  # the I/O buffer and the slot are about to be used again
+                    move.source = move.source.clone()  # the I/O buffer and the slot are about to be reused
             self.arrived(done)
 
 
 class IOBufferPool:
-    """An I/O buffer to work on, and others that are being filled or emptied. Bites come one after the other, on one
-    lane."""
+    """The current I/O buffer, and others that are being filled or written back. Used by one lane, block after block."""
 
     def __init__(self) -> None:
-        self._now: IOBuffer | None = None
+        self._current: IOBuffer | None = None
         self._idle = [IOBuffer() for _ in range(IO_BUFFERS)]
-        self._ahead: deque[IOBuffer] = deque()
-        self._leaving: deque[_Leaving] = deque()
-        self._io_threads = IOThreadPool(AT_A_TIME)
+        self._prefetched: deque[IOBuffer] = deque()
+        self._writing: deque[_WriteBack] = deque()
+        self._io_threads = IOThreadPool(CONCURRENT_CALLS)
 
-    def make_room(self) -> bool:
-        """Takes I/O buffers back whose writes have arrived; says whether one more block can be read ahead."""
-        while self._leaving and self._leaving[0].is_there:
-            self._end_oldest()
+    def has_idle_buffer(self) -> bool:
+        """Reclaims I/O buffers whose writes are complete; returns whether one more block can be prefetched."""
+        while self._writing and self._writing[0].written:
+            self._finish_oldest()
         return bool(self._idle)
 
-    def expects(self, update_block: Hashable) -> bool:
-        """Whether a block is being read ahead."""
-        return any(io_buffer.update_block == update_block for io_buffer in self._ahead)
+    def is_prefetching(self, update_block: Hashable) -> bool:
+        """Whether a block is being prefetched."""
+        return any(io_buffer.update_block == update_block for io_buffer in self._prefetched)
 
     def prepare(self, update_block: Hashable, reads: Sequence[Read], spare_bytes: int) -> IOBuffer:
-        """The I/O buffer with all of ``reads``, and room for so many bytes besides.
+        """The I/O buffer with all of ``reads``, and memory for ``spare_bytes`` more.
 
         Raises:
-            OSError: if they cannot be read, also where they were being read ahead; or if something that was sent
-                before, whose I/O buffer is needed, cannot be written.
+            OSError: if they cannot be read, prefetched or not; or if an earlier block whose I/O buffer is needed cannot
+                be written.
         """
-        # Without this, a block that failed in the middle of its arithmetic would be taken for one that was just read.
-        self._put_away(self._now)
-        self._now = None
-        if not self._ahead or self._ahead[0].update_block != update_block:
-            while self._ahead:
-                self._put_away(self._ahead.pop())
+        # Without this, a block that failed in the middle of its arithmetic would count as just read.
+        self._recycle(self._current)
+        self._current = None
+        if not self._prefetched or self._prefetched[0].update_block != update_block:
+            while self._prefetched:
+                self._recycle(self._prefetched.pop())
             while not self._idle:
-                self._end_oldest()
+                self._finish_oldest()
             self.prefetch(update_block, reads, spare_bytes)
-        io_buffer = self._ahead.popleft()
+        io_buffer = self._prefetched.popleft()
         try:
             io_buffer.wait()
         except BaseException:
-            self._put_away(io_buffer)
+            self._recycle(io_buffer)
             raise
-        self._now = io_buffer
+        self._current = io_buffer
         return io_buffer
 
     def prefetch(self, update_block: Hashable, reads: Sequence[Read], spare_bytes: int) -> None:
-        """Begins to read what a later :meth:`prepare` will ask for, in the order of these calls. There must be room."""
+        """Begins to read for a later :meth:`prepare`, in the order of these calls. Needs an idle I/O buffer."""
         io_buffer = self._idle.pop()
-        self._ahead.append(io_buffer)
+        self._prefetched.append(io_buffer)
         io_buffer.prepare(update_block, reads, spare_bytes, self._io_threads)
 
-    def send(self, moves: Sequence[Write | Copy], arrived: Callable[[Sequence[Write | Copy]], None]) -> None:
-        """Begins to write what was computed, and leaves the I/O buffer. ``arrived`` is called on this lane, with what
-        has."""
-        leaving = _Leaving(self._now, [*moves], arrived)
-        self._now = None
-        self._leaving.append(leaving)  # at once: what no thread is given is not lost either
+    def write_back(self, moves: Sequence[Write | Copy], arrived: Callable[[Sequence[Write | Copy]], None]) -> None:
+        """Begins to write the current I/O buffer. ``arrived`` gets the successful moves, on this lane."""
+        write_back = _WriteBack(self._current, [*moves], arrived)
+        self._current = None
+        self._writing.append(write_back)  # first: moves that are not submitted are not lost either
         groups: list[tuple[Sequence[Write | Copy], Callable[[], None]]] = [
             (group, partial(write_together, group))
-            for group in in_one_call(move for move in moves if isinstance(move, Write))
+            for group in contiguous(move for move in moves if isinstance(move, Write))
         ]
-        groups += [([move], move.go) for move in moves if isinstance(move, Copy)]
+        groups += [([move], move.run) for move in moves if isinstance(move, Copy)]
         for group, write in groups:
-            leaving.jobs.append((group, self._io_threads.submit(write)))
+            write_back.jobs.append((group, self._io_threads.submit(write)))
 
     def wait_idle(self) -> None:
-        """Returns when nothing that was sent is on its way any more.
+        """Returns when no write is running.
 
         Raises:
-            OSError: if something could not be written. What did not arrive has memory of its own from here on, and can
-                be sent again.
+            OSError: if a write failed. Its bytes have memory of their own from here on, and can be written again.
         """
         errors: list[BaseException] = []
-        while self._leaving:
+        while self._writing:
             try:
-                self._end_oldest()
+                self._finish_oldest()
             except BaseException as error:
                 errors.append(error)
         if errors:
             raise errors[0]
 
-    def _end_oldest(self) -> None:
-        leaving = self._leaving.popleft()
+    def _finish_oldest(self) -> None:
+        write_back = self._writing.popleft()
         try:
-            leaving.end()
+            write_back.collect()
         finally:
-            self._put_away(leaving.io_buffer)
+            self._recycle(write_back.io_buffer)
 
-    def _put_away(self, io_buffer: IOBuffer | None) -> None:
+    def _recycle(self, io_buffer: IOBuffer | None) -> None:
         if io_buffer is not None:
             io_buffer.clear()
             self._idle.append(io_buffer)

@@ -1,12 +1,12 @@
-"""What moves between the I/O buffers of an optimizer and where it rests; what lies side by side moves in one call.
+"""Reads and writes of the on-disk optimizer; adjacent ranges of a file are transferred in one call.
 
-A transformer block has twice as many norms and biases as matrices, and Adam moves six tensors for each of them.
-They are small: what a call costs is not their bytes but the interpreter, which the layers that compute need as well.
-In a file they lie one after the other, so one call can take them all.
+A transformer block has twice as many norms and biases as matrices, and Adam transfers six tensors for each of them.
+They are small: a call costs not their bytes but time of the interpreter, which the layers that compute need as well.
+They are adjacent in their file, so one call can transfer all of them.
 
 Guarantees
-    * Only padding ever lies between two that move together, never what is somebody else's.
-    * What is written together is as far apart in memory as in the file, in memory of one owner.
+    * Only padding is between two ranges that are transferred together, never data of another owner.
+    * Ranges that are written together are as far apart in memory as in the file, in one storage.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 from offload.planning.partition import aligned
 from offload.storage import Block
 
-__all__ = ["Copy", "Read", "Write", "in_one_call", "neighbours", "span_bytes", "write_together"]
+__all__ = ["Copy", "Read", "Write", "adjacent", "contiguous", "span_bytes", "write_together"]
 
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """Bytes of a block from ``offset`` on; ``name`` is what they are called on the I/O buffer."""
+    """Bytes of a block from ``offset`` on; ``name`` identifies them in the I/O buffer."""
 
     name: Hashable
     block: Block
@@ -35,7 +35,7 @@ class Read:
 
 @dataclass(eq=False)
 class Write:
-    """Bytes (flat, uint8) that are ready to go where they rest: to a block, from ``offset`` on."""
+    """Bytes (flat, uint8) to be written to a block, from ``offset`` on."""
 
     source: Tensor
     block: Block
@@ -43,28 +43,28 @@ class Write:
 
     @property
     def nbytes(self) -> int:
-        """How many."""
+        """Number of bytes."""
         return self.source.numel()
 
-    def go(self) -> None:
-        """Writes them."""
+    def run(self) -> None:
+        """Writes the bytes."""
         self.block.write(self.source, self.offset)
 
 
 @dataclass(eq=False)
 class Copy:
-    """Bytes (flat, uint8) that are ready to go where they rest: to other memory."""
+    """Bytes (flat, uint8) to be copied to other memory."""
 
     source: Tensor
     to: Tensor
 
-    def go(self) -> None:
-        """Copies them."""
+    def run(self) -> None:
+        """Copies the bytes."""
         self.to.copy_(self.source)
 
 
-class _Place(Protocol):
-    """Bytes of a block."""
+class _Range(Protocol):
+    """A range of bytes of a block."""
 
     @property
     def block(self) -> Block: ...
@@ -76,37 +76,37 @@ class _Place(Protocol):
     def nbytes(self) -> int: ...
 
 
-P = TypeVar("P", bound=_Place)
+P = TypeVar("P", bound=_Range)
 
 
-def neighbours(places: Iterable[P]) -> Iterator[list[P]]:
-    """Groups of what lies side by side in a block, in the block's order, with nothing but padding in between."""
+def adjacent(places: Iterable[P]) -> Iterator[list[P]]:
+    """Groups ranges of the same block with nothing but padding in between, in the block's order."""
     by_block: dict[Block, list[P]] = {}
     for place in places:
         by_block.setdefault(place.block, []).append(place)
     for members in by_block.values():
-        yield from _runs(sorted(members, key=lambda place: place.offset), _adjoin)
+        yield from _runs(sorted(members, key=lambda place: place.offset), _is_adjacent)
 
 
-def in_one_call(writes: Iterable[Write]) -> Iterator[list[Write]]:
-    """Groups of what lies side by side in a block, and just so in memory."""
-    for members in neighbours(writes):
-        yield from _runs(members, _as_far_apart)
+def contiguous(writes: Iterable[Write]) -> Iterator[list[Write]]:
+    """Groups writes that are adjacent both in their block and in memory."""
+    for members in adjacent(writes):
+        yield from _runs(members, _is_contiguous)
 
 
-def span_bytes(group: Sequence[_Place]) -> int:
-    """From the begin of the first to the end of the last."""
+def span_bytes(group: Sequence[_Range]) -> int:
+    """Bytes from the begin of the first to the end of the last."""
     return group[-1].offset + group[-1].nbytes - group[0].offset
 
 
 def write_together(group: Sequence[Write]) -> None:
-    """Writes a group of :func:`in_one_call`, and the padding in between, which nobody reads."""
+    """Writes a group of :func:`contiguous`, with the padding in between, which is never read."""
     first = group[0]
     first.block.write(first.source.as_strided((span_bytes(group),), (1,)), first.offset)
 
 
 def _runs(members: Iterable[P], belong: Callable[[P, P], bool]) -> Iterator[list[P]]:
-    """Cuts between any two that do not ``belong`` together."""
+    """Splits a sequence between neighbours that do not ``belong`` together."""
     run: list[P] = []
     for member in members:
         if run and not belong(run[-1], member):
@@ -117,12 +117,12 @@ def _runs(members: Iterable[P], belong: Callable[[P, P], bool]) -> Iterator[list
         yield run
 
 
-def _adjoin(first: _Place, second: _Place) -> bool:
+def _is_adjacent(first: _Range, second: _Range) -> bool:
     return second.offset == aligned(first.offset + first.nbytes)
 
 
-def _as_far_apart(first: Write, second: Write) -> bool:
-    """Whether two sources belong to the same memory, and are as far apart there as in the block."""
+def _is_contiguous(first: Write, second: Write) -> bool:
+    """Whether two sources share a storage, and are as far apart there as in the block."""
     a, b = first.source, second.source
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return False

@@ -1,4 +1,4 @@
-"""``OffloadOptimizer``: the face. It decides what a step does; pieces and updates do it, beside compute."""
+"""``OffloadOptimizer``: any ``torch.optim`` class for an ``OffloadModel``; shards are updated while others compute."""
 
 from __future__ import annotations
 
@@ -6,45 +6,47 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.model import OffloadModel
-from offload.optim.disk_update import DiskParamBlock, cut, update_block_bytes
+from offload.optim.disk_update import DiskParamBlock, group_slices, update_block_bytes
 from offload.optim.group_changes import GroupChanges
-from offload.optim.groups import check_choices, options_of, resolve_groups, stand_in
+from offload.optim.groups import check_choices, empty_like, options_of, resolve_groups
 from offload.optim.in_backward import InBackward
 from offload.optim.io_buffers import IOBufferPool, buffer_pool_bytes
 from offload.optim.param_block import HostParamBlock, OptimizerFactory, ParamBlock, UpdateJob
 from offload.optim.update import Update
 from offload.planning.budget import parse_bytes
 from offload.storage.io_thread_pool import IOThreadPool
-from offload.storages import on_own_storages
+from offload.storage.state_views import on_own_storages
 from offload.streaming.grad_norm import attached_norm, clip_coefficient, detach_norm, norm_of, total_norm
 from offload.streaming.lane import Lane, ThreadLane
 from offload.streaming.shard import Shard, Slice
+
+if TYPE_CHECKING:
+    from offload.model import OffloadModel
 
 __all__ = ["OffloadOptimizer", "open_update_lane"]
 
 
 def open_update_lane(device: torch.device) -> Lane:
-    """The lane that updates run on: a thread, since homes are updated by the host. It ends with its last user."""
+    """The lane of updates: a thread, since homes are updated by the host. It ends with its last user."""
     return ThreadLane("update", device)
 
 
 class OffloadOptimizer(Optimizer):
     """Any ``torch.optim`` class for an :class:`~offload.OffloadModel`; states are stored beside the shards.
 
-    ``step()`` decides and returns. Each shard is updated just before its next load, in the order of loads, while the
-    shards before it compute. The result is that of the plain optimizer after ``clip_grad_norm_``, for any training
-    loop: what is pending is finished before anybody reads it through the model (a forward, ``state_dict()``,
-    ``parameters()``, a checkpoint). As long as other code holds a parameter, its gradient or a view of it (a list for
-    an exponential average, a loop variable that is still there), ``step()`` finishes at once, and nothing hides. So it
-    does for a class that changes its groups, such as one that counts steps there. Call :meth:`synchronize` before you
-    take parameters or states out of ``param_groups`` or ``state`` of the optimizer itself.
+    ``step()`` makes the updates pending and returns. Each shard is updated just before its next load, in the order of
+    loads, while the shards before it compute. The result is that of the plain optimizer after ``clip_grad_norm_``, for
+    any training loop: every access through the model (a forward, ``state_dict()``, ``parameters()``, a checkpoint)
+    first finishes the pending updates. As long as other code holds a parameter, its gradient or a view of it (a list
+    for an exponential average, a loop variable that still exists), ``step()`` updates at once, with no overlap; also
+    for a class that changes its groups, such as one that counts steps there. Call :meth:`synchronize` before you read
+    parameters or states from ``param_groups`` or ``state`` of the optimizer itself.
 
     Args:
         model: whose parameters are trained.
@@ -53,32 +55,32 @@ class OffloadOptimizer(Optimizer):
             them. The ``"params"`` of a group may be a pattern of names such as ``"*.bias"``, or a list of patterns; a
             parameter belongs to the first group that names it.
         max_norm: clip gradients to this global 2-norm, with the coefficient of ``torch.nn.utils.clip_grad_norm_``. The
-            norm is summed while gradients go home; a write to a gradient through ``.data`` is not noticed.
+            norm is summed while gradients are offloaded; a write to a gradient through ``.data`` is not noticed.
         update_in_backward: update a shard as soon as its gradients are complete, in backward; they are never stored.
             For loops with one backward per step and without a ``GradScaler``. ``step()`` then only marks the end of
             the step.
-        gradient_bytes: bytes, or a string such as ``"1GiB"``, of host memory in which gradients may wait for their
-            update where homes are on disk. What fits is neither written nor read: 4 bytes less of each, below.
-        optimizer_kwargs: what ``optimizer_class`` takes.
+        gradient_bytes: bytes, or a string such as ``"1GiB"``, of host memory for gradients until their update, where
+            homes are on disk. Gradients that fit are neither written nor read: 4 bytes less of each, below.
+        optimizer_kwargs: of ``optimizer_class``.
 
     Raises:
-        TypeError: if ``model`` or ``optimizer_class`` is something else, or the class needs a closure.
+        TypeError: if ``model`` or ``optimizer_class`` is of another type, or the class needs a closure.
         ValueError: if hyperparameters are refused by the class, patterns match nothing, or ``max_norm`` is combined
             with ``update_in_backward`` (the norm is known only after the last gradient); or if the model's
-            ``memory_budget`` has no room for the buffers of updates on disk.
+            ``memory_budget`` is too small for the buffers of updates on disk.
 
-    On disk a step of Adam moves, for each float32 parameter, with two slots: 8 bytes of weights that are read, by the
-    load of each pass; 4 of its gradient and 8 of its two moments, each written once and read once; and 4 of weights
-    that are written. The load of the forward and the update share one read. So 20 bytes are read and 16 written; with
-    ``update_in_backward`` the gradient moves nowhere, but weights are read once more. A shard without gradients is not
-    written. ``model.statistics()`` counts them.
+    On disk a step of Adam with two slots transfers, for each float32 parameter: 8 bytes of weights read, by the load of
+    each pass; 4 of its gradient and 8 of its two moments, each written once and read once; and 4 of weights written.
+    The load of the forward and the update share one read. So 20 bytes are read and 16 written; with
+    ``update_in_backward`` the gradient is not transferred, but weights are read once more. A shard without gradients is
+    not written. ``model.statistics()`` counts them.
 
-    After an error of a home (a full or failing disk) nothing is lost and nothing is applied twice: the same call may be
-    repeated. After an error in the middle of ``torch``'s own arithmetic, or of a backward that updates, the optimizer
-    is dead and says so: make model and optimizer anew and load the last checkpoint.
+    After an I/O error (a full or failing disk) nothing is lost and nothing is applied twice: the same call may be
+    repeated. After an error in the middle of ``torch``'s own arithmetic, or of a backward that updates, every call
+    raises: make model and optimizer anew and load the last checkpoint.
     """
 
-    #: ``GradScaler`` hands the scale over instead of multiplying all gradients at home.
+    #: ``GradScaler`` passes the scale instead of multiplying all stored gradients.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -96,11 +98,11 @@ class OffloadOptimizer(Optimizer):
         check_choices(optimizer_class, max_norm, update_in_backward)
         self.max_norm = max_norm
         self.update_in_backward = update_in_backward
-        #: Number of steps that were decided.
+        #: Number of steps.
         self.steps = 0
         #: Global norm of the gradients at the last step, before clipping; None without ``max_norm``.
         self.last_norm: Tensor | None = None
-        #: Bytes of gradients that may wait in host memory for their update, where homes are on disk.
+        #: Bytes of gradients that may be kept in host memory until their update, where homes are on disk.
         self.gradient_bytes = 0 if gradient_bytes is None else parse_bytes(gradient_bytes, "gradient_bytes")
         self._model = model
         self._access = model.optimizer_access()
@@ -109,45 +111,45 @@ class OffloadOptimizer(Optimizer):
         self._update_block_bytes = update_block_bytes(self._access.shards, self._access.spare_bytes())
         if self._access.tier.blocking_io:
             self._access.reserve(self, buffer_pool_bytes(self._update_block_bytes))
-        #: Fills a slot while the update before still runs.
+        #: Reads weights into a slot while the update before still runs.
         self._filler = IOThreadPool(1)
         self._factory = OptimizerFactory(optimizer_class, optimizer_kwargs)
         self.param_blocks: dict[Shard, list[ParamBlock]] = {}
-        #: What updates shards during backward, if this optimizer does.
+        #: Updates shards during backward; None without ``update_in_backward``.
         self.in_backward = InBackward(self) if update_in_backward else None
-        self._written = GroupChanges(optimizer_class)
+        self._group_changes = GroupChanges(optimizer_class)
         groups = resolve_groups(dict(model.named_parameters()), params)
-        # The class checks its hyperparameters on empty tensors: some classes make states at once.
-        shadows = [{**group, "params": [_shadow(p) for p in _listed(group["params"])]} for group in groups]
-        template = optimizer_class(shadows, **optimizer_kwargs)
+        # The class checks its hyperparameters on empty tensors: some classes make states in their constructor.
+        placeholders = [{**group, "params": [_placeholder(p) for p in _as_list(group["params"])]} for group in groups]
+        template = optimizer_class(placeholders, **optimizer_kwargs)
         self._states_at_once = bool(template.state)
-        for group, shadow in zip(groups, template.param_groups, strict=True):
-            group.update(options_of(shadow))
-        #: Of the class alone: torch adds others of its own to ``defaults`` when a state is loaded.
+        for group, placeholder in zip(groups, template.param_groups, strict=True):
+            group.update(options_of(placeholder))
+        #: Of the class only: torch adds others to ``defaults`` when a state is loaded.
         self._class_defaults = dict(template.defaults)
         super().__init__(groups, dict(template.defaults))
         self._access.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as in ``torch.optim``; its ``"params"`` may be patterns."""
-        # To ask the model for its parameters finishes what is pending.
+        # named_parameters() finishes pending updates.
         (group,) = resolve_groups(dict(self._model.named_parameters()), [param_group])
         super().add_param_group(group)
         index, members = len(self.param_groups) - 1, set(self.param_groups[-1]["params"])
         tier, shards = self._access.tier, self._access.shards
-        most = self._update_block_bytes
+        max_bytes = self._update_block_bytes
         for shard in shards:
             slices = [s for s in shard.own if s.parameter in members]
             param_blocks = self.param_blocks.setdefault(shard, [])
             if tier.blocking_io:
                 param_blocks += [
-                    DiskParamBlock(shard, part, index, self._factory, tier, self._buffer_pool, most)
-                    for part in cut(slices, most)
+                    DiskParamBlock(shard, part, index, self._factory, tier, self._buffer_pool, max_bytes)
+                    for part in group_slices(slices, max_bytes)
                 ]
             elif slices:
                 param_blocks.append(HostParamBlock(shard, slices, index, self._factory))
         if self._states_at_once:
-            for param_block in self._all_pieces():
+            for param_block in self._all_param_blocks():
                 param_block.prepare(self.options())
                 self._publish(param_block)
 
@@ -155,16 +157,16 @@ class OffloadOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Decides the update of all parameters that have a gradient.
+        """Makes the update of all parameters that have a gradient pending.
 
         Raises:
             ValueError: for a closure.
-            RuntimeError: in the middle of a forward or backward; or if an earlier update cannot be finished.
+            RuntimeError: during a forward or backward; or if an earlier update cannot be finished.
         """
         if closure is not None:
             raise ValueError(
-                "expected no closure: a step is decided once, after all gradients are in, and a closure would run the "
-                "model again in the middle of it; call the closure yourself, then step()"
+                "expected no closure: it would run the model again in the middle of a step; call the closure yourself, "
+                "then step()"
             )
         self._check_idle()
         self.synchronize()
@@ -173,7 +175,7 @@ class OffloadOptimizer(Optimizer):
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) != 0:
             return  # GradScaler skips this step
-        # Without a scale a GradScaler has unscaled in place, in a way that torch does not count.
+        # Without a scale a GradScaler has unscaled in place, which does not increment the version of gradients.
         trusted = not (hasattr(self, "grad_scale") and scale is None)
         coefficient = self._coefficient(scale, trusted)
         options = self.options()
@@ -182,7 +184,7 @@ class OffloadOptimizer(Optimizer):
         number = self.steps + 1
 
         def decide() -> None:
-            """Makes all updates pending. May be called again, after an exception in the middle of it."""
+            """Makes all updates pending. Idempotent, for a second call after an exception in the first."""
             for shard, update in decided:
                 if shard.pending is not update and not (update.done or update.withdrawn):
                     self.mark(shard, update)
@@ -196,42 +198,42 @@ class OffloadOptimizer(Optimizer):
         try:
             self._run_sparse(decided)
         except BaseException as error:
-            if all(update.untouched or update.withdrawn for _, update in decided):
+            if all(update.unapplied or update.withdrawn for _, update in decided):
                 raise
-            decide()  # a step is done as a whole: what was begun is finished, and the rest follows
+            decide()  # a step is applied as a whole: updates that began are finished, the others follow
             if not isinstance(error, OSError):
                 raise
-            # What a home could not do is tried again before anybody reads it, as with all other updates.
+            # A failed read or write is repeated before the next access, as with all pending updates.
         self._access.commit(decide)
         if not self._access.tier.blocking_io:
-            # Host memory has no slot to update in, so there is nothing to wait for.
+            # Homes in host memory are updated in place, so the update can run at once.
             for _, update in decided:
                 if not update.done:
                     update.start()
-        if held or self._written.expected:
+        if held or self._group_changes.expected:
             self.synchronize()
-        if self._written.expected:
+        if self._group_changes.expected:
             self._step_groups_without_gradients(options)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Takes all gradients away; a pending update keeps its own. ``set_to_none=False`` first finishes it."""
+        """Clears all gradients; a pending update keeps its own. ``set_to_none=False`` first finishes it."""
         if not set_to_none:
             self.synchronize()
         super().zero_grad(set_to_none)
 
     def synchronize(self) -> None:
-        """Finishes what is pending: afterwards every parameter, gradient and state holds what it should.
+        """Finishes the pending updates: afterwards parameters, gradients and states have their values of the last step.
 
         Raises:
-            OSError: if a home cannot be read or written. Call it again to go on from there.
+            OSError: if a home cannot be read or written. Call it again to resume.
             RuntimeError: if the class does not treat each parameter by itself.
         """
         self._access.apply_pending_updates()
-        self._written.check()
+        self._group_changes.check()
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Marks backwards that must not update; their gradients accumulate at home. Only needed in backward updates."""
+        """Backwards inside only accumulate gradients. Needed with ``update_in_backward`` only."""
         if self.in_backward is None:
             yield
             return
@@ -244,10 +246,10 @@ class OffloadOptimizer(Optimizer):
     # --- states -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What the plain optimizer's ``state_dict()`` is. Its tensors are the states at rest, not copies."""
+        """The ``state_dict()`` of the plain optimizer. Its tensors are the stored states, not copies."""
         self.synchronize()
         saved = super().state_dict()
-        # In the order of parameters, as the plain one has them, and not in that in which pieces came to their states.
+        # In the order of parameters, as in the plain optimizer; param blocks get their states in another order.
         saved["state"] = dict(sorted(saved["state"].items()))
         views = on_own_storages(value for state in saved["state"].values() for value in state.values())
         if views:
@@ -256,17 +258,17 @@ class OffloadOptimizer(Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a ``state_dict()`` of this optimizer, or of the plain one; the tensors are copied."""
+        """Loads a ``state_dict()`` of this optimizer, or of the plain one; the tensors are copied."""
         self._check_idle()
         self.synchronize()
         super().load_state_dict(state_dict)
         for group in self.param_groups:
-            for key, value in self._class_defaults.items():  # what a checkpoint of an older release of torch lacks
+            for key, value in self._class_defaults.items():  # missing in checkpoints of older releases of torch
                 group.setdefault(key, value)
         loaded = self.state
         options = self.options()
-        for param_block in self._all_pieces():
-            param_block.adopt([loaded.get(p, {}) for p in param_block.parameters], options)
+        for param_block in self._all_param_blocks():
+            param_block.load_states([loaded.get(p, {}) for p in param_block.parameters], options)
             for p in param_block.parameters:
                 loaded.pop(p, None)
             self._publish(param_block)
@@ -277,25 +279,25 @@ class OffloadOptimizer(Optimizer):
                 self.state[parameter] = state
 
     def _step_groups_without_gradients(self, options: list[dict[str, Any]]) -> None:
-        """The plain class goes through all groups; here those without gradients have had no part."""
+        """Steps groups without gradients on one param block: the plain class writes into these groups, too."""
         for index in range(len(self.param_groups)):
-            param_block = next((p for p in self._all_pieces() if p.group == index), None)
-            if not self._written.has(index) and param_block is not None:
+            param_block = next((p for p in self._all_param_blocks() if p.group == index), None)
+            if not self._group_changes.has(index) and param_block is not None:
                 param_block.prepare(options).step()
-                self._written.publish(self.param_groups, index, param_block.group_changes())
-        self._written.end_step()
+                self._group_changes.publish(self.param_groups, index, param_block.group_changes())
+        self._group_changes.end_step()
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("an OffloadOptimizer belongs to its model and is not copied; use state_dict()")
+        raise TypeError("cannot copy or pickle an OffloadOptimizer, since it belongs to its model; use state_dict()")
 
-    # --- what a step consists of --------------------------------------------------------------------------------
+    # --- parts of a step ----------------------------------------------------------------------------------------
 
-    def _all_pieces(self) -> Iterator[ParamBlock]:
+    def _all_param_blocks(self) -> Iterator[ParamBlock]:
         for param_blocks in self.param_blocks.values():
             yield from param_blocks
 
     def options(self) -> list[dict[str, Any]]:
-        """Hyperparameters of all groups as of now."""
+        """A copy of the hyperparameters of all groups."""
         return [options_of(group) for group in self.param_groups]
 
     @property
@@ -313,7 +315,7 @@ class OffloadOptimizer(Optimizer):
             self.in_backward.check()
 
     def _coefficient(self, scale: Tensor | None, trusted: bool) -> Tensor | None:
-        """What gradients are multiplied by; None for 1."""
+        """Factor of the gradients; None for 1."""
         if self.max_norm is None:
             return None if scale is None else 1 / scale.to("cpu")
         norms = []
@@ -336,7 +338,7 @@ class OffloadOptimizer(Optimizer):
         coefficient: Tensor | None = None,
         kept: dict[Slice, Tensor] | None = None,
     ) -> Update | None:
-        """The update of one shard from the gradients at home, and those that were ``kept`` from going there."""
+        """The update of one shard from its stored gradients and the ``kept`` ones; None if it has no gradient."""
         tasks = []
         for param_block in self.param_blocks[shard]:
             gradients: list[Tensor | None] = [(kept or {}).get(s, s.parameter.grad) for s in param_block.slices]
@@ -351,7 +353,7 @@ class OffloadOptimizer(Optimizer):
             if (optimizer := owner()) is not None:
                 optimizer._publish(job.param_block)
                 if job.group_changes is not None:
-                    optimizer._written.publish(
+                    optimizer._group_changes.publish(
                         optimizer.param_groups, job.param_block.group, job.group_changes, job.options
                     )
 
@@ -367,17 +369,17 @@ class OffloadOptimizer(Optimizer):
 
     @staticmethod
     def mark(shard: Shard, update: Update) -> None:
-        """Makes an update pending. From here on its parameters count as changed, although they are written later."""
+        """Makes an update pending. Increments the version of its parameters, although they are written later."""
         for job in update.tasks:
             for parameter, gradient in zip(job.param_block.parameters, job.gradients, strict=True):
                 if gradient is not None:
-                    # Without this, a clipped gradient that goes on would carry the norm it had before.
+                    # Without this, a clipped gradient that is not zeroed would keep its norm from before.
                     detach_norm(gradient)
                     torch.autograd.graph.increment_version(parameter)
         shard.pending = update
 
     def _run_sparse(self, updates: list[tuple[Shard, Update]]) -> None:
-        """Runs updates with sparse gradients at once: few classes take them, and a refusal belongs to ``step()``."""
+        """Runs updates with sparse gradients at once: most classes refuse them, which ``step()`` must raise."""
         for shard, update in updates:
             if not any(job.sparse for job in update.tasks):
                 continue
@@ -385,24 +387,24 @@ class OffloadOptimizer(Optimizer):
             try:
                 update.start().synchronize()
             except Exception:
-                if update.untouched:
+                if update.unapplied:
                     update.withdraw()
                 raise
 
 
-def _listed(params: Any) -> list[Any]:
+def _as_list(params: Any) -> list[Any]:
     return [params] if isinstance(params, Tensor) else list(params)
 
 
-def _shadow(param: Any) -> Any:
-    """Stands in for a parameter, or for a pair of name and parameter."""
+def _placeholder(param: Any) -> Any:
+    """An empty tensor in place of a parameter; in a ``(name, parameter)`` pair, too."""
     if isinstance(param, tuple):
-        return param[0], stand_in(param[1])
-    return stand_in(param) if isinstance(param, Tensor) else param
+        return param[0], empty_like(param[1])
+    return empty_like(param) if isinstance(param, Tensor) else param
 
 
 def _check_model(model: Any, kind: Any) -> None:
-    if not isinstance(model, OffloadModel):
-        raise TypeError(f"expected an OffloadModel, got {type(model).__name__} (model); others take {kind!r} itself")
+    if not hasattr(type(model), "optimizer_access"):
+        raise TypeError(f"expected an OffloadModel, got {type(model).__name__} (model); use {kind!r} itself")
     if isinstance(kind, type) and issubclass(kind, OffloadOptimizer):
         raise TypeError(f"expected a class such as torch.optim.AdamW, got optimizer_class={kind!r}")

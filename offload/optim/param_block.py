@@ -1,9 +1,9 @@
-"""A piece: some parameters of one shard, and the real optimizer that updates them where they rest.
+"""Param blocks: some parameters of one shard, and the ``torch.optim`` optimizer that updates them in their home.
 
 Guarantees
-    * A piece is updated by the very class of ``torch.optim`` that the user named, with its lazy states, on tensors that
-      lie where the parameters rest. What it computes is what it would compute on a model that was never cut.
-    * An update that fails has either changed nothing of the piece, and may be tried again, or raises
+    * The optimizer is of the user's class, with its lazy states, on views of the homes. Its result is that of the same
+      class on a model that is not sharded.
+    * A failed update has either changed nothing of the param block, and may be repeated, or raises
       :class:`PartialUpdateError`.
 """
 
@@ -25,8 +25,8 @@ from pipe.torch_private import multiply_all
 
 __all__ = ["HostParamBlock", "OptimizerFactory", "ParamBlock", "PartialUpdateError", "UpdateJob"]
 
-#: Classes with a fused kernel for the CPU whose result agrees with the plain one to rounding. SGD is left out: its
-#: plain update is as fast as memory, and is then bit-equal to that of a resident model.
+#: Classes with a fused kernel for the CPU whose result agrees with the plain one to rounding. Not SGD: its plain update
+#: is bound by memory already, and stays bit-equal to that of a resident model.
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
@@ -36,13 +36,13 @@ class PartialUpdateError(RuntimeError):
 
 @dataclass(frozen=True)
 class OptimizerFactory:
-    """How to make the optimizer of a piece."""
+    """Makes the optimizer of a param block."""
 
     kind: type[Optimizer]
     arguments: Mapping[str, Any]
 
     def options(self, options: Mapping[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
-        """Hyperparameters of a group, with the fused kernel chosen where the user left the choice open."""
+        """Hyperparameters of a group; the fused kernel is chosen where the user did not choose."""
         free = all(not options.get(key) for key in ("fused", "foreach", "capturable", "differentiable"))
         # In 16 bits the fused kernel rounds once where the plain class rounds after every operation.
         wide = all(p.dtype in (torch.float32, torch.float64) for p in parameters)
@@ -58,24 +58,24 @@ class OptimizerFactory:
 
 @dataclass(eq=False)
 class UpdateJob:
-    """What one step asks of one piece, and how far it has come."""
+    """The update of one param block by one step, and its progress."""
 
     param_block: ParamBlock
-    #: For each parameter, its gradient, or None if it takes no part.
+    #: For each parameter, its gradient, or None if it is not updated.
     gradients: list[Tensor | None]
-    #: Hyperparameters of each group of the user's optimizer, as they were at the step.
+    #: Hyperparameters of each group of the user's optimizer at the time of the step.
     options: list[dict[str, Any]]
     coefficient: Tensor | None
-    #: Whether the gradients were multiplied by the coefficient already.
+    #: Whether the gradients are multiplied by the coefficient already.
     scaled: bool = False
-    #: Bites of the piece that are computed, states that are not at rest as they were before, and what is computed but
+    #: Number of update blocks computed, states before the step that are not in files, and moves that are computed but
     #: not known to be written.
     blocks_done: int = 0
-    before: list[dict[str, Any] | None] | None = None
+    states_before: list[dict[str, Any] | None] | None = None
     unwritten: list[Write | Copy] = field(default_factory=list)
-    #: What the class changed in its group, such as a count of steps; None as long as it has not run.
+    #: What the class changed in its group, such as a count of steps; None before it has run.
     group_changes: dict[str, Any] | None = None
-    #: Bytes that went from files to the I/O buffers, and back.
+    #: Bytes read from files, and written to them.
     bytes_read: int = 0
     bytes_written: int = 0
     done: bool = False
@@ -87,18 +87,19 @@ class UpdateJob:
         """Whether a gradient is sparse."""
         return any(gradient is not None and gradient.is_sparse for gradient in self.gradients)
 
-    def arrived(self, moves: Sequence[Write | Copy]) -> None:
-        """Takes note of what has come to rest."""
+    def mark_written(self, moves: Sequence[Write | Copy]) -> None:
+        """Removes completed moves from ``unwritten``."""
         self.bytes_written += sum(move.source.numel() for move in moves)
         self.unwritten = [move for move in self.unwritten if move not in moves]
 
     def __post_init__(self) -> None:
-        taking_part = zip(self.param_block.slices, self.gradients, strict=True)
-        self.nbytes = sum(s.nbytes for s, gradient in taking_part if gradient is not None)
+        self.nbytes = sum(
+            s.nbytes for s, g in zip(self.param_block.slices, self.gradients, strict=True) if g is not None
+        )
 
 
 class ParamBlock(ABC):
-    """Parameters ``slices`` of ``shard``, all in one of the user's groups: the one at the position ``group``."""
+    """Parameters ``slices`` of ``shard``, all of the user's group with the index ``group``."""
 
     def __init__(self, shard: Shard, slices: Sequence[Slice], group: int, factory: OptimizerFactory) -> None:
         self.shard = shard
@@ -107,7 +108,7 @@ class ParamBlock(ABC):
         self.factory = factory
         self.optimizer: Optimizer | None = None
         self._chosen: dict[str, Any] = {}
-        #: Leaves that share memory with the parameters' homes, but not their gradients, nor their counts of changes.
+        #: Leaves that share memory with the parameters' homes, but neither gradients nor version counters.
         self.proxies = [shard.home_view(s).detach() for s in self.slices]
 
     @property
@@ -118,12 +119,12 @@ class ParamBlock(ABC):
     def prepare(self, options: Sequence[Mapping[str, Any]], *, sparse: bool = False) -> Optimizer:
         """The optimizer, with the hyperparameters of its group among ``options``.
 
-        ``sparse`` says that a gradient is, which no fused kernel takes.
+        ``sparse``: a gradient is sparse, which fused kernels refuse.
         """
         chosen = dict(options[self.group]) if sparse else self.factory.options(options[self.group], self.proxies)
         if self.optimizer is None:
             self.optimizer = self.factory.make({**chosen, "params": self.proxies})
-        # Copies, since several pieces have one group, and a class may write into what it finds there.
+        # Copies, since param blocks share a group, and a class may write into its values.
         self.optimizer.param_groups[0].update(copied_options(chosen))
         self._chosen = chosen
         return self.optimizer
@@ -132,7 +133,7 @@ class ParamBlock(ABC):
         """What the class changed in its group since :meth:`prepare`.
 
         Raises:
-            PartialUpdateError: if it keeps a state that belongs to no parameter, which no ``state_dict()`` would hold.
+            PartialUpdateError: if it keeps a state that belongs to no parameter, which ``state_dict()`` would lack.
         """
         state = {} if self.optimizer is None else self.optimizer.state
         if len(state) != sum(proxy in state for proxy in self.proxies):
@@ -148,68 +149,67 @@ class ParamBlock(ABC):
         }
 
     def states(self) -> list[dict[str, Any]]:
-        """The optimizer's state of each parameter; empty where there is none yet."""
+        """The optimizer's state of each parameter; an empty dict before the first update."""
         state = {} if self.optimizer is None else self.optimizer.state
         return [state.get(proxy, {}) for proxy in self.proxies]
 
-    def adopt(self, states: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
-        """Replaces all states, in the manner of the class's own ``load_state_dict``; the tensors are copied."""
-        kept, self.optimizer = self.optimizer, None
+    def load_states(self, states: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
+        """Replaces all states with the class's own ``load_state_dict``; the tensors are copied."""
+        previous, self.optimizer = self.optimizer, None
         try:
             optimizer = self.prepare(options)
             saved = optimizer.state_dict()
             saved["state"] = {
-                k: {key: self._taken(value) for key, value in state.items()} for k, state in enumerate(states) if state
+                k: {key: self._copied(value) for key, value in state.items()} for k, state in enumerate(states) if state
             }
             optimizer.load_state_dict(saved)
         except BaseException:
-            self.optimizer = kept
+            self.optimizer = previous
             raise
 
     @staticmethod
-    def _taken(value: Any) -> Any:
+    def _copied(value: Any) -> Any:
         return value.detach().clone() if isinstance(value, Tensor) else value
 
     @abstractmethod
     def flush(self, job: UpdateJob) -> None:
-        """Returns when all that is computed is where it rests; what could not be written is written again."""
+        """Returns when everything computed is stored; failed writes are repeated."""
 
     @abstractmethod
     def cancel_prefetch(self) -> None:
-        """Returns when nothing is on its way any more, whatever became of it."""
+        """Returns when no transfer is running, successful or not."""
 
     @abstractmethod
-    def run(self, job: UpdateJob, slot: Tensor | None, coming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
-        """Updates the parameters; the end of it may still be on its way to where it rests: see :meth:`flush`.
+    def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
+        """Updates the parameters; the last writes may still be running, until :meth:`flush`.
 
-        ``slot`` is memory that holds the shard's home already, if there is any; ``coming`` tells what runs next, as far
-        as that is known.
+        ``slot`` is memory that already holds the shard's home, or None; ``upcoming`` returns the known next jobs.
         """
 
     @abstractmethod
     def prefetch(self, job: UpdateJob) -> bool:
-        """Begins to bring what :meth:`run` will need, as far as that takes time; whether there is room for more."""
+        """Begins to read what :meth:`run` will need; returns whether a buffer is left for more."""
 
 
 class HostParamBlock(ParamBlock):
-    """In host memory the update works on the homes themselves, and states stay where torch made them."""
+    """A param block in host memory: homes are updated in place, and states stay where torch made them."""
 
     def flush(self, job: UpdateJob) -> None:
-        """There is nothing to write."""
+        """Nothing to write."""
 
     def cancel_prefetch(self) -> None:
-        """Nothing ever is."""
+        """Nothing is ever prefetched."""
 
     def prefetch(self, job: UpdateJob) -> bool:
-        """Everything is there."""
+        """Nothing to read."""
         return True
 
-    def run(self, job: UpdateJob, slot: Tensor | None, coming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
-        """Updates the parameters where they are."""
+    def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
+        """Updates the parameters in place."""
         optimizer = self.prepare(job.options, sparse=job.sparse)
         gradients = [g if g is None else g.to(p.device) for g, p in zip(job.gradients, self.proxies, strict=True)]
         if job.coefficient is not None and not job.scaled:
-            # In place, since a gradient that is not zeroed after a clipped step goes on clipped.
+            # In place, since a gradient that is not zeroed stays clipped, as after clip_grad_norm_.
             multiply_all([g for g in gradients if g is not None], job.coefficient)
             job.scaled = True
         counts = {id(tensor): tensor._version for tensor in self._tensors()}
@@ -219,7 +219,7 @@ class HostParamBlock(ParamBlock):
             optimizer.step()
             job.group_changes = self.group_changes()
         except BaseException as error:
-            # A state that was only just made holds zeros; to have made it changes nothing.
+            # New states are zeros, which the class would make again: they count as unchanged.
             if any(tensor._version != counts.get(id(tensor), 0) for tensor in self._tensors()):
                 raise PartialUpdateError(f"the update of shard {self.shard.index} stopped half-way: {error}") from error
             raise

@@ -1,15 +1,13 @@
-"""What one step decided for one shard: gradients, hyperparameters, a coefficient; to be applied before its next load.
+"""The pending update of one shard: gradients, hyperparameters and clip coefficient, applied before its next load.
 
-``step()`` cannot wait for the homes to be updated: for a model larger than memory that takes as long as reading and
-writing all of it. So it writes down what is to be done, and each shard is updated on a lane just before the next copy
-of its bytes, while earlier shards compute. Nobody can see the difference, because nobody reads a home in between: the
-streamer waits for :meth:`Update.start`, and so does everything that reads through the model.
+``step()`` does not wait for the homes to be updated: for a model larger than memory that takes as long as reading and
+writing all of it. It records the update, and each shard is updated on a lane just before its next load, while earlier
+shards compute. The delay cannot be observed: every read of a home waits for :meth:`Update.start`.
 
 Guarantees
-    * The update is applied once, however often it is started. If it fails, its arrival raises, what is done stays done,
-      and the next start goes on from there.
-    * The gradients belong to the update from ``step()`` on. ``zero_grad(set_to_none=True)`` takes the names away, not
-      the values.
+    * The update is applied once, however often it is started. If it fails, its arrival raises, completed parts stay
+      done, and the next start resumes there.
+    * The update owns its gradients from ``step()`` on: ``zero_grad(set_to_none=True)`` only clears ``.grad``.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ __all__ = ["Update"]
 
 
 class Update:
-    """The pending update of one shard. Started by the thread that drives the model, run on the update lane."""
+    """The pending update of one shard. Started by the thread that runs the model, executed on the update lane."""
 
     def __init__(
         self,
@@ -44,13 +42,13 @@ class Update:
         finished: Callable[[UpdateJob], None],
     ) -> None:
         self._shard = shard
-        #: Its letter in the plan: before a load, or in backward.
+        #: Its letter in the plan: U before a load, V in backward.
         self.letter = "U"
-        #: What is still to be done.
+        #: The jobs that are not done.
         self.tasks = list(tasks)
         self._lane = lane
         self._meter = meter
-        #: Whether parameters may be updated in the slot that is about to be filled, which saves reading them twice.
+        #: Whether parameters may be updated in the slot of the next load, which saves a second read.
         self._in_slot = in_slot and not shard.casts
         self._io_threads = io_threads
         self._finished = finished
@@ -58,15 +56,15 @@ class Update:
         #: Whether an exception was raised between the begin and the end of a start.
         self._starting = False
         self._failed = False
-        #: Whether all of it was applied; or nothing of it, and nothing will be.
+        #: ``done``: all of it is applied. ``withdrawn``: none of it is, or will be.
         self.done = self.withdrawn = False
         self._partial: PartialUpdateError | None = None
         self._filled: Tensor | None = None
-        #: The update that is expected next: what it needs is read while this one ends.
+        #: The expected next update: it is prefetched while this one ends.
         self.following: Update | None = None
 
     def start(self, slot: Tensor | None = None, after: Sequence[Arrival] = ()) -> Arrival:
-        """Starts the update, unless it is under way or done. ``slot`` is where the shard is about to be loaded."""
+        """Starts the update, unless it is running or done. ``slot`` is that of the shard's next load."""
         if self._arrival is None or self._failed:
             if self._starting:
                 self.wait_idle()
@@ -81,14 +79,14 @@ class Update:
         return self._arrival
 
     def wait_idle(self) -> None:
-        """Waits until nothing of it is under way, whatever came of what was; also of a start that was interrupted."""
-        # Update lane -> host. Without this, an update that nobody knows of runs a second time, beside itself.
+        """Waits until no part of it is running, successful or not; also after an interrupted start."""
+        # Update lane -> host. Without this, an update whose start was interrupted runs twice at the same time.
         self._lane.wait_idle()
-        # Reader -> host. Without this, weights arrive in a slot that is somebody else's by now.
+        # Reader -> host. Without this, weights are read into a slot that another shard uses.
         self._io_threads.wait_idle()
 
     def _begin_to_fill(self, slot: Tensor | None) -> PooledCall:
-        """Begins to read the weights as they are before the update, while the one before it may still run."""
+        """Begins to read the weights to be updated; the update before this one may still run."""
         home = self._shard.home
         if slot is None or home is None:
             return PooledCall([], None)
@@ -97,16 +95,16 @@ class Update:
             with self._meter.on_lane("load", f"L{self._shard.index}", home.nbytes):
                 home.read_into(slot)
 
-        # What an earlier attempt could not write has to be in the file first.
-        return self._io_threads.submit(fill) if self.untouched else PooledCall([fill], None)
+        # The writes that failed in an earlier attempt have to be repeated first.
+        return self._io_threads.submit(fill) if self.unapplied else PooledCall([fill], None)
 
     def filled(self, slot: Tensor) -> bool:
         """Whether the update left the shard's new values in ``slot``."""
         return self._filled is slot
 
     @property
-    def untouched(self) -> bool:
-        """Whether nothing was applied yet."""
+    def unapplied(self) -> bool:
+        """Whether nothing is applied yet."""
         return (
             not self.done
             and self._partial is None
@@ -114,7 +112,7 @@ class Update:
         )
 
     def withdraw(self) -> None:
-        """Gives up an update that changed nothing."""
+        """Drops an update that changed nothing."""
         self.withdrawn = True
         self.tasks.clear()
         self._shard.pending = None
@@ -131,7 +129,7 @@ class Update:
         except BaseException:
             self._failed = True
             for job in self.tasks:
-                # Writer -> update lane. Without this, files take from a slot that is somebody else's by now.
+                # Writer -> update lane. Without this, files are written from a slot that another shard uses.
                 job.param_block.cancel_prefetch()
             raise
         self._filled = slot
@@ -142,16 +140,16 @@ class Update:
         self._shard.pending = None
 
     def _prepare(self, slot: Tensor | None, filling: PooledCall) -> None:
-        """Has the weights in the slot, and what comes first on its way to the I/O buffers."""
+        """Repeats failed writes, begins to prefetch, and waits for the weights in the slot."""
         if self._partial is not None:
             raise self._partial
         for job in self.tasks:
             job.param_block.flush(job)
         if slot is not None:
-            for job in self._coming(0):
+            for job in self._upcoming(0):
                 if not job.param_block.prefetch(job):
                     break
-        # Reader -> update lane. Without this, weights are updated that are still being read.
+        # Reader -> update lane. Without this, weights are updated while they are being read.
         filling.synchronize()
 
     def _count(self) -> None:
@@ -165,7 +163,7 @@ class Update:
         computed: deque[UpdateJob] = deque()
         for k, job in enumerate(self.tasks):
             if not job.done:
-                job.param_block.run(job, slot, partial(self._coming, k + 1))
+                job.param_block.run(job, slot, partial(self._upcoming, k + 1))
                 computed.append(job)
             while computed and not computed[0].unwritten:
                 self._end(computed.popleft())
@@ -175,11 +173,11 @@ class Update:
 
     def _end(self, job: UpdateJob) -> None:
         job.done = True
-        job.gradients = []  # their memory is free from here on
+        job.gradients = []  # frees their memory
         self._finished(job)
 
-    def _coming(self, first: int) -> Iterator[UpdateJob]:
-        """What is still to be done from task ``first`` on, here and in the updates that are expected next."""
+    def _upcoming(self, first: int) -> Iterator[UpdateJob]:
+        """The unfinished jobs of this update from ``first`` on, then those of the updates that follow."""
         update: Update | None = self
         while update is not None:
             yield from (job for job in update.tasks[first:] if not job.done)

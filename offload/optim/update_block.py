@@ -1,4 +1,4 @@
-"""Parts of what an optimizer updates: where a state rests, and which elements are updated at once."""
+"""Ranges of an optimizer's work: the slice of a file that holds a state, and the elements that are updated at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["StateSlice", "UpdateBlock"]
 
 @dataclass(frozen=True)
 class StateSlice:
-    """Where a state tensor rests."""
+    """The location of a state tensor in its file."""
 
     block: Block
     offset: int
@@ -25,7 +25,7 @@ class StateSlice:
     stride: tuple[int, ...]
 
     def view(self) -> Tensor:
-        """The state itself; no copy."""
+        """The state as a tensor on its file, without a copy."""
         with torch.inference_mode(False):
             flat = self.block.tensor[self.offset : self.offset + self.nbytes].view(self.dtype)
             return flat.as_strided(self.shape, self.stride, flat.storage_offset())
@@ -33,7 +33,7 @@ class StateSlice:
 
 @dataclass(frozen=True)
 class UpdateBlock:
-    """Elements ``[begin, end)`` of the only parameter of a piece; or all of all its parameters."""
+    """Elements ``[begin, end)`` of the only parameter of a param block; with ``end=None`` all of all its parameters."""
 
     begin: int = 0
     end: int | None = None
@@ -44,6 +44,6 @@ class UpdateBlock:
         return begin, (nbytes if self.end is None else self.end * itemsize) - begin
 
     def shape(self, part: Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-        """``part`` (flat, uint8) as a tensor: of the whole shape, or flat where it is but a part of one."""
+        """``part`` (flat, uint8) as a tensor: of the whole shape, or flat if it is only a part of one."""
         flat = part.view(dtype)
         return flat.as_strided(tuple(shape), tuple(stride), flat.storage_offset()) if self.end is None else flat

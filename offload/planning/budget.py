@@ -1,21 +1,21 @@
 """From a number of bytes to a layout: how many shards, how many slots, and what is left for boundaries.
 
-Device bytes of a step, apart from what the layers of one cell allocate while they run::
+Slots and gradients take what :func:`~offload.planning.peak_memory.peak_memory` finds in the plan of a step; boundaries
+have the rest, and those beyond it are written out. What the layers of one cell allocate while they run comes on top.
 
-    slots x largest shard  +  2 x gradients of the largest shard  +  boundaries
-    (one in use, one on its way,       (one set being summed,       (what is beyond rests at home)
-     the others are a cache)            one on its way home)
-
-This module knows nothing of tensors.
+This module knows nothing of tensors or torch.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.planning.partition import cut_layers
+from offload.planning.peak_memory import StepBytes, peak_memory
+from offload.planning.planner import plan_step
 
 __all__ = ["Layout", "fit", "parse_bytes"]
 
@@ -82,18 +82,14 @@ def fit(
     layers = len(slot_bytes)
 
     def needs(count: int) -> tuple[int, int, list[int]]:
-        """(largest shard, largest set of gradients, cuts)"""
+        """(slots and gradients, largest shard, cuts)"""
         cuts = cut_layers(slot_bytes, count)
-        largest = gradients = first = 0
-        for cut in cuts:
-            largest = max(largest, sum(slot_bytes[first : first + cut]))
-            gradients = max(gradients, sum(gradient_bytes[first : first + cut]))
-            first += cut
-        return largest, gradients, cuts
-
-    def fixed(count: int) -> int:
-        largest, gradients, _ = needs(count)
-        return min(slots or 2, count) * largest + 2 * gradients
+        ends = [0, *itertools.accumulate(cuts)]
+        parts = [slice(*ends_of_shard) for ends_of_shard in itertools.pairwise(ends)]
+        largest = max(sum(slot_bytes[part]) for part in parts)
+        sizes = StepBytes(slot_bytes=largest, gradient_bytes=[sum(gradient_bytes[part]) for part in parts])
+        plan = plan_step(count, slots=min(slots or 2, count))
+        return peak_memory(plan, sizes).device_bytes, largest, cuts
 
     if shards is None:
         roomy = budget_bytes * (1 - BOUNDARY_SHARE)
@@ -101,12 +97,12 @@ def fit(
         low, high = 1, layers
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if fixed(middle) <= roomy else (middle + 1, high)
+            low, high = (low, middle) if needs(middle)[0] <= roomy else (middle + 1, high)
         shards = low
-    required = fixed(shards)
+    required, largest, cuts = needs(shards)
     if required > budget_bytes:
         widest = max(range(layers), key=lambda k: slot_bytes[k] + gradient_bytes[k])
-        finest = fixed(layers)
+        finest = needs(layers)[0]
         advice = (
             f"num_slices={layers} needs {finest:,} bytes"
             if finest <= budget_bytes
@@ -117,9 +113,9 @@ def fit(
             f"memory_budget={budget_bytes:,} bytes is {required - budget_bytes:,} bytes short of slots and gradients "
             f"for num_slices={shards}: {advice}"
         )
-    largest, gradients, cuts = needs(shards)
+    gradients = required - min(slots or 2, shards) * largest
     if slots is None:
-        spare = budget_bytes * (1 - BOUNDARY_SHARE) - 2 * gradients
+        spare = budget_bytes * (1 - BOUNDARY_SHARE) - gradients
         slots = min(shards, max(2, int(spare // largest) if largest else shards))
     slots = min(slots, shards)
-    return Layout(tuple(cuts), slots, budget_bytes - slots * largest - 2 * gradients, budget_bytes)
+    return Layout(tuple(cuts), slots, budget_bytes - slots * largest - gradients, budget_bytes)

@@ -11,17 +11,10 @@ branch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-
-from offload.streaming.shard import Shard
-from pipe.nested import parts_of
-
-__all__ = ["MemoryProfile", "MemoryProfileRecorder", "SavedTensor"]
+__all__ = ["MemoryProfile", "SavedTensor"]
 
 
 @dataclass(frozen=True)
@@ -71,48 +64,3 @@ class MemoryProfile:
         if adds:
             return int(peak) + gradient_bytes
         return int(max(peak, gradient_bytes + behind))
-
-
-class MemoryProfileRecorder:
-    """Takes note of what autograd saves while the layers of a bound shard run.
-
-    Args:
-        shard: whose weights, in its slot, are told from activations.
-    """
-
-    def __init__(self, shard: Shard) -> None:
-        slot = shard.slot.data_ptr()
-        self._slot = StorageWeakRef(shard.slot.untyped_storage())
-        self._weights = {slot + s.offset: s.nbytes for s in shard.slices if s.parameter.requires_grad}
-        #: Address of a weight, or storage of an activation; bytes of its gradient.
-        self._saved: list[tuple[int | StorageWeakRef, int]] = []
-        self._nbytes: dict[StorageWeakRef, int] = {}
-
-    def saw(self, tensor: Tensor) -> None:
-        """Autograd saves a tensor."""
-        if tensor.layout is not torch.strided or not tensor.numel():
-            return
-        storage = StorageWeakRef(tensor.untyped_storage())
-        if storage == self._slot:
-            self._saved.append((tensor.data_ptr(), 0))
-            return
-        self._nbytes[storage] = tensor.untyped_storage().nbytes()
-        differentiable = tensor.is_floating_point() or tensor.is_complex()
-        self._saved.append((storage, tensor.numel() * tensor.element_size() if differentiable else 0))
-
-    def saved_tensors(self, elsewhere: Iterable[Tensor] = ()) -> list[SavedTensor]:
-        """What was seen, in the order of backward. Tensors ``elsewhere`` stay when autograd is done with them."""
-        staying = {StorageWeakRef(part.untyped_storage()) for tensor in elsewhere for part in parts_of(tensor)}
-        first = {key: k for k, (key, _) in reversed([*enumerate(self._saved)])}
-        come: set[int | StorageWeakRef] = set()
-        saved_tensors = []
-        for k in range(len(self._saved) - 1, -1, -1):
-            key, flows = self._saved[k]
-            if isinstance(key, int):
-                stays = 0 if key in come else self._weights.get(key, 0)
-                come.add(key)
-                saved_tensors.append(SavedTensor(stays, 0, 0))
-            else:
-                freed = self._nbytes[key] if first[key] == k and key not in staying else 0
-                saved_tensors.append(SavedTensor(0, flows, freed))
-        return saved_tensors

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import nn
-
 from pipe.balance.blockpartition import solve
 
-__all__ = ["aligned", "cut_layers", "layer_bytes"]
+__all__ = ["aligned", "cut_layers"]
 
 
 #: Every parameter starts at a multiple of this, in homes and in slots: a cache line, and what vector kernels prefer.
@@ -19,18 +16,6 @@ ALIGNMENT_BYTES = 64
 def aligned(nbytes: int) -> int:
     """Bytes that a parameter takes in a block."""
     return max(1, -(-nbytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
-
-
-def layer_bytes(layers: Sequence[nn.Module], dtype: torch.dtype | None = None) -> list[int]:
-    """Bytes of each layer in a block; a tied parameter counts in every layer that uses it.
-
-    ``dtype`` is what floating-point parameters become, by default their own.
-    """
-
-    def size(p: nn.Parameter) -> int:
-        return aligned(p.numel() * (dtype if dtype is not None and p.is_floating_point() else p.dtype).itemsize)
-
-    return [sum(map(size, layer.parameters())) for layer in layers]
 
 
 def cut_layers(sizes: Sequence[int], shards: int) -> list[int]:

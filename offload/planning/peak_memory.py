@@ -1,85 +1,221 @@
-"""What a training step has in memory at its fullest moment.
+"""Peak memory of a step: its plan is replayed with the bytes of everything that it holds.
 
-Not everything that a step holds is there at once. Boundaries go while gradients come; the graphs that were kept go one
-by one; and inside a cell activations go while gradients of weights come (:mod:`offload.planning.memory_profile`). So
-the peak is looked for, shard by shard, in backward: forward holds at its end what backward begins with.
+This is the only model of memory. It predicts (:mod:`offload.planning.estimate`), chooses a layout
+(:mod:`offload.planning.budget`) and chooses the graphs that are kept.
+
+Guarantees
+    * :attr:`PeakMemory.device_bytes` is an upper bound of what the engine then holds on the compute device: a copy is
+      counted from its submission until the engine waits for it.
+
+This module knows nothing of tensors or torch.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from offload.planning.memory_profile import MemoryProfile
+from offload.planning.plan import BACKWARD_CELLS, FORWARD_CELLS, GRADIENT_MOVES, Action, Kind, Plan
+from offload.planning.planner import Sizes
+from offload.planning.residency import WRITES_IN_FLIGHT, Key
 
-__all__ = ["PeakMemory"]
+__all__ = ["PeakMemory", "StepBytes", "graphs_that_fit", "peak_memory"]
 
 
-@dataclass(frozen=True)
-class PeakMemory:
-    """What a step brings into the memory that layers compute in."""
+@dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """Bytes of what a plan holds."""
 
-    #: Slots, and homes of weights where they are in the same memory.
-    fixed_bytes: int
-    #: Rows of each micro-batch.
-    rows: Sequence[int]
-    #: Of each shard, as they are at home.
+    #: Of a slot.
+    slot_bytes: int
+    #: Of the gradients of each shard's weights, in the type of their home.
     gradient_bytes: Sequence[int]
-    #: Whether gradients that are complete stay in this memory, where homes are.
-    gradients_stay: bool
-    #: Shard -> in how many of the next shard's backward cells its gradients are still on their way; 0 if not named.
-    in_flight: Mapping[int, int]
-    #: Shard -> bytes of one row of the boundary that enters it; the number of shards -> of the output.
-    boundary_bytes_per_row: Mapping[int, float]
-    #: The most that boundaries take here, and as much again their gradients.
-    most_boundary_bytes: float
-    #: Shard -> what a cell of it keeps and allocates; of those that take part in backward.
-    memory_profiles: Mapping[int, MemoryProfile]
-    #: Shards whose cells keep their graphs from forward to backward.
-    keeping: Set[int]
+    #: Whether complete gradients stay in the memory that layers compute in, because their home is there.
+    gradients_stay: bool = False
+    #: Shard -> position in the plan of the first cell at which its gradients are at home. Missing: at the next drain.
+    drained: Mapping[int, int] = field(default_factory=dict)
+    #: Rows of each micro-batch.
+    rows: Sequence[int] = (1,)
+    #: Of what enters a cell, and of its gradient. Shard ``shards`` stands for the output.
+    boundaries: Sizes = lambda key: 0
+    gradients: Sizes = lambda key: 0
+    #: Shard -> what a cell of it saves for backward, and the shards where that includes what enters the cell.
+    memory_profiles: Mapping[int, MemoryProfile] = field(default_factory=dict)
+    profiles_with_boundary: Set[int] = frozenset()
 
-    def peak_bytes(self) -> int:
-        """At the fullest moment."""
-        middle = {0, min(1, len(self.rows) - 1), len(self.rows) - 1}
-        return max((self._bytes_at(j, i) for j in self.memory_profiles for i in middle), default=self.fixed_bytes)
 
-    def activation_bytes(self) -> int:
-        """The most that layers keep and allocate, without gradients of weights."""
-        return max(
-            (self._kept(j, 0) + self.memory_profiles[j].peak_bytes(max(self.rows), 0) for j in self.memory_profiles),
-            default=0,
-        )
+@dataclass
+class PeakMemory:
+    """The most bytes at one time, each for itself."""
 
-    def _bytes_at(self, j: int, i: int) -> int:
-        """While backward is in cell ``i`` of shard ``j``."""
-        memory_profile, after = self.memory_profiles[j], j + 1
-        held = self.fixed_bytes + self._kept(j, i)
-        held += memory_profile.peak_bytes(self.rows[i], self.gradient_bytes[j], adds=i > 0)
-        if self.gradients_stay:
-            held += sum(self.gradient_bytes[after:])
-        elif i < self.in_flight.get(after, 0):
-            held += self.gradient_bytes[after]
-        here, all_rows = sum(self.rows[i:]), sum(self.rows)
-        resting = sum(self._boundary(k, all_rows) for k in range(1, j)) + self._boundary(j, here)
-        # Of what enters the next shard those that were not used yet, of what enters this one those that came.
-        gradients = self._level(j, all_rows - here + self.rows[i])
-        if after < len(self.gradient_bytes):
-            gradients += self._level(after, here)
-        held += int(min(resting, self.most_boundary_bytes) + min(gradients, self.most_boundary_bytes))
+    #: Slots, boundaries, their gradients, and gradients of weights on their way home.
+    device_bytes: int
+    #: Boundaries and their gradients that are written out.
+    spilled_bytes: int = 0
+    #: What layers save for backward and allocate there, without gradients of weights.
+    activation_bytes: int = 0
+    #: All that is in the memory that layers compute in, from the output to the gradients that stay there.
+    memory_bytes: int = 0
+
+
+def peak_memory(plan: Plan, sizes: StepBytes) -> PeakMemory:
+    """Replays a plan from its first action to its last."""
+    replay = _Replay(plan, sizes)
+    for position, action in enumerate(plan.actions):
+        replay.perform(position, action)
+    return replay.peak
+
+
+def graphs_that_fit(
+    bytes_per_row: Sequence[float | None], rows: Sequence[int], *, first: int, budget_bytes: int
+) -> frozenset[Key]:
+    """The cells that keep their graphs: those that backward begins with, up to the first that does not fit.
+
+    Backward frees kept graphs before it recomputes a cell, so their bytes are not added to those of a recomputed cell.
+
+    Args:
+        bytes_per_row: of the graph of each shard; None where it was not measured yet.
+        rows: of each micro-batch.
+        first: the first shard that backward has to reach.
+        budget_bytes: for all graphs together.
+    """
+    kept: list[Key] = []
+    left = float(budget_bytes)
+    for j in range(len(bytes_per_row) - 1, first - 1, -1):
+        each = bytes_per_row[j]
+        if each is None:
+            break
+        for i, count in enumerate(rows):
+            left -= each * count
+            if left < 0:
+                return frozenset(kept)
+            kept.append((j, i))
+    return frozenset(kept)
+
+
+#: (is a gradient, shard, micro-batch)
+_Value = tuple[bool, int, int]
+
+
+class _Replay:
+    """What is in memory after each action."""
+
+    def __init__(self, plan: Plan, sizes: StepBytes) -> None:
+        self._sizes = sizes
+        self._shards = len(sizes.gradient_bytes)
+        self._slots = plan.slots * sizes.slot_bytes
+        self.peak = PeakMemory(self._slots, memory_bytes=self._slots)
+        backward = [action for action in plan.actions if action.kind in BACKWARD_CELLS]
+        self._recomputed = {(a.shard, a.microbatch) for a in backward if a.kind is Kind.BACKWARD}
+        self._last_shard = min((a.shard for a in backward), default=0)
+        updates = any(a.kind is Kind.UPDATE_IN_BACKWARD for a in plan.actions)
+        self._stay = sizes.gradients_stay and not updates
+        #: Shards whose gradients are on their way home. One that is updated there is waited for one shard later.
+        self._draining: deque[int] = deque(maxlen=2 if updates else 1)
+        self._at_home = 0
+        self._held: dict[_Value, int] = {}
+        self._written: dict[_Value, int] = {}
+        self._leaving: dict[bool, deque[int]] = {which: deque(maxlen=WRITES_IN_FLIGHT) for which in (False, True)}
+        self._graphs: dict[Key, int] = {}
+        self._output_bytes = sum(sizes.boundaries((self._shards, i)) for i in range(len(sizes.rows)))
+        self._output_gradients = 0
+
+    def perform(self, position: int, action: Action) -> None:
+        """Counts one action."""
+        kind, j, i = action.kind, action.shard, action.microbatch or 0
+        if kind in FORWARD_CELLS:
+            self._forward((j, i), keeps=kind is Kind.FORWARD_KEPT)
+        elif kind in BACKWARD_CELLS:
+            self._put_output_gradients(len(self._sizes.rows))
+            self._count_device()
+            self._backward((j, i), position)
+        elif kind is Kind.DRAIN:
+            self._drain(j)
+        elif action.microbatch is not None:
+            self._move(kind, (kind in GRADIENT_MOVES, j, i))
+        else:
+            return
+        self._count_device()
+
+    def _forward(self, cell: Key, *, keeps: bool) -> None:
+        (j, i), sizes = cell, self._sizes
+        if keeps and j in sizes.memory_profiles:
+            # What a recomputed cell saves does not include its boundary.
+            own = 0 if j in sizes.profiles_with_boundary else self._held.get((False, j, i), 0)
+            self._graphs[cell] = own + sizes.memory_profiles[j].kept_bytes(sizes.rows[i])
+        if cell not in self._recomputed:
+            self._drop((False, j, i))
+        if j + 1 < self._shards:
+            self._held[False, j + 1, i] = sizes.boundaries((j + 1, i))
+
+    def _backward(self, cell: Key, position: int) -> None:
+        j, i = cell
+        onward = self._sizes.gradients(cell) if j > self._last_shard else 0
+        if j in self._sizes.memory_profiles:
+            self._count_cell(cell, position, onward)
+        self._graphs.pop(cell, None)
+        self._drop((True, j + 1, i))
+        self._drop((False, j, i))
+        if j > self._last_shard:
+            self._held[True, j, i] = onward
+
+    def _put_output_gradients(self, count: int) -> None:
+        """The gradients of the output are stored one by one; each may be written out before the next is stored."""
+        for i in range(self._output_gradients, count):
+            self._held[True, self._shards, i] = self._sizes.gradients((self._shards, i))
+        self._output_gradients = max(self._output_gradients, count)
+
+    def _drain(self, j: int) -> None:
+        if self._stay:
+            self._at_home += self._sizes.gradient_bytes[j]
+            return
+        # The engine waits for the set before only when this one is complete.
+        self._count_device(self._sizes.gradient_bytes[j])
+        self._draining.append(j)
+
+    def _move(self, kind: Kind, value: _Value) -> None:
+        """A boundary, or the gradient of one, is written out, read back or forgotten."""
+        gradient, j, i = value
+        if gradient and j == self._shards:
+            self._put_output_gradients(i + 1)
+        if kind in (Kind.PREFETCH, Kind.PREFETCH_GRADIENT):
+            self._held[value] = self._written[value]
+            return
+        nbytes = self._held.pop(value, 0)
+        if kind in (Kind.SPILL, Kind.SPILL_GRADIENT):
+            self._written[value] = nbytes
+            self._leaving[gradient].append(nbytes)
+            self.peak.spilled_bytes = max(self.peak.spilled_bytes, sum(self._written.values()))
+
+    def _drop(self, value: _Value) -> None:
+        self._held.pop(value, None)
+        self._written.pop(value, None)
+
+    # --- what is counted ----------------------------------------------------------------------------------------
+
+    def _boundaries(self, *, output: bool) -> int:
+        """Boundaries and their gradients; with those of the ``output``, or without."""
+        held = sum(nbytes for (_, j, _), nbytes in self._held.items() if output or j < self._shards)
+        return held + sum(map(sum, self._leaving.values()))
+
+    def _count_device(self, more: int = 0) -> None:
+        gradients = sum(self._sizes.gradient_bytes[j] for j in self._draining)
+        now = self._slots + gradients + self._boundaries(output=True) + more
+        self.peak.device_bytes = max(self.peak.device_bytes, now)
+
+    def _count_cell(self, cell: Key, position: int, onward: int) -> None:
+        """Counts a backward cell at its fullest moment."""
+        (j, i), sizes = cell, self._sizes
+        profile, rows = sizes.memory_profiles[j], sizes.rows[i]
+        kept = sum(self._graphs.values())
+        if cell in self._graphs:
+            kept -= profile.kept_bytes(rows)  # the profile's peak includes it
+        late = (k for k in self._draining if position < sizes.drained.get(k, position + 1))
+        gradients = self._at_home + sum(sizes.gradient_bytes[k] for k in late)
         # The user has the output, and autograd its gradient, until backward is over.
-        return held + 2 * int(self._level(len(self.gradient_bytes), all_rows))
-
-    def _kept(self, j: int, i: int) -> int:
-        """Graphs of cells that backward has not come to."""
-        kept = sum(
-            self.memory_profiles[k].kept_bytes(sum(self.rows))
-            for k in self.keeping
-            if k < j and k in self.memory_profiles
-        )
-        return kept + (self.memory_profiles[j].kept_bytes(sum(self.rows[i + 1 :])) if j in self.keeping else 0)
-
-    def _boundary(self, j: int, rows: int) -> float:
-        return 0.0 if j in self.keeping else self._level(j, rows)
-
-    def _level(self, j: int, rows: int) -> float:
-        return self.boundary_bytes_per_row.get(j, 0.0) * rows
+        outside = self._slots + self._boundaries(output=False) + onward + gradients + 2 * self._output_bytes
+        inside = profile.peak_bytes(rows, sizes.gradient_bytes[j], adds=i > 0)
+        self.peak.memory_bytes = max(self.peak.memory_bytes, outside + kept + inside)
+        self.peak.activation_bytes = max(self.peak.activation_bytes, kept + profile.peak_bytes(rows, 0))

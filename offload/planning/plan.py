@@ -41,7 +41,17 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["BACKWARD_CELLS", "CELLS", "FORWARD_CELLS", "Action", "Kind", "Plan", "PlanError", "validate"]
+__all__ = [
+    "BACKWARD_CELLS",
+    "CELLS",
+    "FORWARD_CELLS",
+    "GRADIENT_MOVES",
+    "Action",
+    "Kind",
+    "Plan",
+    "PlanError",
+    "validate",
+]
 
 
 class Kind(enum.Enum):
@@ -67,8 +77,8 @@ class Kind(enum.Enum):
 FORWARD_CELLS = frozenset({Kind.FORWARD, Kind.FORWARD_KEPT})
 BACKWARD_CELLS = frozenset({Kind.BACKWARD, Kind.BACKWARD_KEPT})
 CELLS = FORWARD_CELLS | BACKWARD_CELLS
-_GRADIENTS = frozenset({Kind.SPILL_GRADIENT, Kind.PREFETCH_GRADIENT, Kind.FORGET_GRADIENT})
-_BOUNDARIES = frozenset({Kind.SPILL, Kind.PREFETCH, Kind.FORGET}) | _GRADIENTS
+GRADIENT_MOVES = frozenset({Kind.SPILL_GRADIENT, Kind.PREFETCH_GRADIENT, Kind.FORGET_GRADIENT})
+_BOUNDARIES = frozenset({Kind.SPILL, Kind.PREFETCH, Kind.FORGET}) | GRADIENT_MOVES
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +278,7 @@ class _Proof:
         """A boundary, or the gradient of one, leaves memory or returns."""
         shard, i = action.shard, action.microbatch
         assert i is not None
-        key = (action.kind in _GRADIENTS, shard, i)
+        key = (action.kind in GRADIENT_MOVES, shard, i)
         what = f"{'the gradient of ' * key[0]}boundary {shard}.{i}"
         if action.kind in (Kind.PREFETCH, Kind.PREFETCH_GRADIENT):
             if key not in self._away:

@@ -6,7 +6,7 @@ This module knows nothing of tensors or torch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.planning.plan import BACKWARD_CELLS, CELLS, Kind, Plan, validate
@@ -17,28 +17,30 @@ __all__ = ["Costs", "Forecast", "simulate"]
 
 @dataclass(frozen=True)
 class Costs:
-    """What the actions of each shard cost, in seconds; of a cell for ``forward`` and ``backward``. Bytes of a slot.
+    """Seconds that an action of each shard takes; for ``forward`` and ``backward``, a cell of it.
 
-    ``boundary``: of moving what enters a cell of each shard, or its gradient; one entry more, for the output.
+    ``boundary``: to move what enters a cell of each shard, or its gradient; one entry more, for the output.
     """
 
     load: Sequence[float]
     forward: Sequence[float]
     backward: Sequence[float]
     drain: Sequence[float]
-    slot_bytes: int
     update: Sequence[float] = ()
     boundary: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What :func:`simulate` predicts: seconds until compute and copies are done, seconds that compute waits, bytes."""
+    """What :func:`simulate` predicts."""
 
+    #: Until compute and all copies are done; of these, in which compute waits for a copy; and in which it computes.
     seconds: float
     wait_seconds: float
     compute_seconds: float
-    slot_bytes: int
+    #: Shard -> position in the plan of the first backward cell whose activations meet no gradients of that shard: they
+    #: are home when the cell has been recomputed, or begins with a kept graph. Missing if there is no such cell.
+    drained: Mapping[int, int]
 
 
 def simulate(plan: Plan, costs: Costs) -> Forecast:
@@ -50,7 +52,8 @@ def simulate(plan: Plan, costs: Costs) -> Forecast:
     updated: dict[int, float] = {}
     leaving: deque[float] = deque()  # when boundaries are written
     back: dict[tuple[bool, int, int | None], float] = {}  # when gradients, or not, of boundaries are read back
-    for action in plan.actions:
+    drained: dict[int, int] = {}
+    for position, action in enumerate(plan.actions):
         shard, kind = action.shard, action.kind
         if kind is Kind.LOAD:
             loading = arrival[shard] = max(loading, compute, updated.get(shard, 0.0)) + costs.load[shard]
@@ -73,8 +76,11 @@ def simulate(plan: Plan, costs: Costs) -> Forecast:
                 entered = max(entered, back.pop((True, shard + 1, action.microbatch), 0.0))
             start = max(compute, arrival[shard], entered)
             seconds = (costs.backward if kind in BACKWARD_CELLS else costs.forward)[shard]
+            if kind in BACKWARD_CELLS:
+                full = start + (costs.forward[shard] if kind is Kind.BACKWARD else 0.0)
+                drained.update((j, position) for j, end in home.items() if j not in drained and end <= full)
             waited += start - compute
             computed += seconds
             compute = start + seconds
     end = max(compute, loading, draining, updating, moving)
-    return Forecast(end, waited, computed, plan.slots * costs.slot_bytes)
+    return Forecast(end, waited, computed, drained)

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from offload.process import check_process
+from offload.storage.process import check_process
 
 __all__ = ["Future", "IOThreads"]
 

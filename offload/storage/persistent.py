@@ -29,7 +29,6 @@ from pathlib import Path
 
 import torch
 
-from offload.process import finalize_here
 from offload.storage.contract import Block
 from offload.storage.disk import DiskBlock, DiskTier, reserve
 from offload.storage.manifest import (
@@ -46,6 +45,7 @@ from offload.storage.manifest import (
     reopened,
     write_manifest,
 )
+from offload.storage.process import finalize_here
 
 __all__ = ["Contents", "DiskHome", "PersistentTier"]
 

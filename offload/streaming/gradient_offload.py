@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from offload.optim.access import Optimizers
 from offload.storage import Block, Tier
 from offload.storage.contract import bytes_of
 from offload.streaming.grad_norm import attach_norm, norm_of
 from offload.streaming.lane import Arrival, Lane, error_context
+from offload.streaming.optimizers import Optimizers
 from offload.streaming.shard import Shard, Slice
 from offload.telemetry.statistics import Meter
 

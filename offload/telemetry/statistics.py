@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.planning.memory_profile import MemoryProfile
-from offload.streaming.lane import Clock
+from offload.telemetry.clock import Clock
 from offload.telemetry.trace import Tracer
 
 __all__ = ["Meter", "Statistics"]
@@ -57,8 +57,6 @@ class Meter:
         self.compute = Clock(device)
         #: (forward or backward, shard) -> time of its cells, for the rows that passed.
         self.cells: dict[tuple[str, int], Clock] = {}
-        #: Shard -> bytes of the boundary that enters it, for each row; the number of shards -> of the output.
-        self.boundary_bytes_per_row: dict[int, float] = {}
         #: Largest number of bytes that autograd keeps of one row while a shard computes.
         self.activation_bytes_per_row = 0.0
         #: Shard -> what backward meets in a cell; and the shards that keep their graphs until then.

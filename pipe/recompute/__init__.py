@@ -1,1 +1,1 @@
-"""Recomputation: everything that a second run of a layer must see as the first run saw it."""
+"""Recomputation of layers in backward: saves and restores all state that the second forward depends on."""

@@ -1,15 +1,15 @@
-"""Plain attributes that modules change while they run: a hidden state, a counter, a list of features.
+"""Saves and restores plain Python attributes that modules change in forward: a hidden state, a counter, a list.
 
-A recomputation must start from what a forward started from, and must not leave its traces twice. For buffers
-:mod:`pipe.recompute.module_state` sees to that; this module does the same for what modules keep as ordinary attributes
-of Python.
+A recomputation must start from the state of the first forward, and its changes of state must not be applied twice.
+:mod:`pipe.recompute.module_state` does this for buffers; this module does it for ordinary Python attributes.
 
 Guarantees
     * Inside :meth:`Attributes.again` an attribute that the forward rebound, and a list, dict or set that it changed,
-      is what it was before the forward; afterwards it is what it was before the recomputation.
-    * Noting costs nothing for modules that were not seen to change any attribute in their first forwards.
+      has its value from before the forward; afterwards it has its value from before the recomputation.
+    * Modules that changed no attribute in their first forwards cost nothing.
 
-Not seen: objects that other objects hold, and attributes that a module begins to change later.
+Limits: changes inside objects that attributes refer to, and attributes that a module begins to change later, are not
+detected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MISSING = object()
 
 
 class Stateful:
-    """The modules of a model that may change their attributes. Belongs to the model, and learns from its forwards.
+    """The modules of a model that may change their attributes, narrowed down by its first forwards.
 
     Args:
         modules: names and modules.
@@ -42,7 +42,7 @@ class Stateful:
         self._seen: set[nn.Module] = set()
 
     def candidates(self) -> list[tuple[str, nn.Module]]:
-        """The modules to note before a forward."""
+        """The modules whose attributes are to be saved before a forward."""
         return self._modules
 
     def learn(self, changed: set[nn.Module]) -> None:
@@ -69,14 +69,14 @@ class Attributes:
         self._changed: list[tuple[dict[str, Any], str, Any, Any]] = []
 
     def seal(self) -> None:
-        """To be called after the forward: keeps what it changed.
+        """To be called after the forward: keeps the old values of changed attributes.
 
         Raises:
-            RuntimeError: if it changed a tensor in place, whose value before is gone.
+            RuntimeError: if it changed a tensor in place, whose old value is lost.
         """
         changed: set[nn.Module] = set()
         for name, module, key, value, content in self._differences():
-            if isinstance(value, Tensor) and _moved(value, content):
+            if isinstance(value, Tensor) and _changed(value, content):
                 raise RuntimeError(
                     f"module {name or 'itself'!r} changed its attribute {key!r}, a tensor, in place while it ran; a "
                     f"recomputation would start from the changed value: register it as a buffer, or assign a new tensor"
@@ -91,33 +91,33 @@ class Attributes:
             now = vars(module)
             for key in before.keys() | (now.keys() - _OF_TORCH):
                 value, content = before.get(key, (_MISSING, None))
-                if now.get(key, _MISSING) is not value or _moved(value, content):
+                if now.get(key, _MISSING) is not value or _changed(value, content):
                     yield name, module, key, value, content
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, the attributes are as before the forward. Without :meth:`seal`, what changes inside is undone."""
-        there = [(owner, key, owner.get(key, _MISSING)) for owner, key, _, _ in self._changed]
-        contents = [_copy(value) for _, _, value in there]
+        """A context with the attributes from before the forward. Without :meth:`seal`, changes in it are undone."""
+        present = [(owner, key, owner.get(key, _MISSING)) for owner, key, _, _ in self._changed]
+        contents = [_copy(value) for _, _, value in present]
         try:
             for owner, key, value, content in self._changed:
                 _put(owner, key, value, content)
             yield
         finally:
-            for (owner, key, value), content in zip(there, contents, strict=True):
+            for (owner, key, value), content in zip(present, contents, strict=True):
                 _put(owner, key, value, content)
             for _, module, key, value, content in list(self._differences()):
                 _put(vars(module), key, value, content)
 
 
 def _copy(value: Any) -> Any:
-    """What tells whether a value changed, and brings it back: a copy of a container, the count of a tensor's writes."""
+    """Data to detect a change of a value, and to restore it: a copy of a container, the version of a tensor."""
     if type(value) in (list, dict, set):
         return value.copy()
     return value._version if isinstance(value, Tensor) and not value.is_inference() else None
 
 
-def _moved(value: Any, content: Any) -> bool:
+def _changed(value: Any, content: Any) -> bool:
     if isinstance(value, Tensor):
         return not value.is_inference() and value._version != content
     if type(value) in (list, set):

@@ -1,21 +1,21 @@
-"""Lean graphs: a kept graph does not keep what is cheap to compute again.
+"""Saved-tensor hooks that recompute the results of cheap operations (norms, activations) instead of saving them.
 
-What a transformer block saves for its backward is the results of products, which are dear, and those of norms and of
-activation functions, which are not: nearly two fifths of the bytes for a few hundredths of the time. A tensor that a
-cheap operation made is saved as that operation and its arguments, which the graph keeps anyway for the operation's own
-backward, and is made again when backward asks for it. More graphs then fit into the same bytes.
+A transformer block saves the results of matrix products, which are expensive to recompute, and those of norms and
+activation functions, which are cheap: nearly two fifths of the bytes for a few hundredths of the time. The result of a
+cheap operation is saved as the operation and its arguments, which the graph keeps anyway for the operation's own
+backward, and is recomputed when backward unpacks it. More graphs then fit into the same memory.
 
 Guarantees
     * The same kernel runs on the same values, so backward reads the same bits.
-    * An argument, or a tensor that is kept, that was changed in place in between raises, as it does in any graph.
-    * A result that was written over before it was saved is saved as it is.
+    * If an argument or a saved tensor is changed in place before backward, unpacking raises, as in any graph.
+    * A result that was changed in place before it was saved is saved itself.
 
-Tensors that rest elsewhere until backward (the weights of a shard) stand in recipes as references; see ``hold``.
+Arguments that are offloaded until backward (the weights of a shard) are held as references; see ``hold``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,21 +29,21 @@ from pipe.torch_private import TorchDispatchMode, pytree
 __all__ = ["CheapRecompute", "Kept", "Made"]
 
 _aten = torch.ops.aten
-#: Operations that save all of their tensors for their own backward, so that holding these costs nothing.
+#: Operations that save all of their arguments for their own backward, so that holding these costs no memory.
 _CHEAP = {_aten.gelu.default, _aten.silu.default, _aten.native_layer_norm.default}
 
 
 @dataclass(frozen=True)
-class _OptimizerFactory:
-    """How a tensor was made."""
+class _Operation:
+    """A cheap operation with its arguments."""
 
     func: Any
     args: Any
     kwargs: Any
     versions: tuple[int, ...]
 
-    def make(self) -> Tensor:
-        """The tensor once more.
+    def compute(self) -> Tensor:
+        """The result, computed again.
 
         Raises:
             RuntimeError: if an argument was changed in place since.
@@ -62,21 +62,21 @@ class _OptimizerFactory:
 
 @dataclass(frozen=True)
 class Made:
-    """A view of what a recipe makes."""
+    """A view of the result of an operation, to be recomputed."""
 
-    recipe: _OptimizerFactory
+    operation: _Operation
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
     def resolve(self) -> Tensor:
-        """The view, made again."""
-        return self.recipe.make().as_strided(self.size, self.stride, self.offset)
+        """The view, computed again."""
+        return self.operation.compute().as_strided(self.size, self.stride, self.offset)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor that the graph keeps, as it was when it was saved."""
+    """A saved tensor with its version."""
 
     tensor: Tensor
     version: int
@@ -96,70 +96,79 @@ class Kept:
 
 
 class CheapRecompute(TorchDispatchMode):
-    """One forward whose graph is to be kept lean: ``with torch.autograd.graph.saved_tensors_hooks(lean.pack,
-    lean.unpack), lean: ...``."""
+    """A dispatch mode for one forward, together with its saved-tensor hooks::
 
-    def __init__(self, hold: Callable[[Tensor], Any] = lambda tensor: tensor, changing: Iterable[Tensor] = ()) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(cheap.pack, cheap.unpack), cheap: ...
+    """
+
+    def __init__(
+        self,
+        hold: Callable[[Tensor], Any] = lambda tensor: tensor,
+        changing: Iterable[Tensor] = (),
+        weights: Collection[StorageWeakRef] = (),
+    ) -> None:
         """
         Args:
-            hold: what stands in a recipe for an argument: the tensor, or an object with ``resolve()``.
-            changing: tensors that later forwards write in place, before backward; what is saved of them is copied.
+            hold: converts an argument to the object that is held for it: the tensor, or an object with ``resolve()``.
+            changing: tensors that later forwards write in place, before backward; they are saved as copies.
+            weights: memory that the layers may write in every forward alike, so that it is no error.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._hold = hold
         self._changing = {_storage_of(tensor) for tensor in changing}
-        self._recipes: dict[StorageWeakRef, _OptimizerFactory] = {}
+        self._weights = weights
+        self._operations: dict[StorageWeakRef, _Operation] = {}
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Compiled layers stay compiled."""
+        """True: compiled layers run compiled under this mode."""
         return True
 
     def __exit__(self, *raised: Any) -> None:
-        """Forgets all that no graph asked for."""
+        """Drops the operations whose results no graph saved."""
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        # Graphs hold the hook that packed for them. Without this, the graph of an operation that takes part in a recipe
-        # would hold, through hook and recipe, its own result; and live for ever.
-        self._recipes.clear()
+        # Graphs hold the hook that packed for them. Without this, the graph of an operation would hold its own result
+        # through hook and operation: a reference cycle that is never freed.
+        self._operations.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Does the operation, and notes how its result was made if that is cheap."""
+        """Runs the operation, and records it if it is cheap."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if types:
-            return result  # subclasses of tensors do as they like
+            return result  # subclasses of tensors may define operations of their own
         if func in _CHEAP:
             made = result[0] if isinstance(result, tuple) else result
             if made.layout is not torch.strided:
                 return result
-            # As they are: a detached tensor, made below autograd, would not count the changes of the one it is of.
+            # Not detached: a tensor detached below autograd would not share the version counter.
             held_args, held_kwargs = pytree.tree_map_only(Tensor, self._hold, (args, kwargs))
-            recipe = _OptimizerFactory(func, held_args, held_kwargs, _versions((held_args, held_kwargs)))
-            self._recipes[StorageWeakRef(made.untyped_storage())] = recipe
-        elif func._schema.is_mutable and self._recipes:
+            operation = _Operation(func, held_args, held_kwargs, _versions((held_args, held_kwargs)))
+            self._operations[StorageWeakRef(made.untyped_storage())] = operation
+        elif func._schema.is_mutable and self._operations:
             for tensor in pytree.tree_leaves((args, kwargs)):
                 for part in parts_of(tensor) if isinstance(tensor, Tensor) else ():
-                    self._recipes.pop(StorageWeakRef(part.untyped_storage()), None)
+                    self._operations.pop(StorageWeakRef(part.untyped_storage()), None)
         return result
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether the tensor is not kept, but made again."""
-        return tensor.layout is torch.strided and StorageWeakRef(tensor.untyped_storage()) in self._recipes
+        """Whether the tensor is recomputed instead of saved."""
+        return tensor.layout is torch.strided and StorageWeakRef(tensor.untyped_storage()) in self._operations
 
     def pack(self, tensor: Tensor) -> Tensor | Made | Kept:
-        """What the graph keeps for a tensor."""
+        """The object that the graph keeps for a tensor."""
         if not self.knows(tensor):
-            # Without detaching, an operation that saves its own result would hold itself, and what it saved, for ever.
+            # Without detaching, an operation that saves its own result would be in a reference cycle with it.
             kept = tensor.detach()
-            if self._changing and tensor.layout is torch.strided and _storage_of(tensor) in self._changing:
+            storage = _storage_of(tensor) if tensor.layout is torch.strided else None
+            if storage in self._changing:
                 return kept.clone()
-            # A layer may prepare its own weights in place, for every chunk alike.
-            is_weight = isinstance(tensor, torch.nn.Parameter) or tensor.is_inference()
-            return kept if is_weight else Kept(kept, tensor._version)
-        recipe = self._recipes[StorageWeakRef(tensor.untyped_storage())]
-        return Made(recipe, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
+            # Versions of weights are not checked: a layer may change its own weights in place in each forward.
+            return kept if storage in self._weights or tensor.is_inference() else Kept(kept, tensor._version)
+        operation = self._operations[StorageWeakRef(tensor.untyped_storage())]
+        return Made(operation, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
     @staticmethod
     def unpack(saved: Tensor | Made | Kept) -> Tensor:

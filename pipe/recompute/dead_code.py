@@ -1,29 +1,30 @@
-"""Dead code of a recomputation: operations whose results no gradient needs. See :mod:`pipe.recompute.elimination`.
+"""Finds operations that a recomputation can skip because no gradient needs their results (dead code).
 
-A cell is computed again only for what its graph saves. A block that ends in a linear layer, a dropout and a sum saves
-the layer's input and the dropout's mask, not the layer's output, so the layer's product, a third of a transformer
-block's forward, would be computed in vain. The graph still needs a node for it, which is why the operation is
-called, but its result is a tensor of the right shape and type that has no values.
+A cell is recomputed only for the tensors that its graph saves. A block that ends in a linear layer, a dropout and a sum
+saves the layer's input and the dropout's mask, not the layer's output, so recomputing the layer's product, a third of a
+transformer block's forward, would be useless. The graph still needs a node for it, so :mod:`pipe.recompute.elimination`
+calls the operation, but with a result of the right shape and type that has no values.
 
 ::
 
-    first run     op 1   op 2   op 3   op 4 ... op n        what autograd saved was made by op 2 and op 4, of op 1
+    first run     op 1   op 2   op 3   op 4 ... op n        autograd saved results of op 2 and op 4, computed from op 1
     recompute     op 1   op 2    ---   op 4 ...  ---
 
-A first run is listened to: which storages each operation read and wrote, and which of them autograd saved. Backwards
-from what was saved, whatever an operation read that had to be done is alive; what no such operation read is dead.
+The first run is recorded: which storages each operation read and wrote, and which of them autograd saved. Going
+backwards from the saved tensors, the arguments of each needed operation are alive; results that no needed operation
+reads are dead.
 
-What was learnt from one run is a guess about another one, whose data flow may differ: a layer may read values on the
-host (``tolist()``, NumPy) and choose by them, or exchange two branches at random. So :mod:`pipe.recompute.elimination`
-trusts it only as far as it can be seen to be right.
+The recomputation may have another data flow than the first run: a layer may read values on the host (``tolist()``,
+NumPy) and branch on them, or swap two branches at random. So :mod:`pipe.recompute.elimination` checks that the
+recomputation runs the same operations.
 
 Guarantees
-    * Only operations whose result depends on nothing but their arguments' values, and whose own behaviour depends on
-      no value, are left out: products, sums, activation functions. Any other is done, and its arguments are alive.
-    * Where values may be read or saved unseen, all that came before is alive: without grad mode, as inside of a custom
-      function; under other hooks for saved tensors, as inside of a layer that checkpoints or offloads on its own;
-      behind subclasses of tensors, which do as they like; and where a tensor turns up that no operation made, as from
-      a compiled layer or from NumPy. Where hooks of a module would see the values, nothing is left out.
+    * Only operations whose result depends only on their arguments' values, and whose behaviour depends on no value,
+      are left out: products, sums, activation functions. Any other operation runs, and its arguments are alive.
+    * Where values may be read or saved without being recorded, all earlier results are alive: with grad mode off, as
+      inside a custom function; under other saved-tensor hooks, as inside a layer that checkpoints or offloads by
+      itself; with tensor subclasses; and where a tensor appears that no recorded operation produced, as from a compiled
+      layer or from NumPy. If hooks of a module would read the values, nothing is left out.
 """
 
 from __future__ import annotations
@@ -64,13 +65,13 @@ _PRODUCTS = _operations("mm", "addmm", "bmm", "baddbmm", "convolution")
 _COMPUTED = _PRODUCTS | _operations(
     "add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "neg", "gelu", "silu", "clone", "_to_copy"
 )
-#: Their results are their arguments' storages.
+#: Their results share their arguments' storages.
 VIEWS = _operations("view", "_unsafe_view", "t", "transpose.int", "permute", "unsqueeze", "expand", "slice.Tensor")
-#: Done whether or not anybody reads the result, but without a result that is read they ask for no values.
+#: Run even if no operation reads the result, but then their arguments' values are not needed.
 IN_PLACE = _operations("add_.Tensor", "sub_.Tensor", "mul_.Tensor", "div_.Tensor")
 DROPOUT = _aten.native_dropout.default
 EMPTY, _DRAW = _aten.empty_like.default, _aten.bernoulli_.float
-#: Not counted: where no hooks are, autograd detaches what it saves of an operation's own results.
+#: Not counted: without saved-tensor hooks, autograd detaches an operation's own results when it saves them.
 DETACH = _aten.detach.default
 
 
@@ -82,12 +83,12 @@ class DeadCode:
     dead: frozenset[int]
     """Numbers of the operations that are left out."""
     given: dict[int, tuple[bool, ...]]
-    """For each operation that is given a value that was left out: which of its tensors need gradients. This, besides
-    the operation itself, is what autograd decides by which of them it saves; in the first run none that is left out."""
+    """For each operation with an argument that was left out: which of its tensors need gradients. On this, besides the
+    operation itself, it depends which of them autograd saves; in the first run none that is left out."""
 
 
 class Listener(TorchDispatchMode):
-    """Listens to a first run: ``with hooks, listener: ...``, where the hooks call :meth:`saved`."""
+    """Records a first run: ``with hooks, listener: ...``, where the saved-tensor hooks call :meth:`saved`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -96,13 +97,13 @@ class Listener(TorchDispatchMode):
         self._written: list[list[int]] = []
         self._needs_gradient: list[tuple[bool, ...]] = []
         self._live: set[int] = set()
-        # Storages by address. References, though weak, keep an address from being another storage's.
+        # Storages by address. Even a weak reference keeps the address from being reused by another storage.
         self._seen: dict[int, StorageWeakRef] = {}
         self._hooks: Any = None
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Compiled layers stay compiled."""
+        """True: compiled layers run compiled under this mode."""
         return True
 
     def __enter__(self) -> Listener:
@@ -111,30 +112,30 @@ class Listener(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: object) -> None:
-        # The hooks tell this object, and would keep it, and it them, until the garbage is collected.
+        # The hooks refer to this object: without this, the cycle would live until the garbage collector runs.
         self._hooks = None
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def meets(self, tensors: Iterable[Tensor]) -> None:
-        """Tells of tensors that the run finds: its input, parameters and buffers."""
+        """Registers tensors that exist before the run: its input, parameters and buffers."""
         for tensor in tensors:
             if tensor.layout is torch.strided:
                 reference = StorageWeakRef(tensor.untyped_storage())
                 self._seen.setdefault(reference.cdata, reference)
 
     def saved(self, tensor: Tensor) -> None:
-        """Autograd saves a tensor."""
+        """Records that autograd saves a tensor."""
         self._live.update(self._storages((tensor,)))
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Notes the operation, and does it."""
+        """Records the operation, and runs it."""
         kwargs = kwargs or {}
         tensors = list(tensors_of((args, tuple(kwargs.values()))))
         read = self._storages(tensors)
         if func is DETACH:
-            self._live.update(read)  # no hooks, so it is the layer that detaches: to look at the value
+            self._live.update(read)  # under these hooks autograd does not detach: the layer does, and may read values
             return func(*args, **kwargs)
         unseen = bool(types) or not torch.is_grad_enabled() or _hooks() != self._hooks
         if unseen:
@@ -151,7 +152,7 @@ class Listener(TorchDispatchMode):
         return result
 
     def dead_code(self) -> DeadCode | None:
-        """What a recomputation may leave out, if that is worth it."""
+        """The operations that a recomputation may leave out; None if no matrix product is among them."""
         done: set[int] = set()
         while True:
             live, dead, in_place = set(self._live), set(), []
@@ -168,7 +169,7 @@ class Listener(TorchDispatchMode):
                 if func is DROPOUT and not left_out.isdisjoint(self._read[k]):
                     left_out.add(self._written[k][0])
             dead.update(k for k in in_place if self._written[k][0] in left_out)
-            # What is written to what is there must be there.
+            # The value that an in-place operation writes into an existing tensor must be computed.
             missing = {k for k in in_place if k not in dead and not left_out.isdisjoint(self._read[k])}
             if not missing:
                 break
@@ -179,14 +180,14 @@ class Listener(TorchDispatchMode):
         return DeadCode(tuple(self._operations), frozenset(dead), given)
 
     def _only_draws(self, k: int, live: set[int]) -> bool:
-        """Whether all that is read of an operation's result is random numbers, whatever its arguments hold."""
+        """Whether only random numbers are read of an operation's result, independent of its arguments' values."""
         func = self._operations[k]
         if func is EMPTY:
             return self._operations[k + 1 : k + 2] == [_DRAW] and self._written[k] == self._written[k + 1]
         return func is _DRAW or (func is DROPOUT and self._written[k][0] not in live)
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[int]:
-        """The addresses of tensors' storages. One that turns up from nowhere was made of anything that was before."""
+        """The addresses of tensors' storages. An unknown one may have been computed from any earlier tensor."""
         addresses = []
         for tensor in tensors:
             if tensor.layout is not torch.strided:
@@ -201,7 +202,7 @@ class Listener(TorchDispatchMode):
 
 
 def listened_to(modules: Iterable[nn.Module]) -> bool:
-    """Whether hooks see what one of these modules takes or returns."""
+    """Whether hooks see the inputs or outputs of one of these modules."""
     return has_module_hooks(modules)
 
 
@@ -210,7 +211,7 @@ def _hooks() -> Any:
 
 
 def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Tensors among an operation's arguments or results, in lists too."""
+    """The tensors among an operation's arguments or results, including those in lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -1,15 +1,16 @@
-"""Elimination of dead code: a recomputation leaves out the operations that :mod:`pipe.recompute.dead_code` found.
+"""Runs a recomputation without the operations that :mod:`pipe.recompute.dead_code` found unnecessary.
 
-The guess of one run is used in another, whose data flow may differ. What is left out has a result without values, a
-:class:`LeftOut`, so that whatever would use them is an error before it is a wrong number; and then the recomputation
-runs again in full.
+They were found in the first run, and the recomputation may have another data flow. The result of a skipped operation
+is a :class:`LeftOut`, a tensor without values: any use of its values raises instead of computing wrong numbers, and the
+recomputation then runs again in full.
 
 Guarantees
-    * A recomputation that differs in what matters runs again in full, before any gradient is computed: it does another
-      operation, or gives what was left out to one that is to be done; it reads such a value on the host (``tolist()``,
-      NumPy, a library of its own); autograd saves one, or a layer keeps one (as an attribute, in a closure).
+    * A recomputation with a relevant difference runs again in full, before any gradient is computed: if it runs another
+      operation, or passes a left-out value to an operation that is not skipped; if it reads such a value on the host
+      (``tolist()``, NumPy, another library); if autograd saves one, or a layer keeps one (as an attribute, in a
+      closure).
 
-A layer's result itself may be left out. A layer that keeps it as an attribute finds a :class:`LeftOut` there after
+A layer's result itself may be left out. If the layer keeps it as an attribute, that is a :class:`LeftOut` after
 backward; see :class:`set_dead_code_elimination`.
 """
 
@@ -41,9 +42,10 @@ _eliminates = True
 
 
 class set_dead_code_elimination:
-    """Turns the elimination of dead code off, or on again: in this process, or inside of a ``with`` statement.
+    """Turns dead code elimination off or on: in this process, or inside a ``with`` statement.
 
-    Off, each recomputation does all that its forward did. For layers that keep their results beyond a recomputation::
+    If it is off, each recomputation runs all operations of its forward. For layers that keep their results after a
+    recomputation::
 
         with set_dead_code_elimination(False):
             loss = model(x).sum()
@@ -55,7 +57,7 @@ class set_dead_code_elimination:
         self._before, _eliminates = _eliminates, enabled
 
     def __enter__(self) -> None:
-        """What was asked for already holds."""
+        """Does nothing: the constructor has set the mode."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -65,22 +67,22 @@ class set_dead_code_elimination:
 
 
 def is_dead_code_elimination_enabled() -> bool:
-    """Whether recomputations leave out what no gradient needs; see :class:`set_dead_code_elimination`."""
+    """Whether recomputations skip operations that no gradient needs; see :class:`set_dead_code_elimination`."""
     return _eliminates
 
 
 class LeftOut(Tensor):
-    """The result of an operation that was left out: shape, strides, type, device and graph, but no values.
+    """The result of a skipped operation: it has shape, strides, type, device and graph, but no values.
 
-    Whatever needs its values raises, in a kernel of any library too, since it has no memory.
+    It has no memory: any access to its values raises, also in kernels of other libraries.
     """
 
-    # Operations on it are met below autograd only, so that it gets a graph as any other tensor does.
+    # Operations on it are intercepted below autograd only, so that it has a graph like any other tensor.
     __torch_function__ = no_torch_function
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device) -> LeftOut:
-        """A tensor like another one, on a device of its own."""
+        """A tensor like ``like``, on ``device``."""
         made: LeftOut = Tensor._make_wrapper_subclass(
             cls, like.size(), strides=like.stride(), dtype=like.dtype, device=device
         )
@@ -90,11 +92,11 @@ class LeftOut(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Raises: inside of a recomputation the mode that leaves operations out comes first."""
+        """Raises. (Inside a recomputation, the dispatch mode handles operations before this method.)"""
         raise RuntimeError(_no_values(str(func)))
 
     def data_ptr(self) -> int:
-        """Raises; the address 0, which there is, would be taken for memory."""
+        """Raises, since the real result 0 could be taken for an address."""
         raise RuntimeError(_no_values("data_ptr()"))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -103,25 +105,25 @@ class LeftOut(Tensor):
 
 def _no_values(reader: str) -> str:
     return (
-        f"{reader} reads a value that a recomputation left out, since no gradient needs it; keep a copy of what the "
-        f"forward returned, or call pipe.recompute.elimination.set_dead_code_elimination(False) before the forward"
+        f"{reader} reads a value that a recomputation left out, since no gradient needs it; keep a copy of the output "
+        f"of the forward, or call pipe.recompute.elimination.set_dead_code_elimination(False) before the forward"
     )
 
 
 class _OtherFlow(BaseException):
-    """The recomputation is not what the first run was. Not an ``Exception``: layers must not catch it."""
+    """Raised if the recomputation differs from the first run. Not an ``Exception``, so that layers do not catch it."""
 
 
 def leaving_out(code: DeadCode | None, run: Callable[[contextlib.AbstractContextManager[Any]], T]) -> tuple[T, bool]:
-    """What ``run(mode)`` returns, whose operations are done inside of the context ``mode``.
+    """Calls ``run(mode)``, which runs its operations inside the context ``mode``; ``mode`` skips dead code.
 
     Args:
-        code: what may be left out; None: nothing.
-        run: runs a cell again. It is called a second time, with a mode that does nothing, if the first time turns out
-            to differ from the run that ``code`` was learnt from.
+        code: the operations that may be skipped; None: none.
+        run: recomputes a cell. It is called a second time, with a null context, if the first time differs from the run
+            in which ``code`` was found.
 
     Returns:
-        The result, in which tensors may be :class:`LeftOut`, and whether ``code`` was right as far as it was used.
+        The result, in which tensors may be :class:`LeftOut`, and False if a second run was necessary.
     """
     if code is None or not _eliminates:
         return run(contextlib.nullcontext()), True
@@ -135,21 +137,21 @@ def leaving_out(code: DeadCode | None, run: Callable[[contextlib.AbstractContext
     except Exception:
         if not skipper.left_out:
             raise
-        # A read of what was left out, unless it happens again.
+        # Probably a read of a left-out value; if not, the second run raises the same exception.
     return run(contextlib.nullcontext()), False
 
 
 def stop_leaving_out(mode: contextlib.AbstractContextManager[Any]) -> None:
-    """To be called where the run inside of ``mode`` ended by an exception.
+    """To be called if the run inside ``mode`` ended by an exception.
 
-    An interrupt may have skipped the end of the mode itself, and what runs until it is taken away must not be left out.
+    An interrupt may have prevented the exit of the mode; operations that run until it is removed must not be skipped.
     """
     if isinstance(mode, _Skipper):
         mode.stopped = True
 
 
 class _Skipper(TorchDispatchMode):
-    """Leaves dead code out of what runs inside, as long as that does what the first run did."""
+    """Skips dead code in the operations that run inside, as long as they are those of the first run."""
 
     def __init__(self, code: DeadCode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -157,23 +159,23 @@ class _Skipper(TorchDispatchMode):
         self._count = 0
         self._same = True
         self.stopped = False
-        # All of what was left out, to find what outlives the run.
+        # All left-out results, to find those that are still referenced after the run.
         self._results: list[ref[LeftOut]] = []
 
     @property
     def left_out(self) -> bool:
-        """Whether anything was."""
+        """Whether any operation was skipped."""
         return bool(self._results)
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Compiled layers stay compiled."""
+        """True: compiled layers run compiled under this mode."""
         return True
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Does the operation, or makes a tensor like its result."""
+        """Runs the operation, or makes a tensor like its result."""
         kwargs = kwargs or {}
         if self.stopped or (func is DETACH and LeftOut not in types):
             return func(*args, **kwargs)
@@ -181,12 +183,12 @@ class _Skipper(TorchDispatchMode):
         self._same &= k < len(self._code.operations) and func is self._code.operations[k]
         if self._results and not self._same:
             raise _OtherFlow
-        dead = self._same and k in self._code.dead  # else it is too early for harm, and all of them are done
+        dead = self._same and k in self._code.dead  # if not the same, nothing was skipped yet, and all operations run
         if LeftOut in types:
-            return self._given_what_is_left_out(k, dead, func, args, kwargs)
+            return self._with_left_out_arguments(k, dead, func, args, kwargs)
         return self._leave_out(func, args, kwargs) if dead else func(*args, **kwargs)
 
-    def _given_what_is_left_out(
+    def _with_left_out_arguments(
         self, k: int, dead: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         needed = needs_gradient(tensors_of((args, tuple(kwargs.values()))))
@@ -198,7 +200,7 @@ class _Skipper(TorchDispatchMode):
             return self._leave_out(func, args, kwargs)
         if func is not DROPOUT and func is not EMPTY:
             raise _OtherFlow
-        # Only draws numbers, for which any memory will do.
+        # Only draws random numbers: the contents of its argument do not matter.
         result = func(*pytree.tree_map_only(LeftOut, _memory_like, args), **kwargs)
         if func is EMPTY:
             return result
@@ -213,10 +215,10 @@ class _Skipper(TorchDispatchMode):
         return result
 
     def check(self, result: Any) -> None:
-        """To be called at the end, with what the run returned.
+        """To be called at the end, with the result of the run.
 
         Raises:
-            _OtherFlow: if less was done than in the first run, or what was left out is kept besides the result.
+            _OtherFlow: if fewer operations ran than in the first run, or left-out values are kept outside the result.
         """
         if not self._results:
             return
@@ -242,7 +244,7 @@ def _shape_of_result(
     def shape_only(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if value.dim() or not devices:  # a number beside tensors may lie on the host
+        if value.dim() or not devices:  # a 0-dimensional tensor may be on the host while the others are not
             devices.insert(0, value.device) if value.dim() else devices.append(value.device)
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
 

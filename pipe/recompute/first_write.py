@@ -1,9 +1,9 @@
-"""First writes: what a tensor held is saved just before an operation writes to its memory, and only then.
+"""A dispatch mode that calls back before the first in-place write to a tensor, so that its value can be copied.
 
-A copy of everything that a forward might write would cost as much memory as there is. Operations say in their schemas
-which arguments they write; this mode reads that, and calls back before the first write to each tensor that it watches.
+Copying every tensor that a forward might write would double its memory. Schemas of operations declare which arguments
+they write; this mode reads them, and calls back before the first write to each watched tensor.
 
-Limits: writes that no operation of torch makes (through NumPy, or inside of compiled code) are not seen.
+Limits: writes outside torch operations (through NumPy, or inside compiled code) are not detected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["FirstWrites"]
 
 
 class FirstWrites(TorchDispatchMode):
-    """Calls a function before the first operation inside that writes to the memory of a tensor.
+    """Calls a function before the first operation inside the context that writes to the memory of a tensor.
 
     Args:
         watched: pairs of a tensor and its function.
@@ -29,20 +29,20 @@ class FirstWrites(TorchDispatchMode):
 
     def __init__(self, watched: Sequence[tuple[Tensor, Callable[[], None]]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # By the address of the storage, which views share, and which stays as long as the tensor is watched.
+        # By the address of the storage, which views share, and which is not reused while the tensor is watched.
         self._watched: dict[int, list[Callable[[], None]]] = {}
         for tensor, function in watched:
             self._watched.setdefault(memory_of(tensor), []).append(function)
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Compiled layers stay compiled."""
+        """True: compiled layers run compiled under this mode."""
         return True
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Looks at what the operation writes, and does it."""
+        """Calls the functions of the watched tensors that the operation writes, and runs the operation."""
         kwargs = kwargs or {}
         writes = _written_by(func)
         if writes is not None and self._watched:
@@ -59,7 +59,7 @@ class FirstWrites(TorchDispatchMode):
 def _written_by(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]] | None:
     """Positions and names of the arguments that an operation may write to; None: it writes to none."""
     schema = func._schema
-    # Normalisation does not say that it updates running statistics; what other libraries say is not relied upon.
+    # The schema of batch_norm does not declare that it updates running statistics; other libraries are not trusted.
     silent = "batch_norm" in schema.name or func.namespace not in ("aten", "prims", "prim")
     written = [
         (k, argument.name)

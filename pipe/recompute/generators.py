@@ -1,11 +1,11 @@
-"""Generators of random numbers that layers hold themselves, beside those of the process and of the devices.
+"""Finds random generators that modules hold as attributes, and reads and writes their state.
 
-A layer with a ``torch.Generator`` of its own (so that its masks do not depend on what other layers draw) would draw
-other numbers in a recomputation, unless that generator is found and rewound like the others.
+A layer with its own ``torch.Generator`` (so that its masks do not depend on the draws of other layers) would draw
+other numbers in a recomputation, unless that generator is found and rewound like the global ones.
 
-Found are ``torch.Generator``, ``random.Random``, ``numpy.random.Generator`` and ``numpy.random.RandomState``, as an
-attribute of a module, or as an element of a list, tuple, set or dict that is one. A generator further away (an
-attribute of an attribute, a closure) is not found.
+It finds ``torch.Generator``, ``random.Random``, ``numpy.random.Generator`` and ``numpy.random.RandomState`` as an
+attribute of a module, or as an element of a list, tuple, set or dict that is an attribute. Other generators (an
+attribute of an attribute, a closure) are not found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipe.recompute import numpy_state
 
 __all__ = ["GeneratorState", "held_generators", "state_of"]
 
-# What every module has: containers of modules, tensors and hooks.
+# The attributes of every module: containers of modules, tensors and hooks.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -35,11 +35,11 @@ class GeneratorState:
     get: Callable[[], Any]
     set: Callable[[Any], None]
     moved: Callable[[Any], bool]
-    """Whether it is no longer in a state that was read."""
+    """Whether the generator has left a given state."""
 
 
 def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
-    """The generators that ``modules`` hold themselves, each once. Modules inside of them are not looked at."""
+    """The generators that ``modules`` hold themselves, each once. Their submodules are not searched."""
     kinds = _kinds()
     found: dict[int, Any] = {}
     for module in modules:
@@ -51,7 +51,7 @@ def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
             elif isinstance(value, (list, tuple, set, dict)):
                 members = value.values() if isinstance(value, dict) else value
                 found.update((id(member), member) for member in members if isinstance(member, kinds))
-    # A system's source of randomness has no state.
+    # SystemRandom has no state.
     return [generator for generator in found.values() if not isinstance(generator, random.SystemRandom)]
 
 
@@ -70,7 +70,7 @@ def state_of(generator: Any) -> GeneratorState:
         return GeneratorState(
             name, generator.getstate, generator.setstate, lambda state: bool(state != generator.getstate())
         )
-    # NumPy's old generator keeps a number besides its bits; the new one is its bits.
+    # NumPy's RandomState caches a normal number besides its bit generator; Generator does not.
     old = hasattr(generator, "set_state")
 
     def get() -> Any:

@@ -1,20 +1,21 @@
-"""What a recomputation must find unchanged in a module, and what it must find as it was.
+"""Saves and restores the module state that a recomputation depends on: buffers, attributes, hooks, training modes.
 
-Random numbers are not all that makes a second forward differ from the first. A parameter updated in between makes its
-gradient wrong without a word; a layer switched to ``eval()`` becomes another function; and buffers that the forward
-itself updates (running statistics, the vectors of spectral norm) would be read in their new state and be updated twice.
+Besides random numbers, a second forward may differ from the first for other reasons. If a parameter is updated in
+between, its gradient is silently wrong; a layer switched to ``eval()`` computes another function; and buffers that the
+forward itself updates (running statistics, the vectors of spectral norm) would be read in their new state and be
+updated twice.
 
 Invariants
-    * A recomputation meets parameters and modes of the forward, or :class:`RuntimeError` names what changed. It runs
-      the hooks of the forward (:mod:`pipe.module_hooks`).
-    * Buffers that the forward or a later one wrote hold, during the recomputation, what they held before it; writes go
-      to copies, so the buffers of the module count every forward once. The same holds for plain attributes, where it is
-      asked for.
-    * A buffer that is more than a few kilobytes is copied only where a forward writes it: when it is about to, or ahead
-      where an earlier one did. Quantised weights and queues that are only read cost nothing.
+    * A recomputation uses the parameters and modes of the forward, or :class:`RuntimeError` names what changed. It runs
+      the hooks of the forward (:mod:`pipe.recompute.module_hooks`).
+    * Buffers that the forward or a later one wrote have, during the recomputation, their values from before the
+      forward. The recomputation writes to copies, so the buffers of the module are updated once per forward. The same
+      holds for plain attributes, if requested.
+    * A buffer larger than a few kilobytes is copied only if a forward writes it: just before the write, or before the
+      forward if an earlier forward wrote it. Quantised weights and queues that are only read cost nothing.
 
-Assumes that one module does not compute in two threads at the same moment, and that a large buffer is written by
-operations of torch, not through memory that it shares with NumPy or a library.
+Assumes that one module does not compute in two threads at the same time, and that a large buffer is written by torch
+operations, not through memory shared with NumPy or another library.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from pipe.module_hooks import Hooks
 from pipe.recompute.attributes import Attributes, Stateful
 from pipe.recompute.first_write import FirstWrites
 from pipe.recompute.generators import held_generators
+from pipe.recompute.module_hooks import Hooks
 from pipe.torch_private import BatchOrInstanceNorm, memory_of
 
 __all__ = ["ModuleState", "WatchedModule"]
 
-# A copy of so much costs no more than to find out whether it is needed.
+# Copying up to this size costs no more than finding out whether a copy is needed.
 _SMALL_BYTES = 1 << 14
 
 
 class _Habit(Enum):
-    """What forwards were seen to do to a buffer."""
+    """How earlier forwards used a buffer."""
 
     READ = "read"
     WRITTEN = "written"
@@ -49,46 +50,46 @@ class _Habit(Enum):
 
 
 class _Epoch:
-    """A value that a buffer has, from one write to the next. Forwards that read it hold it, not a copy each."""
+    """The value of a buffer between two writes, shared by all forwards that read it instead of a copy each."""
 
     __slots__ = ("tensor", "value", "version")
 
     def __init__(self, tensor: Tensor, version: int | None) -> None:
         self.tensor, self.version = ref(tensor), version
-        #: Known as soon as a forward writes the buffer.
+        #: Set when a later forward writes the buffer.
         self.value: Tensor | None = None
 
 
 class _Known:
-    """What is known about a buffer, from one forward to the next."""
+    """Knowledge about a buffer that is kept between forwards."""
 
     __slots__ = ("epoch", "habits", "normalises")
 
     def __init__(self, owner: nn.Module) -> None:
-        # Kernels of normalisation layers may write running statistics without counting a version; in training they do.
+        # Kernels of normalisation layers write running statistics in training, possibly without counting a version.
         self.normalises = isinstance(owner, BatchOrInstanceNorm)
         self.habits: list[_Habit | None] = [None, None]  # in evaluation and in training
         self.epoch: _Epoch | None = None
 
     def epoch_of(self, tensor: Tensor, version: int | None) -> _Epoch:
-        """The epoch that the buffer was in with this version, from its first reader on."""
+        """The epoch of the buffer at this version; made for its first reader."""
         epoch = self.epoch
         if epoch is None or epoch.version != version or epoch.tensor() is not tensor:
             epoch = self.epoch = _Epoch(tensor, version)
         return epoch
 
     def end_epoch(self, tensor: Tensor, version: int | None, value: Tensor) -> None:
-        """The buffer, which held ``value`` with this version, was written."""
+        """Ends the epoch because the buffer, which had ``value`` at this version, was written."""
         epoch, self.epoch = self.epoch, None
         if epoch is not None and epoch.version == version and epoch.tensor() is tensor:
-            epoch.value = value  # forwards before, which only read it, meet it in their recomputations as well
+            epoch.value = value  # for the recomputations of earlier forwards, which only read the buffer
 
 
 _known: WeakKeyDictionary[nn.Module, dict[str, _Known]] = WeakKeyDictionary()
 
 
 class WatchedModule:
-    """What is to be watched in a module. Walks the module once; serves every forward until the module is rebuilt."""
+    """The parameters, buffers and submodules of a module, collected once; valid until the module is rebuilt."""
 
     def __init__(self, module: nn.Module) -> None:
         self.parameters = list(module.named_parameters())
@@ -99,22 +100,22 @@ class WatchedModule:
             for name, b in owner._buffers.items()
             if b is not None
         ]
-        # Buffers whose values were compared, with the mode: it waits for the device, so it is done once.
+        # Buffers whose values were compared, with the mode: a comparison waits for the device, so it is done once.
         self.compared: set[tuple[_Known, bool]] = set()
         self.stateful = Stateful(self.modules)
-        #: Generators of random numbers that the modules hold themselves.
+        #: Random generators that the modules hold themselves.
         self.generators = held_generators(inner for _, inner in self.modules)
         self.devices = {p.device for _, p in self.parameters} | {b.device for b in module.buffers()}
-        # What compiled code writes is not seen before it is written.
+        # Writes of compiled code cannot be detected in advance.
         self.compiled = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for _, m in self.modules)
 
     def tensors(self) -> list[Tensor]:
-        """Parameters and buffers, as they are now."""
+        """The present parameters and buffers."""
         buffers = (owner._buffers[name] for owner, name, _ in self.buffers)
         return [*(p for _, p in self.parameters), *(b for b in buffers if b is not None)]
 
     def changing(self) -> list[Tensor]:
-        """Buffers that forwards may write before a backward: small ones, and others that some forward did write."""
+        """Buffers that forwards may write before a backward: small ones, and others that an earlier forward wrote."""
         found = [
             (owner._buffers[name], known.habits[owner.training] not in (None, _Habit.READ))
             for owner, name, known in self.buffers
@@ -123,7 +124,7 @@ class WatchedModule:
 
 
 class _Buffer:
-    """One buffer before a forward: a copy of it, or what it was, to be copied when it is about to be written."""
+    """One buffer before a forward: a copy of it, or the buffer itself, to be copied before the first write."""
 
     __slots__ = (
         "copied",
@@ -141,7 +142,7 @@ class _Buffer:
     def __init__(self, owner: nn.Module, name: str, known: _Known, tensor: Tensor, compiled: bool) -> None:
         self.owner, self.name, self.known, self.tensor = owner, name, known, tensor
         self.training = owner.training
-        # Tensors of inference mode do not count versions.
+        # Inference tensors have no version counter.
         self.version = None if tensor.is_inference() else tensor._version
         self.memory: int | None = None
         self.copied_ahead = True
@@ -150,40 +151,40 @@ class _Buffer:
             habit = known.habits[self.training]
             self.copied_ahead = self.memory is None or (compiled if habit is None else habit is not _Habit.READ)
         self.copied = self.copied_ahead
-        # Not copied, it is the same memory, under a name that stays even if the buffer gets other memory.
+        # If not copied, a tensor with the same memory, which is kept even if the buffer gets other memory.
         if self.copied:
             self.value = tensor.detach().clone() if tensor.requires_grad else tensor.clone()
         else:
             self.value = tensor.detach()
 
     def copy(self) -> None:
-        """Keeps the value: it is about to be overwritten."""
+        """Copies the value before it is overwritten."""
         if not self.copied:
             self.value, self.copied = self.value.clone(), True
 
     def was_written(self, compared: set[tuple[_Known, bool]]) -> bool:
-        """After the forward, whether it changed the buffer.
+        """To be called after the forward: whether it changed the buffer.
 
         Raises:
-            RuntimeError: if it did without being seen in time.
+            RuntimeError: if the buffer was written before it could be copied.
         """
         now = self.owner._buffers.get(self.name)
         replaced = now is not self.tensor or (self.memory is not None and _memory_of(self.tensor) != self.memory)
         if replaced and not self.copied and self.value._version == self.version:
-            self.copy()  # the memory of before is as it was, unless something writes to it later
+            self.copy()  # the old memory is unchanged by now, but may be written later
         counted = replaced or self.version is None or self.tensor._version != self.version
         known, habits, mode = self.known, self.known.habits, self.training
         counted = counted or (known.normalises and self.owner.training)
         if counted and not self.copied:
             habits[mode] = _Habit.WRITTEN
             raise RuntimeError(
-                f"buffer {self.name!r} of a {type(self.owner).__name__} was written where it could not be seen in "
-                f"advance, as by compiled code, so what it held before is lost to the recomputation of this forward; "
-                f"run the step again: from now on it is copied ahead"
+                f"buffer {self.name!r} of a {type(self.owner).__name__} was written without being detected in "
+                f"advance, as by compiled code, so its old value is lost to the recomputation of this forward; "
+                f"run the step again: from now on it is copied before the forward"
             )
         uncounted = habits[mode] is _Habit.WRITTEN_UNCOUNTED or (self.copied and not self.copied_ahead)
         if not counted and not uncounted and (known, mode) not in compared:
-            # What a kernel writes without counting, it writes every time.
+            # A kernel that writes without counting a version does so in every forward: one comparison is enough.
             compared.add((known, mode))
             uncounted = self.copied and not self.value.is_meta and not torch.equal(self.value, self.tensor)
         if counted:
@@ -198,7 +199,7 @@ class _Buffer:
         return True
 
     def take_back(self) -> None:
-        """After a forward that shall leave no trace: the buffer is what it was, and the same tensor.
+        """Restores the buffer after a trial forward: its old value, in the same tensor object.
 
         Raises:
             RuntimeError: see :meth:`was_written`.
@@ -212,20 +213,20 @@ class _Buffer:
 
 
 class ModuleState:
-    """One forward of a watched module, to be repeated.
+    """The state of a watched module before one forward that is to be repeated.
 
     Usage::
 
-        guard = Guard(watched)
-        with guard.running():
+        state = ModuleState(watched)
+        with state.running():
             output = module(input)
-        guard.seal()
+        state.seal()
         ...
-        with guard.again():
+        with state.again():
             output = module(input)
     """
 
-    __slots__ = ("_attributes", "_buffers", "_epochs", "_hooks", "_modes", "_noted", "_versions", "_watched")
+    __slots__ = ("_attributes", "_buffers", "_epochs", "_hooks", "_modes", "_unsealed", "_versions", "_watched")
 
     def __init__(self, watched: WatchedModule, *, attributes: bool = False) -> None:
         self._watched = watched
@@ -235,7 +236,7 @@ class ModuleState:
         self._versions: list[int] = []
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         self._epochs: list[tuple[nn.Module, str, _Epoch]] = []
-        self._noted = [
+        self._unsealed = [
             _Buffer(owner, name, known, buffer, watched.compiled)
             for owner, name, known in watched.buffers
             if (buffer := owner._buffers[name]) is not None
@@ -243,17 +244,17 @@ class ModuleState:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Around the forward: a large buffer that it is about to write is copied."""
-        uncopied = [buffer for buffer in self._noted if not buffer.copied]
+        """A context for the forward: copies a large buffer before the first write to it."""
+        uncopied = [buffer for buffer in self._unsealed if not buffer.copied]
         with FirstWrites([(b.value, b.copy) for b in uncopied]) if uncopied else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:
-        """Around a forward that is made to learn from it: it leaves no trace in buffers. Instead of :meth:`running`."""
-        noted, self._noted = self._noted, []
-        ahead = [buffer for buffer in noted if buffer.copied_ahead]
-        uncopied = [buffer for buffer in noted if not buffer.copied_ahead]
+        """A context for a trial forward, whose changes of buffers are undone. Used instead of :meth:`running`."""
+        unsealed, self._unsealed = self._unsealed, []
+        ahead = [buffer for buffer in unsealed if buffer.copied_ahead]
+        uncopied = [buffer for buffer in unsealed if not buffer.copied_ahead]
         for buffer in ahead:
             buffer.owner._buffers[buffer.name] = buffer.value
         try:
@@ -263,11 +264,11 @@ class ModuleState:
             ):
                 yield
         finally:
-            for buffer in noted:
+            for buffer in unsealed:
                 buffer.take_back()
 
     def seal(self) -> ModuleState:
-        """To be called after the forward: forgets the buffers that it left alone. Returns itself.
+        """To be called after the forward: drops the copies of unchanged buffers. Returns itself.
 
         Raises:
             RuntimeError: if a buffer was written that was not copied, see :meth:`running`.
@@ -275,14 +276,14 @@ class ModuleState:
         if self._attributes is not None:
             self._attributes.seal()
         self._hooks.seal(add=self._attributes is None)
-        noted, self._noted = self._noted, []
-        for buffer in noted:
+        unsealed, self._unsealed = self._unsealed, []
+        for buffer in unsealed:
             if buffer.was_written(self._watched.compared):
                 self._buffers.append((buffer.owner, buffer.name, buffer.value))
             else:
                 epoch = buffer.known.epoch_of(buffer.tensor, buffer.version)
                 self._epochs.append((buffer.owner, buffer.name, epoch))
-        # Noted after the forward, so that a layer may prepare its parameters in place while it runs.
+        # Read after the forward, so that a layer may change its own parameters in place in it.
         self._versions = [parameter._version for _, parameter in self._watched.parameters]
         return self
 
@@ -293,11 +294,11 @@ class ModuleState:
 
     @contextlib.contextmanager
     def again(self, *, strict: bool = True) -> Iterator[None]:
-        """Inside, buffers are as before the forward, and writes to them are lost.
+        """A context in which buffers have their values from before the forward; writes to them are discarded.
 
         Args:
-            strict: if False, run in the modes of the forward, whatever they are now, and leave it to the caller to know
-                what became of the parameters.
+            strict: if False, restore the training modes of the forward instead of comparing them, and do not check the
+                parameters.
 
         Raises:
             RuntimeError: if a parameter was modified in place, or a module changed its mode, since :meth:`seal`.
@@ -312,7 +313,7 @@ class ModuleState:
             read = [(owner, name, epoch.value) for owner, name, epoch in self._epochs if epoch.value is not None]
             for owner, name, snapshot in [*self._buffers, *read]:
                 before.append((owner._buffers, name, owner._buffers[name]))
-                owner._buffers[name] = snapshot.clone()  # a retained graph may ask for the snapshot again
+                owner._buffers[name] = snapshot.clone()  # a retained graph may need the snapshot again
             attributes = contextlib.nullcontext() if self._attributes is None else self._attributes.again()
             with attributes, self._hooks.again():
                 yield

@@ -1,12 +1,12 @@
-"""NumPy's global generator, read cheaply.
+"""Reads and compares the state of NumPy's global generator quickly, by comparing bytes in memory.
 
-Every cell of a pipeline asks twice whether NumPy's generator has moved, and nearly always it has not. Its whole state
-takes NumPy tens of microseconds to hand out: more than all other generators together. But it lies in memory as it is,
-and comparing bytes takes one: the words of the Mersenne Twister at an address that NumPy publishes, and the normal
-number that may be kept for the next draw inside the object itself. Where in there is found out by trying, once, on an
-object of our own; where that or anything else is not as expected, the whole state is read each time.
+Every cell of a pipeline checks twice whether the state of NumPy's generator has changed, and nearly always it has not.
+``get_state`` takes tens of microseconds: more than for all other generators together. Comparing the bytes of the state
+takes one microsecond: the words of the Mersenne Twister at an address that NumPy publishes, and the normal number that
+the ``RandomState`` object may cache for the next draw. The offset of that number is determined once, by experiment on a
+separate object; if this or anything else is not as expected, ``get_state`` is used each time.
 
-Invariant: :func:`read` and :func:`moved` answer as if the whole state had been read each time.
+Invariant: :func:`read` and :func:`moved` return the same as with ``get_state``.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ class NumpyState:
     """The state of NumPy's global generator at one time."""
 
     whole: dict[str, Any]
-    """As ``numpy.random.get_state(legacy=False)`` gives it."""
+    """The result of ``numpy.random.get_state(legacy=False)``."""
     mark: Any
-    """Equal for two states exactly if they are the same; None if only the whole state tells."""
+    """Equal for two states exactly if they are the same; None if only whole states can be compared."""
 
 
 _latest: NumpyState | None = None
 
 
 def read() -> NumpyState:
-    """The state now; one that was read before, if the generator is still in it."""
+    """The present state; the same object as before if the state has not changed."""
     global _latest
     mark, latest = _mark(), _latest
     if latest is not None and mark is not None and latest.mark == mark:
         return latest
-    # The mark first: if another thread draws in between, it equals none that follows, instead of a wrong one.
+    # The mark is read first: if another thread draws in between, the mark matches no later one, instead of a wrong one.
     whole = sys.modules["numpy"].random.get_state(legacy=False)
     _latest = latest = NumpyState(whole, mark)
     return latest
 
 
 def moved(state: NumpyState) -> bool:
-    """Whether the generator is no longer in this state."""
+    """Whether the generator's state has changed since."""
     mark = _mark()
     if mark is not None and state.mark is not None:
         return bool(mark != state.mark)
@@ -57,17 +57,17 @@ def moved(state: NumpyState) -> bool:
 
 
 def write(state: NumpyState) -> None:
-    """Puts the generator into this state."""
+    """Sets the generator's state."""
     sys.modules["numpy"].random.set_state(state.whole)
 
 
 def _mark() -> Any:
-    """The bytes of a Mersenne Twister and of the kept number; None for any other generator."""
+    """The bytes of a Mersenne Twister and of the cached number; None for any other generator."""
     random = sys.modules["numpy"].random
     offset = _kept_offset(random)
     if offset is None:
         return None
-    # What the functions of the module are bound to.
+    # The object that the functions of numpy.random are bound to.
     owner, generator = getattr(random.random_sample, "__self__", None), random.get_bit_generator()
     if type(owner) is not random.RandomState or type(generator) is not random.MT19937:
         return None
@@ -77,7 +77,7 @@ def _mark() -> Any:
 
 @functools.cache
 def _kept_offset(random: Any) -> int | None:
-    """Where in a ``RandomState`` its kept normal number lies; None if that cannot be told for certain."""
+    """The offset of the cached normal number in a ``RandomState`` object; None if it cannot be determined."""
     if sys.implementation.name != "cpython" or not hasattr(random, "get_bit_generator"):
         return None
     trial = random.RandomState(0)
@@ -106,7 +106,7 @@ def _kept_offset(random: Any) -> int | None:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two states, as NumPy hands them out, are equal."""
+    """Whether two results of ``get_state`` are equal."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
     equal = a == b

@@ -1,9 +1,8 @@
-"""Which pass over a layer this is: the first under checkpointing, a recomputation, or neither.
+"""Tells a layer whether its forward is the first one under checkpointing, a recomputation, or neither.
 
-A layer with a side effect (a counter, running statistics) runs twice under checkpointing and must act once, so it asks.
-The answer is a property of the thread, and is true also for runs that nobody of this package started: every forward
-that runs while the autograd engine is inside a backward is a recomputation, a nested ``torch.utils.checkpoint``
-included.
+A layer with a side effect (a counter, running statistics) runs twice under checkpointing and must act once, so it can
+query the phase. The phase is thread-local, and also covers recomputations of other packages: every forward that runs
+while the autograd engine is inside a backward is a recomputation, a nested ``torch.utils.checkpoint`` included.
 
 Source: ``is_checkpointing`` and ``is_recomputing`` of torchgpipe, which read False in such a nested recomputation.
 """
@@ -36,7 +35,7 @@ _phase = _Phase()
 
 @contextlib.contextmanager
 def enable_checkpointing(enabled: bool = True) -> Iterator[None]:
-    """Inside, :func:`is_checkpointing` answers ``enabled`` in this thread."""
+    """A context in which :func:`is_checkpointing` returns ``enabled`` in this thread."""
     before = _phase.checkpointing
     _phase.checkpointing = enabled
     try:
@@ -47,7 +46,7 @@ def enable_checkpointing(enabled: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def enable_recomputing(enabled: bool = True) -> Iterator[None]:
-    """Inside, :func:`is_recomputing` answers ``enabled`` in this thread (always True inside a backward)."""
+    """A context in which :func:`is_recomputing` returns ``enabled`` in this thread (always True inside a backward)."""
     before = _phase.recomputing
     _phase.recomputing = enabled
     try:
@@ -57,17 +56,17 @@ def enable_recomputing(enabled: bool = True) -> Iterator[None]:
 
 
 def phase_of_thread() -> tuple[bool, bool]:
-    """What this thread noted of its phase, for :func:`set_phase_of_thread`."""
+    """The flags of this thread's phase, for :func:`set_phase_of_thread`."""
     return _phase.checkpointing, _phase.recomputing
 
 
 def set_phase_of_thread(phase: tuple[bool, bool]) -> None:
-    """Puts it back, where an exception kept a context from doing so."""
+    """Restores the flags if an exception prevented a context from doing so."""
     _phase.checkpointing, _phase.recomputing = phase
 
 
 def is_checkpointing() -> bool:
-    """Whether this forward keeps only its input, and will run once more during backward."""
+    """Whether this forward keeps only its input, and will run again during backward."""
     return _phase.checkpointing
 
 

@@ -1,14 +1,13 @@
-"""What a recomputation must see again: generator states, thread settings, and nothing that other code drew meanwhile.
+"""Saves random generator states and thread settings before a forward, and restores them around its recomputation.
 
 A recomputed forward is only the same function if it draws the same random numbers and runs under the same settings
-(autocast, default device, modes, saved-tensor hooks: see :mod:`pipe.recompute.thread_state`). :class:`Replay` notes
-both before a forward runs, and re-creates them around the recomputation.
+(autocast, default device, modes, saved-tensor hooks: see :mod:`pipe.recompute.thread_state`).
 
 Guarantees
-    * Inside :meth:`Replay.again` the first draw of every noted generator equals the first draw of the noted forward.
-    * After it, every generator continues exactly where it was before, so recomputation costs the user no draw.
-    * A generator that the forward did not draw from is forgotten by :meth:`Replay.seal` and is never touched again:
-      a deterministic forward replays without reading or writing any generator.
+    * Inside :meth:`Replay.again` every saved generator repeats the draws of the first forward.
+    * Afterwards every generator has the state from before the recomputation, so the user's draws do not change.
+    * A generator that the forward did not draw from is dropped by :meth:`Replay.seal` and not used again: a
+      deterministic forward is recomputed without reading or writing any generator.
     * Recomputations in several threads do not interleave on the generators that a process shares (torch's CPU
       generator, Python's and NumPy's, generators that layers hold): they take turns.
 
@@ -41,21 +40,20 @@ from pipe.recompute.thread_state import ThreadState
 
 __all__ = ["Replay", "autocast_without_cache", "devices_of"]
 
-# One process has one of each of these generators, whatever the thread; a recomputation that rewinds one of them must
-# not overlap with another that does.
+# These generators are shared by all threads of the process; two recomputations that rewind them must not overlap.
 _shared_generators = threading.RLock()
 
 
 @dataclass(frozen=True)
 class _Generator:
-    """One source of randomness, as functions on its whole state."""
+    """A random generator, as functions on its whole state."""
 
     name: str
     get: Callable[[], Any]
     set: Callable[[Any], None]
     shared: bool
     moved: Callable[[Any], bool]
-    """Whether it is no longer in a state that was read."""
+    """Whether the generator has left a given state."""
 
 
 def _moved_torch(get: Callable[[], Tensor], state: Tensor) -> bool:
@@ -72,7 +70,7 @@ _PYTHON = _Generator("python", random.getstate, random.setstate, True, _moved_py
 
 def _generators(devices: Iterable[torch.device]) -> list[_Generator]:
     sources = [_CPU, _PYTHON]
-    if "numpy" in sys.modules:  # a forward can only have drawn from NumPy if somebody imported it
+    if "numpy" in sys.modules:  # a forward can only draw from NumPy if it has been imported
         sources.append(_Generator("numpy", numpy_state.read, numpy_state.write, True, numpy_state.moved))
     for device in sorted({d for d in devices if d.type not in ("cpu", "meta")}, key=str):
         module = torch.get_device_module(device)
@@ -93,23 +91,27 @@ def devices_of(*values: Any) -> set[torch.device]:
 
 @contextlib.contextmanager
 def autocast_without_cache(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Autocast as it is, but it keeps no casted weights.
+    """A context with the present autocast settings, but without the cache of casted weights.
 
-    For a first forward under ``no_grad``: a cast that it left in the cache has no gradient, and a later forward inside
-    the same autocast would take it.
+    For a first forward under ``no_grad``: a cast that it cached would have no gradient, and a later forward inside the
+    same autocast would use it.
     """
-    with ThreadState.capture(device.type for device in devices).again(cache_casts=False):
+    kinds = {"cpu", *(device.type for device in devices)} - {"meta"}
+    if not any(map(torch.is_autocast_enabled, kinds)):
+        yield
+        return
+    with ThreadState.capture(kinds).again(cache_casts=False):
         yield
 
 
 class Replay:
-    """The surroundings of one forward, to be seen again by its recomputation.
+    """The generator states and thread settings at the start of one forward.
 
     Usage::
 
         replay = Replay.capture([device])
         output = function(input)            # draws random numbers, casts
-        replay.seal()                       # forgets the generators that were not drawn from
+        replay.seal()                       # drops the generators that were not drawn from
         ...
         with replay.again():
             output = function(input)        # the same numbers, the same casts
@@ -125,12 +127,12 @@ class Replay:
 
     @classmethod
     def capture(cls, devices: Iterable[torch.device], generators: Iterable[Any] = ()) -> Replay:
-        """Notes the surroundings of a forward that is about to run.
+        """Saves the state before a forward.
 
         Args:
-            devices: where it runs; the CPU is always included.
-            generators: what it may draw from besides the generators of the process and of ``devices``, such as what
-                :func:`pipe.recompute.generators.held_generators` finds.
+            devices: the devices that it runs on; the CPU is always included.
+            generators: generators that it may draw from besides those of the process and of ``devices``, such as the
+                result of :func:`pipe.recompute.generators.held_generators`.
         """
         devices = set(devices)
         sources = [*_generators(devices), *map(_held, generators)]
@@ -138,12 +140,12 @@ class Replay:
         return cls(states, ThreadState.capture(device.type for device in devices))
 
     def seal(self) -> Replay:
-        """Forgets every generator that has not moved since :meth:`capture`. Returns itself."""
+        """Drops every generator whose state has not changed since :meth:`capture`. Returns itself."""
         self._states = [(generator, state) for generator, state in self._states if generator.moved(state)]
         return self
 
     def restore(self) -> None:
-        """Sets generators and thread settings to what was noted, where an exception kept a context from doing so."""
+        """Restores generators and thread settings if an exception prevented a context from doing so."""
         self._thread_state.restore()
         for generator, state in self._states:
             generator.set(state)
@@ -154,29 +156,29 @@ class Replay:
         return tuple(generator.name for generator, _ in self._states)
 
     def rewind(self) -> None:
-        """Puts the noted generators back to where they were, as if the forward had not run."""
+        """Sets the saved generators to their states from before the forward."""
         for generator, state in self._states:
             generator.set(state)
 
     @contextlib.contextmanager
     def rewound(self) -> Iterator[None]:
-        """Inside, generators are as they were at :meth:`capture`; afterwards as they were before. Settings stay."""
+        """A context with the generator states of :meth:`capture`; restores the present ones. Settings do not change."""
         with contextlib.ExitStack() as stack:
             if any(generator.shared for generator, _ in self._states):
                 stack.enter_context(_shared_generators)
             for generator, state in self._states:
-                # Registered before it is rewound, so that an exception half-way restores every generator.
+                # Registered before the generator is rewound, so that an exception in between restores all of them.
                 stack.callback(generator.set, generator.get())
                 generator.set(state)
             yield
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, generators and thread settings are as they were at :meth:`capture`; afterwards as they were before.
+        """A context with the generator states and thread settings of :meth:`capture`; restores the present ones.
 
         Grad mode is the caller's: a recomputation usually needs a graph where the forward had none.
         """
-        # Casted weights are not kept: the cache is keyed by parameter and outlives one recomputation inside an
-        # enclosing autocast; it may then hold a cast made under no_grad, whose gradient would be lost.
+        # Without autocast's cache of casted weights: it is keyed by parameter and outlives a recomputation inside an
+        # enclosing autocast; it may hold a cast made under no_grad, whose gradient would be lost.
         with self.rewound(), enable_recomputing(), self._thread_state.again(recomputation=True, cache_casts=False):
             yield

@@ -1,21 +1,21 @@
-"""Running layers again: a forward is recorded, so that a later one is the same function and leaves no trace of its own.
+"""Runs layers a second time with the state of their first forward, so that the result is the same.
 
-Whoever recomputes does it with these two objects: checkpointing, the two passes of GradCache, and the executor that
-streams shards.
+All recomputations use these two objects: checkpointing, the two passes of GradCache, and the executor that streams
+shards.
 
 ===================  =============================================================================================
-what                 how it is the same in both runs
+state                how it is made the same in both runs
 ===================  =============================================================================================
 generators, casts    :class:`pipe.recompute.replay.Replay`
 modes, buffers,      :class:`pipe.recompute.module_state.ModuleState`: a running mean counts each micro-batch once, and
 attributes           a power iteration starts again from the same vector
-input, in place      :class:`pipe.input_writes.InputWrites`
+input, in place      :class:`pipe.recompute.input_writes.InputWrites`
 operations           :mod:`pipe.recompute.elimination` leaves out those that no gradient needs
 ===================  =============================================================================================
 
 ::
 
-    layers = RepeatableLayers(watched, devices, "layer 3")
+    layers = RepeatableLayers(watched, devices, InputWrites("layer 3"))
     rerun = layers.rerun()
     with rerun.first():
         output, _ = layers.run(call, input, rerun=rerun)
@@ -31,10 +31,10 @@ from typing import Any
 
 import torch
 
-from pipe.input_writes import InputWrites, copy_of
 from pipe.nested import tensors_in
 from pipe.recompute.dead_code import DeadCode, Listener, listened_to
 from pipe.recompute.elimination import leaving_out, stop_leaving_out
+from pipe.recompute.input_writes import InputWrites, copy_of
 from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.phase import enable_checkpointing
 from pipe.recompute.replay import Replay, autocast_without_cache
@@ -45,11 +45,11 @@ Call = Callable[[Any], Any]
 
 
 class Rerun:
-    """One forward, and what another one needs to be the same, besides its input.
+    """The state of one forward, besides its input, that is needed to repeat it.
 
     Args:
-        watched: the modules that run; None if that is not known.
-        devices: where they run.
+        watched: the modules that run; None if they are not known.
+        devices: the devices that they run on.
     """
 
     __slots__ = ("copies_input", "copy", "dead_code", "module_state", "replay")
@@ -57,19 +57,19 @@ class Rerun:
     def __init__(self, watched: WatchedModule | None, devices: Collection[torch.device]) -> None:
         self.replay = Replay.capture(devices, () if watched is None else watched.generators)
         self.module_state = None if watched is None else ModuleState(watched, attributes=True)
-        #: Whether the layers write into their input, so that each run is on a copy of it.
+        #: Whether the layers write into their input, so that each run needs a copy of it.
         self.copies_input = False
         self.copy: Callable[[Any], Any] = copy_of
-        #: What the second run may leave out.
+        #: The operations that the second run may leave out.
         self.dead_code: DeadCode | None = None
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
-        """Around the forward, which begins at once.
+        """A context for the first forward, to be entered directly after construction.
 
         Raises:
-            RuntimeError: at its end, if it changed something whose value before is lost; see
-            :class:`pipe.recompute.module_state.ModuleState`.
+            RuntimeError: at its end, if the forward changed a value that was not saved; see
+                :class:`pipe.recompute.module_state.ModuleState`.
         """
         with contextlib.nullcontext() if self.module_state is None else self.module_state.running():
             yield
@@ -79,12 +79,13 @@ class Rerun:
 
     @contextlib.contextmanager
     def again(self, *, strict: bool = False, until: contextlib.ExitStack | None = None) -> Iterator[None]:
-        """Inside, all is as it was when the forward began; afterwards, as it was before this.
+        """A context with the state from the start of the forward; restores the present state at its end.
 
         Args:
             strict: raise if parameters were written, or modes changed, since; see
-            :meth:`pipe.recompute.module_state.ModuleState.again`.
-            until: keeps modes, buffers and attributes as they were until it ends, for a backward that looks at them.
+                :meth:`pipe.recompute.module_state.ModuleState.again`.
+            until: if given, modes, buffers and attributes are restored at the end of this stack instead, for a backward
+                that reads them.
         """
         with contextlib.ExitStack() as stack:
             if self.module_state is not None:
@@ -105,8 +106,8 @@ class Rerun:
 
         Args:
             call: runs the layers.
-            value: what entered the first run.
-            mode: around the layers.
+            value: the input of the first run.
+            mode: a context around the layers.
             until: see :meth:`again`.
         """
         mode = contextlib.nullcontext() if mode is None else mode
@@ -122,10 +123,10 @@ class Rerun:
     def repeat_for_gradients(
         self, call: Call, value: Any, *, until: contextlib.ExitStack | None = None
     ) -> tuple[Any, bool]:
-        """The same with a graph, and without the operations that no gradient needs: the values may be left out.
+        """The same with a graph, and without operations that no gradient needs; their values may be left out.
 
         Returns:
-            The result, and whether the operations were those of the first run, as far as that was to be known.
+            The result, and False if the operations differed from those of the first run.
         """
 
         def run(mode: contextlib.AbstractContextManager[Any]) -> Any:
@@ -137,9 +138,9 @@ class Rerun:
 
 @contextlib.contextmanager
 def trial(layers: Iterable[RepeatableLayers], devices: Collection[torch.device]) -> Iterator[None]:
-    """Around a forward that is made to learn from it: it leaves no trace in modules and generators.
+    """A context for a trial forward, whose changes of modules and generators are undone.
 
-    Whoever counts forwards in Python can tell, by ``is_recomputing``.
+    ``is_recomputing`` is True in it, for layers that count forwards in Python.
     """
     watched = [each.watched for each in layers]
     with contextlib.ExitStack() as stack:
@@ -151,12 +152,12 @@ def trial(layers: Iterable[RepeatableLayers], devices: Collection[torch.device])
 
 
 class RepeatableLayers:
-    """Layers, and what their runs have taught about how to run them again.
+    """Layers that can run again, with knowledge from their earlier runs.
 
     Args:
         watched: their modules and buffers.
-        devices: where they run.
-        inputs: what is known about writes into their input.
+        devices: the devices that they run on.
+        inputs: detects writes into their input.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class RepeatableLayers:
 
     @property
     def listened_to(self) -> bool:
-        """Whether hooks see what the modules take or return, so that nothing may be left out."""
+        """Whether hooks see the inputs or outputs of modules, so that no operation may be left out."""
         return listened_to(module for _, module in self.watched.modules)
 
     def run(
@@ -194,17 +195,17 @@ class RepeatableLayers:
 
         Args:
             call: runs the layers.
-            value: what enters them.
+            value: their input.
             around: contexts around the layers only.
-            listener: within them; learns what a second run may leave out.
-            rerun: notes whether it has to copy the value as well.
+            listener: entered inside these contexts; finds operations that a second run may leave out.
+            rerun: told whether it has to copy the value as well.
 
         Returns:
-            The result, and what the layers ran on: ``value``, or a copy of it.
+            The result, and the input that the layers ran on: ``value``, or a copy of it.
         """
         modes = self.modes
         with self.inputs.survived(value, modes) as given, contextlib.ExitStack() as stack:
-            # The cache of casted weights would keep weights after their use, and casts whose graph is gone.
+            # Autocast's cache would keep casted weights after their use, and casts whose graph was freed.
             stack.enter_context(autocast_without_cache(self.devices))
             for mode in around:
                 stack.enter_context(mode)

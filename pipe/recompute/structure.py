@@ -1,11 +1,11 @@
-"""What a checkpointed module is made of, so that a recomputation runs the same modules on the same parameters.
+"""Checks that no parameter or submodule of a checkpointed module was replaced between forward and recomputation.
 
-Versions (:mod:`pipe.recompute.module_state`) tell of a parameter that was written. They do not tell of a parameter, or
-a module, that another one replaced: the recomputation would run the new one, and hand its gradient to a tensor that the
-forward never saw.
+Version counters (:mod:`pipe.recompute.module_state`) detect a parameter that was written, but not a parameter or module
+that was replaced by another: the recomputation would run the new one, and write its gradient to a tensor that the
+forward did not use.
 
-Invariant: a recomputation meets the modules and parameters of the forward, or :class:`RuntimeError` names what was
-replaced.
+Invariant: a recomputation runs the modules and parameters of the forward, or :class:`RuntimeError` names the replaced
+ones.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ Members = list[Any]
 
 
 class WatchedLayers(WatchedModule):
-    """What is to be watched in the layers of a checkpoint. Walks them once; serves one forward of all micro-batches."""
+    """The modules and parameters of checkpointed layers, collected once for one forward of all micro-batches."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._registers = [d for _, inner in self.modules for d in (inner._parameters, inner._modules) if d]
 
     def members(self) -> Members:
-        """Parameters and children of each module, as they are now."""
+        """The present parameters and children of each module."""
         return list(chain.from_iterable(map(dict.values, self._registers)))
 
     def check(self, members: Members) -> None:
-        """Compares with what :meth:`members` gave after the forward.
+        """Compares with the result of :meth:`members` after the forward.
 
         Raises:
-            RuntimeError: naming the parameters and modules that took the place of others.
+            RuntimeError: naming the parameters and modules that replaced others.
         """
         now = self.members()
         if len(now) == len(members) and all(map(operator.is_, now, members)):
             return
         here, before = set(map(id, now)), set(map(id, members))
         if all(id(member) in here or _is_sharded(member) for member in members):
-            return  # nothing is gone: a parameter was added, or registered in another order
+            return  # none was removed: a parameter was added, or registered in another order
         new = [
             f"{kind} {'.'.join(filter(None, (owner, name)))!r}"
             for owner, module in self.modules
@@ -63,6 +63,6 @@ class WatchedLayers(WatchedModule):
 
 
 def _is_sharded(member: Any) -> bool:
-    """Whether it is a DTensor: sharded modules put sharded and whole parameters in each other's place."""
+    """Whether it is a DTensor: sharded modules replace sharded by whole parameters and vice versa."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(member, module.DTensor)

@@ -1,13 +1,13 @@
-"""The settings of a thread that change what a forward does: modes, autocast, saved-tensor hooks, grad mode.
+"""Saves and restores torch's thread-local settings: grad mode, autocast, saved-tensor hooks, dispatch modes.
 
-They are thread-local. A forward that runs in a worker thread, or again inside backward, sees torch's defaults instead
-of what the user wrote around the call, and silently computes something else. :class:`ThreadState` notes them where the
-user stands and re-creates them where the forward runs.
+A forward that runs in a worker thread, or again inside backward, would run under torch's defaults instead of the
+contexts that the user entered around the call, and silently compute another result. :class:`ThreadState` saves the
+settings in the user's thread and applies them where the forward runs.
 
-Invariant: inside :meth:`ThreadState.again` every noted setting reads as it did at :meth:`ThreadState.capture`;
-afterwards every setting of the thread is what it was. A mode that is active already is not entered twice.
+Invariant: inside :meth:`ThreadState.again` every saved setting has its value from :meth:`ThreadState.capture`;
+afterwards every setting of the thread has its previous value. A mode that is active already is not entered twice.
 
-This is the only module that touches torch's mode stacks and default hooks.
+This is the only module that changes torch's mode stacks and default hooks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Autocast", "ThreadState", "lasting_hooks"]
 
 @dataclass(frozen=True)
 class Autocast:
-    """Autocast as one device type sees it."""
+    """The autocast settings of one device type."""
 
     device_type: str
     enabled: bool
@@ -45,21 +45,21 @@ class Autocast:
 
     @staticmethod
     def of(device_type: str) -> Autocast:
-        """Autocast of this thread for ``device_type``."""
+        """The settings of this thread for ``device_type``."""
         return Autocast(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
 
     def context(self, cache_enabled: bool) -> contextlib.AbstractContextManager[Any]:
-        """A context in which autocast reads like this."""
+        """A context with these settings."""
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=cache_enabled)
 
 
 def _ends_with_its_forward(hooks: SavedTensorHooks) -> bool:
-    # torch.utils.checkpoint counts the tensors that one forward saves. Those of a second one would break that count.
+    # torch.utils.checkpoint counts the tensors that one forward saves; tensors of a second one would be counted too.
     return getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 def lasting_hooks() -> SavedTensorHooks | None:
-    """The saved-tensor hooks in force, if there are any; but not those that count one forward's tensors."""
+    """The active saved-tensor hooks, or None; hooks that count one forward's tensors are excluded."""
     hooks = saved_tensor_hooks()
     return None if hooks is None or _ends_with_its_forward(hooks) else hooks
 
@@ -70,8 +70,8 @@ class ThreadState:
 
     Usage::
 
-        ambient = ThreadState.capture({"cpu", "cuda"})      # where the user stands
-        with ambient.again():                           # in another thread, or inside backward
+        state = ThreadState.capture({"cpu", "cuda"})        # in the user's thread, inside the user's contexts
+        with state.again():                                 # in another thread, or inside backward
             output = layer(input)
     """
 
@@ -85,25 +85,25 @@ class ThreadState:
 
     @classmethod
     def capture(cls, device_types: Iterable[str] = ()) -> ThreadState:
-        """Notes the settings of this thread; autocast for the CPU and for ``device_types``."""
+        """Saves the settings of this thread; autocast for the CPU and for ``device_types``."""
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             autocasts=tuple(Autocast.of(kind) for kind in sorted({"cpu", *device_types} - {"meta"})),
             cache_casts=torch.is_autocast_cache_enabled(),
             hooks=saved_tensor_hooks(),
-            # The default device is one of these modes, whether set for good or by a context.
+            # The default device is one of these modes, whether set by set_default_device or by a context.
             function_modes=tuple(function_modes()),
             dispatch_modes=tuple(dispatch_modes()),
         )
 
     @contextlib.contextmanager
     def again(self, *, recomputation: bool = False, cache_casts: bool | None = None) -> Iterator[None]:
-        """Inside, this thread's settings are the noted ones.
+        """A context with the saved settings in this thread.
 
         Args:
-            recomputation: whether this is a second forward, not the first in another thread. It has its own grad mode.
-            cache_casts: overrides whether autocast may keep casted weights.
+            recomputation: whether this is a second forward, not the first in another thread. Grad mode is then kept.
+            cache_casts: overrides whether autocast may cache casted weights.
         """
         cache = self.cache_casts if cache_casts is None else cache_casts
         with contextlib.ExitStack() as stack:
@@ -123,10 +123,10 @@ class ThreadState:
             yield
 
     def restore(self) -> None:
-        """Gives this thread the noted settings back, where an exception kept a context from doing so when it ended.
+        """Restores the saved settings in this thread if an exception prevented a context from doing so.
 
-        To be called in the thread of :meth:`capture`, with no context entered since that is still to end. May be called
-        again after it was interrupted itself.
+        To be called in the thread of :meth:`capture`, after all contexts that were entered since have ended. May be
+        called again after it was interrupted itself.
         """
         while (hooks := saved_tensor_hooks()) is not None and hooks != self.hooks:
             pop_saved_tensor_hooks()
@@ -134,7 +134,7 @@ class ThreadState:
             again = any(left[-1] is mode for mode in self.dispatch_modes)  # pushed once more by again()
             try:
                 left_dispatch_mode() if again else left[-1].__exit__(None, None, None)
-            except IndexError:  # its end was interrupted before the last line, which this is
+            except IndexError:  # an interrupt stopped its __exit__ before the last statement, which is this one
                 left_dispatch_mode()
         while len(function_modes()) > len(self.function_modes):
             left_function_mode()

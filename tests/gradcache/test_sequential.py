@@ -568,3 +568,17 @@ def test_chunks_with_other_data_flow_than_the_first_are_recomputed_as_they_ran(b
             each(x, y)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_what_entered_a_layer_and_was_changed_before_backward_raises_and_is_not_used() -> None:
+    """A hook that keeps it may change it between the passes."""
+    model = layers("linear", "linear")
+    seen: list[Tensor] = []
+    model[1].register_forward_pre_hook(lambda _m, args: seen.append(args[0]) if not is_recomputing() else None)
+    walked = SequentialModel(model, PLENTY, regroup=False)
+    for _ in range(2):  # a first run of a layer is on a copy
+        outputs, tape = walked.forward_chunks([torch.randn(2, 8)])
+    with torch.no_grad():
+        seen[-1].add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        tape.backward(outputs)

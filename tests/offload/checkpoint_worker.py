@@ -17,6 +17,7 @@ import os
 import random
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -61,8 +62,8 @@ class Killer:
         read, write, step = DiskBlock.read_into, DiskBlock.write, torch.optim.AdamW.step
 
         @contextlib.contextmanager
-        def watched_cell(meter: Meter, kind: str, *args: Any) -> Iterator[None]:
-            with self._around({"F": "forward", "B": "backward"}[kind]), cell(meter, kind, *args):
+        def watched_cell(meter: Meter, kind: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+            with self._around({"F": "forward", "B": "backward"}[kind]), cell(meter, kind, *args, **kwargs):
                 yield
 
         @contextlib.contextmanager
@@ -146,6 +147,8 @@ def in_child(function: Callable[[], Outcome]) -> Outcome | None:
             write = os.write  # before it is watched
             write(writing, json.dumps(function()).encode())
             status = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     os.close(writing)

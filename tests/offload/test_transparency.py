@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offload import OffloadModel
-from offload.planning.partition import cut_layers, layer_bytes
+from offload.arguments import layer_bytes
+from offload.planning.partition import cut_layers
 from tests.offload.zoo import LAYERS, WIDTH, build, reference
 
 

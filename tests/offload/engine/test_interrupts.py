@@ -103,7 +103,7 @@ class Run:
         self.check_at_rest()
         ours = self.optimizer
         if isinstance(ours, OffloadOptimizer) and ours.in_backward is not None:
-            if ours.in_backward._dead is not None:
+            if ours.in_backward._failure is not None:
                 with pytest.raises(RuntimeError, match="make model and optimizer anew"):
                     ours.step()
                 self.make()

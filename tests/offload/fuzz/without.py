@@ -18,7 +18,7 @@ from offload.engine.executor import Executor
 from offload.engine.structure import Structure
 from offload.streaming.shard import Shard
 from offload.streaming.slot_pool import SlotPool
-from pipe.module_hooks import Hooks
+from pipe.recompute.module_hooks import Hooks
 
 __all__ = ["MECHANISMS", "without"]
 

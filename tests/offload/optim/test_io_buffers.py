@@ -121,7 +121,7 @@ def test_discarded_prefetch_never_lands(monkeypatch: pytest.MonkeyPatch) -> None
     assert io_buffer.part("c").tolist() == [2]
 
 
-def test_a_bite_that_is_requested_again_is_read_again(buffer_pool: IOBufferPool) -> None:
+def test_a_block_that_is_requested_again_is_read_again(buffer_pool: IOBufferPool) -> None:
     """What lies on the I/O buffer of a block that failed may be half computed."""
     block = Recorded("a", [7], [])
     for _ in range(3):
@@ -146,7 +146,7 @@ def write(buffer_pool: IOBufferPool, moves: list[Write | Copy]) -> None:
     def arrived(done: Sequence[Write | Copy]) -> None:
         moves[:] = [move for move in moves if move not in done]
 
-    buffer_pool.send(list(moves), arrived)
+    buffer_pool.write_back(list(moves), arrived)
     buffer_pool.wait_idle()
 
 
@@ -175,7 +175,7 @@ def test_no_read_fills_a_tray_that_is_being_written(monkeypatch: pytest.MonkeyPa
         assert len(arrived) == max(0, k + 1 - IO_BUFFERS)
         part = io_buffer.part("home")
         part += k
-        buffer_pool.send([Write(part, rest, k)], lambda _, k=k: arrived.append(k))  # type: ignore[misc]
+        buffer_pool.write_back([Write(part, rest, k)], lambda _, k=k: arrived.append(k))  # type: ignore[misc]
     buffer_pool.wait_idle()
     assert arrived == [*range(2 * IO_BUFFERS)]
     assert rest.tensor.tolist() == [5 + k for k in range(2 * IO_BUFFERS)]
@@ -216,17 +216,17 @@ def test_finished_writes_free_trays_while_others_are_in_flight() -> None:
 
     late = Held("late", [0], [])
     buffer_pool.prepare("a", reads_of(home), 0)
-    buffer_pool.send([Write(torch.tensor([1], dtype=torch.uint8), rest, 0)], lambda done: None)
+    buffer_pool.write_back([Write(torch.tensor([1], dtype=torch.uint8), rest, 0)], lambda done: None)
     buffer_pool.wait_idle()
     buffer_pool.prepare("b", reads_of(home), 0)
-    buffer_pool.send([Write(torch.tensor([2], dtype=torch.uint8), late, 0)], lambda done: None)
+    buffer_pool.write_back([Write(torch.tensor([2], dtype=torch.uint8), late, 0)], lambda done: None)
     for k in range(IO_BUFFERS - 1):
-        assert buffer_pool.make_room()
+        assert buffer_pool.has_idle_buffer()
         buffer_pool.prefetch(k, reads_of(home), 0)
-    assert not buffer_pool.make_room()
+    assert not buffer_pool.has_idle_buffer()
     go_on.set()
     buffer_pool.wait_idle()
-    assert buffer_pool.make_room()
+    assert buffer_pool.has_idle_buffer()
     assert late.tensor.tolist() == [2]
 
 
@@ -304,18 +304,18 @@ def test_parts_have_the_order_of_their_bytes_in_the_file_and_do_not_overlap(
         assert end <= begin
 
 
-def test_upcoming_bites_are_prefetched_in_order_into_free_trays(buffer_pool: IOBufferPool) -> None:
+def test_upcoming_blocks_are_prefetched_in_order_into_free_buffers(buffer_pool: IOBufferPool) -> None:
     events: list[str] = []
     blocks = [Recorded(str(k), [k], events) for k in range(IO_BUFFERS + 1)]
     buffer_pool.prepare(0, reads_of(blocks[0]), 0)
     for k in range(1, IO_BUFFERS):
-        assert buffer_pool.make_room()
+        assert buffer_pool.has_idle_buffer()
         buffer_pool.prefetch(k, reads_of(blocks[k]), 0)
-    assert not buffer_pool.make_room()
-    assert [buffer_pool.expects(k) for k in range(IO_BUFFERS + 1)] == [False, *(IO_BUFFERS - 1) * [True], False]
+    assert not buffer_pool.has_idle_buffer()
+    assert [buffer_pool.is_prefetching(k) for k in range(IO_BUFFERS + 1)] == [False, *(IO_BUFFERS - 1) * [True], False]
     for k in range(1, IO_BUFFERS):
         assert buffer_pool.prepare(k, reads_of(blocks[k]), 0).part(str(k)).tolist() == [k]
-        assert buffer_pool.make_room()
+        assert buffer_pool.has_idle_buffer()
     assert sorted(events) == [f"read {k}" for k in range(IO_BUFFERS)]
 
 
@@ -328,18 +328,18 @@ def test_no_tray_is_lost_when_reading_or_writing_fails(buffer_pool: IOBufferPool
             buffer_pool.prepare(k, reads_of(bad), 0)
         io_buffer = buffer_pool.prepare(k, reads_of(good), 0)
         bad.fails = 1
-        buffer_pool.send([Write(io_buffer.part("good"), bad, 0)], lambda done: None)
+        buffer_pool.write_back([Write(io_buffer.part("good"), bad, 0)], lambda done: None)
         with pytest.raises(OSError, match="Input/output error"):
             buffer_pool.wait_idle()
     for k in range(IO_BUFFERS):
-        assert buffer_pool.make_room()
+        assert buffer_pool.has_idle_buffer()
         buffer_pool.prefetch(k, reads_of(good), 0)
 
 
 @pytest.mark.parametrize(
     ("largest", "expected"), [(0, 1 << 20), (13 << 20, 2 << 20), (50 << 20, 8 << 20), (4 << 30, 8 << 20)]
 )
-def test_a_bite_is_a_part_of_the_largest_shard(largest: int, expected: int) -> None:
+def test_a_block_is_a_part_of_the_largest_shard(largest: int, expected: int) -> None:
     class Sized:
         def __init__(self, nbytes: int) -> None:
             self.nbytes = nbytes
@@ -353,29 +353,29 @@ def test_a_bite_is_a_part_of_the_largest_shard(largest: int, expected: int) -> N
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.1])
-def test_while_one_bite_is_computed_the_next_ones_are_being_read(
+def test_while_one_block_is_computed_the_next_ones_are_being_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_norm: float | None
 ) -> None:
     """Also across pieces and shards: only the first block of a step is read with nothing else to do."""
-    monkeypatch.setattr(offload.optim.disk_update, "BITE_BYTES", 128)
+    monkeypatch.setattr(offload.optim.disk_update, "MAX_BLOCK_BYTES", 128)
     monkeypatch.setattr("offload.optim.io_buffers.IOThreadPool", Prompt)
     pair = Pair("adamw", f"{tmp_path}/", max_norm=max_norm)
     for action in ("backward", "step", "zero", "eval", "backward", "step"):
         pair.do(action)
     laid: list[str] = []
     ahead: list[int] = []
-    prepare, send = IOBufferPool.prepare, IOBufferPool.send
+    prepare, write_back = IOBufferPool.prepare, IOBufferPool.write_back
 
-    def watched_lay(self: IOBufferPool, update_block: object, reads: list[Read], spare_bytes: int) -> IOBuffer:
-        laid.append("ahead" if self.expects(update_block) else "late")
+    def watched_prepare(self: IOBufferPool, update_block: object, reads: list[Read], spare_bytes: int) -> IOBuffer:
+        laid.append("ahead" if self.is_prefetching(update_block) else "late")
         return prepare(self, update_block, reads, spare_bytes)  # type: ignore[arg-type]
 
-    def watched_send(self: IOBufferPool, *given: Any) -> None:
-        ahead.append(len(self._ahead))
-        send(self, *given)
+    def watched_write_back(self: IOBufferPool, *given: Any) -> None:
+        ahead.append(len(self._prefetched))
+        write_back(self, *given)
 
-    monkeypatch.setattr(IOBufferPool, "prepare", watched_lay)
-    monkeypatch.setattr(IOBufferPool, "send", watched_send)
+    monkeypatch.setattr(IOBufferPool, "prepare", watched_prepare)
+    monkeypatch.setattr(IOBufferPool, "write_back", watched_write_back)
     pair.ours.synchronize()
     assert len(laid) > len(pair.model._executor.shards)
     assert len(laid) > IO_BUFFERS

@@ -50,7 +50,7 @@ def test_any_sequence_trains_like_the_plain_optimizer(
     if name in ("adafactor", "asgd", "sgd", "adagrad") and grouped:
         grouped = False  # they take no weight_decay of this form, or need none
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload.optim.disk_update, "BITE_BYTES", update_block_bytes)
+        patch.setattr(offload.optim.disk_update, "MAX_BLOCK_BYTES", update_block_bytes)
         home = folder if on_disk else "cpu"
         pair = Pair(
             name,

@@ -88,7 +88,7 @@ def test_two_forwards_in_one_backward_are_refused_before_anything_changes(home: 
     pair = Pair("sgd", home, update_in_backward=True)
     x = pair.batch()
     loss = pair.model(x).sum() + pair.model(x).sum()
-    with pytest.raises(RuntimeError, match="more forwards of this model wait"):
+    with pytest.raises(RuntimeError, match="more forwards of this model still need"):
         loss.backward()
     del loss
     gc.collect()

@@ -192,7 +192,7 @@ def test_a_disk_home_is_read_once_for_update_and_load(tmp_path: Path, monkeypatc
                 if trained:
                     begin = shard.gradient_offsets[s]
                     assert (times("read", shard.gradients)[begin : begin + s.nbytes] == 1).all()
-            for rest in param_block._rest.values():  # the moments
+            for rest in param_block._stored.values():  # the moments
                 here = slice(rest.offset, rest.offset + rest.nbytes)
                 assert (times("read", rest.block)[here] == 1).all()
                 assert (times("write", rest.block)[here] == 1).all()

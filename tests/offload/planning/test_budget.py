@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offload import OffloadModel, OffloadOptimizer
+from offload.arguments import layer_bytes
 from offload.planning.budget import fit, parse_bytes
-from offload.planning.partition import layer_bytes
 from tests.offload.zoo import WIDTH
 
 
@@ -70,7 +71,9 @@ def test_a_layout_fits_or_the_error_says_what_does(sizes: list[int], budget: int
     assert first == len(sizes)
     largest = max(blocks)
     assert layout.boundary_bytes >= 0
-    assert layout.slots * largest + 2 * largest + layout.boundary_bytes == budget
+    # One set of gradients is summed while that of the next shard is on its way home.
+    gradients = max((sum(pair) for pair in itertools.pairwise(blocks)), default=largest)
+    assert layout.slots * largest + gradients + layout.boundary_bytes == budget
     assert min(2, len(blocks)) <= layout.slots <= len(blocks)
 
 
@@ -80,7 +83,7 @@ def model_of(depth: int) -> nn.Sequential:
 
 
 def test_a_larger_input_is_refused_before_anything_moves_and_one_that_ran_never(tmp_path: Path) -> None:
-    model = OffloadModel(model_of(4), "cpu", tmp_path, num_slices=None, checkpoint_activation=True, memory_budget=4992)
+    model = OffloadModel(model_of(4), "cpu", tmp_path, num_slices=4, checkpoint_activation=True, memory_budget=4992)
     x = torch.randn(12, WIDTH)
     model(x).sum().backward()
     loads = model.statistics().shard_loads
@@ -94,7 +97,7 @@ def test_a_larger_input_is_refused_before_anything_moves_and_one_that_ran_never(
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@example(depth=4, budget=4992, rows=60, microbatches=5)
+@example(depth=6, budget=5632, rows=60, microbatches=5)
 @given(
     depth=st.integers(2, 12),
     budget=st.integers(2_000, 20_000),
@@ -121,7 +124,7 @@ def test_training_stays_within_the_budget_and_is_exact(
             model(x).pow(2).sum().backward()
         return
     model(x).pow(2).sum().backward()
-    assert model.statistics().peak_device_bytes <= budget
+    assert model.statistics().peak_device_bytes <= model.estimate(rows).peak_bytes["device"] <= budget
     bare(x).pow(2).sum().backward()
     for p, q in zip(bare.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-4)
@@ -186,7 +189,7 @@ def test_an_optimizer_on_disk_has_its_buffers_from_the_budget_or_is_refused(tmp_
         model(torch.randn(4, 256)).sum().backward()
         optimizer.step()
     optimizer.synchronize()
-    io_buffers = [*optimizer._buffer_pool._idle, *optimizer._buffer_pool._ahead]
+    io_buffers = [*optimizer._buffer_pool._idle, *optimizer._buffer_pool._prefetched]
     assert 0 < sum(io_buffer._memory.numel() for io_buffer in io_buffers) <= steps.reserved_bytes
     assert model.estimate(4).peak_bytes["staging"] >= steps.reserved_bytes
     del optimizer, io_buffers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload.streaming.lane import LATEST, Clock
+from offload.telemetry.clock import LATEST, Clock
 from offload.telemetry.statistics import Meter
 
 CPU = torch.device("cpu")
@@ -81,7 +81,7 @@ def test_the_first_micro_batch_of_each_visit_counts_although_it_is_in_the_minori
 ) -> None:
     """It finds cold weights and makes the gradients that the others add to."""
     now = [0.0]
-    monkeypatch.setattr("offload.streaming.lane.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("offload.telemetry.clock.time.perf_counter", lambda: now[0])
     meter = Meter(CPU)
     for _ in range(3):
         for i in range(4):

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import OffloadModel
 from offload.engine.cell import Cell
-from offload.planning.kept_graphs import graphs_that_fit
+from offload.planning.peak_memory import graphs_that_fit
 from tests.offload.zoo import WIDTH
 
 

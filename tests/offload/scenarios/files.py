@@ -367,7 +367,7 @@ def what_fails_to_be_written_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, pa
         monkeypatch.setattr(fives, "write", fails)
         source = torch.full((PIECE,), 9, dtype=torch.uint8)
         moves: list[Write | Copy] = [Write(source, fives, 0), Write(source, sixes, 0)]
-        buffer_pool.send(moves, partial(_take_out, moves))
+        buffer_pool.write_back(moves, partial(_take_out, moves))
         with pytest.raises(OSError, match="full"):
             buffer_pool.wait_idle()
         assert sum(io_threads.under_way() for io_threads in threads) == 0, "a write goes on after its failure"
@@ -386,7 +386,7 @@ def _take_out(moves: list[Write | Copy], done: Sequence[Write | Copy]) -> None:
 def _pending(monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[tuple[list[LateThreads], Pair]]:
     """A step of AdamW to be done, in several blocks, by threads that come to their end when somebody waits for them."""
     with monkeypatch.context() as patch:
-        patch.setattr("offload.optim.disk_update.BITE_BYTES", 16)
+        patch.setattr("offload.optim.disk_update.MAX_BLOCK_BYTES", 16)
         threads = late_threads(patch)
         # One shard: the update of another would wait for what this one left.
         pair = Pair("adamw", f"{path}/", max_norm=0.1, slices=1)
@@ -433,7 +433,7 @@ def _fails_once(
             patch.setattr(owner, name, fails)
             with pytest.raises(type(error)):
                 pair.eval()
-            assert not pair.ours._buffer_pool._leaving, "transfers go on after a failure"
+            assert not pair.ours._buffer_pool._writing, "transfers go on after a failure"
             filling = pair.ours._filler._threads.under_way()  # type: ignore[attr-defined]
             assert filling == 0, "transfers go on after a failure"
         for task in pair.model._executor.shards[0].pending.tasks:

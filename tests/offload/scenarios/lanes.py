@@ -13,7 +13,8 @@ from torch import Tensor
 from offload.storage.io_thread_pool import IOThreadPool
 from offload.storage.io_threads import Future, IOThreads
 from offload.storage.staging import CudaLink
-from offload.streaming.lane import Clock, Lane, StreamLane, ThreadLane
+from offload.streaming.lane import Lane, StreamLane, ThreadLane
+from offload.telemetry.clock import Clock
 from tests.late_cuda import DEVICE, LateCuda
 from tests.waits import fails_with
 

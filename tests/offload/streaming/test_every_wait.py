@@ -120,6 +120,8 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "StreamLane.wait_idle": [("self._stream.synchronize()", lanes.a_lane_is_at_rest_after_all_its_copies)],
         "Lanes.wait_idle": [("lane.wait_idle()", training.nothing_moves_after_an_exception)],
         "StreamLane.close": [("self._stream.synchronize()", lanes.a_home_goes_after_the_last_copy_of_it)],
+    },
+    "offload.telemetry.clock": {
         "Clock.span": [
             ("begin.record(stream)", lanes.a_clock_counts_what_has_ended),
             ("end.record(stream)", lanes.a_clock_counts_what_has_ended),
@@ -240,7 +242,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "IOBuffer.wait": [("job.synchronize()", files.an_io_buffer_holds_what_was_asked_for)],
         "IOBuffer.clear": [("job.cancel()", files.a_discarded_prefetch_never_lands)],
         "IOBufferPool.prepare": [("io_buffer.wait()", files.an_io_buffer_holds_what_was_asked_for)],
-        "_Leaving.end": [
+        "_WriteBack.collect": [
             ("job.synchronize()", files.what_fails_to_be_written_goes_on_nowhere),
             ("job.cancel()", files.what_fails_to_be_written_goes_on_nowhere),
         ],
@@ -319,7 +321,7 @@ STAND_INS: dict[str, Callable[..., Any]] = {
         lambda device: InlineLane().submit(lambda: None)
     ),
     "offload.embedding.bag OffloadEmbeddingBag.compute_and_output_dist: request.ticket.wait()": rows.unfilled,
-    "offload.streaming.lane Clock._wait_idle: end.query()": lambda event: True,
+    "offload.telemetry.clock Clock._wait_idle: end.query()": lambda event: True,
     "offload.streaming.lane ThreadLane.submit: torch.cuda.current_stream(device).record_event()": (
         lambda stream: torch.cuda.Event()  # one that was never recorded
     ),

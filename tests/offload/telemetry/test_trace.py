@@ -67,7 +67,7 @@ def test_a_step_does_what_its_plan_said_before_as_soon_as_sizes_are_known(
     model = OffloadModel(bare, "cpu", tmp_path / "home", num_slices=5, **{"checkpoint_activation": True, **settings})
     for training in (True, False):
         x = torch.randn(7, 8)
-        pieces, steps = model._rows_of_pieces(7), model._executor.steps
+        pieces, steps = model._rows_of_micro_batches(7), model._executor.steps
         assert model.plan(7, training=training).actions
         for _ in range(2):
             updates = model._executor.streamer.gradient_offload.optimizers.planned()

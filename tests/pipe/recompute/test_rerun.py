@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipe.input_writes import InputWrites, copy_of, refuse_writes
+from pipe.recompute.input_writes import InputWrites, copy_of, refuse_writes
 from pipe.recompute.module_state import WatchedModule
 from pipe.recompute.rerun import RepeatableLayers
 

@@ -1,4 +1,4 @@
-"""From layers in ordinary memory to the engine that runs them from their homes."""
+"""Builds the :class:`~offload.engine.executor.Executor` of a model from layers in ordinary memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from offload.streaming.materialize import Values
 from offload.streaming.shard import make_shards
 from offload.telemetry.statistics import Meter
 
-__all__ = ["make_walk"]
+__all__ = ["make_executor"]
 
 
-def make_walk(
+def make_executor(
     layers: Mapping[str, nn.Module],
     cuts: Sequence[int],
     values: Mapping[Tensor, Values],
@@ -32,19 +32,19 @@ def make_walk(
     graph_bytes: int,
     param_dtype: torch.dtype | None,
 ) -> Executor:
-    """Moves parameters home and buffers to the compute device.
+    """Moves parameters to their homes and buffers to the compute device.
 
     Args:
         layers: by name.
         cuts: number of layers of each shard.
-        values: what parameters and buffers are read from, if not from the layers.
-        layout: slots, bytes for boundaries, and the budget that was asked for.
-        device: where layers compute.
-        tier: where homes are.
+        values: sources of parameters and buffers that are not read from the layers.
+        layout: slots, bytes for boundaries, and the memory budget.
+        device: the compute device.
+        tier: storage of the homes.
         lanes: for the copies of this model.
         meter: of the model.
-        recompute: whether only what enters each shard is kept.
-        graph_bytes: for graphs between forward and backward.
+        recompute: whether only the inputs of each shard are kept for backward.
+        graph_bytes: for graphs kept between forward and backward.
         param_dtype: of floating-point parameters in slots.
     """
     shards = make_shards(list(layers.items()), cuts, tier, param_dtype, values)

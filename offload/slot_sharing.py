@@ -1,6 +1,6 @@
-"""A module whose weights stay in slots, or share them with other modules: what a training loop or a ``Pipe`` tells it.
+"""Lets a training loop or a ``Pipe`` control the slots of a model: share them, keep weights in them, prefetch.
 
-See :mod:`pipe.turn` for stages that share a device without fitting on it together.
+See :mod:`pipe.turn` for stages that share a device whose memory does not hold all of them.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from offload.module import ModuleAtHome
 from offload.streaming.streamer import Streamer
 
-__all__ = ["ModuleInTurn"]
+__all__ = ["SlotSharingModule"]
 
 
-class ModuleInTurn(ModuleAtHome):
-    """The part of :class:`~offload.OffloadModel` that is told who uses the device next."""
+class SlotSharingModule(ModuleAtHome):
+    """The part of :class:`~offload.OffloadModel` that controls its slots."""
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether the next backward updates parameters, so that gradients cannot accumulate over micro-batches."""
+        """Whether the next backward updates parameters: gradients cannot accumulate over micro-batches then."""
         updater = self._executor.streamer.gradient_offload.optimizers.in_backward
         return updater is not None and updater.updates
 
@@ -30,19 +30,21 @@ class ModuleInTurn(ModuleAtHome):
         Args:
             stages: for each stage of a pipe, in order, the models that it runs.
         """
-        Streamer.share_slots([[m._executor.streamer for m in stage if isinstance(m, ModuleInTurn)] for stage in stages])
+        Streamer.share_slots(
+            [[m._executor.streamer for m in stage if isinstance(m, SlotSharingModule)] for stage in stages]
+        )
 
     def frozen_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, no code changes parameters: what one call loaded serves the next as well.
+        """A context in which no code changes parameters, so that loaded shards are reused by the next call.
 
-        ``with model.frozen_weights(): ...`` around an evaluation loads nothing after the first call where all shards
-        fit in slots. Outside, each forward loads its shards, since their homes may have been written to.
+        ``with model.frozen_weights(): ...`` around an evaluation loads each shard once where all shards fit in slots.
+        Outside, each forward loads its shards, since their homes may have been written to.
         """
-        return self._executor.held_still()
+        return self._executor.frozen_weights()
 
     def prefetch(self, *, backward: bool = False) -> None:
-        """Begins to load what the next pass uses first, into memory that is free."""
-        self._executor.expect(backward=backward)
+        """Begins to load the first shards of the next pass into free slots."""
+        self._executor.prefetch(backward=backward)
 
     # --- spellings of earlier versions ----------------------------------------------------------------------------
 
@@ -64,7 +66,7 @@ class ModuleInTurn(ModuleAtHome):
 
 def _renamed(old: str, new: str) -> None:
     warnings.warn(
-        f"OffloadModel.{old} is now called {new}, and goes in the next version; call {new} instead",
+        f"OffloadModel.{old} is now called {new}, and will be removed in the next version; call {new} instead",
         DeprecationWarning,
         stacklevel=3,
     )

@@ -1,10 +1,10 @@
-"""Whether other code holds parameters of a model, and so can look at them past the model.
+"""Detects by reference counts whether other code holds parameters of a model, and so can read them at any time.
 
-An update may be pending as long as everybody who could read its parameters asks the model for them, which finishes it
-first. Code that holds a parameter already, its gradient or a view of its home (a list for an average, a NumPy array)
-does not ask. So references are counted: those that the engine knows of, and those that there are.
+An update may stay pending as long as every reader of its parameters asks the model for them, which finishes it first.
+Code that already holds a parameter, its gradient or a view of its home (a list for an average, a NumPy array) does not
+ask. So the references that exist are compared with those that the engine knows of.
 
-Whatever is unclear counts as held, and costs an update that is not hidden behind the next forward.
+Unclear cases count as held; the cost is an update that does not overlap with the next forward.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["References"]
 
 
 class References:
-    """The engine's own references to the parameters of a model; made once, when its parameters are home.
+    """The engine's own references to the parameters of a model; counted once, when all homes are made.
 
     Args:
         shards: of the model.
-        held: parameters that other parts of the engine hold, as often as they do.
+        held: parameters that other parts of the engine hold, once for each reference.
     """
 
     def __init__(self, shards: Sequence[Shard], held: Iterable[nn.Parameter] = ()) -> None:
@@ -40,14 +40,14 @@ class References:
         for shard in shards:
             self._ours.update(s.parameter for s in (*shard.own, *shard.slices))
         self._ours.update(held)
-        self._ours.update(list(self._ours))  # the counter holds each one, too
+        self._ours.update(list(self._ours))  # the references of the counter itself
 
     def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool:
         """Whether code outside of the engine holds parameters, their gradients or memory of their homes.
 
         Args:
-            known: the parameters that are asked about, and how often optimizers and graphs of the model hold each.
-            views: how many tensors optimizers have made of the home of each shard, by its index.
+            known: the parameters to check, and how often optimizers and graphs of the model hold each.
+            views: number of tensors of optimizers on the home of each shard, by its index.
         """
         for parameter, held in known.items():
             ours = self._ours[parameter] + held + 1  # ``known`` itself
@@ -65,7 +65,7 @@ class References:
 
 
 def _unheld() -> int:
-    """What ``sys.getrefcount`` counts in the loop above besides the references that are known, in this Python."""
+    """Counts of ``sys.getrefcount`` in the loop above besides the known references, in this Python."""
     held = {nn.Parameter(torch.empty(0)): 1}
     for parameter, ours in held.items():
         return sys.getrefcount(parameter) - ours
@@ -73,7 +73,7 @@ def _unheld() -> int:
 
 
 def _by_graphs() -> int:
-    """How many references to a parameter's Python object graphs hold, however many they are, in this torch."""
+    """Number of references that any number of graphs hold to a parameter's Python object, in this torch."""
     parameter = nn.Parameter(torch.ones(1))
     before = sys.getrefcount(parameter)
     output = parameter * 1.0
@@ -91,5 +91,5 @@ def _unheld_gradient() -> int:
 
 _BY_GRAPHS, _UNHELD_GRADIENT = _by_graphs(), _unheld_gradient()
 
-#: What the counts above come to where there is nobody else: references of the expressions themselves.
+#: The count above without other holders: references of the expressions themselves.
 _UNHELD = _unheld()

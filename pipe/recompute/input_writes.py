@@ -1,15 +1,15 @@
-"""Layers that write into their input in place: the one rule for all who run layers a second time.
+"""Detects layers that write into their input in place, and runs them on copies, so that they can run again.
 
-The second run starts from what entered the first one, and that may be the caller's own tensor. So
+The second run starts from the input of the first one, which may be the caller's own tensor. So
 
-* no run changes the value that it was given: layers that write into their input run on a copy of it, every time;
-* whether they write is learnt from their first run (in each combination of ``training`` flags), which is on a copy;
-* layers that begin to write later have changed a value of which there is no copy: that run raises, later ones copy.
+* no run changes its input: layers that write into their input run on a copy of it, every time;
+* whether they write is detected in their first run (for each combination of ``training`` flags), which uses a copy;
+* if layers begin to write later, they have changed a value of which there is no copy: that run raises, later ones copy.
 
-What cannot be learnt, because tensors of inference mode do not count their changes, is copied.
+Inference tensors have no version counter, so writes cannot be detected; they are always copied.
 
-A function that runs only twice has no first run to learn from, and its input is part of the caller's graph:
-:func:`refuse_writes`.
+A function that runs only twice has no earlier run to detect writes in, and its input is part of the caller's graph; for
+it, writes are refused (:func:`refuse_writes`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MapTensors = Callable[[Callable[[Tensor], Any], Any], Any]
 
 
 def copy_of(value: Any, map_tensors: MapTensors = nested.map_tensors) -> Any:
-    """A copy of a nested value. A tensor that stands at several places is one tensor in the copy as well."""
+    """A copy of a nested value. A tensor that occurs several times is one tensor in the copy as well."""
     copies: dict[int, Tensor] = {}
 
     def copied(tensor: Tensor) -> Tensor:
@@ -41,12 +41,12 @@ def copy_of(value: Any, map_tensors: MapTensors = nested.map_tensors) -> Any:
 
 
 class InputWrites:
-    """What is known about some layers' writes into their input.
+    """Records whether some layers write into their input.
 
     Args:
         name: of the layers, in errors.
-        map_tensors: how nested inputs are mapped.
-        tensors_in: how their tensors are found.
+        map_tensors: maps nested inputs.
+        tensors_in: finds their tensors.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class InputWrites:
         self._writes: dict[Hashable, bool] = {}
 
     def copies(self, kind: Hashable) -> bool:
-        """Whether runs of a kind (of the same ``training`` flags) are on copies."""
+        """Whether runs of a kind (with the same ``training`` flags) use copies."""
         return self._writes.get(kind, True)
 
     def copy(self, value: Any) -> Any:
@@ -70,11 +70,11 @@ class InputWrites:
 
     @contextlib.contextmanager
     def survived(self, value: Any, kind: Hashable) -> Iterator[Any]:
-        """Inside, layers run on what this gives, which is ``value`` or a copy of it; ``value`` is not changed.
+        """Yields the input for one run of the layers: ``value`` or a copy of it; ``value`` is not to be changed.
 
         Raises:
-            RuntimeError: if it was changed all the same; or if the layers wrote into a tensor that shares memory with
-                another one of the input, whose copies do not.
+            RuntimeError: if ``value`` was changed nevertheless; or if the layers wrote into a tensor that shares memory
+                with another tensor of the input, since copies do not share memory.
         """
         copies = self.copies(kind)
         given = self.copy(value) if copies else value
@@ -97,9 +97,9 @@ class InputWrites:
         self._writes.setdefault(kind, writes)
 
     def _check_apart(self, tensors: Sequence[Tensor], written: Sequence[bool]) -> None:
-        """Raises if a tensor that was written shares memory with another one: only in the bare model the other sees it.
+        """Raises if a written tensor shares memory with another one: only in the bare model the write changes both.
 
-        Each is copied, and gets its gradient, by itself.
+        Here each tensor is copied, and gets its gradient, separately.
         """
         places = [_place(tensor) for tensor in tensors]
         for k, (tensor, place) in enumerate(zip(tensors, places, strict=True)):
@@ -115,7 +115,7 @@ class InputWrites:
 
 @contextlib.contextmanager
 def refuse_writes(name: str, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, ``name`` runs on ``tensors``, or on views of them.
+    """A context in which ``name`` runs on ``tensors``, or on views of them.
 
     Raises:
         RuntimeError: if it wrote into one in place.
@@ -125,14 +125,14 @@ def refuse_writes(name: str, tensors: Sequence[Tensor]) -> Iterator[None]:
     for k, (tensor, version) in enumerate(zip(tensors, before, strict=True)):
         if tensor._version != version:
             raise RuntimeError(
-                f"expected {name} to leave its input as it is, got input tensor {k} changed in place "
+                f"expected {name} not to change its input, got input tensor {k} changed in place "
                 f"(shape={tuple(tensor.shape)}); the recomputation would start from the changed value: use "
                 f"inplace=False in its first layer"
             )
 
 
 def _place(tensor: Tensor) -> tuple[int, int, int] | None:
-    """Storage of a strided tensor, and its first and last byte there; None if it has none."""
+    """The storage of a strided tensor, and its first and last byte in it; None for other tensors and empty ones."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return None
     steps = zip(tensor.shape, tensor.stride(), strict=True)

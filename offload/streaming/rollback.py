@@ -1,8 +1,8 @@
-"""Layers as they were before their parameters moved, for a construction that fails on the way.
+"""Restores the layers of a model if the construction of an ``OffloadModel`` fails.
 
-Parameters move home shard by shard, and each leaves its old memory as soon as it is home: two copies of a model may not
-fit. So what a parameter holds is read back from the homes written so far. Only what homes do not repeat is kept until
-the model is made: values that a file is about to replace, and those of modules that initialise themselves.
+Parameters move to their homes shard by shard, and each frees its old memory: two copies of a model may not fit. So
+parameters are restored from the homes written so far. Only values that homes do not hold are kept until the model is
+made: those that a file will replace, and those of modules that initialise themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Rollback"]
 
 @dataclass(frozen=True)
 class _Parameter:
-    """What a parameter with memory was."""
+    """The state of a parameter before it moved."""
 
     device: torch.device
     address: int
@@ -28,10 +28,10 @@ class _Parameter:
 
 
 class Rollback:
-    """Notes what some layers are; made before anything moves.
+    """Records the state of layers; made before any parameter moves.
 
     Args:
-        layers: what is about to be moved.
+        layers: whose parameters are about to move.
         replaced: parameters and buffers whose values will be replaced.
     """
 
@@ -56,9 +56,9 @@ class Rollback:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """The layers have the parameters and buffers that they had, with their values and gradients.
+        """Gives the layers their old parameters and buffers, with their values and gradients.
 
-        A parameter that had moved has memory of its own again, on the device where it was.
+        A parameter that had moved gets new memory, on its old device.
         """
         for module, mapping, parameters, buffers in self._members:
             mapping.clear()
@@ -67,7 +67,7 @@ class Rollback:
             module._buffers.update(buffers)
         for parameter, was in self._parameters.items():
             if parameter.data_ptr() != was.address or parameter.device != was.device:
-                parameter.grad = None  # it is where its parameter is: first it goes, then it comes back
+                parameter.grad = None  # .data cannot change its device under a .grad
                 data = parameter.detach().clone() if was.data is None else was.data
                 parameter.data = data.to(was.device)
             if parameter.grad is not was.gradient:

@@ -1,7 +1,7 @@
-"""Tensors of several types that share a storage, as ``torch.save`` takes them.
+"""Views of stored tensors that ``torch.save`` accepts, for ``state_dict()``.
 
-What rests in one home is views of one storage. ``torch.save`` refuses a storage that is viewed as several types, so a
-``state_dict()`` shows such tensors on storages of their own: the same memory, but each from its own first byte on.
+Tensors of one home are views of one storage, and ``torch.save`` refuses a storage that is viewed as several dtypes. So
+such tensors get storages of their own, each of which begins at the tensor's first byte in the same memory.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ __all__ = ["on_own_storages"]
 
 
 def on_own_storages(values: Iterable[Any]) -> dict[int, Tensor]:
-    """Another view of each tensor whose storage other tensors view as another type, by the identity of the tensor.
+    """Another view of each tensor whose storage other tensors view as another dtype, by ``id(tensor)``.
 
-    Tensors at one place share a storage there, too. The views are dense, and keep the memory that they view.
+    Tensors with the same bytes still share a storage. The views are dense, and keep their memory alive.
     """
     tensors = [v for v in values if isinstance(v, Tensor) and v.layout is torch.strided and v.device.type == "cpu"]
     tensors = [t for t in tensors if t.numel()]
@@ -33,7 +33,7 @@ def on_own_storages(values: Iterable[Any]) -> dict[int, Tensor]:
     for t in tensors:
         if len(types[t.untyped_storage().data_ptr()]) > 1:
             flat = bytes_of(t)
-            # Through NumPy: no operation of torch makes a storage that begins within another one.
+            # Through NumPy: no operation of torch makes a storage in the middle of another one.
             flat = memory.setdefault((flat.data_ptr(), flat.numel()), torch.from_numpy(flat.numpy()))
             found[id(t)] = flat.view(t.dtype).as_strided(t.shape, t.stride())
     return found

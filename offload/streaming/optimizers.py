@@ -1,0 +1,77 @@
+"""The live optimizers of one model, and what its passes must do for them: norms, updates, memory for gradients.
+
+The model refers to them weakly, so the effect of an optimizer ends with its lifetime.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from offload.planning.planner import Updates
+
+if TYPE_CHECKING:
+    from offload.optim.in_backward import InBackward
+    from offload.optim.optimizer import OffloadOptimizer
+
+__all__ = ["Optimizers"]
+
+
+class Optimizers:
+    """The live optimizers of one model, and what they need of its steps."""
+
+    def __init__(self) -> None:
+        self._alive: weakref.WeakSet[OffloadOptimizer] = weakref.WeakSet()
+
+    def __iter__(self) -> Iterator[OffloadOptimizer]:
+        """Iterates over the live optimizers."""
+        return iter(self._alive)
+
+    def add(self, optimizer: OffloadOptimizer) -> None:
+        """Registers an optimizer.
+
+        Raises:
+            ValueError: if it updates in backward, and a registered one does so already.
+        """
+        if optimizer.update_in_backward and self.in_backward is not None:
+            raise ValueError("this model has an optimizer with update_in_backward=True already; use that one")
+        self._alive.add(optimizer)
+
+    @property
+    def in_backward(self) -> InBackward | None:
+        """The object that updates shards during backward; None if no optimizer does so."""
+        return next((o.in_backward for o in self if o.in_backward is not None), None)
+
+    @property
+    def clip(self) -> bool:
+        """Whether an optimizer needs the norm of each gradient."""
+        return any(o.max_norm is not None for o in self)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that may be kept in host memory until their update, where homes are on disk."""
+        return max((o.gradient_bytes for o in self), default=0)
+
+    def planned(self) -> Updates:
+        """The arguments of :func:`~offload.planning.planner.plan_step` that optimizers decide."""
+        return {
+            "pending": frozenset[int]().union(*(o.updated_shards for o in self if not o.update_in_backward)),
+            "updates": any(o.update_in_backward for o in self),
+            "clips": self.clip,
+        }
+
+    def references(self, optimizer: OffloadOptimizer) -> tuple[Counter[nn.Parameter], Counter[int]]:
+        """References of all optimizers to the parameters of one of them, and to the home of each shard by index."""
+        known = Counter(p for group in optimizer.param_groups for p in group["params"])
+        views: Counter[int] = Counter()
+        for other in self:
+            if other is not optimizer:
+                known.update(p for group in other.param_groups for p in group["params"] if p in known)
+            known.update(p for p in other.state if p in known)
+            for shard, param_blocks in other.param_blocks.items():
+                views[shard.index] += sum(len(param_block.proxies) for param_block in param_blocks)
+        return known, views
