@@ -1,1 +1,1 @@
-"""A walk over the cells of a step, forward and back: what runs, what is kept, and what is left behind."""
+"""The executor: forward and backward of a model as cells (shard, micro-batch), in the order of a plan."""

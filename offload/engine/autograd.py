@@ -1,4 +1,4 @@
-"""The whole walk as one node of the user's graph."""
+"""Attaches a forward of an ``OffloadModel`` to autograd: all shards are one node of the user's graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offload.engine.cell import Cell
 from offload.engine.executor import Executor
-from offload.engine.surroundings import StateBefore
+from offload.engine.state_before import StateBefore
 from offload.engine.tape import Tape
 from pipe.checkpoint import refuse_double_backward
 from pipe.microbatch import gather_nested
@@ -30,32 +30,32 @@ __all__ = ["attach"]
 
 
 class _Node:
-    """One forward, between the nested values of the user and the flat tensors of autograd."""
+    """One forward: maps the nested values of the user to the flat tensors of autograd."""
 
     def __init__(self, executor: Executor, tape: Tape, outputs: Sequence[Any]) -> None:
         self.executor = executor
         self.saved: Tape | None = tape
         self.held: list[Tape] = []
-        #: For each micro-batch, the rows of each leaf of its output; None for what is no tensor.
+        #: For each micro-batch, the rows of each leaf of its output; None if it is not a tensor.
         self.rows = [[_rows(leaf) for leaf in flatten(output)[0]] for output in outputs]
         leaves, self.spec = flatten(gather_nested(list(outputs)))
         # A leaf that needs a gradient in one micro-batch needs it in the gathered output.
         n = len(executor.shards)
         columns = zip(*(tape.requires[Cell(n, i)] for i in range(tape.microbatches)), strict=True)
         wanted = [k for k, column in enumerate(columns) if any(column)]
-        # A tensor that stands at several places of the output is one result.
+        # A tensor that occurs more than once in the output is one result.
         first: dict[int, int] = {}
         self.same_as = {k: first.setdefault(id(leaves[k]), k) for k in wanted}
         self.differentiable = list(dict.fromkeys(self.same_as.values()))
         self.results: list[Tensor] = [leaves[k] for k in self.differentiable]
         self.leaves = leaves
-        #: What autograd knows of the walk besides the user's inputs.
+        #: Inputs of the node besides the user's inputs.
         self.parameters = executor.trainable(tape.first)
         executor.nodes.add(self)
 
-    # Autograd frees what it saved as soon as backward is done, unless the graph is retained. The tape takes the place
-    # of a saved tensor, so it lives exactly as long. Without this it would live until the user drops the loss, and
-    # stand beside the tape of the next step.
+    # Autograd frees saved tensors as soon as backward is done, unless the graph is retained. The tape replaces a saved
+    # tensor, so it has the same lifetime. Without this it would live until the user deletes the loss, at the same time
+    # as the tape of the next step.
 
     def pack(self, tensor: Tensor) -> Any:
         """Saves the tape in place of the one tensor that the node saves."""
@@ -63,7 +63,7 @@ class _Node:
         return tensor if tape is None else tape
 
     def unpack(self, saved: Any) -> Tensor:
-        """Hands the tape to the backward that asked."""
+        """Passes the tape to the running backward."""
         if isinstance(saved, Tape):
             self.held.append(saved)
             return torch.empty(0)
@@ -73,8 +73,8 @@ class _Node:
 
 def _split(gradient: Tensor, sizes: list[int]) -> Sequence[Tensor]:
     if gradient.layout is torch.strided:
-        pieces: Sequence[Tensor] = gradient.split(sizes)
-        return pieces
+        parts: Sequence[Tensor] = gradient.split(sizes)
+        return parts
     ends = itertools.accumulate(sizes)
     return [gradient.narrow_copy(0, end - size, size) for size, end in zip(sizes, ends, strict=True)]
 
@@ -84,11 +84,11 @@ def _rows(leaf: Any) -> int | None:
 
 
 class _Offload(torch.autograd.Function):
-    """Passes results through; its backward is the backward of the walk.
+    """Returns the outputs of a forward; its backward is the backward of the executor.
 
-    Its inputs are the user's and then the parameters, so that autograd reaches it when it is asked for the gradients of
-    parameters alone. Those that it was asked for, and those that have hooks, get their gradient from autograd, which
-    runs the hooks once on the whole gradient. All others get theirs at home, shard by shard, and None from here.
+    Its inputs are the user's and then the parameters, so that ``autograd.grad`` for parameters alone reaches it.
+    Requested parameters, and those with hooks, get their gradient from autograd, which runs the hooks once on the whole
+    gradient. The others get None from autograd: their stored gradients are added to shard by shard.
     """
 
     @staticmethod
@@ -107,19 +107,19 @@ class _Offload(torch.autograd.Function):
         tape = node.held.pop()
         if tape.used:
             raise RuntimeError(
-                "a backward through this forward failed before, and had given up a part of what the forward kept; run "
-                "the forward again"
+                "a backward through this forward failed before, after it had freed a part of the tape; run the forward "
+                "again"
             )
         for kept in tape.kept.values():
             kept.source.refuse_other_ways(kept.outputs)
-        pieces: list[list[Any]] = [[None] * len(row) for row in node.rows]
+        output_gradients: list[list[Any]] = [[None] * len(row) for row in node.rows]
         for k, gradient in zip(node.differentiable, gradients, strict=True):
             if gradient is None:
                 continue
             sizes = [row[k] for row in node.rows]
             parts = [gradient] if len(sizes) == 1 else _split(gradient, [size or 0 for size in sizes])
-            for piece, part in zip(pieces, parts, strict=True):
-                piece[k] = part
+            for row, part in zip(output_gradients, parts, strict=True):
+                row[k] = part
         everywhere = accumulates_everywhere()
         to_inputs = True
         if everywhere:
@@ -128,21 +128,21 @@ class _Offload(torch.autograd.Function):
             requested = [edge is not None and is_requested(edge) for edge, _ in ctx.next_functions]
             first = len(requested) - len(node.parameters)
             handed_over = [p for p, asked in zip(node.parameters, requested[first:], strict=True) if asked]
-            to_inputs = any(requested[1:first])  # behind the phony
-        # Without consuming, all that the forward kept would stay until its last gradient is home: plain autograd gives
-        # it up piece by piece, unless the graph is retained.
+            to_inputs = any(requested[1:first])  # after the phony
+        # Without consuming, the whole tape would stay in memory until the end of backward; plain autograd, too, frees
+        # saved tensors one by one, unless the graph is retained.
         try:
             with with_subclasses():
                 back, taken = node.executor.backward(
                     tape,
-                    pieces,
+                    output_gradients,
                     consume=not keeps_graph(),
                     accumulate=everywhere,
                     handed_over=handed_over,
                     to_inputs=to_inputs,
                 )
         except BaseException as error:
-            # After an interrupt, what the tape holds may be half-way between two places.
+            # After an interrupt, boundaries of the tape may be half copied.
             if tape.used or not isinstance(error, Exception):
                 tape.discard()
             raise
@@ -154,7 +154,7 @@ class _Offload(torch.autograd.Function):
 
 
 def _joined(back: list[list[Any]], tape: Tape, needed: Sequence[bool]) -> list[Tensor | None]:
-    """Gradients of the inputs, from those of the micro-batches that they were cut into."""
+    """Gradients of the inputs, from those of their micro-batches."""
     joined: list[Tensor | None] = []
     positions = [k for k, leaf in enumerate(tape.inputs[0]) if isinstance(leaf, Tensor)]
     for k, wanted in zip(positions, needed, strict=True):
@@ -162,11 +162,11 @@ def _joined(back: list[list[Any]], tape: Tape, needed: Sequence[bool]) -> list[T
         if not wanted or all(gradient is None for gradient in gradients):
             joined.append(None)
             continue
-        pieces = [row[k] for row in tape.inputs]
-        parts = [torch.zeros_like(x) if g is None else g.to(x) for g, x in zip(gradients, pieces, strict=True)]
+        inputs = [row[k] for row in tape.inputs]
+        parts = [torch.zeros_like(x) if g is None else g.to(x) for g, x in zip(gradients, inputs, strict=True)]
         if len(parts) == 1:
             joined.append(parts[0])
-        elif pieces[0].dim() == 0:  # it went to every micro-batch as it is
+        elif inputs[0].dim() == 0:  # every micro-batch got it whole
             joined.append(torch.stack(parts).sum(0))
         else:
             joined.append(torch.cat(parts))
@@ -174,13 +174,13 @@ def _joined(back: list[list[Any]], tape: Tape, needed: Sequence[bool]) -> list[T
 
 
 def attach(executor: Executor, tape: Tape, outputs: Sequence[Any], inputs: Any) -> Any:
-    """The gathered output of a forward, joined to the graph of its inputs.
+    """The gathered output of a forward, as a result of its inputs in the user's graph.
 
     Args:
-        walk: that ran it.
-        tape: that it left.
+        executor: that ran it.
+        tape: of the forward.
         outputs: one for each micro-batch, detached.
-        inputs: the user's arguments, nested, as they were before they were cut into micro-batches.
+        inputs: the user's arguments, nested, before they were split into micro-batches.
     """
     before = StateBefore(executor.device)
     try:

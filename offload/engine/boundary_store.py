@@ -1,11 +1,11 @@
-"""Boundaries between their uses: activations between shards, in memory, or written out on a lane and read back.
+"""Stores activations between shards (boundaries) until their next use: in memory, or spilled to scratch space.
 
-The plan says what is written out, and when it is read back (:mod:`offload.planning.residency`). A boundary that was
-written out is in :class:`~offload.storage.Scratch` space.
+The plan decides when a boundary is spilled and prefetched (:mod:`offload.planning.residency`). Copies run on a lane, to
+and from :class:`~offload.storage.Scratch` space.
 
 Guarantees
-    * At most :data:`~offload.planning.residency.WRITES_IN_FLIGHT` boundaries are on their way out.
-    * A boundary that was changed in place after it was put raises at its next ``get``.
+    * At most :data:`~offload.planning.residency.WRITES_IN_FLIGHT` boundaries are being spilled.
+    * ``get`` raises if the boundary was changed in place since its ``put``.
 """
 
 from __future__ import annotations
@@ -37,41 +37,41 @@ class _Entry:
     nbytes: int
     tickets: list[Any] | None = None
     written: Arrival | None = None
-    arriving: tuple[Arrival, list[Any]] | None = None
+    fetching: tuple[Arrival, list[Any]] | None = None
 
     @property
     def is_held(self) -> bool:
-        """Whether it is in memory, or on its way there."""
-        return self.leaves is not None or self.arriving is not None
+        """Whether it is in memory, or being fetched."""
+        return self.leaves is not None or self.fetching is not None
 
 
 def versions_in(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """Counts of in-place changes of the tensors among these leaves that count them."""
+    """Version counters of the tensors among these leaves that have one."""
     return tuple(leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference())
 
 
 class BoundaryStore:
-    """Nested values, by the shard and the micro-batch of the cell that they enter.
+    """Nested values, by the shard and the micro-batch of the cell whose input they are.
 
     Args:
-        scratch: where values are written; None if none ever leaves.
-        lane: that moves them.
+        scratch: space for spilled values; None if none is spilled.
+        lane: of the copies.
         meter: of the model.
-        gradients: whether the values are gradients of boundaries. Their tokens are lower case.
+        gradients: whether the values are gradients of boundaries, whose letters in the plan are lower case.
     """
 
     def __init__(self, scratch: Scratch | None, lane: Lane, meter: Meter, *, gradients: bool = False) -> None:
-        self._leaving: deque[tuple[Arrival, list[Any], int]] = deque()
+        self._writes: deque[tuple[Arrival, list[Any], int]] = deque()
         self._meter = meter
         self._releases: list[Arrival] = []
         self._scratch = scratch
-        self._place = "nowhere" if scratch is None else scratch.name
+        self._scratch_name = "nowhere" if scratch is None else scratch.name
         self._lane = lane
         self._tokens = ("s", "p") if gradients else ("S", "P")
         self._entries: dict[Key, _Entry] = {}
 
     def put(self, key: Key, value: Any) -> int:
-        """Takes a value. Returns its bytes."""
+        """Stores a value. Returns its bytes."""
         leaves, spec = flatten(value)
         tensors = {_memory_of(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         nbytes = sum(bytes_of_boundary(tensor) for tensor in tensors.values())
@@ -91,19 +91,19 @@ class BoundaryStore:
             OSError: if it could not be written out or read back.
         """
         entry = self._entries[key]
-        if entry.arriving is not None:
-            arrival, leaves = entry.arriving
+        if entry.fetching is not None:
+            arrival, leaves = entry.fetching
             with (
                 self._meter.waiting("boundary"),
-                error_context(f"bringing back boundary {key[0]}.{key[1]} from {self._place}"),
+                error_context(f"bringing back boundary {key[0]}.{key[1]} from {self._scratch_name}"),
             ):
-                # Boundary lane -> compute. Without this, a layer reads a boundary that is still on its way.
+                # Boundary lane -> compute. Without this, a layer reads a boundary that is still being fetched.
                 arrival.wait()
             for leaf in leaves:
                 if isinstance(leaf, Tensor) and leaf.is_cuda:
-                    # It was allocated on the lane's stream. Without this, its memory is reused there while layers read.
+                    # Allocated on the lane's stream. Without this, its memory is reused there while layers read it.
                     leaf.record_stream(torch.cuda.current_stream(leaf.device))
-            entry.leaves, entry.arriving = leaves, None
+            entry.leaves, entry.fetching = leaves, None
             entry.versions = versions_in(leaves)
         assert entry.leaves is not None
         if versions_in(entry.leaves) != entry.versions:
@@ -114,7 +114,7 @@ class BoundaryStore:
         return unflatten(list(entry.leaves), entry.spec)
 
     def spill(self, key: Key) -> None:
-        """Starts to write a value out."""
+        """Starts to write a value to scratch space."""
         entry, scratch, meter = self._entries[key], self._scratch, self._meter
         leaves, token = entry.leaves, f"{self._tokens[0]}{key[0]}.{key[1]}"
         assert leaves is not None
@@ -125,25 +125,27 @@ class BoundaryStore:
             with meter.on_lane("boundary", token, nbytes):
                 distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
                 parts = {key: take_apart(leaf) for key, leaf in distinct.items()}
-                stored = {key: _Away([scratch.store(part) for part in p.tensors], p.join) for key, p in parts.items()}
+                stored = {
+                    key: _Spilled([scratch.store(part) for part in p.tensors], p.join) for key, p in parts.items()
+                }
                 tickets.extend(stored[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves)
 
         self._flush(WRITES_IN_FLIGHT - 1)
         entry.written = self._lane.submit("spill boundary", store)
         self._meter.bytes_spilled += entry.nbytes
-        # The tensors stay until the copy is done. Without this, their memory is reused while it is being read.
-        self._leaving.append((entry.written, leaves, entry.nbytes))
+        # Holds the tensors until the copy is done. Without this, their memory is reused while it is being read.
+        self._writes.append((entry.written, leaves, entry.nbytes))
         entry.leaves = None
 
     def forget(self, key: Key) -> None:
-        """Drops the copy in memory of a value that was written out."""
+        """Drops the copy in memory of a spilled value."""
         entry = self._entries[key]
         entry.leaves = None
         self._meter.release(entry.nbytes)
 
     def prefetch(self, key: Key) -> None:
-        """Starts to bring a value back that was written out."""
-        entry, scratch, meter = self._entries[key], self._scratch, self._meter  # a copy must not keep the store itself
+        """Starts to read a spilled value."""
+        entry, scratch, meter = self._entries[key], self._scratch, self._meter  # fetch() must not hold the store
         assert scratch is not None
         leaves: list[Any] = []
         token = f"{self._tokens[1]}{key[0]}.{key[1]}"
@@ -152,18 +154,18 @@ class BoundaryStore:
             assert entry.tickets is not None
             with meter.on_lane("boundary", token, entry.nbytes):
                 fetched = {
-                    away: away.join([scratch.fetch(ticket) for ticket in away.tickets])
-                    for away in _distinct(entry.tickets)
+                    spilled: spilled.join([scratch.fetch(ticket) for ticket in spilled.tickets])
+                    for spilled in _distinct(entry.tickets)
                 }
-                leaves.extend(fetched[leaf] if isinstance(leaf, _Away) else leaf for leaf in entry.tickets)
+                leaves.extend(fetched[leaf] if isinstance(leaf, _Spilled) else leaf for leaf in entry.tickets)
 
         # Without ``after``, a boundary is read while it is still being written.
         after = [entry.written] if entry.written is not None else []
-        entry.arriving = (self._lane.submit("fetch boundary", fetch, after), leaves)
+        entry.fetching = (self._lane.submit("fetch boundary", fetch, after), leaves)
         self._meter.hold(entry.nbytes)
 
     def drop(self, key: Key) -> None:
-        """Forgets a value. Its room is given away on the lane, so nobody waits for the copies that still use it."""
+        """Forgets a value. Its scratch space is released on the lane, after its copies, for which no thread waits."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return
@@ -175,32 +177,32 @@ class BoundaryStore:
         assert scratch is not None
 
         def release() -> None:
-            for away in _distinct(tickets or ()):
-                for ticket in away.tickets:
+            for spilled in _distinct(tickets or ()):
+                for ticket in spilled.tickets:
                     scratch.release(ticket)
 
-        # Without ``after``, its room is given away while it is still being written or read.
-        after = [entry.written] if entry.arriving is None else [entry.written, entry.arriving[0]]
+        # Without ``after``, its space is released while it is still being written or read.
+        after = [entry.written] if entry.fetching is None else [entry.written, entry.fetching[0]]
         self._releases.append(self._lane.submit("release boundary", release, after))
 
     def __del__(self) -> None:
         if not hasattr(self, "_entries"):
-            return  # an interrupt in the middle of its making
+            return  # an interrupt in the constructor
         held = sum(entry.nbytes for entry in self._entries.values() if entry.is_held)
-        self._meter.release(held + sum(nbytes for _, _, nbytes in self._leaving))
+        self._meter.release(held + sum(nbytes for _, _, nbytes in self._writes))
 
     def close(self) -> None:
-        """Forgets everything, after the copies in flight."""
-        copies = [arrival for arrival, _, _ in self._leaving] + self._releases
-        copies += [entry.arriving[0] for entry in self._entries.values() if entry.arriving is not None]
+        """Forgets all values, after the running copies."""
+        copies = [arrival for arrival, _, _ in self._writes] + self._releases
+        copies += [entry.fetching[0] for entry in self._entries.values() if entry.fetching is not None]
         for arrival in copies:
-            # A copy that failed has been reported where it was waited for, or nobody needs it any more.
+            # The error of a copy was raised by the wait for it, or its value is not needed.
             with contextlib.suppress(Exception):
-                # Boundary lane -> host. Without this, a copy is still under way in space that is given back.
+                # Boundary lane -> host. Without this, a copy still runs in space that is released.
                 arrival.synchronize()
         self._releases.clear()
-        while self._leaving:
-            self._meter.release(self._leaving.popleft()[2])
+        while self._writes:
+            self._meter.release(self._writes.popleft()[2])
         while self._entries:
             entry = self._entries.popitem()[1]
             if entry.is_held:
@@ -209,28 +211,28 @@ class BoundaryStore:
             self._scratch.close()
 
     def _flush(self, remaining: int) -> None:
-        while len(self._leaving) > remaining:
-            arrival, _, nbytes = self._leaving.popleft()
-            with self._meter.waiting("spill"), error_context(f"spilling a boundary to {self._place}"):
-                # Boundary lane -> compute. Without this, the memory of a tensor is used again while it is being read.
+        while len(self._writes) > remaining:
+            arrival, _, nbytes = self._writes.popleft()
+            with self._meter.waiting("spill"), error_context(f"spilling a boundary to {self._scratch_name}"):
+                # Boundary lane -> compute. Without this, the memory of a tensor is reused while it is being read.
                 arrival.wait()
             self._meter.release(nbytes)
 
 
 @dataclass(frozen=True, eq=False)
-class _Away:
-    """Stands in for a tensor that rests in scratch space, at each place where it occurs."""
+class _Spilled:
+    """A tensor in scratch space, wherever it occurs in a value."""
 
-    #: Of its parts, none for a tensor that stays in memory.
+    #: Of its parts; none for a tensor that stays in memory.
     tickets: list[object]
     join: Callable[[Sequence[Tensor]], Tensor]
 
 
 def _memory_of(tensor: Tensor) -> int:
-    """What tells tensors that share memory; of those that are not strided, each has its own."""
+    """A key that is equal for tensors that share memory; tensors that are not strided share none."""
     strided = tensor.layout is torch.strided and type(tensor) is Tensor
     return tensor.untyped_storage().data_ptr() if strided else id(tensor)
 
 
-def _distinct(tickets: Iterable[Any]) -> list[_Away]:
-    return list(dict.fromkeys(leaf for leaf in tickets if isinstance(leaf, _Away)))
+def _distinct(tickets: Iterable[Any]) -> list[_Spilled]:
+    return list(dict.fromkeys(leaf for leaf in tickets if isinstance(leaf, _Spilled)))

@@ -1,8 +1,8 @@
-"""A cell: one shard applied to one micro-batch, in a way that can be repeated exactly.
+"""Runs one shard on one micro-batch (a cell), without a graph, with one, or again exactly as before.
 
-The forward of a cell keeps nothing but what entered it; its backward computes it again (see
-:mod:`pipe.recompute.rerun`). The first run has grad mode on too, with every tensor that its graph would save dropped:
-layers take the same path twice, and it is known exactly which outputs need a gradient.
+The forward of a recomputed cell keeps only its input; backward computes it again (:mod:`pipe.recompute.rerun`). The
+first run has grad mode on, too, but drops every tensor that its graph would save: layers take the same path twice, and
+the outputs that need a gradient are known.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload.engine.cell_input import used_outside
 from offload.engine.layouts import refuse_hidden, refuse_strided_nested
 from offload.engine.memory_recorder import MemoryProfileRecorder
 from offload.engine.saved_tensors import weights_by_reference
-from offload.engine.source import used_outside
 from offload.planning.memory_profile import SavedTensor
 from offload.streaming.casts import Casts, CastsSeen
 from offload.streaming.shard import Shard
@@ -42,7 +42,7 @@ FORWARDS_COMPARED = 2
 
 
 class Cell(NamedTuple):
-    """Which cell: shard ``j``, micro-batch ``i``. Equal to the pair."""
+    """Index of a cell: shard ``j``, micro-batch ``i``. A pair."""
 
     j: int
     i: int
@@ -53,27 +53,28 @@ class Cell(NamedTuple):
 
 @dataclass(eq=False)
 class ReplayableShard:
-    """Runs the cells of one shard. Their input is (args, kwargs) in the first shard, one value in every other."""
+    """Runs the cells of one shard. Their input is (args, kwargs) in the first shard, one value in the others."""
 
     shard: Shard
     names: list[str]
     device: torch.device
     watched: WatchedModule = field(init=False)
     layers: RepeatableLayers = field(init=False)
-    #: Bytes that autograd would have kept of the last recorded forward.
+    #: Bytes that autograd would have saved in the last recorded forward.
     activation_bytes: int = 0
-    #: The course that its backward takes.
+    #: Tensors saved for its backward, in order: see :mod:`offload.planning.memory_profile`.
     saved_tensors: Sequence[SavedTensor] = ()
-    #: The same of a lean graph, with what entered the cell if it is not the first; where ``measures_graphs``.
+    #: The same of a graph with cheap recomputation, with the cell's input if it is not the first; needs
+    #: ``measures_graphs``.
     graph_bytes: int = 0
     measures_graphs: bool = False
-    #: Whether recorded forwards measure these, and find out what recomputations may leave out.
+    #: Whether recorded forwards measure these, and find dead code of recomputations.
     measures: bool = True
-    #: Whether what enters the first shard is memory of the caller's, so that no graph adds to it.
+    #: Whether the input of the first shard is memory of the caller, and so not counted in graphs.
     callers_input: bool = False
-    #: As the last recorded forward had it; None before.
+    #: Of the last recorded forward; None before.
     graph_bytes_per_row: float | None = None
-    #: Whether the layers were seen to write their own parameters; if so, whether they write the same once more.
+    #: Whether the layers have written their own parameters; if so, whether a recomputation writes the same.
     writes_weights: bool = False
     repeats_writes: bool | None = None
     #: Whether a layer raised an error.
@@ -81,7 +82,7 @@ class ReplayableShard:
     #: Compare parameters with their homes after each forward, not only after the first ones.
     compares_always: bool = False
     _forwards: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    #: Whether its recomputations turned out to need what no gradient does, or to differ from their first runs.
+    #: Whether a recomputation needed values that no gradient needs, or differed from its first run.
     reads_values: bool = False
 
     def __post_init__(self) -> None:
@@ -89,7 +90,7 @@ class ReplayableShard:
         self.watch()
 
     def watch(self) -> None:
-        """Finds the modules and buffers of the layers, as they are now."""
+        """Records the present modules and buffers of the layers."""
         group = nn.Module()
         group._modules.update(zip(self.names, self.shard.layers, strict=True))
         self.watched = WatchedModule(group)
@@ -97,15 +98,15 @@ class ReplayableShard:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether a recomputation may leave out what no gradient needs."""
+        """Whether a recomputation may skip dead code: operations that no gradient needs."""
         return not (self.reads_values or self.layers.listened_to)
 
     def compares_weights(self) -> bool:
-        """Whether the forward of this visit is one after which parameters are compared with their homes.
+        """Whether parameters are compared with their homes after the forward of this visit.
 
-        A write through ``.data`` counts no version. What layers do so, they do in their first forward (an
-        initialisation from data) or in each, so the first ones of each combination of ``training`` flags tell; and
-        the first ones with other hooks, which may write as well.
+        A write through ``.data`` increments no version. Layers write so in their first forward (an initialisation from
+        data) or in each one, so the first forwards of each combination of ``training`` flags are compared; and the
+        first ones with other hooks, which may write as well.
         """
         modules = [module for _, module in self.watched.modules]
         modes = *(m.training for m in modules), *(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
@@ -118,16 +119,16 @@ class ReplayableShard:
             return self._first_run(boundary, output_fn)[0]
 
     def forward_recorded(self, boundary: Any, output_fn: OutputFn | None = None) -> tuple[Any, Rerun]:
-        """Runs the cell without keeping activations; its output tells what needs a gradient.
+        """Runs the cell without saving activations; ``requires_grad`` of its outputs is right.
 
-        ``boundary`` holds fresh leaves. The output must be detached, which frees its graph.
+        ``boundary`` holds new leaves. The output must be detached, which frees its graph.
         """
         if not self.measures:
             output, _, rerun = self._recorded(boundary, output_fn, None)
             return output, rerun
         sizes: dict[StorageWeakRef, int] = {}
-        made_again: set[StorageWeakRef] = set()
-        notes = MemoryProfileRecorder(self.shard)
+        recomputed: set[StorageWeakRef] = set()
+        recorder = MemoryProfileRecorder(self.shard)
         listener, cheap_recompute = (
             Listener(),
             CheapRecompute(hold=lambda tensor: None) if self.measures_graphs else None,
@@ -135,7 +136,7 @@ class ReplayableShard:
         casts = CastsSeen(Casts(), self.shard.slot) if self.measures_graphs else None
 
         def count(tensor: Tensor) -> StorageWeakRef:
-            # What is dropped is freed at once. Without the weak references, its address would soon be another one's.
+            # Dropped tensors are freed at once. Without the weak references, another one would get the same address.
             storage = tensor.untyped_storage()
             reference = StorageWeakRef(storage)
             sizes[reference] = storage.nbytes()
@@ -143,28 +144,28 @@ class ReplayableShard:
 
         def drop(tensor: Tensor) -> None:
             listener.saved(tensor)
-            notes.saw(tensor)
-            # The graph of a first run only tells which outputs need a gradient, and how much it would have kept.
+            recorder.saw(tensor)
+            # The graph of a first run only shows which outputs need a gradient, and how much it would have saved.
             if tensor.layout is torch.strided:
                 reference = count(tensor)
                 if (cheap_recompute and cheap_recompute.knows(tensor)) or (casts and casts.find(tensor)):
-                    made_again.add(reference)
+                    recomputed.add(reference)
 
         others = [mode for mode in (casts, cheap_recompute) if mode is not None]
         output, given, rerun = self._recorded(boundary, output_fn, drop, *others, listener=listener)
         for reference in self.shard.memory:
             sizes.pop(reference, None)
         self.activation_bytes = sum(sizes.values())
-        # A copy that only showed that none is needed stands for the boundary itself.
+        # A copy of the input that turned out to be unneeded counts as the boundary itself.
         own = tensors_in(boundary if rerun.copies_input else given)
-        self.saved_tensors = notes.saved_tensors(elsewhere=own)
+        self.saved_tensors = recorder.saved_tensors(elsewhere=own)
         entered = {count(part) for t in own for part in parts_of(t)} if self.shard.index else set()
-        # A result enters the next shard and is counted there, or is the user's; but what follows it keeps its argument.
+        # The output is counted by the next shard, or belongs to the user; but ``output_fn`` may save its argument.
         for t in tensors_in(output) if output_fn is None else ():
-            made_again.update(map(count, parts_of(t)))
+            recomputed.update(map(count, parts_of(t)))
         if self.callers_input and not rerun.copies_input:
-            made_again.update(count(part) for t in own for part in parts_of(t))
-        self.graph_bytes = sum(nbytes for reference, nbytes in sizes.items() if reference not in made_again - entered)
+            recomputed.update(count(part) for t in own for part in parts_of(t))
+        self.graph_bytes = sum(nbytes for reference, nbytes in sizes.items() if reference not in recomputed - entered)
         if self.leaves_out:
             rerun.dead_code = listener.dead_code()
         return output, rerun
@@ -177,9 +178,9 @@ class ReplayableShard:
         *around: contextlib.AbstractContextManager[Any],
         listener: Listener | None = None,
     ) -> tuple[Any, Any, Rerun]:
-        """A first run whose graph keeps nothing: output, what was run on, and what a second run needs.
+        """A first run whose graph saves nothing: output, input of the layers, and the state for a second run.
 
-        ``saved`` is called with each tensor that the graph would keep: it only tells which outputs need a gradient.
+        ``saved`` is called with each tensor that the graph would save: it only shows which outputs need a gradient.
         """
 
         def never(_: None) -> Tensor:
@@ -187,17 +188,17 @@ class ReplayableShard:
 
         rerun = self.layers.rerun()
         pack, unpack = uncompiled_hooks(saved or id, never)
-        # Of no interest, a tensor is replaced by its number: by a function without a frame, so that none is compiled.
+        # Unused tensors are replaced by their id: by a function without a frame, so that none is compiled.
         hooks = torch.autograd.graph.saved_tensors_hooks(pack if saved else id, unpack)
         with rerun.first(), enable_checkpointing(), torch.enable_grad(), hooks:
             output, given = self._first_run(boundary, output_fn, *around, listener=listener, rerun=rerun)
         return output, given, rerun
 
     def until_backward(self) -> contextlib.AbstractContextManager[contextlib.ExitStack | None]:
-        """Around a recomputation and its backward; what it gives keeps the module's state of the forward meanwhile.
+        """A context for a recomputation and its backward. Its exit stack keeps modules in their state of the forward.
 
-        None: a layer that is run again within that backward (a checkpoint of its own) meets the state of now, and
-        changes it, as in plain torch.
+        With None, a layer that runs again within that backward (a checkpoint of its own) has the present state of its
+        modules and changes it, as in plain torch.
         """
         return contextlib.nullcontext()
 
@@ -208,9 +209,9 @@ class ReplayableShard:
         output_fn: OutputFn | None = None,
         until: contextlib.ExitStack | None = None,
     ) -> Any:
-        """Runs the cell once more, with a graph from ``boundary`` and the parameters to its output.
+        """Runs the cell again, with a graph from ``boundary`` and the parameters to its output.
 
-        The output is of the right shape, but its values may be left out. For ``until`` see :meth:`until_backward`.
+        The output has the right shape, but maybe no values. For ``until`` see :meth:`until_backward`.
         """
         output, as_before = rerun.repeat_for_gradients(self.call(output_fn), boundary, until=until)
         self.reads_values |= not as_before
@@ -218,13 +219,13 @@ class ReplayableShard:
 
     def push_back(self, roots: Sequence[Tensor], gradients: Sequence[Tensor], *, retain_graph: bool) -> None:
         """Backward through a cell's graph: adds to the parameters' gradients on the device."""
-        # Hooks of parameters run once, on the whole gradient; this is the part of one micro-batch.
+        # Hooks of parameters run once, on the whole gradient; this is only that of one micro-batch.
         with hidden_hooks(self.shard.parameters):
             torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
         self.shard.widen_gradients()
 
     def repeat(self, boundary: Any, rerun: Rerun, output_fn: OutputFn | None = None) -> Any:
-        """Runs the cell once more with a graph, as if for the first time."""
+        """Runs the cell again with a graph, and ``is_recomputing()`` False."""
         with torch.enable_grad():
             output = rerun.repeat(self.call(output_fn), boundary, enable_recomputing(False))
             return self._out_of_slot(output)
@@ -232,25 +233,25 @@ class ReplayableShard:
     def forward_with_graph(
         self, boundary: Any, output_fn: OutputFn | None = None, *, cheap_recompute: bool = False
     ) -> tuple[Any, Sequence[SavedTensor]]:
-        """Runs the cell once, and keeps its graph; cheap operations are recomputed if ``cheap_recompute``.
+        """Runs the cell with its graph; cheap operations are recomputed in backward if ``cheap_recompute``.
 
         Returns:
-            Its output, and the course that its backward takes.
+            Its output, and the tensors saved for backward.
         """
-        notes = MemoryProfileRecorder(self.shard)
+        recorder = MemoryProfileRecorder(self.shard)
         saving = weights_by_reference(
             self.shard,
-            notes,
+            recorder,
             cheap_recompute=cheap_recompute,
             changing=self.watched.changing() if cheap_recompute else (),
         )
-        # Recomputations of other cells must not meet what this one writes into buffers.
+        # Recomputations of other cells must not see the writes of this one into buffers.
         module_state = ModuleState(self.watched) if cheap_recompute else None
         with contextlib.nullcontext() if module_state is None else module_state.running(), saving, torch.enable_grad():
             output = self._first_run(boundary, output_fn)[0]
         if module_state is not None:
             module_state.seal()
-        return output, notes.saved_tensors()
+        return output, recorder.saved_tensors()
 
     def _first_run(
         self,
@@ -260,16 +261,16 @@ class ReplayableShard:
         listener: Listener | None = None,
         rerun: Rerun | None = None,
     ) -> tuple[Any, Any]:
-        """Output, and what was run on. ``around`` are around the layers only, and ``listener`` within them."""
+        """Output, and input of the layers. The contexts ``around`` enclose only the layers, ``listener`` innermost."""
         output, given = self.layers.run(self.call(output_fn), boundary, *around, listener=listener, rerun=rerun)
-        # Without this, an output that is a parameter or a view of one would show what the slot holds next.
+        # Without this, an output that is a parameter or a view of one would change with the next load of the slot.
         output = self._out_of_slot(output)
         if not isinstance(output, Tensor):
             refuse_hidden(flatten(output)[0], f"the output of shard {self.shard.index}")
         return output, given
 
     def call(self, output_fn: OutputFn | None) -> Callable[[Any], Any]:
-        """The layers, and ``output_fn`` behind them, as a function of the boundary."""
+        """The layers, then ``output_fn``, as a function of the boundary."""
         return partial(self._call, output_fn=output_fn)
 
     def _call(self, boundary: Any, output_fn: OutputFn | None) -> Any:
@@ -288,11 +289,11 @@ class ReplayableShard:
             raise
 
     def _out_of_slot(self, output: Any) -> Any:
-        """``output``, or copies of what in it is in the slot."""
+        """``output``, with copies of tensors that are views of the slot."""
         return map_distinct(self._own_memory, output)
 
     def _own_memory(self, tensor: Tensor) -> Tensor:
-        """``tensor``, or a copy of it if it lies in the slot."""
+        """``tensor``, or a copy of it if it is a view of the slot."""
         refuse_strided_nested(tensor, f"an output of shard {self.shard.index}")
         slot = self.shard.slot.untyped_storage().data_ptr()
         return tensor.clone() if any(part.untyped_storage().data_ptr() == slot for part in parts_of(tensor)) else tensor

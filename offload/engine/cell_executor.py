@@ -1,15 +1,15 @@
-"""Crossing a cell: what a forward leaves in its tape at each cell, and what its backward finds there.
+"""Runs the cells of a tape: forward records what backward needs, backward recomputes the cell or uses its kept graph.
 
 ===============  ====================================  ==========================================================
-memory mode      forward leaves                        backward
+memory mode      forward records                       backward
 ===============  ====================================  ==========================================================
 recompute        its replay; the boundary is stored    runs the cell again from its boundary, with a graph
 keep the graph   the graph, weights by reference       uses the graph
-nothing to do    nothing (before the first shard that  is never here
+no backward      nothing (before the first shard that  does not reach the cell
                  takes part, or without gradients)
 ===============  ====================================  ==========================================================
 
-Either mode sees the same values: what was changed in between (an input, a parameter) is an error, never another result.
+Both modes compute with the same values: an input or parameter that was changed in between raises an error.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import torch
 from torch import Tensor, nn
 
 from offload.engine.cell import Cell, OutputFn, ReplayableShard
+from offload.engine.cell_input import CellInput
 from offload.engine.layouts import fitting
 from offload.engine.memory_recorder import MemoryProfileRecorder
 from offload.engine.raw_chunk import MadeInput
 from offload.engine.saved_tensors import weights_by_reference
-from offload.engine.source import CellInput
 from offload.engine.tape import CellNotes, KeptCell, Tape
 from offload.engine.weight_writes import (
-    HomeWatch,
+    HomeChecksums,
     differs_from_home,
     find_writes,
-    holds,
-    put_back,
+    has_values,
+    set_values,
     values_at_home,
     values_in_slot,
 )
@@ -51,11 +51,11 @@ class CellExecutor:
     """Runs the cells of a model's tapes.
 
     Args:
-        runners: one for each shard.
-        device: where they compute.
+        replayables: one for each shard.
+        device: the compute device.
         meter: of the model.
-        recompute: whether cells are recomputed, but for those that a tape lists in ``graphs``.
-        param_dtype: what floating-point inputs become, if they change.
+        recompute: whether cells are recomputed, except those in ``graphs`` of a tape.
+        param_dtype: floating-point inputs are cast to it; None: they are not.
     """
 
     def __init__(
@@ -72,17 +72,17 @@ class CellExecutor:
         self._meter = meter
         self._recompute = recompute
         self._param_dtype = param_dtype
-        self._homes = [HomeWatch(replayable.shard) for replayable in replayables]
+        self._home_checksums = [HomeChecksums(replayable.shard) for replayable in replayables]
         self._lending = {loan.owner.index for replayable in replayables for loan in replayable.shard.loans}
 
     def keeps_graph(self, tape: CellNotes, cell: Cell) -> bool:
-        """Whether a cell runs forward once and for all."""
+        """Whether a cell keeps its graph for backward."""
         return cell in tape.graphs
 
     # --- forward ------------------------------------------------------------------------------------------------
 
     def forward(self, tape: CellNotes, cell: Cell, boundary: Any) -> Any:
-        """The detached output of a cell; the tape notes what backward needs of it."""
+        """The detached output of a cell; records in the tape what its backward needs."""
         replayable = self._replayables[cell.j]
         output_fn = self._output_fn(tape, cell)
         keeps = tape.records and cell.j >= tape.first and self.keeps_graph(tape, cell)
@@ -103,15 +103,15 @@ class CellExecutor:
             return map_distinct(Tensor.detach, output)
 
     def end_visit(self, tape: Tape, j: int, microbatches: Sequence[int], enter: Callable[[Cell], Any]) -> list[int]:
-        """To be called when all cells of a shard's visit have run forward.
+        """Finds parameters that layers wrote, after all forward cells of a shard's visit.
 
         Where a recomputation would write other values into parameters than the cells did, their graphs are kept.
 
         Args:
             tape: of the forward.
-            j: which shard.
+            j: index of the shard.
             microbatches: whose cells have run.
-            enter: gives what enters a cell once more.
+            enter: returns the input of a cell once more.
 
         Returns:
             Positions of the parameters that the layers wrote.
@@ -120,13 +120,13 @@ class CellExecutor:
         shard = replayable.shard
         compare = replayable.compares_weights()
         written = find_writes(shard, compare=compare)
-        # Before what the layers wrote is sent home.
-        looks = {owner for k in written if self._homes[owner := shard.owner_of(k)[0].index].watching}
-        noted = compare and tape.records and (j >= tape.first or j in self._lending)
-        for index in looks | {j} if noted else looks:
-            self._homes[index].look()
-        if noted:
-            tape.homes[j] = self._homes[j].changes
+        # Before the writes of the layers are stored.
+        checked = {owner for k in written if self._home_checksums[owner := shard.owner_of(k)[0].index].recorded}
+        records_sums = compare and tape.records and (j >= tape.first or j in self._lending)
+        for index in checked | {j} if records_sums else checked:
+            self._home_checksums[index].compare()
+        if records_sums:
+            tape.homes[j] = self._home_checksums[j].changes
         if written:
             replayable.writes_weights = True
             recorded = [Cell(j, i) for i in microbatches if Cell(j, i) in tape.cells]
@@ -134,16 +134,17 @@ class CellExecutor:
             if recorded and replayable.repeats_writes is None:
                 replayable.repeats_writes = self._repeats_writes(tape, recorded[0], entered[recorded[0]])
             if recorded and not replayable.repeats_writes:
-                put_back(shard, values_at_home(shard))  # which is still what there was before this visit
+                set_values(shard, values_at_home(shard))  # the values before this visit
                 for cell, boundary in entered.items():
                     self._run_again_with_graph(tape, cell, boundary)
         return written
 
     @contextlib.contextmanager
-    def keeping_writes(self, j: int, streamer: Streamer) -> Iterator[None]:
-        """Around the cells of a visit in a forward: what layers wrote before one failed stays, as their buffers do.
+    def storing_writes_on_failure(self, j: int, streamer: Streamer) -> Iterator[None]:
+        """A context for the forward cells of a visit: if a layer fails, earlier writes into parameters are stored.
 
-        What the engine refuses leaves no trace; an interrupt is a failure of the layers wherever it strikes.
+        So they are as durable as writes into buffers. Errors raised by the engine itself store nothing; an interrupt
+        counts as a failure of the layers.
         """
         replayable = self._replayables[j]
         replayable.failed = False
@@ -154,34 +155,34 @@ class CellExecutor:
                 with contextlib.suppress(Exception):  # the first error counts
                     written = find_writes(replayable.shard, compare=True)
                     streamer.store_written_weights(j, written)
-                    self.leave_home(j, written)
+                    self.refresh_checksums(j, written)
             raise
 
-    def leave_home(self, j: int, written: Sequence[int]) -> None:
-        """To be called when what the layers of a shard wrote into their parameters has been sent home."""
+    def refresh_checksums(self, j: int, written: Sequence[int]) -> None:
+        """Updates the checksums of homes after writes of layers into their parameters were stored."""
         shard = self._replayables[j].shard
         for owner in {shard.owner_of(k)[0].index for k in written}:
-            self._homes[owner].keep()
+            self._home_checksums[owner].refresh()
 
     def _repeats_writes(self, tape: Tape, cell: Cell, boundary: Any) -> bool:
-        """After a forward that wrote parameters: whether a recomputation of the cell leaves them as they are."""
+        """Whether a recomputation of a cell whose forward wrote parameters leaves them unchanged."""
         replayable = self._replayables[cell.j]
         after = values_in_slot(replayable.shard)
         with torch.no_grad():
             replayable.recompute(_source(tape, cell, boundary)[1], tape.cells[cell], self._output_fn(tape, cell))
-        same = holds(replayable.shard, after)
-        put_back(replayable.shard, after)
+        same = has_values(replayable.shard, after)
+        set_values(replayable.shard, after)
         return same
 
     def _run_again_with_graph(self, tape: Tape, cell: Cell, boundary: Any) -> None:
-        """Repeats a forward that was recorded, and keeps its graph, so that it need not be recomputed.
+        """Repeats a recorded forward and keeps its graph, so that backward need not recompute it.
 
-        It sees what the first run saw, :func:`~pipe.is_recomputing` included.
+        The repetition has the state of the first run, with ``is_recomputing()`` False.
         """
         replayable = self._replayables[cell.j]
         source, value = _source(tape, cell, boundary)
-        notes = MemoryProfileRecorder(replayable.shard)
-        with weights_by_reference(replayable.shard, notes):
+        recorder = MemoryProfileRecorder(replayable.shard)
+        with weights_by_reference(replayable.shard, recorder):
             output = replayable.repeat(value, tape.cells.pop(cell), self._output_fn(tape, cell))
         tape.kept[cell] = KeptCell(source, *flatten(output))
         tape.graphs |= {cell}
@@ -197,18 +198,18 @@ class CellExecutor:
         *,
         consume: bool,
         only: Collection[nn.Parameter] | None = None,
-        onward: bool = True,
+        to_boundary: bool = True,
     ) -> list[Any]:
-        """Pushes the gradients of a cell's output, ``given`` flat, through it.
+        """Propagates the gradients of a cell's output through the cell.
 
         Args:
             tape: of the forward.
-            cell: which.
-            boundary: what entered it; not used where it kept its graph.
+            cell: the cell.
+            boundary: its input; not used where it kept its graph.
             given: a tensor or None for each leaf of its output.
-            consume: give up a kept graph.
+            consume: free a kept graph.
             only: the parameters that take gradients; None: all that require one.
-            onward: where not all do, whether the boundary takes any.
+            to_boundary: with ``only``, whether the boundary takes gradients.
 
         Returns:
             A gradient or None for each leaf of the boundary.
@@ -224,7 +225,7 @@ class CellExecutor:
                 if replayable.writes_weights and differs_from_home(replayable.shard):
                     raise RuntimeError(
                         f"the layers of shard {cell.j} write their own parameters while they run, and the "
-                        f"recomputation wrote other values than the forward, which it did not do at first; use "
+                        f"recomputation wrote other values than the forward, unlike in the first step; use "
                         f"checkpoint_activation=False"
                     )
             else:
@@ -232,14 +233,14 @@ class CellExecutor:
                 source, outputs = kept.source, kept.outputs
                 if consume:
                     del tape.kept[cell]
-            # A gradient that no output can take (an integer, a constant) is dropped together with its output.
+            # Gradients of outputs that take none (an integer, a constant) are dropped.
             pairs = [
                 (y, fitting(g, y))
                 for y, g in zip(outputs, given, strict=True)
                 if isinstance(y, Tensor) and y.requires_grad and g is not None
             ]
             roots, gradients = [y for y, _ in pairs], [g for _, g in pairs]
-            # A kept graph is the tape's, which autograd frees together with the forward it belongs to.
+            # A kept graph belongs to the tape, which autograd frees unless the user's graph is retained.
             retain = keeps_graph and not consume
             back: list[Tensor | None] = [None] * len(source.leaves)
             if roots and only is None:
@@ -248,15 +249,15 @@ class CellExecutor:
                 back = source.take()
             elif roots:
                 back = (
-                    self._take(replayable.shard, roots, gradients, source if onward else None, only or (), retain)
+                    self._take(replayable.shard, roots, gradients, source if to_boundary else None, only or (), retain)
                     or back
                 )
-            # A layer that writes its own weights (an embedding with max_norm) did so in forward; that counts once.
+            # Writes of a layer into its own weights (an embedding with max_norm) count once, in forward.
             replayable.shard.set_versions(tape.versions[cell.j])
             return back
 
     def again(self, tape: CellNotes, cell: Cell, boundary: Any) -> Any:
-        """What a cell that ran forward returned then, detached: runs it once more without a graph."""
+        """The detached output of a cell that ran forward before: runs it again without a graph."""
         with torch.no_grad():
             output = tape.cells[cell].repeat(self._replayables[cell.j].call(self._output_fn(tape, cell)), boundary)
         return map_distinct(Tensor.detach, output)
@@ -270,7 +271,7 @@ class CellExecutor:
         only: Collection[nn.Parameter],
         retain: bool,
     ) -> list[Tensor | None] | None:
-        """Pushes gradients to the boundary, if it is given, and to some parameters: what leads elsewhere is not run."""
+        """Propagates gradients to the boundary, if ``source`` is given, and to some parameters only."""
         wanted = [] if source is None else source.wanted
         parameters = [p for p in dict.fromkeys(shard.parameters) if p in only]
         if not wanted and not parameters:
@@ -285,15 +286,13 @@ class CellExecutor:
         shard.widen_gradients()
         return None if source is None else source.take(found[: len(wanted)])
 
-    # --- what enters, and what must not have changed --------------------------------------------------------------
+    # --- inputs and checks of changes -----------------------------------------------------------------------------
 
     def enter(self, tape: CellNotes, cell: Cell) -> Any:
-        """What enters a cell.
-
-        The user's own inputs are not stored once more: they are the first shard's boundaries.
+        """The input of a cell. The boundaries of the first shard are the user's inputs, which are not copied.
 
         Raises:
-            RuntimeError: if it was changed in place since the forward began.
+            RuntimeError: if it was changed in place since the begin of the forward.
         """
         if cell.j > 0:
             return tape.boundaries.get(cell)
@@ -311,8 +310,8 @@ class CellExecutor:
     def _brought(self, x: Tensor) -> Tensor:
         """An input on the compute device, in the type that layers compute in."""
         dtype = self._param_dtype if x.is_floating_point() and self._param_dtype is not None else x.dtype
-        # The caller did not ask for a copy that goes on after the call. Without this, one from page-locked memory does,
-        # and reads what a loader has put there since. From other memory it is done with its source when it returns.
+        # Without this, a copy from page-locked memory runs on after the call and reads what a loader has written there
+        # since. From other memory the source is read when the call returns.
         goes_on = x.layout is torch.strided and x.is_pinned()
         return x.detach().to(self._device, dtype, non_blocking=not goes_on)
 
@@ -321,12 +320,12 @@ class CellExecutor:
 
     @staticmethod
     def check_unchanged(tape: Tape, shards: Sequence[Shard], assigned_at: Mapping[int, int]) -> None:
-        """Raises if a parameter that the backward of a tape uses was changed since its forward.
+        """Raises RuntimeError if a parameter that the backward of a tape uses was changed since its forward.
 
         Args:
             tape: of the forward.
             shards: of the model.
-            assigned_at: when other data of parameters, by identity, was brought home.
+            assigned_at: when data assigned to parameters, by identity, was stored.
         """
         for j, versions in tape.versions.items():
             if j < tape.first:
@@ -343,13 +342,13 @@ class CellExecutor:
                     )
 
     def check_homes(self, tape: Tape) -> None:
-        """Raises if homes that the backward of a tape uses were written in a way that no version tells.
+        """Raises RuntimeError if homes that the backward of a tape uses were written without a new version.
 
-        Compares those that were compared at the end of their visits in the forward.
+        Compares the homes that were compared at the end of their visits in the forward.
         """
         for j, changes in tape.homes.items():
-            home = self._homes[j]
-            home.look()
+            home = self._home_checksums[j]
+            home.compare()
             if home.changes != changes:
                 self._replayables[j].compares_always = True
                 raise RuntimeError(
@@ -370,23 +369,23 @@ def _check_same(tape: CellNotes, cell: Cell, outputs: Sequence[Any]) -> None:
 
 
 def _source(tape: CellNotes, cell: Cell, boundary: Any) -> tuple[CellInput, Any]:
-    """The beginning of a cell's graph, and the boundary as that graph sees it."""
+    """The begin of a cell's graph, and the boundary as a part of that graph."""
     leaves, spec = flatten(boundary)
     source = CellInput(leaves, tape.requires.get(cell, [False] * len(leaves)), cell.j)
     return source, unflatten(list(source.leaves), spec)
 
 
 def requires(leaves: Sequence[Any]) -> list[bool]:
-    """For each leaf, whether it needs a gradient."""
+    """Whether each leaf needs a gradient."""
     return [isinstance(x, Tensor) and x.requires_grad for x in leaves]
 
 
 def versions_of(leaves: Sequence[Any]) -> list[int]:
-    """Counts of in-place changes of the tensors that count them."""
+    """Version counters of the tensors that have one."""
     return [x._version for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
 
 
 def largest_rows(leaves: Sequence[Any]) -> int:
-    """Rows of a micro-batch: the largest dimension 0, since not every input has one."""
+    """Rows of a micro-batch: the largest dimension 0 of its tensors; 1 if there is none."""
     raw = (x.rows for x in leaves if isinstance(x, MadeInput))
     return max((*(x.size(0) for x in leaves if isinstance(x, Tensor) and x.dim()), *raw), default=1)

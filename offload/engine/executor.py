@@ -1,18 +1,18 @@
-"""The walk: runs the cells (shard j, micro-batch i) of a step in the order of its plan.
+"""Runs forward and backward of an offloaded model: cells (shard j, micro-batch i) in the order of a plan.
 
 ::
 
-    forward    for shard j:            load shard j once; shard j+1 is already on its way
-                 for micro-batch i:    boundary[j+1][i] = shard_j(boundary[j][i])      no graph; replay noted
-    backward   for shard j, reversed:  load shard j once; shard j-1 is already on its way
+    forward    for shard j:            load shard j once; shard j+1 is being loaded
+                 for micro-batch i:    boundary[j+1][i] = shard_j(boundary[j][i])      no graph; replay recorded
+    backward   for shard j, reversed:  load shard j once; shard j-1 is being loaded
                  for micro-batch i:    recompute cell (j, i) from its boundary, push the gradient through it
-               gradients of shard j go home while shard j-1 computes
+               gradients of shard j are offloaded while shard j-1 computes
 
-Each shard is loaded once per pass whatever the number of micro-batches, and a shard that is still resident when the
-other pass begins is not loaded again.
+Each shard is loaded once per pass for any number of micro-batches, and a shard that is still resident at the beginning
+of the other pass is not loaded again.
 
-After an exception in either pass no copy is in flight, every parameter is home, and the model can be used again;
-gradients that were already home stay there, as they do in a backward of plain torch.
+After an exception in either pass no copy is running, parameters are views of their homes, and the model can be used
+again; gradients that were stored before stay, as in a backward of plain torch.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from offload.engine.cell_executor import CellExecutor, largest_rows, requires, v
 from offload.engine.follow import follow
 from offload.engine.layouts import bytes_of_boundary, refuse_hidden, refuse_strided_nested
 from offload.engine.references import References
+from offload.engine.state_before import StateBefore
 from offload.engine.steps import Steps, joined
 from offload.engine.structure import Structure
-from offload.engine.surroundings import StateBefore
 from offload.engine.tape import Tape
 from offload.planning.plan import Action, Kind
 from offload.planning.planner import Pass
@@ -58,7 +58,7 @@ __all__ = ["Executor"]
 class Executor:
     """Forward and backward over the shards of one model."""
 
-    #: Whether the model has ended.
+    #: Whether the model was closed.
     closed = False
     #: Of the layers, once the model is complete.
     structure: Structure | None = None
@@ -95,7 +95,7 @@ class Executor:
         self._meter = meter
         self.boundary_bytes = boundary_bytes
         self._recompute = recompute
-        #: What is planned, and what ran.
+        #: Makes plans, and keeps those that ran.
         self.steps = Steps(
             self.replayables,
             boundary_bytes=boundary_bytes,
@@ -110,10 +110,10 @@ class Executor:
         self._references = References(
             shards, (p for replayable in self.replayables for _, p in replayable.watched.parameters)
         )
-        #: Whether a pass is under way, or was interrupted before it could clean up.
+        #: Whether a pass is running, or was interrupted before its cleanup.
         self._busy = False
         self._made_in = os.getpid()
-        this = weakref.ref(self)  # the streamer is a part of this object, and must not keep it
+        this = weakref.ref(self)  # without it, a cycle with the streamer
 
         def computes() -> bool:
             executor = this()
@@ -126,20 +126,20 @@ class Executor:
 
         self.streamer.computes, self.streamer.recover = computes, recover
         self._frozen_weights = 0
-        #: Times that assigned data was brought home, and the last of them for each parameter, by identity.
+        #: Number of calls that stored assigned data, and the last of them for each parameter, by identity.
         self._assignments = 0
         self._assigned_at: dict[int, int] = {}
         self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
-        #: What holds parameters for graphs whose outputs are alive: each has ``parameters``.
+        #: The autograd nodes whose outputs are alive: each holds ``parameters``.
         self.nodes: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def busy(self) -> bool:
-        """Whether a forward or backward is under way."""
+        """Whether a forward or backward is running."""
         return self._busy and self._passes() > 0
 
     def _passes(self) -> int:
-        """Forwards and backwards of this model that some thread is in the middle of."""
+        """Number of running forwards and backwards of this model, in all threads."""
         count = 0
         for top in sys._current_frames().values():
             frame: FrameType | None = top
@@ -156,14 +156,14 @@ class Executor:
         return self._references.held_elsewhere(known, views)
 
     def bytes_at_home(self) -> int:
-        """Bytes of parameters and of gradients that rest at home."""
+        """Bytes of stored parameters and gradients."""
         return sum(b.nbytes for shard in self.shards for b in (shard.home, shard.gradients) if b is not None)
 
     def store_assigned_data(self) -> None:
-        """Copies what was assigned to the ``.data`` of parameters since the last pass into their homes.
+        """Copies tensors assigned to the ``.data`` of parameters since the last pass into their homes.
 
         Raises:
-            ValueError: if something has another size or type than its parameter had.
+            ValueError: if such a tensor has another size or dtype than its parameter had.
         """
         assigned = [(shard, s, s.parameter.detach()) for shard in self.shards for s in shard.assigned()]
         if len(assigned) > 1:
@@ -175,13 +175,13 @@ class Executor:
             ]
         self._assignments += 1
         for shard, s, value in assigned:
-            # Not as a change in place, which whoever used the parameter outside of the model would be told of.
+            # Without incrementing the version: a graph outside of the model that uses the parameter stays valid.
             self._assigned_at[id(s.parameter)] = self._assignments
             shard.store_assigned_data(s, value)
 
     @contextlib.contextmanager
     def frozen_weights(self) -> Iterator[None]:
-        """Inside, nobody changes parameters: a forward finds there what the one before left in slots."""
+        """A context in which parameters do not change: forwards reuse the shards that are in slots."""
         if not self._frozen_weights:
             self.streamer.release()
         self._frozen_weights += 1
@@ -191,7 +191,7 @@ class Executor:
             self._frozen_weights -= 1
 
     def prefetch(self, *, backward: bool) -> None:
-        """The next turn on the device is this model's."""
+        """Begins to load the first shards of the next pass, unless a pass is running."""
         if not self._busy:
             self.streamer.prefetch(self.streamer.backward_order if backward else range(len(self.shards)))
 
@@ -204,8 +204,8 @@ class Executor:
         transform = transform_under_way(x for leaves in inputs for x in leaves if isinstance(x, Tensor))
         if transform is not None:
             raise RuntimeError(
-                f"an OffloadModel cannot run inside {transform}: its weights come and go while it runs, which only "
-                f"backward() knows how to follow; transform, export or trace the bare module"
+                f"an OffloadModel cannot run inside {transform}: its weights are in memory only while their shard "
+                f"runs, which only backward() supports; transform, export or trace the bare module"
             )
         for x in (x for leaves in inputs for x in leaves if isinstance(x, Tensor)):
             refuse_strided_nested(x, "an input of the model")
@@ -222,7 +222,7 @@ class Executor:
         self.steps.check_input(elements, training=records)
         return Tape(
             executor=self,
-            # Without recomputation boundaries live in the graphs, on the device.
+            # Without recomputation boundaries are kept by the graphs, on the device.
             boundaries=self._store(spills=self._recompute),
             residency=self.steps.residency(),
             microbatches=len(chunks),
@@ -241,14 +241,14 @@ class Executor:
     def forward(self, tape: Tape, chunks: Sequence[Any]) -> list[Any]:
         """Runs all chunks through all shards. Returns one detached output for each chunk."""
         n, m = len(self.shards), tape.microbatches
-        with self._exclusively(on_failure=tape.discard):
+        with self._exclusive_pass(on_failure=tape.discard):
             if tape.records:
                 self._meter.begin_step()
-            # Inside a turn the next micro-batch comes at once, and a backward recomputes with what its forward saw.
-            # Otherwise anything may have happened to homes that somebody could reach, also what no version counts.
+            # With shared slots a recomputation must use the weights of its forward. Otherwise homes may have been
+            # written since, also in ways that no version counts.
             shared = self.streamer.slot_pool.shared
-            in_turn = self._frozen_weights > 0 or (shared and is_recomputing())
-            if not in_turn:
+            reuses_slots = self._frozen_weights > 0 or (shared and is_recomputing())
+            if not reuses_slots:
                 self.streamer.release()
                 self.store_assigned_data()
             this = Pass(
@@ -259,7 +259,7 @@ class Executor:
                 records=tape.records,
                 kept=tape.graphs,
                 resident=self.streamer.resident(),
-                later=range(n) if in_turn and shared else range(n - 1, tape.first - 1, -1) if tape.records else (),
+                later=range(n) if reuses_slots and shared else range(n - 1, tape.first - 1, -1) if tape.records else (),
                 pending=self.streamer.pending(),
             )
             outputs: list[Any] = [None] * m
@@ -274,7 +274,7 @@ class Executor:
                 else:
                     outputs[i] = output
                     nbytes = sum(bytes_of_boundary(x) for x in tensors_in(output))
-                self.steps.saw_boundary(j, tape.rows[i], tape.elements[i], nbytes, training=tape.records)
+                self.steps.record_boundary(j, tape.rows[i], tape.elements[i], nbytes, training=tape.records)
 
             def end_visit(j: int, perform: Callable[[Action], None]) -> list[Action]:
                 def enter(cell: Cell) -> Any:
@@ -288,7 +288,7 @@ class Executor:
                 before = tape.graphs
                 written = self._cell_executor.end_visit(tape, j, range(m), enter)
                 self.streamer.store_written_weights(j, written)
-                self._cell_executor.leave_home(j, written)
+                self._cell_executor.refresh_checksums(j, written)
                 tape.versions[j], tape.assignments = self.shards[j].versions(), self._assignments
                 return [Action(Kind.FORWARD_KEPT, *cell) for cell in sorted(tape.graphs - before)]
 
@@ -298,7 +298,7 @@ class Executor:
                 self.streamer,
                 run,
                 end_visit,
-                lambda j: self._cell_executor.keeping_writes(j, self.streamer),
+                lambda j: self._cell_executor.storing_writes_on_failure(j, self.streamer),
             )
             for output in outputs:
                 leaves, spec = flatten(output)
@@ -306,16 +306,16 @@ class Executor:
                 tape.output_shapes.append([x.shape if isinstance(x, Tensor) else None for x in leaves])
             if tape.records:
                 self._tapes.add(tape)
-                self.streamer.wait_for_home_reads(tape.first)  # the others must not change before the backward
+                self.streamer.wait_for_home_reads(tape.first)  # changes of the others are refused in backward
             else:
-                self.steps.ran(tape.plan, tape.rows, training=False)
+                self.steps.record_step(tape.plan, tape.rows, training=False)
                 self.streamer.wait_for_home_reads()
         return outputs
 
     # --- backward -----------------------------------------------------------------------------------------------
 
     def trainable(self, first: int) -> list[nn.Parameter]:
-        """The parameters that take a gradient in a backward as far as shard ``first``, each once."""
+        """The parameters that take a gradient in a backward down to shard ``first``, each once."""
         used = (parameter for shard in self.shards[first:] for parameter in shard.parameters)
         return [parameter for parameter in dict.fromkeys(used) if parameter.requires_grad]
 
@@ -329,27 +329,29 @@ class Executor:
         handed_over: Collection[nn.Parameter] = (),
         to_inputs: bool = True,
     ) -> tuple[list[list[Any]], dict[nn.Parameter, Tensor]]:
-        """Pushes gradients of the outputs (flat, for each chunk) back through all shards.
+        """Propagates gradients of the outputs (flat, for each chunk) back through all shards.
 
         Args:
             tape: of the forward.
             output_gradients: for each chunk, a tensor or None for each leaf of its output.
             consume: free each boundary after its use; False where the tape may be used again.
-            accumulate: whether the gradients of parameters go home; else only those that are handed over are computed.
+            accumulate: whether gradients of parameters are added to ``.grad``; else only those of ``handed_over`` are
+                computed.
             handed_over: parameters whose gradients are returned instead.
-            to_inputs: where gradients of parameters do not go home, whether those of the inputs are wanted.
+            to_inputs: whether gradients of the inputs are needed if ``accumulate`` is False.
 
         Returns:
-            For each chunk, a gradient or None for each leaf of its input; and what is handed over, where it rests.
+            For each chunk, a gradient or None for each leaf of its input; and the gradients of ``handed_over``, stored
+            where their homes are.
         """
         self._check_open()
         n, m = len(self.shards), tape.microbatches
         gradients = self._store(gradients=True)
         input_gradients: list[list[Any]] = [[None] * len(leaves) for leaves in tape.inputs]
-        with contextlib.closing(gradients), self._exclusively(recomputes=self._recompute):
-            in_turn = self._frozen_weights > 0 or self.streamer.slot_pool.shared
-            if tape.assignments != self._assignments and not in_turn:
-                # A later forward loaded what slots hold, and parameters may have had other values for its time.
+        with contextlib.closing(gradients), self._exclusive_pass(recomputes=self._recompute):
+            reuses_slots = self._frozen_weights > 0 or self.streamer.slot_pool.shared
+            if tape.assignments != self._assignments and not reuses_slots:
+                # Slots were loaded by a later forward, during which parameters may have had other values.
                 self.streamer.release()
             resident = self.streamer.resident()
             self._cell_executor.check_unchanged(tape, self.shards, self._assigned_at)
@@ -358,9 +360,11 @@ class Executor:
             gradient_offload = self.streamer.gradient_offload
             updates = gradient_offload.begin(waiting, handed_over, only_those=not accumulate)
             only = None if accumulate else frozenset(handed_over)
-            # What leads to nothing that was asked for is left out, as autograd does; hooks of layers would tell.
-            asked = [shard.index for shard in self.shards if only is not None and not only.isdisjoint(shard.parameters)]
-            first = tape.first if only is None or to_inputs else min(asked, default=n)
+            # Shards that no requested gradient needs are skipped, as in autograd: their hooks must not run.
+            requested = [
+                shard.index for shard in self.shards if only is not None and not only.isdisjoint(shard.parameters)
+            ]
+            first = tape.first if only is None or to_inputs else min(requested, default=n)
             this = Pass(
                 shards=n,
                 microbatches=m,
@@ -369,16 +373,17 @@ class Executor:
                 first=first,
                 kept=tape.graphs,
                 resident=resident,
-                later=range(n - 1, tape.first - 1, -1) if in_turn else (),
+                later=range(n - 1, tape.first - 1, -1) if reuses_slots else (),
                 pending=self.streamer.pending(),
                 updates=updates,
                 consume=consume,
             )
             if consume:
-                tape.used = True  # from here on it lacks what was used
+                tape.used = True  # its used boundaries are freed
 
             def size(key: Key) -> int:
-                # Gradients of outputs are put when the plan comes to them, so that each can leave before the next.
+                # Gradients of outputs are stored one by one, when the plan asks for them, so that one can be spilled
+                # before the next.
                 j, i = key
                 if j == n:
                     self.steps.gradient_bytes[n, tape.rows[i]] = gradients.put(key, list(output_gradients[i]))
@@ -388,9 +393,9 @@ class Executor:
                 j, i = cell
                 given = gradients.get((j + 1, i))
                 boundary = None if this.keeps(j, i) else self._cell_executor.enter(tape, cell)
-                onward = accumulate or to_inputs or j > first
+                to_boundary = accumulate or to_inputs or j > first
                 back = self._cell_executor.backward(
-                    tape, cell, boundary, given, consume=consume, only=only, onward=onward
+                    tape, cell, boundary, given, consume=consume, only=only, to_boundary=to_boundary
                 )
                 gradients.drop((j + 1, i))
                 if consume:
@@ -404,33 +409,35 @@ class Executor:
                 this, tape, self.streamer, run, gradients=(gradients, self.steps.residency(gradients=True), size)
             )
             if tape.plan is not None:
-                self.steps.ran(joined(tape.plan, plan), tape.rows, training=True)
-                tape.plan = None  # what a second backward finds in memory is another matter
+                self.steps.record_step(joined(tape.plan, plan), tape.rows, training=True)
+                tape.plan = None  # a second backward begins with other shards in slots
             self.streamer.gradient_offload.wait_idle()
             taken = gradient_offload.pop_returned()
-            # In a turn the next micro-batch comes at once; a new forward begins with empty slots anyway.
-            if not in_turn:
+            # The next micro-batch reuses the slots; else the next forward begins with empty ones anyway.
+            if not reuses_slots:
                 self.streamer.wait_for_home_reads()
                 self.streamer.release()
-        if in_turn and not self._frozen_weights:
+        if reuses_slots and not self._frozen_weights:
             self.streamer.slot_pool.prefetch_previous(self.streamer)
         return input_gradients, taken
 
-    # --- what both need -----------------------------------------------------------------------------------------
+    # --- both passes ---------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self.closed:
-            raise RuntimeError("this OffloadModel was closed: its lanes have ended; make a new one to go on")
+            raise RuntimeError("this OffloadModel was closed and cannot run; make a new one")
 
     @contextlib.contextmanager
-    def _exclusively(self, on_failure: Callable[[], None] | None = None, *, recomputes: bool = False) -> Iterator[None]:
-        """One pass at a time; after a failure no copy is in flight and every parameter is home.
+    def _exclusive_pass(
+        self, on_failure: Callable[[], None] | None = None, *, recomputes: bool = False
+    ) -> Iterator[None]:
+        """Runs one pass at a time; after a failure no copy is running and parameters are views of their homes.
 
-        An exception at any line, as Ctrl-C raises it, is such a failure. If it was raised where nothing could be done
-        about it any more, the next pass finds that, and begins with what this one would have ended with.
+        A failure is an exception at any line, such as Ctrl-C. If it interrupts the cleanup itself, the next pass begins
+        with that cleanup.
         """
         check_process(self._made_in, "this OffloadModel")
-        if self._busy and self._passes() > 1:  # the caller is one
+        if self._busy and self._passes() > 1:  # one is the caller
             raise RuntimeError(
                 "this OffloadModel is in the middle of a forward or backward; a layer or a hook of it called it again, "
                 "or another thread did"
@@ -453,7 +460,7 @@ class Executor:
                 raise
 
     def recover(self) -> None:
-        """Cleans up after a pass that was interrupted before it could, if there is one."""
+        """Cleans up after a pass that was interrupted before its cleanup, if there is one."""
         if self._busy and not self._passes():
             self._cancel()
 
@@ -462,10 +469,10 @@ class Executor:
         self._busy = False
 
     def _store(self, *, spills: bool = True, gradients: bool = False) -> BoundaryStore:
-        """Room for boundaries, or for their gradients; in backward there is one of each."""
+        """A store for boundaries, or for their gradients; a backward has both."""
         scratch = self._tier.scratch() if spills else None
         return BoundaryStore(scratch, self._lanes.boundary, self._meter, gradients=gradients)
 
 
-#: The functions whose frames are the passes that are under way.
+#: The functions whose frames are running passes.
 _PASSES: frozenset[CodeType] = frozenset({Executor.forward.__code__, Executor.backward.__code__})

@@ -1,4 +1,4 @@
-"""Follows a plan: what it says is done action by action, while it is being made."""
+"""Runs a pass: performs the actions of its plan one by one, while the plan is being made."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def follow(
     around_cells: Callable[[int], contextlib.AbstractContextManager[None]] = lambda j: contextlib.nullcontext(),
     gradients: tuple[BoundaryStore, Residency, Sizes] | None = None,
 ) -> Plan:
-    """Plans a pass and does what the plan says.
+    """Plans a pass and performs its actions.
 
     Args:
-        this: what the plan depends on.
-        tape: whose boundaries move.
-        streamer: moves shards.
+        this: the parameters of the plan.
+        tape: whose boundaries are spilled and prefetched.
+        streamer: loads and evicts shards.
         run: runs a cell while its shard is on the compute device.
-        end_visit: what is to be done before the shard leaves, after its last cell. It may perform actions of its own,
-            and returns those that it has done besides.
+        end_visit: called after the last cell of a shard, before its eviction. It may perform actions of its own, and
+            returns others to be added to the plan.
         around_cells: a context for the cells of a shard.
-        gradients: those of boundaries, in a backward; what plans which of them stay in memory; and their sizes.
+        gradients: in a backward: the store of the boundaries' gradients, their residency, and their sizes.
 
     Returns:
-        What was done.
+        The plan that ran.
     """
     boundaries = tape.boundaries
     move_shard = {
@@ -76,7 +76,7 @@ def follow(
         done.append(action)
 
     actions = this.actions(tape.residency, sizes, residency)
-    # Boundaries move while a shard is there; it leaves before another one comes, or its gradients go home.
+    # Boundaries are moved while a shard is visited; the visit ends before a load, an eviction or a drain.
     for j, group in itertools.groupby(_with_visits(actions), key=lambda pair: pair[0]):
         if j is None:
             for _, action in group:
@@ -91,7 +91,7 @@ def follow(
 
 
 def _with_visits(actions: Iterable[Action]) -> Iterator[tuple[int | None, Action]]:
-    """Each action with the shard that is on the compute device for cells then."""
+    """Each action with the shard that is visited at that time; None between visits."""
     visited: int | None = None
     for action in actions:
         if action.microbatch is None:

@@ -1,9 +1,8 @@
-"""Boundaries of any layout: the strided tensors that one consists of, and how it is put together again.
+"""Takes tensors of any layout apart into strided tensors, so that boundaries can be stored, and rebuilds them.
 
 A strided tensor is stored as it is. A sparse one (COO, CSR, CSC, BSR, BSC) is its indices and its values, a nested one
-of layout ``torch.jagged`` its values, beside offsets that identify its ragged dimension and therefore stay the same
-objects. Any other tensor (a subclass, an opaque layout) is kept in memory as it is: only its own code knows what it
-consists of.
+of layout ``torch.jagged`` its values; its offsets identify the ragged dimension, so they stay the same objects. Other
+tensors (a subclass, an opaque layout) stay in memory, since their parts are unknown.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ __all__ = ["Parts", "bytes_of_boundary", "fitting", "refuse_hidden", "refuse_str
 
 @dataclass(frozen=True)
 class Parts:
-    """A tensor taken apart."""
+    """The parts of a tensor."""
 
     #: Strided tensors without a graph, of no subclass; empty if the tensor cannot be stored elsewhere.
     tensors: Sequence[Tensor]
-    #: Makes the tensor of equal parts. It must not refer to them.
+    #: Builds the tensor from equal parts. It must not hold these.
     join: Callable[[Sequence[Tensor]], Tensor]
 
 
@@ -87,7 +86,7 @@ def _jagged(tensor: Tensor) -> Parts:
 
 
 def bytes_of_boundary(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements: of those that a sparse or nested one stores, with their indices."""
+    """Bytes of a tensor's elements; of a sparse or nested one, those stored, with their indices."""
     if tensor.layout is torch.strided and not tensor.is_nested:
         return tensor.numel() * tensor.element_size()
     parts = take_apart(tensor).tensors
@@ -95,9 +94,9 @@ def bytes_of_boundary(tensor: Tensor) -> int:
 
 
 def fitting(gradient: Tensor, output: Tensor) -> Tensor:
-    """The gradient of an output, which an equal one of a recomputation takes.
+    """The gradient of an output, in the form that its recomputed equal accepts.
 
-    A jagged tensor is told from others by its offsets; an output that is recomputed has new ones.
+    Jagged tensors fit only if they share their offsets, and a recomputed output has new ones.
     """
     if not (gradient.is_nested and output.is_nested and gradient.layout is torch.jagged):
         return gradient.to(output.device)
@@ -106,9 +105,9 @@ def fitting(gradient: Tensor, output: Tensor) -> Tensor:
 
 
 def refuse_hidden(leaves: Sequence[Any], where: str) -> None:
-    """Raises TypeError for an object that holds tensors with a graph, and is no container that pytrees know.
+    """Raises TypeError for an object that holds tensors with a graph, and is not a container registered with pytree.
 
-    Such a graph cannot be cut between shards, since nothing tells which tensors the object holds.
+    Such a graph cannot be cut between shards, since the tensors in the object are unknown.
     """
     for leaf in leaves:
         if isinstance(leaf, (Tensor, torch.nn.Module, RawChunk, type)):
@@ -124,7 +123,7 @@ def refuse_hidden(leaves: Sequence[Any], where: str) -> None:
 
 
 def refuse_strided_nested(tensor: Tensor, where: str) -> None:
-    """Raises TypeError for a nested tensor of the strided layout, which autograd cannot pass through a function."""
+    """Raises TypeError for a nested tensor of the strided layout, which an autograd function cannot return."""
     if tensor.is_nested and tensor.layout is torch.strided:
         raise TypeError(
             f"expected dense, sparse or jagged tensors, got a nested tensor of the strided layout ({where}), whose "

@@ -1,4 +1,4 @@
-"""A forward for its measure: what autograd would keep of a chunk, and no trace in buffers or generators."""
+"""Measures the activations of a chunk with a trial forward that leaves buffers and generators unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["measured_activations"]
 
 
 def measured_activations(executor: Executor, call: Any, output_fn: OutputFn | None) -> int:
-    """Bytes of the shard that keeps most of one chunk, (args, kwargs) of the first layer; 0 if nothing is trained."""
+    """Largest bytes that autograd saves in one shard for a chunk (args, kwargs); 0 if no parameter takes a gradient."""
     with torch.enable_grad(), trial([replayable.layers for replayable in executor.replayables], [executor.device]):
         tape = executor.tape([call], [output_fn])
         tape.graphs = frozenset()  # a cell that keeps its graph is not measured

@@ -16,10 +16,10 @@ __all__ = ["MemoryProfileRecorder"]
 
 
 class MemoryProfileRecorder:
-    """Takes note of what autograd saves while the layers of a bound shard run.
+    """Records the tensors that autograd saves while the layers of a bound shard run.
 
     Args:
-        shard: whose weights, in its slot, are told from activations.
+        shard: whose weights, in its slot, do not count as activations.
     """
 
     def __init__(self, shard: Shard) -> None:
@@ -31,7 +31,7 @@ class MemoryProfileRecorder:
         self._nbytes: dict[StorageWeakRef, int] = {}
 
     def saw(self, tensor: Tensor) -> None:
-        """Autograd saves a tensor."""
+        """Called for each tensor that autograd saves."""
         if tensor.layout is not torch.strided or not tensor.numel():
             return
         storage = StorageWeakRef(tensor.untyped_storage())
@@ -43,7 +43,7 @@ class MemoryProfileRecorder:
         self._saved.append((storage, tensor.numel() * tensor.element_size() if differentiable else 0))
 
     def saved_tensors(self, elsewhere: Iterable[Tensor] = ()) -> list[SavedTensor]:
-        """What was seen, in the order of backward. Tensors ``elsewhere`` stay when autograd is done with them."""
+        """The saved tensors, in the order of backward. Tensors in ``elsewhere`` are not freed by autograd."""
         staying = {StorageWeakRef(part.untyped_storage()) for tensor in elsewhere for part in parts_of(tensor)}
         first = {key: k for k, (key, _) in reversed([*enumerate(self._saved)])}
         come: set[int | StorageWeakRef] = set()

@@ -1,7 +1,7 @@
-"""Raw chunks: what the first shard makes its input of, in forward and once more where it is recomputed.
+"""Raw chunks (``input_fn``): the first shard computes its input from them, in forward and again in a recomputation.
 
-Made input (decoded images, say) may be far larger than what it is made of. It exists while its cell runs and is never
-kept; the random numbers it was made with are those of the cell, and are replayed with it.
+The computed input (decoded images, for example) may be far larger than the raw chunk. It exists only while its cell
+runs; random numbers drawn for it are a part of the cell, and are replayed with it.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ __all__ = ["MadeInput", "RawChunk", "as_call"]
 
 
 class MadeInput(ABC):
-    """What stands for an input of the first shard that is made when it is needed. To the engine it is one leaf."""
+    """An input of the first shard that is computed when it is needed. One leaf to the engine."""
 
     #: Rows of the input.
     rows: int
 
     @abstractmethod
     def entering(self, bring: Callable[[Tensor], Tensor]) -> Any:
-        """(args, kwargs) of the first layer; or a function that makes them, called inside of the cell.
+        """(args, kwargs) of the first layer; or a function that returns them, called inside the cell.
 
-        ``bring`` brings a tensor to the compute device.
+        ``bring`` copies a tensor to the compute device.
         """
 
 
 class RawChunk(MadeInput):
     """A chunk, and the function that turns it into a tensor or (args, kwargs).
 
-    To the engine it is one leaf of an input: nothing in it is moved, cast or differentiated.
+    One leaf of an input to the engine, which does not move, cast or differentiate it.
     """
 
     def __init__(self, i: int, value: Any, input_fn: Callable[[Any], Any]) -> None:
@@ -44,7 +44,7 @@ class RawChunk(MadeInput):
         self._input_fn = input_fn
         self._tensors = tensors_in(value)
         self._versions = [tensor._version for tensor in self._tensors if not tensor.is_inference()]
-        #: Rows of the largest tensor in it; 1 if there is none.
+        #: Largest number of rows of its tensors; 1 if there is none.
         self.rows = max((tensor.size(0) for tensor in self._tensors if tensor.dim()), default=1)
 
     def entering(self, bring: Callable[[Tensor], Tensor]) -> Any:
@@ -52,7 +52,7 @@ class RawChunk(MadeInput):
         return partial(self.call, bring)
 
     def call(self, bring: Callable[[Tensor], Tensor]) -> Any:
-        """(args, kwargs) for the first layer, each tensor brought to the compute device.
+        """(args, kwargs) for the first layer, with all tensors on the compute device.
 
         Raises:
             RuntimeError: if a tensor in the chunk was changed in place since the object was made.
@@ -66,7 +66,7 @@ class RawChunk(MadeInput):
 
         def brought(tensor: Tensor) -> Tensor:
             moved = bring(tensor)
-            # Without this, a first layer that writes over its input would write over the caller's.
+            # Without this, a first layer that writes its input in place would write the caller's tensor.
             shares = any(part.untyped_storage().data_ptr() in own for part in parts_of(moved))
             return moved.clone() if shares else moved
 

@@ -1,11 +1,11 @@
-"""Regrouping: chunks that came apart run together, as many as the memory for activations holds.
+"""Joins small chunks of a batch into larger micro-batches, as far as the memory for activations allows.
 
-A caller cuts a batch into chunks so small that a whole model's activations fit. Here only one shard's activations are
-alive at a time, so several chunks fit at once; their matrix products are larger, and larger ones are faster. Outputs
-and gradients are cut again, so the caller sees chunks only.
+A caller chooses chunks so small that a whole model's activations fit. Here only one shard's activations exist at a
+time, so several chunks fit at once, and larger matrix products are faster. Outputs and gradients are split again, so
+the caller sees its own chunks only.
 
-Chunks are joined only if their tensors have equal types and trailing shapes and all else is equal, and never where a
-layer is known to look across rows: batch normalisation, while it trains, keeps the caller's chunks.
+Chunks are joined only if their tensors have equal dtypes and trailing shapes and all other values are equal, and never
+where a layer is known to look across rows: batch normalisation in training.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def looks_across_rows(layers: Sequence[nn.Module]) -> bool:
-    """Whether a layer is known to compute a row from other rows too."""
+    """Whether a layer is known to compute a row from other rows, too."""
     return any(
         isinstance(module, BatchNorm) and (module.training or not module.track_running_stats)
         for layer in layers
@@ -43,7 +43,7 @@ def looks_across_rows(layers: Sequence[nn.Module]) -> bool:
 
 
 def _rows(leaves: Sequence[Any]) -> int | None:
-    """Rows of a chunk all of whose tensors have the same; else None."""
+    """Rows of a chunk's tensors if all have the same number; else None."""
     sizes = {leaf.size(0) if leaf.dim() else -1 for leaf in leaves if isinstance(leaf, Tensor)}
     return sizes.pop() if len(sizes) == 1 and -1 not in sizes else None
 
@@ -55,9 +55,9 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def runs_alike(chunks: Sequence[Any], most_rows: int) -> list[list[int]]:
-    """Neighbouring chunks that may be joined, at most ``most_rows`` rows at a time, as lists of their numbers.
+    """Adjacent chunks that may be joined to at most ``most_rows`` rows, as lists of their indices.
 
-    A single chunk may have more; one without a common number of rows stays alone.
+    A single chunk may have more; one whose tensors differ in rows is not joined.
     """
     runs: list[list[int]] = []
     rows, before = most_rows, None
@@ -76,7 +76,7 @@ def runs_alike(chunks: Sequence[Any], most_rows: int) -> list[list[int]]:
 
 
 def joined(chunks: Sequence[Any]) -> Any:
-    """Chunks that are alike as one, rows below each other."""
+    """Concatenates chunks of :func:`runs_alike` along dimension 0."""
     if len(chunks) == 1:
         return chunks[0]
     columns = zip(*(flatten(chunk)[0] for chunk in chunks), strict=True)
@@ -84,12 +84,12 @@ def joined(chunks: Sequence[Any]) -> Any:
 
 
 def rows_in(chunk: Any) -> int | None:
-    """Rows of a chunk all of whose tensors have the same; else None."""
+    """Rows of a chunk's tensors if all have the same number; else None."""
     return _rows(flatten(chunk)[0])
 
 
 def join_chunks(chunks: Sequence[Any], most_rows: int) -> tuple[list[Any], list[list[int]]]:
-    """Joins neighbours into groups of at most ``most_rows`` rows (a single chunk may have more).
+    """Joins adjacent chunks into groups of at most ``most_rows`` rows (a single chunk may have more).
 
     Returns:
         The groups, and for each the rows of the chunks in it.
@@ -107,7 +107,7 @@ def split_output(output: Any, rows: Sequence[int]) -> list[Any]:
     """The outputs of the chunks in a group.
 
     Raises:
-        ValueError: if a tensor of the output has not one row for each row of the group.
+        ValueError: if a tensor of the output does not have one row for each row of the group.
     """
     if len(rows) == 1:
         return [output]
@@ -124,7 +124,7 @@ def split_output(output: Any, rows: Sequence[int]) -> list[Any]:
 
 
 def by_chunk(output_fn: Callable[[Any], Any], rows: Sequence[int]) -> Callable[[Any], Any]:
-    """Applies a function of one chunk's output to each of the chunks that ran together."""
+    """A function that applies ``output_fn`` to the output of each chunk in a group."""
     if len(rows) == 1:
         return output_fn
     return lambda output: gather_nested([output_fn(piece) for piece in split_output(output, rows)])

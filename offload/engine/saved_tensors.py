@@ -1,16 +1,15 @@
-"""What autograd saves of a shard's weights: a reference, never a copy.
+"""Saved-tensor hooks for kept graphs: autograd saves the weights of a shard by reference, never as a copy.
 
-A step without recomputation keeps activations from forward to backward. Layers save their weights along with them,
-but by then the slot holds another shard. While a shard's forward runs, every tensor that autograd saves and that lies
-in the shard's slot is replaced by a note of its place; backward finds the shard in whichever slot it is by then. What
-is a cast of a part of the slot, as autocast makes them, is replaced likewise, and cast again
-(:mod:`offload.streaming.casts`).
+A step without recomputation keeps activations from forward to backward. Layers also save their weights, but in backward
+the slot holds another shard. So, while a shard's forward runs, every saved tensor that is a view of the shard's slot is
+replaced by its offset and shape; backward resolves it in the slot that holds the shard then. A cast of a part of the
+slot, as made by autocast, is replaced likewise, and cast again (:mod:`offload.streaming.casts`).
 
-Where a graph is kept instead of a recomputation it is lean (:mod:`pipe.recompute.cheap_ops`): what is cheap to compute
-again is saved as its recipe, in which weights are references too.
+With ``cheap_recompute`` (:mod:`pipe.recompute.cheap_ops`), results of cheap operations are saved as the operation and
+its arguments, in which weights are references, too.
 
-All else goes through the saved-tensor hooks that the user has put around the model (``save_on_cpu``, say), of which
-torch would call only the innermost.
+Other tensors are passed to the saved-tensor hooks that the user has put around the model (such as ``save_on_cpu``), of
+which torch would call only the innermost.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.engine.cell_input import used_outside
 from offload.engine.memory_recorder import MemoryProfileRecorder
-from offload.engine.source import used_outside
 from offload.streaming.casts import Cast, CastsSeen
 from offload.streaming.shard import Shard
 from pipe.recompute.cheap_ops import CheapRecompute, Kept, Made
@@ -36,7 +35,7 @@ __all__ = ["weights_by_reference"]
 
 @dataclass(frozen=True)
 class _Reference:
-    """Part of a shard's slot, or of a cast of it."""
+    """A view of a part of a shard's slot, or of a cast of it."""
 
     shard: Shard
     cast: Cast | None
@@ -59,7 +58,7 @@ class _Reference:
 
 @dataclass(frozen=True)
 class _Packed:
-    """What the user's hook made of a tensor, and the hook that undoes it."""
+    """The result of the user's pack hook, and the unpack hook."""
 
     packed: Any
     unpack: Callable[[Any], Any]
@@ -71,30 +70,30 @@ class _Packed:
 
 @contextlib.contextmanager
 def weights_by_reference(
-    shard: Shard, notes: MemoryProfileRecorder, cheap_recompute: bool = False, changing: Iterable[Tensor] = ()
+    shard: Shard, recorder: MemoryProfileRecorder, cheap_recompute: bool = False, changing: Iterable[Tensor] = ()
 ) -> Iterator[None]:
-    """Inside, autograd saves views of ``shard``'s slot, and casts of them, by reference.
+    """A context in which autograd saves views of ``shard``'s slot, and casts of them, by reference.
 
-    The shard must be bound, then and in backward. A weight that is in no slot is saved as it is.
+    The shard must be bound, also in backward. Weights outside of slots are saved as they are.
 
     Args:
         shard: whose layers run.
-        notes: of what is saved.
-        lean: save what is cheap to compute again as its recipe. Not done under hooks of the user's, which would not
-            see what a recipe holds.
-        changing: tensors that later forwards write in place, before backward; what is saved of them is copied.
+        recorder: records the saved tensors.
+        cheap_recompute: save results of cheap operations as recipes. Ignored under hooks of the user, which could not
+            see the arguments of a recipe.
+        changing: tensors that later forwards write in place, before backward; they are saved as copies.
     """
     address = shard.slot.untyped_storage().data_ptr()
-    seen = CastsSeen(shard.weight_casts, shard.slot) if shard.slot.numel() else None
-    users = lasting_hooks()
+    casts = CastsSeen(shard.weight_casts, shard.slot) if shard.slot.numel() else None
+    user_hooks = lasting_hooks()
 
-    def handed_on(tensor: Tensor) -> Any:
-        return tensor if users is None else _Packed(users[0](tensor), users[1])
+    def pack_by_user(tensor: Tensor) -> Any:
+        return tensor if user_hooks is None else _Packed(user_hooks[0](tensor), user_hooks[1])
 
     def reference(tensor: Tensor) -> _Reference | None:
-        if seen is None or tensor.layout is not torch.strided or not tensor.numel():
+        if casts is None or tensor.layout is not torch.strided or not tensor.numel():
             return None
-        cast = seen.find(tensor)
+        cast = casts.find(tensor)
         if tensor.untyped_storage().data_ptr() != address and cast is None:
             return None
         return _Reference(
@@ -115,14 +114,14 @@ def weights_by_reference(
             return recipes.pack(tensor)
         saved = reference(tensor)
         if saved is None or saved.cast is None:
-            notes.saw(tensor)
+            recorder.saw(tensor)
         if saved is not None:
             return saved
         if tensor.layout is not torch.strided or not tensor.numel():
-            return handed_on(tensor)
-        # Without detaching, an operation that saves its own output holds itself, through no object of Python's: its
-        # activations stay for ever.
-        return recipes.pack(tensor) if users is None else handed_on(tensor.detach())
+            return pack_by_user(tensor)
+        # Without detaching, an operation that saves its own output is a cycle that Python cannot collect: its
+        # activations are never freed.
+        return recipes.pack(tensor) if user_hooks is None else pack_by_user(tensor.detach())
 
     def unpack(saved: Any) -> Tensor:
         return saved.resolve() if isinstance(saved, (_Reference, _Packed, Made, Kept)) else saved
@@ -130,7 +129,7 @@ def weights_by_reference(
     hooks = torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(pack, unpack))
     with (
         hooks,
-        seen or contextlib.nullcontext(),
-        recipes if cheap_recompute and users is None else contextlib.nullcontext(),
+        casts or contextlib.nullcontext(),
+        recipes if cheap_recompute and user_hooks is None else contextlib.nullcontext(),
     ):
         yield

@@ -1,4 +1,4 @@
-"""The plans of one model's steps: what a pass is planned from, what is known of sizes, and the steps that ran."""
+"""Makes the plans of one model's steps from the sizes seen so far, and keeps those that ran."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Steps:
     """Makes the plans of a model.
 
     Args:
-        runners: one for each shard.
+        replayables: one for each shard.
         boundary_bytes: memory for boundaries and their gradients.
-        recompute: whether cells are recomputed, but for those whose graphs fit in ``graph_bytes``.
+        recompute: whether cells are recomputed, except those whose graphs fit in ``graph_bytes``.
         graph_bytes: for graphs between forward and backward.
-        strict: whether a budget of memory was asked for.
-        spills: whether boundaries can leave the memory that layers compute in. Else there is no other place for them.
-        on_host: whether that is host memory, where buffers of optimizers are.
+        strict: whether the model has a memory budget.
+        spills: whether boundaries can be moved out of the memory in which layers compute.
+        on_host: whether that is host memory, as for the buffers of optimizers.
     """
 
     def __init__(
@@ -43,19 +43,19 @@ class Steps:
         self._replayables = replayables
         self._shards = len(replayables)
         self._boundary_bytes = boundary_bytes if spills else math.inf
-        #: What others take of the same memory, as long as they live.
+        #: Bytes of the same memory that other objects take, as long as they live.
         self._reserved: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._recompute = recompute
         self._graph_bytes = graph_bytes
         self._strict = strict and spills
         self._on_host = on_host
-        #: Bytes of what enters a shard, and of its gradient, for a micro-batch of so many rows; of the last step.
+        #: Bytes of a shard's boundary, and of its gradient, in the last step, by (shard, rows of the micro-batch).
         self.boundary_bytes: dict[tuple[int, int], int] = {}
         self.gradient_bytes: dict[tuple[int, int], int] = {}
-        #: The least that any boundary was seen to take for each element of the model's input.
+        #: Least bytes of each boundary, for each element of the model's input.
         self._least_per_element: dict[int, float] = {}
-        #: The last step with a backward, and the last without; and the rows of its batch.
-        self._ran: dict[bool, tuple[Plan, int]] = {}
+        #: The last step with a backward, the last one without, and the rows of their batches.
+        self._last_steps: dict[bool, tuple[Plan, int]] = {}
 
     def kept_cells(self, rows: Sequence[int], first: int) -> frozenset[Cell]:
         """The cells that keep their graphs.
@@ -67,7 +67,7 @@ class Steps:
         everything = range(len(rows))
         if not self._recompute:
             return frozenset(Cell(j, i) for j in range(first, self._shards) for i in everything)
-        # A recomputation would write once more.
+        # A recomputation would write parameters again.
         writing = (
             j for j, replayable in enumerate(self._replayables) if replayable.repeats_writes is False and j >= first
         )
@@ -80,21 +80,21 @@ class Steps:
 
     @property
     def _budget_bytes(self) -> float:
-        """For boundaries; their gradients have as much."""
+        """Budget of boundaries; that of their gradients is equal."""
         shared = self._strict and self._on_host
         return (self._boundary_bytes - (self.reserved_bytes if shared else 0)) / 2
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of memory that buffers of optimizers take."""
+        """Bytes of buffers of optimizers."""
         return sum(self._reserved.values())
 
     def reserve(self, owner: object, nbytes: int) -> None:
-        """Leaves so many bytes to ``owner``, as long as it lives; under a budget boundaries have less."""
+        """Reserves bytes for ``owner``, as long as it lives; a memory budget leaves less for boundaries then."""
         self._reserved[owner] = nbytes
 
     def spare_bytes(self) -> float:
-        """What may be reserved: half of what boundaries have, and no boundary that was seen may suffer."""
+        """Bytes that may be reserved: half of those of boundaries, as long as the largest known boundary still fits."""
         if not (self._strict and self._on_host):
             return math.inf
         seen = max(self.boundary_bytes.values(), default=0)
@@ -103,31 +103,31 @@ class Steps:
 
     def residency(self, *, gradients: bool = False) -> Residency:
         """Plans which boundaries, or their gradients, stay in memory."""
-        # Without recomputation boundaries are in the graphs.
+        # Without recomputation boundaries are kept by the graphs.
         budget = self._budget_bytes if self._recompute or gradients else math.inf
         return Residency(budget, gradients=gradients, strict=self._strict)
 
     # --- sizes --------------------------------------------------------------------------------------------------
 
     def sizes(self, rows: Sequence[int], *, gradients: bool = False) -> Sizes:
-        """What boundaries of micro-batches of so many rows take, as they were seen; 0 where nothing was."""
+        """Bytes of boundaries for micro-batches of so many rows, from those seen so far; 0 if unknown."""
         seen = self.gradient_bytes if gradients else self.boundary_bytes
         per_row = {j: nbytes / max(count, 1) for (j, count), nbytes in seen.items()}
         return lambda key: seen.get((key[0], rows[key[1]]), round(per_row.get(key[0], 0.0) * rows[key[1]]))
 
     def check_input(self, elements: Sequence[int], *, training: bool) -> None:
-        """Raises ValueError if boundaries are known to be too large for the budget, before anything moves.
+        """Raises ValueError if boundaries are known to be too large for the budget, before the pass begins.
 
         Args:
-            elements: of the input of each micro-batch; 0 where they are not known.
-            training: whether a backward follows, where the output has a gradient.
+            elements: of the input of each micro-batch; 0 if unknown.
+            training: whether a backward follows, so that the output has a gradient.
         """
         if self._strict:
             each = [least for j, least in self._least_per_element.items() if training or j < self._shards]
             check_boundaries(int(max(elements) * max(each, default=0)), self._budget_bytes)
 
-    def saw_boundary(self, j: int, rows: int, elements: int, nbytes: int, *, training: bool) -> None:
-        """Notes what enters shard ``j``, or the output of the last one.
+    def record_boundary(self, j: int, rows: int, elements: int, nbytes: int, *, training: bool) -> None:
+        """Records the size of the boundary of shard ``j``, or of the output of the last one.
 
         Raises:
             ValueError: if the budget is too small for it in forward, or for its gradient in backward.
@@ -141,9 +141,9 @@ class Steps:
 
     # --- steps that ran ---------------------------------------------------------------------------------------------
 
-    def ran(self, plan: Plan, rows: Sequence[int], *, training: bool) -> None:
-        """Notes a whole step that ran."""
-        self._ran[training] = plan, sum(rows)
+    def record_step(self, plan: Plan, rows: Sequence[int], *, training: bool) -> None:
+        """Records the plan of a step that ran."""
+        self._last_steps[training] = plan, sum(rows)
 
     def plan(self, rows: Sequence[int], updates: Updates, *, slots: int, training: bool) -> Plan:
         """The plan of a step that did not run yet, from empty slots, on micro-batches that need no gradient themselves.
@@ -168,13 +168,13 @@ class Steps:
         )
 
     def last(self, rows: int | None, *, training: bool) -> Plan | None:
-        """The last step that ran on a batch of so many rows, if there was none on another one since."""
-        plan, count = self._ran.get(training, (None, None))
+        """The plan of the last step, if its batch had so many rows; any for None."""
+        plan, count = self._last_steps.get(training, (None, None))
         return plan if rows is None or rows == count else None
 
 
 def joined(forward: Plan, backward: Plan) -> Plan:
-    """The plan of a step from those of its passes. In between, shards may have been dropped, and others loaded."""
+    """The plan of a step from those of its passes, with the loads and evictions in between."""
     left, found = forward.resident_after, backward.resident
     between = [Action(Kind.EVICT, j) for j in sorted(left - found)] + [
         Action(Kind.LOAD, j) for j in sorted(found - left)

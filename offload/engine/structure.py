@@ -1,15 +1,15 @@
-"""The structure of the layers as they were wrapped: what was replaced, added or removed since is followed or refused.
+"""Detects layers, modules, parameters and buffers that were replaced, added or removed since the model was made.
 
-The engine knows the parameters that it moves since the model was made. One that appears later has no home, no slot and
-no way for its gradient: adapters injected into the layers, ``load_state_dict(assign=True)``, ``weight_norm`` or a swap
-of modules would train something else than what is shown, without a word. So each forward compares.
+The engine moves the parameters that existed when the model was made. A later one has no home, no slot and no gradient:
+adapters injected into the layers, ``load_state_dict(assign=True)``, ``weight_norm`` or a swap of modules would silently
+train other parameters than those shown. So each forward compares.
 
 =============================  =====================================================================================
 change                         consequence
 =============================  =====================================================================================
-layers replaced; parameters    refused: the layers are to be wrapped after they were changed
+layers replaced; parameters    RuntimeError: change the layers first, wrap them afterwards
 replaced, added or removed
-other modules, buffers         followed: the next forward saves and restores the modules and buffers of now
+other modules, buffers         allowed: the next forward saves and restores the present modules and buffers
 =============================  =====================================================================================
 """
 
@@ -23,7 +23,7 @@ __all__ = ["Structure"]
 
 
 class Structure:
-    """What the layers of a model consist of.
+    """The modules, parameters and buffers of a model's layers.
 
     Args:
         layers: the mapping in which the model keeps its layers by name.
@@ -33,7 +33,7 @@ class Structure:
         self._layers = layers
         self._wrapped = {name: id(layer) for name, layer in layers.items()}
         self._parameters = dict(self._named_parameters())
-        self._note()
+        self._record()
 
     def check(self) -> bool:
         """Whether modules or buffers changed since the last call.
@@ -42,25 +42,25 @@ class Structure:
             RuntimeError: if layers or parameters changed since the model was made.
         """
         layers = {name: id(layer) for name, layer in self._layers.items()}
-        if layers == self._wrapped and all(_members(module) == noted for module, noted in self._noted):
+        if layers == self._wrapped and all(_members(module) == recorded for module, recorded in self._recorded):
             return False
-        now = {**layers, **dict(self._named_parameters())}
+        current = {**layers, **dict(self._named_parameters())}
         wrapped = {**self._wrapped, **self._parameters}
-        changed = sorted(name for name in now.keys() | wrapped.keys() if now.get(name) != wrapped.get(name))
+        changed = sorted(name for name in current.keys() | wrapped.keys() if current.get(name) != wrapped.get(name))
         if changed:
             more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
             raise RuntimeError(
                 f"layers or parameters were replaced, added or removed after this OffloadModel was made: "
-                f"{', '.join(changed[:5])}{more}. Parameters have had their homes since then; change the layers first "
+                f"{', '.join(changed[:5])}{more}. Homes of parameters are made once; change the layers first "
                 f"(adapters, weight_norm, other modules, load_state_dict(assign=True)) and wrap them afterwards. "
                 f"torch.func.functional_call with other parameters is not supported"
             )
-        self._note()
+        self._record()
         return True
 
-    def _note(self) -> None:
+    def _record(self) -> None:
         modules = dict.fromkeys(m for layer in self._layers.values() if layer is not None for m in layer.modules())
-        self._noted = [(module, _members(module)) for module in modules]
+        self._recorded = [(module, _members(module)) for module in modules]
 
     def _named_parameters(self) -> Iterator[tuple[str, int]]:
         for name, layer in self._layers.items():

@@ -1,14 +1,14 @@
-"""Gradients of embedding tables: a chunk's rows are added where they belong.
+"""Adds gradients of embedding tables in place, row by row, instead of as large as the table.
 
-Autograd makes the gradient of a table as large as the table, however few rows a chunk looked up, and adds it to what
-earlier chunks have left: for a moment there are two of them, of which one is nearly all zeros. For a large vocabulary
-that is the peak of a step in chunks. Here the rows that a chunk looked up are added to the gradient that is there.
+Autograd makes the gradient of a table as large as the table, however few rows a chunk looked up, and adds it to that of
+earlier chunks: two of them exist for a moment, one nearly all zeros. For a large vocabulary that is the peak of a step
+in chunks. Here the rows that a chunk looked up are added to the existing gradient.
 
 Guarantees
-    * The same bits: what a chunk gives a row is summed first, in the order in which the rows were looked up. Only where
-      a chunk uses a table more than once, what it gives is added in parts.
-    * Whoever listens to a table's gradient gets it from autograd, as do tables whose gradient is sparse or scaled by
-      frequency, and tables on an accelerator, where adding rows would be in no fixed order.
+    * The same bits: the gradients of one chunk for a row are summed first, in the order of the lookups. Only where a
+      chunk uses a table more than once, they are added in parts.
+    * Tables whose gradient has hooks, is sparse or scaled by frequency get it from autograd, as do tables on an
+      accelerator, where rows would be added in no fixed order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def tables_of(module: nn.Module) -> list[nn.Embedding]:
 
 @contextlib.contextmanager
 def rows_in_place(tables: Sequence[nn.Embedding]) -> Iterator[None]:
-    """What looks rows up inside will add to gradients of ``tables`` in place, whenever its backward runs."""
+    """A context whose lookups add to gradients of ``tables`` in place, whenever their backward runs."""
     handles = [table.register_forward_hook(EngineHook(_looked_up)) for table in tables]
     try:
         yield
@@ -46,7 +46,7 @@ def _looked_up(table: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     node = output.grad_fn if isinstance(output, Tensor) else None
     if node is None or node.name() != "EmbeddingBackward0" or not args:
         return
-    # A table that is computed, as by a parametrization, gets its gradient on the way to what it is computed of.
+    # The gradient of a computed table (a parametrization) continues into the graph that computed it.
     weight, (accumulate, _) = table.weight, node.next_functions[0]
     if getattr(accumulate, "variable", None) is not weight:
         return
@@ -61,13 +61,13 @@ def _looked_up(table: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         assert total is not None
         with torch.no_grad():
             _add_rows(total, indices.reshape(-1), gradient.reshape(-1, gradient.size(-1)), padding)
-        return (None,)  # nothing is left for autograd
+        return (None,)  # autograd adds nothing more
 
     node.register_prehook(add)
 
 
 def _takes_rows(weight: Tensor, total: Tensor | None) -> bool:
-    """Whether a gradient is there, of the plain kind, and nobody listens to what comes."""
+    """Whether there is a dense gradient of the same dtype, without hooks."""
     if type(total) is not Tensor or total.layout is not torch.strided or total.dtype != weight.dtype:
         return False
     return not weight._backward_hooks and not getattr(weight, "_post_accumulate_grad_hooks", None)

@@ -1,4 +1,4 @@
-"""The tape: what one forward leaves behind for its backward. It belongs to that forward, never to the model."""
+"""The tape: everything that one forward saves for its backward. It belongs to that forward, not to the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from offload.engine.boundary_store import BoundaryStore
 from offload.engine.cell import Cell
-from offload.engine.source import CellInput
+from offload.engine.cell_input import CellInput
 from offload.planning.plan import Plan
 from offload.planning.residency import Residency
 from pipe.nested import TreeSpec, flatten, unflatten
@@ -23,19 +23,19 @@ __all__ = ["CellNotes", "KeptCell", "Tape"]
 
 @dataclass
 class KeptCell:
-    """A cell that kept its graph instead of being recomputed: where the graph begins, and its flat output."""
+    """A cell that kept its graph instead of being recomputed: the begin of the graph, and its flat output."""
 
     source: CellInput
     outputs: list[Any]
     spec: TreeSpec
 
     def output(self) -> Any:
-        """What the cell returned, with its graph."""
+        """The output of the cell, with its graph."""
         return unflatten(list(self.outputs), self.spec)
 
 
-class GoesBack(Protocol):
-    """What ran the forward of a tape, and can run its backward."""
+class BackwardRunner(Protocol):
+    """The executor of a tape, which runs its backward."""
 
     def backward(
         self,
@@ -54,7 +54,7 @@ class GoesBack(Protocol):
 
 
 class Boundaries(Protocol):
-    """Where what enters cells rests between forward and backward."""
+    """Stores the inputs of cells between forward and backward."""
 
     def get(self, key: Cell) -> Any:
         """See :meth:`offload.engine.boundary_store.BoundaryStore.get`."""
@@ -62,11 +62,11 @@ class Boundaries(Protocol):
 
 @dataclass(eq=False, kw_only=True)
 class CellNotes:
-    """What the cells of one forward leave to those of its backward."""
+    """Records of the cells of one forward for those of its backward."""
 
-    #: Whether the forward noted what a backward needs.
+    #: Whether the forward recorded what a backward needs.
     records: bool
-    #: The first shard that backward has to reach: shards before it have nothing to train, nor has the input.
+    #: The first shard that backward has to reach: neither the input nor shards before it need a gradient.
     first: int
     boundaries: Boundaries
     output_fns: Sequence[Callable[[Any], Any] | None] = ()
@@ -74,9 +74,9 @@ class CellNotes:
     graphs: Set[Cell] = frozenset()
     cells: dict[Cell, Rerun] = field(default_factory=dict)
     kept: dict[Cell, KeptCell] = field(default_factory=dict)
-    #: For the boundary that enters each cell, and for the outputs: which of its leaves need a gradient.
+    #: For the boundary of each cell, and for the outputs: which of its leaves need a gradient.
     requires: dict[Cell, list[bool]] = field(default_factory=dict)
-    #: Counts of in-place changes of each shard's parameters, as the forward met them.
+    #: Version counters of each shard's parameters at the forward.
     versions: dict[int, tuple[int, ...]] = field(default_factory=dict)
     inputs: list[list[Any]] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
@@ -89,28 +89,28 @@ class Tape(CellNotes):
     """Boundaries and replays of one forward.
 
     Made by :meth:`OffloadModel.forward_chunks <offload.OffloadModel.forward_chunks>`; :meth:`backward` may be called
-    once. A tape that is dropped instead frees all it holds.
+    once. A tape that is deleted instead frees everything it holds.
     """
 
-    executor: GoesBack
+    executor: BackwardRunner
     boundaries: BoundaryStore
-    #: Plans which of the boundaries stay in memory.
+    #: Plans which boundaries stay in memory.
     residency: Residency
     microbatches: int
-    #: Of the shards whose homes are compared: how often they had been found to be written from outside.
+    #: Of the shards whose homes are compared: number of external writes found until the forward.
     homes: dict[int, int] = field(default_factory=dict)
-    #: Times that assigned data had been brought home by then.
+    #: Number of calls that had stored assigned data until the forward.
     assignments: int = 0
     #: Elements of the input, for each micro-batch.
     elements: list[int] = field(default_factory=list)
-    #: What the forward did, until its backward.
+    #: The plan of the forward, until the backward.
     plan: Plan | None = None
     output_specs: list[TreeSpec] = field(default_factory=list)
     output_shapes: list[list[torch.Size | None]] = field(default_factory=list)
     used: bool = False
 
     def backward(self, output_gradients: Sequence[Any]) -> None:
-        """Pushes gradients of the outputs back: parameters' ``.grad`` accumulates at home, each shard is loaded once.
+        """Propagates gradients of the outputs back: adds to parameters' stored ``.grad``; each shard is loaded once.
 
         Args:
             output_gradients: one entry for each chunk, in order, of the structure of that chunk's output: tensors of
@@ -120,13 +120,13 @@ class Tape(CellNotes):
             RuntimeError: if the tape was used before, its forward ran without gradients, or a parameter changed since.
             ValueError: if the number, the structure or a shape differs from the outputs.
 
-        Chunks that require a gradient get one: it goes on through whatever computed them.
+        Chunks that require a gradient get one, which is propagated through the graph that computed them.
         """
         if self.used:
-            raise RuntimeError("this tape was used before; run forward_chunks again to get another")
+            raise RuntimeError("this tape was used before; run forward_chunks again")
         if not self.records:
             raise RuntimeError(
-                "this tape has nothing to go back through: forward_chunks ran under no_grad or inference_mode, or no "
+                "this tape has no backward: forward_chunks ran under no_grad or inference_mode, or no "
                 "parameter and no input requires a gradient"
             )
         if len(output_gradients) != self.microbatches:
@@ -136,7 +136,7 @@ class Tape(CellNotes):
         flat = [self._flat(i, gradient) for i, gradient in enumerate(output_gradients)]
         self.used = True
         try:
-            # Autograd runs the hooks of a parameter, once, when its whole gradient is there.
+            # Autograd runs the hooks of a parameter, once, on its whole gradient.
             hooked = [p for p in self.executor.trainable(self.first) if has_hooks(p)]
             input_gradients, taken = self.executor.backward(self, flat, consume=True, handed_over=hooked)
         finally:
@@ -165,12 +165,12 @@ class Tape(CellNotes):
         return leaves
 
     def discard(self) -> None:
-        """Frees what the tape holds, after a failure: it has no backward."""
+        """Frees the tape after a failure: it has no backward any more."""
         self.used = True
         self.close()
 
     def close(self) -> None:
-        """Frees what the tape holds."""
+        """Frees the tape."""
         self.boundaries.close()
         self.cells.clear()
         self.kept.clear()

@@ -1,21 +1,22 @@
-"""Writes that no version tells of: by layers into their own parameters, and by anyone between forward and backward.
+"""Detects writes into parameters: by layers while they run, and by other code between a forward and its backward.
 
-Weights travel one way, from home to slot, and a slot is dropped as it is. So what a layer writes there (an embedding
-with ``max_norm``, an initialisation from data, a renormalisation) is to be found at the end of a visit and sent home.
+Weights are copied from home to slot only, and a slot is dropped without a copy. So writes of a layer into its own
+parameters (an embedding with ``max_norm``, an initialisation from data, a renormalisation) are searched at the end of a
+visit and stored.
 
 ===================================  ===============================================================================
-write                                found by
+write                                detected by
 ===================================  ===============================================================================
-in place                             the parameter's count of versions
+in place                             the parameter's version counter
 ``parameter.data = value``           the address of its memory
-in place, through ``.data``          comparing with the home, which still holds what was loaded
+in place, through ``.data``          comparison with the home, which still holds the loaded values
 ===================================  ===============================================================================
 
-These functions take a shard that is bound.
+The functions take a shard that is bound to a slot.
 
 Between a forward and its backward, homes may be written through ``.data`` as well (an average that is swapped in).
-Plain autograd then takes the new weights with the old activations. A shard that is recomputed, or still in a slot,
-would not, so :class:`HomeWatch` compares checksums, and the backward is refused.
+Plain autograd then uses the new weights with the old activations. A shard that is recomputed, or still in a slot,
+would not, so :class:`HomeChecksums` compares checksums, and the backward raises.
 """
 
 from __future__ import annotations
@@ -31,30 +32,38 @@ from offload.storage.contract import bytes_of
 from offload.streaming.lane import error_context
 from offload.streaming.shard import Shard
 
-__all__ = ["HomeWatch", "differs_from_home", "find_writes", "holds", "put_back", "values_at_home", "values_in_slot"]
+__all__ = [
+    "HomeChecksums",
+    "differs_from_home",
+    "find_writes",
+    "has_values",
+    "set_values",
+    "values_at_home",
+    "values_in_slot",
+]
 
 
 def find_writes(shard: Shard, *, compare: bool) -> list[int]:
-    """Positions of the parameters that were written to since the shard was loaded.
+    """Positions of the parameters that were written since the shard was loaded.
 
-    What was assigned to ``.data`` is in the slot afterwards.
+    Tensors assigned to ``.data`` are copied into the slot.
 
     Args:
-        shard: which.
+        shard: the shard.
         compare: also compare bytes with the homes.
 
     Raises:
-        ValueError: if something of another shape or type was assigned.
+        ValueError: if a tensor of another shape or dtype was assigned.
     """
     positions = []
-    now = shard.versions()
+    versions = shard.versions()
     for k, (s, view) in enumerate(zip(shard.slices, shard.in_slot, strict=True)):
         assigned = s.parameter.data_ptr() != view.data_ptr()
         if assigned or s.parameter.shape != view.shape:
             s.check_data(view.shape)
             view.copy_(s.parameter.detach())
             s.parameter.data = view
-        if assigned or now[k] != shard.loaded_versions[k] or (compare and not _equals_home(shard, k)):
+        if assigned or versions[k] != shard.loaded_versions[k] or (compare and not _equals_home(shard, k)):
             positions.append(k)
     return positions
 
@@ -65,22 +74,22 @@ def differs_from_home(shard: Shard) -> bool:
 
 
 def values_in_slot(shard: Shard) -> list[Tensor]:
-    """Copies of what the parameters are now."""
+    """Copies of the present values of the parameters."""
     return [parameter.detach().clone() for parameter in shard.parameters]
 
 
 def values_at_home(shard: Shard) -> list[Tensor]:
-    """What the homes of the parameters hold."""
+    """Views of the homes of the parameters."""
     return [owner.home_view(s) for owner, s in map(shard.owner_of, range(len(shard.slices)))]
 
 
-def holds(shard: Shard, values: Sequence[Tensor]) -> bool:
+def has_values(shard: Shard, values: Sequence[Tensor]) -> bool:
     """Whether the parameters have the bytes of ``values``."""
     return all(_same_bytes(p.detach(), value) for p, value in zip(shard.parameters, values, strict=True))
 
 
-def put_back(shard: Shard, values: Sequence[Tensor]) -> None:
-    """Gives the parameters these values, in the slot. Not counted as a write."""
+def set_values(shard: Shard, values: Sequence[Tensor]) -> None:
+    """Copies values into the parameters in the slot, without counting as a write."""
     for s, view, value in zip(shard.slices, shard.in_slot, values, strict=True):
         view.copy_(value)
         s.parameter.data = view
@@ -99,39 +108,35 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The bytes of a tensor, eight at a time, which is six times as fast; and those that are left."""
+    """The bytes of a tensor as int64, which compares six times as fast; and the remaining bytes."""
     flat = bytes_of(tensor)
     whole = flat.numel() // 8 * 8
     words = flat[:whole]
     return (words if words.storage_offset() % 8 == 0 else words.clone()).view(torch.int64), flat[whole:]
 
 
-#: Homes are read in pieces of this size.
-_PIECE_BYTES = 8 << 20
+#: Homes are read in chunks of this size.
+_CHUNK_BYTES = 8 << 20
 
 
-class HomeWatch:
-    """Checksums of one shard's home: whether anyone but the engine wrote to it.
-
-    Args:
-        shard: whose.
-    """
+class HomeChecksums:
+    """Checksums of one shard's home, to detect writes by code other than the engine."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
         self._sums: list[int] | None = None
-        #: How often the home was found to hold what the engine had not left there.
+        #: Number of comparisons that found a write by other code.
         self.changes = 0
-        #: The parameters that were found so last.
+        #: Names of the parameters that the last of them found changed.
         self.changed: list[str] = []
 
     @property
-    def watching(self) -> bool:
-        """Whether it has looked before."""
+    def recorded(self) -> bool:
+        """Whether there are checksums to compare with."""
         return self._sums is not None
 
-    def look(self) -> None:
-        """Reads the home, and compares with the last time.
+    def compare(self) -> None:
+        """Reads the home, and compares its checksums with those of the last time.
 
         Raises:
             OSError: if it cannot be read.
@@ -140,10 +145,10 @@ class HomeWatch:
         if before is not None and before != self._sums:
             self.changes += 1
             pairs = zip(self._shard.own, before, self._sums, strict=True)
-            self.changed = [s.name for s, then, now in pairs if then != now]
+            self.changed = [s.name for s, old, new in pairs if old != new]
 
-    def keep(self) -> None:
-        """The engine itself wrote to the home; if it was looked at before, it is read again."""
+    def refresh(self) -> None:
+        """Updates the checksums, if there are any, after the engine itself wrote to the home."""
         if self._sums is not None:
             self._sums = self._read()
 
@@ -153,15 +158,15 @@ class HomeWatch:
 
 
 def _checksums(shard: Shard) -> list[int]:
-    """Of each own parameter at home. Takes memory for one piece."""
+    """Checksums of each own parameter's home. Takes memory for one chunk."""
     sums = [0] * len(shard.own)
     nbytes = 0 if shard.home is None else shard.home.nbytes
-    buffer = host_buffer(min(_PIECE_BYTES, nbytes))
-    for begin in range(0, nbytes, _PIECE_BYTES):
+    buffer = host_buffer(min(_CHUNK_BYTES, nbytes))
+    for begin in range(0, nbytes, _CHUNK_BYTES):
         assert shard.home is not None
-        piece = buffer[: min(_PIECE_BYTES, nbytes - begin)]
-        shard.home.read_into(piece, begin)
-        memory = view_memory(piece)
+        chunk = buffer[: min(_CHUNK_BYTES, nbytes - begin)]
+        shard.home.read_into(chunk, begin)
+        memory = view_memory(chunk)
         for k, s in enumerate(shard.own):
             start, end = max(s.offset - begin, 0), min(s.offset + s.nbytes - begin, len(memory))
             if start < end:

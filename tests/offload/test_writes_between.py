@@ -160,13 +160,13 @@ def test_only_the_first_steps_take_checksums(home: str, monkeypatch: pytest.Monk
     assert len(taken) == 12 + 4 * 6
 
 
-def test_checksums_are_those_of_the_whole_home_whatever_the_size_of_a_piece(
+def test_checksums_are_those_of_the_whole_home_whatever_the_size_of_a_chunk(
     home: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = offloaded(layers(), home, True)
     (shard, *_) = model._executor.shards
     whole = weight_writes._checksums(shard)
-    monkeypatch.setattr(weight_writes, "_PIECE_BYTES", 40)
+    monkeypatch.setattr(weight_writes, "_CHUNK_BYTES", 40)
     assert weight_writes._checksums(shard) == whole
     assert len(set(whole)) == 2
 

@@ -1,8 +1,7 @@
-"""What a pass must leave as it was, whatever ended it: settings of the thread, phase, modules, generators.
+"""Saves and restores the state around a pass: settings of the thread, phase, module modes and buffers, generators.
 
-Layers run inside contexts that change these and put them back. An exception that is raised between the body of a
-``with`` statement and its end, as Ctrl-C can raise it, skips the second half. So a pass notes everything once when it
-begins, and a pass that failed puts it back.
+Layers run inside contexts that change and restore these. An exception between the body of a ``with`` statement and its
+exit, such as Ctrl-C, skips the restoration. So a pass saves all of it once at its begin, and restores it if it fails.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ __all__ = ["StateBefore"]
 
 
 class StateBefore:
-    """Notes what this thread and these modules are like now.
+    """The state of this thread and of some modules when the object is made.
 
     Args:
         device: of the layers.
-        recomputed: the modules that will be run again, in the modes, with the buffers and the random numbers of an
-            earlier forward. Without them, what a forward draws and writes stays, as in plain torch.
+        recomputed: the modules to be run again with the modes, buffers and random numbers of an earlier forward.
+            Without them, random numbers drawn and buffers written by a forward stay so, as in plain torch.
     """
 
     def __init__(self, device: torch.device, recomputed: Iterable[WatchedModule] = ()) -> None:
@@ -43,7 +42,7 @@ class StateBefore:
         self._settings = Replay.capture([device]) if self._modes else ThreadState.capture([device.type])
 
     def restore(self) -> None:
-        """Puts it back. May be called again after it was interrupted itself."""
+        """Restores the state. May be called again after an interrupt."""
         self._settings.restore()
         set_phase_of_thread(self._phase)
         for module, training in self._modes:

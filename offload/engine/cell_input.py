@@ -1,7 +1,7 @@
-"""Where the graph of a cell begins: the node that takes the boundary's gradients out of autograd.
+"""The first node of a cell's graph: receives the gradients of the boundary from autograd.
 
-A plain leaf would do almost the same, but autograd stores a leaf's gradient in the leaf's own layout. That is a copy,
-and the layer before would sum a gradient of another layout than it gets in the bare model, in another order.
+Not a plain leaf, since autograd stores a leaf's gradient in the leaf's own layout: a copy, and the layer before would
+sum a gradient of another layout than in the bare model, in another order.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ __all__ = ["CellInput", "used_outside"]
 
 
 def used_outside(shard: int) -> RuntimeError:
-    """The error of a backward that enters the graph of a cell from outside."""
+    """The error for a backward that enters the graph of a cell from outside."""
     return RuntimeError(
         f"a loss depends on an activation inside shard {shard} of an OffloadModel (an attribute that a layer keeps, a "
-        f"tensor that a hook took), which did not leave the model as an output: its graph ends within the shard, and "
-        f"the gradients of the layers before it would be missing. Return it as an output, passed on by the layers "
-        f"behind it; or detach it where it is only looked at"
+        f"tensor that a hook took), which is not an output of the model: its graph ends within the shard, so the "
+        f"gradients of the layers before it would be missing. Return it as an output, through the layers after it; or "
+        f"detach it if it is only read"
     )
 
 
 class CellInput:
-    """The beginning of one cell's graph.
+    """The begin of one cell's graph.
 
     Args:
         leaves: the flat boundary.
         requires: which of the leaves need a gradient.
-        shard: whose cell it is.
+        shard: index of the cell's shard.
     """
 
     def __init__(self, leaves: Sequence[Any], requires: Sequence[bool], shard: int) -> None:
         self._shard = shard
-        #: Whether the backward under way is that of the cell.
+        #: Whether the running backward is that of the cell.
         self._open = False
-        # A tensor that stands at several places is one tensor in the cell as well, with one gradient.
+        # A tensor that occurs more than once is one tensor in the cell as well, with one gradient.
         first: dict[int, int] = {}
         same_as = [first.setdefault(id(x), k) if isinstance(x, Tensor) else k for k, x in enumerate(leaves)]
         self._positions = [k for k, wanted in enumerate(requires) if wanted and same_as[k] == k]
         self._gradients: tuple[Tensor | None, ...] = (None,) * len(self._positions)
-        #: The boundary, as the cell's graph sees it.
+        #: The boundary, as a part of the cell's graph.
         self.leaves = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
         if self._positions:
             tensors = [self.leaves[k] for k in self._positions]
@@ -65,7 +65,7 @@ class CellInput:
         return [self.leaves[k] for k in self._positions]
 
     def refuse_other_ways(self, outputs: Sequence[Any]) -> None:
-        """To be called within a backward, before that of a cell that kept its graph, which frees it.
+        """Called within a backward, before that of a cell that kept its graph, which frees the graph.
 
         Args:
             outputs: of the cell, flat.
@@ -73,13 +73,13 @@ class CellInput:
         Raises:
             RuntimeError: if the backward also enters the cell's graph from outside.
         """
-        wanted = self.wanted[:1]  # whatever enters the graph leads there
+        wanted = self.wanted[:1]  # every path into the graph leads to them
         if any(will_run(tensor.grad_fn) for tensor in wanted) or (not wanted and any(map(will_run, _nodes(outputs)))):
             raise used_outside(self._shard)
 
     @contextlib.contextmanager
     def expecting(self) -> Iterator[None]:
-        """Inside, the backward of the cell runs, and gradients arrive; at any other time they are an error."""
+        """A context for the backward of the cell; outside of it, a gradient that arrives is an error."""
         self._open = True
         try:
             yield
@@ -87,7 +87,7 @@ class CellInput:
             self._open = False
 
     def take(self, gradients: Sequence[Tensor | None] | None = None) -> list[Tensor | None]:
-        """One gradient or None for each leaf: those that arrived here, or ``gradients`` of the wanted ones."""
+        """One gradient or None for each leaf: those received here, or ``gradients`` of the ``wanted`` tensors."""
         arrived = self._gradients if gradients is None else gradients
         self._gradients = (None,) * len(self._positions)
         back: list[Tensor | None] = [None] * len(self.leaves)
@@ -122,7 +122,7 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: CellInput, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        # Without a weak reference, the source holds its graph and the graph its source, until garbage is collected.
+        # Without a weak reference, the source and its graph are a cycle, which lives until a garbage collection.
         ctx.source, ctx.shard = weakref.ref(source), source._shard
         return tuple(tensor.detach() for tensor in tensors)
 
