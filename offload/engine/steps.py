@@ -132,12 +132,12 @@ class Steps:
         Raises:
             ValueError: if the budget is too small for it in forward, or for its gradient in backward.
         """
-        self.boundary_bytes[j, rows] = nbytes
         if elements:
             each = nbytes / elements
             self._least_per_element[j] = min(each, self._least_per_element.get(j, each))
         if self._strict and (training or j < self._shards):
             check_boundaries(nbytes, self._budget_bytes)
+        self.boundary_bytes[j, rows] = nbytes  # not of a step that is refused: an optimizer leaves room for this
 
     # --- steps that ran ---------------------------------------------------------------------------------------------
 

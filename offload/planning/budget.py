@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from offload.planning.partition import cut_layers
 from offload.planning.peak_memory import StepBytes, peak_memory
 from offload.planning.planner import plan_step
+from offload.planning.residency import MOVING
 
 __all__ = ["Layout", "fit", "parse_bytes"]
 
@@ -26,6 +27,8 @@ _UNITS = {"": 1, "b": 1} | {
 }
 #: Part of a budget that goes to boundaries before slots beyond the second are added.
 BOUNDARY_SHARE = 0.5
+#: The least that boundaries and their gradients need, the output's among them: no input has any of less than a byte.
+SMALLEST_BOUNDARIES = 2 * MOVING
 
 
 def parse_bytes(value: int | str, name: str = "memory_budget") -> int:
@@ -66,8 +69,8 @@ def fit(
 ) -> Layout:
     """The layout with the fewest shards whose slots and gradients leave half of the budget to boundaries.
 
-    Where even single layers do not, that share is given up before anything else is. Slots beyond the second are added
-    from what is left above it.
+    Where no number of shards does, boundaries get less. Slots beyond the second are added from what is left above their
+    half.
 
     Args:
         slot_bytes: of each layer, in a slot.
@@ -82,15 +85,17 @@ def fit(
     layers = len(slot_bytes)
 
     def needs(count: int) -> tuple[int, int, list[int]]:
-        """(slots and gradients, largest shard, cuts)"""
+        """(slots, gradients and the smallest boundaries; largest shard; cuts)"""
         cuts = cut_layers(slot_bytes, count)
         ends = [0, *itertools.accumulate(cuts)]
         parts = [slice(*ends_of_shard) for ends_of_shard in itertools.pairwise(ends)]
         largest = max(sum(slot_bytes[part]) for part in parts)
         sizes = StepBytes(slot_bytes=largest, gradient_bytes=[sum(gradient_bytes[part]) for part in parts])
         plan = plan_step(count, slots=min(slots or 2, count))
-        return peak_memory(plan, sizes).device_bytes, largest, cuts
+        return peak_memory(plan, sizes).device_bytes + SMALLEST_BOUNDARIES, largest, cuts
 
+    # One shard needs one slot, and no gradients are on their way while others are summed.
+    finest = min((layers, 1), key=lambda count: needs(count)[0])
     if shards is None:
         roomy = budget_bytes * (1 - BOUNDARY_SHARE)
         # The largest shard shrinks with their number, so the first that fits is found by bisection.
@@ -98,22 +103,22 @@ def fit(
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if needs(middle)[0] <= roomy else (middle + 1, high)
-        shards = low
+        shards = low if needs(low)[0] <= roomy else finest
     required, largest, cuts = needs(shards)
     if required > budget_bytes:
         widest = max(range(layers), key=lambda k: slot_bytes[k] + gradient_bytes[k])
-        finest = needs(layers)[0]
+        least = needs(finest)[0]
         advice = (
-            f"num_slices={layers} needs {finest:,} bytes"
-            if finest <= budget_bytes
-            else f"the least that fits is memory_budget={finest} with num_slices={layers}; or split layer {widest}, "
+            f"num_slices={finest} needs {least:,} bytes"
+            if least <= budget_bytes
+            else f"the least that fits is memory_budget={least} with num_slices={finest}; or split layer {widest}, "
             f"whose parameters take {slot_bytes[widest]:,} bytes"
         )
         raise ValueError(
-            f"memory_budget={budget_bytes:,} bytes is {required - budget_bytes:,} bytes short of slots and gradients "
-            f"for num_slices={shards}: {advice}"
+            f"memory_budget={budget_bytes:,} bytes is {required - budget_bytes:,} bytes short of slots, gradients "
+            f"and boundaries for num_slices={shards}: {advice}"
         )
-    gradients = required - min(slots or 2, shards) * largest
+    gradients = required - SMALLEST_BOUNDARIES - min(slots or 2, shards) * largest
     if slots is None:
         spare = budget_bytes * (1 - BOUNDARY_SHARE) - gradients
         slots = min(shards, max(2, int(spare // largest) if largest else shards))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -43,6 +44,8 @@ def test_what_is_no_number_of_bytes_is_named(value: object, error: type[Exceptio
         parse_bytes(value)  # type: ignore[arg-type]
 
 
+@example(sizes=[1, 0], budget=3, shards=None)
+@example(sizes=[9, 1], budget=30, shards=2)
 @given(
     sizes=st.lists(st.integers(0, 100), min_size=1, max_size=12),
     budget=st.integers(1, 3000),
@@ -57,12 +60,12 @@ def test_a_layout_fits_or_the_error_says_what_does(sizes: list[int], budget: int
         assert "bytes short" in message
         if "the least that fits" in message:
             least = int(message.split("memory_budget=")[2].split()[0])
-            fit(sizes, sizes, least, shards=len(sizes))
+            fit(sizes, sizes, least, shards=None)
             if least > 1:
                 with pytest.raises(ValueError, match="short"):
                     fit(sizes, sizes, least - 1, shards=None)
         else:
-            fit(sizes, sizes, budget, shards=len(sizes))
+            fit(sizes, sizes, budget, shards=int(message.split("num_slices=")[2].split()[0]))
         return
     blocks, first = [], 0
     for cut in layout.cuts:
@@ -70,7 +73,7 @@ def test_a_layout_fits_or_the_error_says_what_does(sizes: list[int], budget: int
         first += cut
     assert first == len(sizes)
     largest = max(blocks)
-    assert layout.boundary_bytes >= 0
+    assert layout.boundary_bytes >= 8
     # One set of gradients is summed while that of the next shard is on its way home.
     gradients = max((sum(pair) for pair in itertools.pairwise(blocks)), default=largest)
     assert layout.slots * largest + gradients + layout.boundary_bytes == budget
@@ -130,6 +133,54 @@ def test_training_stays_within_the_budget_and_is_exact(
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-4)
 
 
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    spare=st.integers(1_000, 1_500_000),
+    events=st.lists(st.integers(1, 6_000) | st.sampled_from(["optimizer", "no optimizer"]), min_size=2, max_size=12),
+    microbatches=st.integers(1, 3),
+)
+def test_a_size_that_once_ran_never_fails_later(
+    tmp_path: Path, spare: int, events: list[int | str], microbatches: int
+) -> None:
+    """Whatever ran in between or was refused, and whatever optimizers were made and ended."""
+    model = OffloadModel(
+        model_of(4),
+        "cpu",
+        tmp_path,
+        num_slices=4,
+        num_slots=2,
+        checkpoint_activation=True,
+        num_microbatches=microbatches,
+        memory_budget=4 * layer_bytes([nn.Linear(WIDTH, WIDTH)])[0] + spare,
+    )
+    ran: set[int] = set()
+    optimizer: OffloadOptimizer | None = None
+    for event in [*events, *(event for event in events if isinstance(event, int))]:
+        if isinstance(event, str):
+            optimizer = None
+            gc.collect()
+            if event == "optimizer":
+                with contextlib.suppress(ValueError):
+                    optimizer = OffloadOptimizer(model, torch.optim.AdamW)
+            continue
+        try:
+            model(torch.randn(event, WIDTH)).sum().backward()
+        except ValueError:
+            assert event not in ran
+            continue
+        ran.add(event)
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_size_that_was_refused_takes_nothing_from_an_optimizer(tmp_path: Path) -> None:
+    model = OffloadModel(model_of(4), "cpu", tmp_path, 4, num_slots=2, checkpoint_activation=True, memory_budget="1MiB")
+    with pytest.raises(ValueError, match="use more micro-batches"):
+        model(torch.randn(5000, WIDTH))
+    assert OffloadOptimizer(model, torch.optim.AdamW) is not None
+
+
 def test_a_large_budget_makes_slots_a_cache(tmp_path: Path) -> None:
     model = OffloadModel(model_of(6), "cpu", tmp_path, num_slices=6, checkpoint_activation=True, memory_budget="1MiB")
     model(torch.randn(3, WIDTH)).sum().backward()
@@ -137,11 +188,25 @@ def test_a_large_budget_makes_slots_a_cache(tmp_path: Path) -> None:
 
 
 def test_a_budget_that_cannot_hold_the_model_says_what_can() -> None:
-    need = 4 * layer_bytes([nn.Linear(WIDTH, WIDTH)])[0]
+    # Two slots, two sets of gradients, and the smallest boundaries that move.
+    need = 4 * layer_bytes([nn.Linear(WIDTH, WIDTH)])[0] + 8
     with pytest.raises(ValueError, match=rf"short of slots.*least that fits is memory_budget={need} .*split layer 0"):
         OffloadModel(model_of(4), "cpu", num_slices=None, checkpoint_activation=True, memory_budget=1000)
     with pytest.raises(ValueError, match=rf"num_slices=4 needs {need:,} bytes"):
-        OffloadModel(model_of(4), "cpu", num_slices=1, checkpoint_activation=True, memory_budget=need)
+        OffloadModel(model_of(4), "cpu", num_slices=2, checkpoint_activation=True, memory_budget=need)
+
+
+def test_the_constructor_refuses_what_leaves_no_input_a_boundary(tmp_path: Path) -> None:
+    need = 4 * layer_bytes([nn.Linear(1, 1)])[0]
+
+    def make(budget: int) -> OffloadModel:
+        layers = nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
+        return OffloadModel(layers, "cpu", tmp_path, num_slices=3, checkpoint_activation=True, memory_budget=budget)
+
+    with pytest.raises(ValueError, match="memory_budget="):
+        make(need + 7)
+    model = make(need + 2 * 4 * 4)
+    model(torch.randn(1, 1)).sum().backward()
 
 
 @pytest.mark.parametrize(
