@@ -93,25 +93,6 @@ ORDERS = {
     ],
 }
 
-#: The parts of each package, modules and folders, from bottom to top: at run time each imports only parts before it.
-#: A new module is added to the list, at the place that its imports and its users leave to it.
-ORDERS = {
-    "pipe": """
-        torch_private nested phony stream schedule loss state_dict replicas interception
-        gradients microbatch dependency copy turn skip recompute balance batchnorm checkpoint refusals stage worker
-        draws placement pipeline step pipe __init__ train
-    """,
-    "offload": """
-        storage planning telemetry streaming engine optim files arguments persistence module slot_sharing model
-        embedding __init__
-    """,
-    "gradcache": """
-        nested reach accumulation context_managers trial features jax audit chunks callables representations tiled_loss
-        profiles entering deferred distributed two_pass streamed loss sequential functional budget wrapped ranking step
-        grad_cache __init__ sentence_transformers
-    """,
-}
-
 
 def modules(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
@@ -163,7 +144,7 @@ def upward_imports(root: Path, order: Sequence[str]) -> Iterator[str]:
 
 @pytest.mark.parametrize("floor", FLOORS)
 def test_parts_of_a_package_import_only_parts_below_them(floor: str) -> None:
-    order = ORDERS[floor].split()
+    order = ORDERS[floor]
     assert {part_of(path, ROOT / floor) for path in modules(floor)} == set(order)
     assert not [*upward_imports(ROOT / floor, order)]
 
