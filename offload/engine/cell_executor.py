@@ -27,7 +27,7 @@ from offload.engine.layouts import fitting
 from offload.engine.memory_recorder import MemoryProfileRecorder
 from offload.engine.raw_chunk import MadeInput
 from offload.engine.saved_tensors import weights_by_reference
-from offload.engine.tape import CellNotes, KeptCell, Tape
+from offload.engine.tape import CellRecords, KeptCell, Tape
 from offload.engine.weight_writes import (
     HomeChecksums,
     differs_from_home,
@@ -75,13 +75,13 @@ class CellExecutor:
         self._home_checksums = [HomeChecksums(replayable.shard) for replayable in replayables]
         self._lending = {loan.owner.index for replayable in replayables for loan in replayable.shard.loans}
 
-    def keeps_graph(self, tape: CellNotes, cell: Cell) -> bool:
+    def keeps_graph(self, tape: CellRecords, cell: Cell) -> bool:
         """Whether a cell keeps its graph for backward."""
         return cell in tape.graphs
 
     # --- forward ------------------------------------------------------------------------------------------------
 
-    def forward(self, tape: CellNotes, cell: Cell, boundary: Any) -> Any:
+    def forward(self, tape: CellRecords, cell: Cell, boundary: Any) -> Any:
         """The detached output of a cell; records in the tape what its backward needs."""
         replayable = self._replayables[cell.j]
         output_fn = self._output_fn(tape, cell)
@@ -191,7 +191,7 @@ class CellExecutor:
 
     def backward(
         self,
-        tape: CellNotes,
+        tape: CellRecords,
         cell: Cell,
         boundary: Any,
         given: Sequence[Any],
@@ -256,7 +256,7 @@ class CellExecutor:
             replayable.shard.set_versions(tape.versions[cell.j])
             return back
 
-    def again(self, tape: CellNotes, cell: Cell, boundary: Any) -> Any:
+    def repeat(self, tape: CellRecords, cell: Cell, boundary: Any) -> Any:
         """The detached output of a cell that ran forward before: runs it again without a graph."""
         with torch.no_grad():
             output = tape.cells[cell].repeat(self._replayables[cell.j].call(self._output_fn(tape, cell)), boundary)
@@ -288,7 +288,7 @@ class CellExecutor:
 
     # --- inputs and checks of changes -----------------------------------------------------------------------------
 
-    def enter(self, tape: CellNotes, cell: Cell) -> Any:
+    def enter(self, tape: CellRecords, cell: Cell) -> Any:
         """The input of a cell. The boundaries of the first shard are the user's inputs, which are not copied.
 
         Raises:
@@ -315,7 +315,7 @@ class CellExecutor:
         goes_on = x.layout is torch.strided and x.is_pinned()
         return x.detach().to(self._device, dtype, non_blocking=not goes_on)
 
-    def _output_fn(self, tape: CellNotes, cell: Cell) -> OutputFn | None:
+    def _output_fn(self, tape: CellRecords, cell: Cell) -> OutputFn | None:
         return tape.output_fns[cell.i] if cell.j == len(self._replayables) - 1 else None
 
     @staticmethod
@@ -358,7 +358,7 @@ class CellExecutor:
                 )
 
 
-def _check_same(tape: CellNotes, cell: Cell, outputs: Sequence[Any]) -> None:
+def _check_same(tape: CellRecords, cell: Cell, outputs: Sequence[Any]) -> None:
     expected = tape.requires[Cell(cell.j + 1, cell.i)]
     if requires(outputs) != expected:
         raise RuntimeError(
@@ -368,7 +368,7 @@ def _check_same(tape: CellNotes, cell: Cell, outputs: Sequence[Any]) -> None:
         )
 
 
-def _source(tape: CellNotes, cell: Cell, boundary: Any) -> tuple[CellInput, Any]:
+def _source(tape: CellRecords, cell: Cell, boundary: Any) -> tuple[CellInput, Any]:
     """The begin of a cell's graph, and the boundary as a part of that graph."""
     leaves, spec = flatten(boundary)
     source = CellInput(leaves, tape.requires.get(cell, [False] * len(leaves)), cell.j)

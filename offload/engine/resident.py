@@ -1,12 +1,10 @@
-"""Cells of layers whose parameters stay where they compute: nothing to load, to evict, or to send home.
-
-To the engine such a layer is a shard as any other. What differs is its storage:
+"""Runs layers whose parameters stay in memory as cells: shards without a load, an eviction or a gradient offload.
 
 ===================  ==============================================================================================
-parameters           are not copied; what layers write into their own parameters stays written
-gradients            are added to ``.grad`` by autograd itself, chunk by chunk, and hooks see them come; those of
-                     embedding tables in place (:mod:`offload.engine.tables`)
-boundaries           rest in host memory, whatever device they come from; a layer may be on a device of its own
+parameters           are not copied; writes of layers into their own parameters stay
+gradients            are added to ``.grad`` by autograd itself, chunk by chunk, which runs hooks; those of embedding
+                     tables are added in place (:mod:`offload.engine.tables`)
+boundaries           are kept in host memory, whatever their device; each layer may be on its own device
 ===================  ==============================================================================================
 """
 
@@ -38,7 +36,7 @@ _NO_SLOT = torch.empty(0, dtype=torch.uint8)
 
 
 class ResidentShard(Shard):
-    """One layer, where it is."""
+    """One layer, on its own device."""
 
     slot = _NO_SLOT
     bound = True
@@ -50,11 +48,11 @@ class ResidentShard(Shard):
 
     @property
     def memory(self) -> set[StorageWeakRef]:
-        """That of the parameters themselves."""
+        """The storages of the parameters."""
         return {StorageWeakRef(parameter.untyped_storage()) for parameter in self.parameters}
 
     def set_versions(self, versions: tuple[int, ...]) -> None:
-        """What was written stays written."""
+        """Does nothing: writes into parameters keep their versions."""
 
 
 class ResidentRunner(ReplayableShard):
@@ -63,7 +61,7 @@ class ResidentRunner(ReplayableShard):
     Args:
         index: of the layer.
         layer: the layer.
-        push: the way of gradients into ``.grad``.
+        push: runs backward through a graph, into ``.grad``.
     """
 
     def __init__(self, index: int, layer: nn.Module, push: Push) -> None:
@@ -89,7 +87,7 @@ class ResidentRunner(ReplayableShard):
 
     @contextlib.contextmanager
     def until_backward(self) -> Iterator[contextlib.ExitStack]:
-        """Around a recomputation and its backward, which meets modules as the forward did: each chunk counts once."""
+        """A context for a recomputation and its backward, in which modules keep their state of the forward."""
         with contextlib.ExitStack() as stack:
             if self._tables:
                 stack.enter_context(rows_in_place(self._tables))
@@ -99,18 +97,18 @@ class ResidentRunner(ReplayableShard):
         """Backward through a cell's graph, which is used once."""
         self._push(roots, gradients)
 
-    def _first_run(self, boundary: Any, output_fn: OutputFn | None, *around: Any, **noted: Any) -> tuple[Any, Any]:
+    def _first_run(self, boundary: Any, output_fn: OutputFn | None, *around: Any, **options: Any) -> tuple[Any, Any]:
         if torch.accelerator.is_available():
-            # Draws and casts may happen on the devices of the layer, and of what enters it.
+            # Random numbers and casts may be on the devices of the layer, and of its input.
             self.layers.devices = self.watched.devices | devices_of(boundary)
-        return super()._first_run(boundary, output_fn, *around, **noted)
+        return super()._first_run(boundary, output_fn, *around, **options)
 
     def _out_of_slot(self, output: Any) -> Any:
         return output
 
 
 class ResidentStore:
-    """Nested values by key, at rest in host memory; or where they are."""
+    """Nested values by key, copied to host memory; with ``stays``, left on their devices."""
 
     def __init__(self, *, stays: bool = False) -> None:
         self._stays = stays
@@ -123,23 +121,23 @@ class ResidentStore:
         return iter(list(self._values))
 
     def put(self, key: Hashable, value: Any) -> None:
-        """Keeps a value. What stays stays the same tensors, on the CPU in any case."""
+        """Stores a value. Tensors on the CPU are not copied."""
         leaves, spec = flatten(value)
         devices = [leaf.device if isinstance(leaf, Tensor) else None for leaf in leaves]
         kept = [leaf.cpu() if isinstance(leaf, Tensor) and not self._stays else leaf for leaf in leaves]
         self._values[key] = kept, spec, devices, versions_in(kept)
 
     def take(self, key: Hashable) -> Any:
-        """:meth:`get`, for the last time."""
+        """Returns a value and removes it."""
         value = self.get(key)
         self.drop(key)
         return value
 
     def get(self, key: Hashable) -> Any:
-        """The value, where it came from.
+        """The value, with each tensor on its original device.
 
         Raises:
-            RuntimeError: if one of its tensors was changed in place since.
+            RuntimeError: if one of its tensors was changed in place since :meth:`put`.
         """
         kept, spec, devices, versions = self._values[key]
         if versions_in(kept) != versions:
@@ -151,7 +149,7 @@ class ResidentStore:
         return unflatten([x if device is None else x.to(device) for x, device in pairs], spec)
 
     def drop(self, key: Hashable) -> None:
-        """Forgets a value, if it is there."""
+        """Removes a value, if there is one."""
         self._values.pop(key, None)
 
     def nbytes(self) -> int:

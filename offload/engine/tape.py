@@ -18,7 +18,7 @@ from pipe.nested import TreeSpec, flatten, unflatten
 from pipe.recompute.rerun import Rerun
 from pipe.torch_private import has_hooks
 
-__all__ = ["CellNotes", "KeptCell", "Tape"]
+__all__ = ["CellRecords", "KeptCell", "Tape"]
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Boundaries(Protocol):
 
 
 @dataclass(eq=False, kw_only=True)
-class CellNotes:
+class CellRecords:
     """Records of the cells of one forward for those of its backward."""
 
     #: Whether the forward recorded what a backward needs.
@@ -85,7 +85,7 @@ class CellNotes:
 
 
 @dataclass(eq=False, kw_only=True)
-class Tape(CellNotes):
+class Tape(CellRecords):
     """Boundaries and replays of one forward.
 
     Made by :meth:`OffloadModel.forward_chunks <offload.OffloadModel.forward_chunks>`; :meth:`backward` may be called
