@@ -345,7 +345,7 @@ EXCEPTIONS = {
     "offload.telemetry.statistics Meter.waiting: self.wait": "the same clock",
     "offload.telemetry.statistics Meter.read: self.wait": "the same clock",
     "offload.engine.boundary_store BoundaryStore.prefetch: "
-    "away.join([scratch.fetch(ticket) for ticket in away.tickets])": "puts a tensor together of its parts",
+    "spilled.join([scratch.fetch(ticket) for ticket in spilled.tickets])": "puts a tensor together of its parts",
     "offload.engine.layouts fitting: _jagged(output.detach()).join([gradient.values().to(output.device)])": (
         "puts a tensor together of its parts"
     ),
