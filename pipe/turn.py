@@ -77,7 +77,7 @@ def takes_turns(layers: Iterable[nn.Module]) -> bool:
 def share_places(
     stages: Sequence[Iterable[nn.Module]], devices: Sequence[torch.device], places: Sequence[Hashable]
 ) -> None:
-    """Calls ``take_turns`` for each place, with the modules of all its stages.
+    """Calls ``share_slots`` for each place, with the modules of all its stages.
 
     Raises:
         ValueError: if a module computes on another device than its stage.
