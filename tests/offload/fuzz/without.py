@@ -47,7 +47,8 @@ def _weight_writes(patch: pytest.MonkeyPatch) -> None:
 def _accumulated_hooks(patch: pytest.MonkeyPatch) -> None:
     for module in ("autograd", "tape"):
         patch.setattr(f"offload.engine.{module}.has_hooks", lambda parameter: False)
-    patch.setattr("offload.engine.cell_executor.hidden_hooks", lambda parameters: contextlib.nullcontext())
+    for module in ("cell", "cell_executor"):
+        patch.setattr(f"offload.engine.{module}.hidden_hooks", lambda parameters: contextlib.nullcontext())
 
 
 def _structure(patch: pytest.MonkeyPatch) -> None:
