@@ -1,4 +1,4 @@
-"""Locks that say when they are held, and a queue that nobody may look at without."""
+"""Locks that say when they are held, and a queue that may only be read under its lock."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Guarded(deque[Any]):
         self.looks = 0
 
     def _look(self) -> None:
-        assert self.condition.held, "somebody else may be changing it"
+        assert self.condition.held, "the queue was read without its lock"
         self.looks += 1
-        assert self.looks < 100, "somebody looks again and again, instead of waiting"
+        assert self.looks < 100, "the queue was polled instead of waited for"
 
     def __len__(self) -> int:
         self._look()

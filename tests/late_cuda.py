@@ -1,6 +1,6 @@
 """A CUDA device that runs late, without one: streams hold what they are given until the host waits for it.
 
-A stream runs only as far as somebody makes it: a host that synchronises, or another stream that waits for an event
+A stream runs only as far as it is made to: by a host that synchronises, or another stream that waits for an event
 while it is being run itself. So what is not ordered by an event is not done, every time. Work is a function, given by
 :meth:`LateCuda.launch` to the current stream of the calling thread.
 """

@@ -112,7 +112,7 @@ def _kind_of(way: list[ast.AST]) -> tuple[str, str] | None:
 
 
 def _is_text_or_set(call: ast.Call) -> bool:
-    """``", ".join(...)`` and ``set(...)`` wait for nobody; ``thread.join()`` and ``event.set()`` are meant."""
+    """``", ".join(...)`` and ``set(...)`` do not wait; ``thread.join()`` and ``event.set()`` are meant."""
     if isinstance(call.func, ast.Name):
         return call.func.id == "set"
     return isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Constant)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from offload.engine.boundary_store import BoundaryStore
 from offload.engine.cell import Cell
@@ -17,6 +17,9 @@ from offload.planning.residency import Residency
 from pipe.nested import TreeSpec, flatten, unflatten
 from pipe.recompute.rerun import Rerun
 from pipe.torch_private import has_hooks
+
+if TYPE_CHECKING:
+    from offload.engine.executor import Executor
 
 __all__ = ["CellRecords", "KeptCell", "Tape"]
 
@@ -32,25 +35,6 @@ class KeptCell:
     def output(self) -> Any:
         """The output of the cell, with its graph."""
         return unflatten(list(self.outputs), self.spec)
-
-
-class BackwardRunner(Protocol):
-    """The executor of a tape, which runs its backward."""
-
-    def backward(
-        self,
-        tape: Tape,
-        output_gradients: Sequence[Sequence[Any]],
-        *,
-        consume: bool,
-        accumulate: bool = True,
-        handed_over: Collection[nn.Parameter] = (),
-        to_inputs: bool = True,
-    ) -> tuple[list[list[Any]], dict[nn.Parameter, Tensor]]:
-        """See :meth:`offload.engine.executor.Executor.backward`."""
-
-    def trainable(self, first: int) -> list[nn.Parameter]:
-        """See :meth:`offload.engine.executor.Executor.trainable`."""
 
 
 class Boundaries(Protocol):
@@ -92,7 +76,7 @@ class Tape(CellRecords):
     once. A tape that is deleted instead frees everything it holds.
     """
 
-    executor: BackwardRunner
+    executor: Executor
     boundaries: BoundaryStore
     #: Plans which boundaries stay in memory.
     residency: Residency

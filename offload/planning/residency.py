@@ -121,7 +121,7 @@ class Residency:
         return [*self._keep(boundary), Action(self._prefetch, *key)]
 
     def drop(self, key: Key) -> None:
-        """Nobody needs a boundary any more."""
+        """Removes a boundary that has no further use."""
         boundary = self._all.pop(key, None)
         if boundary is not None:
             self._leave(boundary)

@@ -60,7 +60,7 @@ def test_a_chunk_is_processed_when_it_enters_and_no_two_results_are_alive(walk: 
     assert events[:8] == [f"{what} {k}" for k in starts for what in ("process", "layer")]
     again = [event for event in events[8:] if event.startswith("process")]
     assert sorted(again) == [f"process {k}" for k in starts]
-    # The last result is still a variable of whoever called the layer when the next one is made.
+    # The last result is still a variable of the layer's caller when the next one is made.
     assert most <= 2
 
 

@@ -337,7 +337,7 @@ def test_a_layer_that_counts_its_calls_counts_every_chunk_once(walk: str) -> Non
 
 
 def test_learning_from_a_first_chunk_leaves_no_trace() -> None:
-    """Neither in buffers nor in generators; whoever counts in Python can tell by ``is_recomputing``."""
+    """Neither in buffers nor in generators; code that counts in Python can ask ``is_recomputing``."""
     model = layers("linear", "norm", "dropout", "linear")
     calls: list[tuple[bool, int]] = []
     model[0].register_forward_pre_hook(lambda _m, args: calls.append((is_recomputing(), args[0].size(0))))

@@ -1,4 +1,4 @@
-"""A lane that runs late: every copy is held back until somebody waits for it, and copies overtake each other.
+"""A lane that runs late: every copy is held back until it is waited for, and copies overtake each other.
 
 With it a forgotten wait reads garbage every time, on any machine. ``LateLane`` keeps exactly the promises that
 :class:`offload.streaming.lane.Lane` makes and none more.

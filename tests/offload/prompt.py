@@ -1,4 +1,4 @@
-"""The opposite of a late lane: a lane that is always ahead of whoever forgot to tell it what to wait for."""
+"""The opposite of a late lane: a lane that runs each job as early as its declared waits allow."""
 
 from __future__ import annotations
 

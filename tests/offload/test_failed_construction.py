@@ -76,7 +76,7 @@ class StateBefore:
             elif now is not None:
                 assert now.is_meta
         for tensor in {value for _, _, value, copied in self.members if copied is not None and value is not None}:
-            tensor.data.zero_().add_(1)  # ordinary memory, that goes with nobody
+            tensor.data.zero_().add_(1)  # ordinary memory, which outlives the model
         for parameter, gradient in self.gradients:
             assert parameter.grad is gradient
         assert all(type(m._parameters) is dict for m in self.model.modules())

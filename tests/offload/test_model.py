@@ -487,7 +487,7 @@ def test_a_model_in_files_needs_the_memory_of_its_slots_only(tmp_path: Path) -> 
 
 
 def test_a_copy_of_a_page_locked_input_ends_before_the_call() -> None:
-    """Nobody asked for one that goes on: a loader may fill that memory anew as soon as the call returns."""
+    """The copy is not asynchronous: a loader may fill that memory anew as soon as the call returns."""
     asked: list[bool] = []
 
     class Input(torch.Tensor):

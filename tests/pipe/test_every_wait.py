@@ -183,7 +183,7 @@ def compute_comes_after_what_a_lane_issued(monkeypatch: pytest.MonkeyPatch) -> N
     assert (read == 7).all(), "read before the lane wrote it"
 
 
-@fails_with("somebody else may be changing it")
+@fails_with("the queue was read without its lock")
 def a_lane_and_its_thread_never_look_at_its_jobs_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipe.train.lane.threading.Thread", Thread)
     a = ThreadLane("test")

@@ -30,7 +30,7 @@ OPTIMIZERS = {
 
 
 class LateLane(Lane):
-    """Reads rows only when somebody waits for them."""
+    """Reads rows only when they are waited for."""
 
     def submit(self, job: Any) -> Any:
         return LateTicket(job)

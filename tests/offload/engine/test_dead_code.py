@@ -1,4 +1,4 @@
-"""A recomputation leaves out what nobody reads, and nothing else."""
+"""A recomputation leaves out unused operations, and nothing else."""
 
 from __future__ import annotations
 
@@ -418,7 +418,7 @@ def test_a_hook_on_a_gradient_finds_the_values_that_its_closure_holds() -> None:
 
 
 def test_a_buffer_that_a_dead_value_is_added_to_in_place_is_computed() -> None:
-    """The sum is read by nobody, but it is there: it must not go without what was added."""
+    """The sum is not read, but it is computed: its summands must not be left out."""
 
     class Summing(Block):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Chunks that run together give what they give apart, and nobody sees that they did."""
+"""Chunks that run together give what they give apart, and no result shows it."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Recorded(Block):
 
 
 class Late(IOThreadPool):
-    """Whose threads never begin, so that a job is done by whoever waits for it and by nobody else."""
+    """A pool whose threads never start, so that only the waiter of a job runs it."""
 
     def submit(self, work: Callable[[], None]) -> PooledCall:
         return PooledCall([work], None)
@@ -116,7 +116,7 @@ def test_discarded_prefetch_never_lands(monkeypatch: pytest.MonkeyPatch) -> None
     buffer_pool.prefetch("b", reads_of(blocks[1]), 0)
     io_buffer = buffer_pool.prepare("c", reads_of(blocks[2]), 0)
     for todo in given_up:
-        for work in todo:  # a thread that takes what nobody has taken back
+        for work in todo:  # a thread that runs each job which was not cancelled
             work()
     assert io_buffer.part("c").tolist() == [2]
 
@@ -233,7 +233,7 @@ def test_finished_writes_free_trays_while_others_are_in_flight() -> None:
 def test_contiguous_ranges_are_read_in_one_call(buffer_pool: IOBufferPool) -> None:
     events: list[str] = []
     first, second = Recorded("first", [k % 251 for k in range(400)], events), Recorded("second", [7] * 64, events)
-    # Padding up to the next multiple of 64 belongs to nobody; at 256 somebody else's bytes are in between.
+    # Padding up to the next multiple of 64 is unused; at 256 bytes of another state are in between.
     places = [(first, 64, 10), (second, 0, 64), (first, 0, 64), (first, 128, 3), (first, 256, 9)]
     io_buffer = buffer_pool.prepare("a", [Read(k, *place) for k, place in enumerate(places)], 0)
     for k, (block, offset, nbytes) in enumerate(places):

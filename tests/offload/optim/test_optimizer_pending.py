@@ -1,4 +1,4 @@
-"""step() returns before anything is updated, and whoever reads through the model finishes what is pending."""
+"""step() returns before anything is updated, and a read through the model applies pending updates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.offload.zoo import WIDTH, build
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Updates run only when somebody waits for them; returns the tokens of those that ran."""
+    """Updates run only when they are waited for; returns the tokens of those that ran."""
     from tests.offload.late import LateLane
 
     lane = LateLane()

@@ -202,7 +202,7 @@ def test_activations_are_counted_once_each_although_their_memory_is_reused() -> 
     bare = nn.Sequential(nn.Sequential(*(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())))
     model = OffloadModel(bare, "cpu", num_slices=1, checkpoint_activation=True)
     model.forward_chunks([torch.randn(rows, WIDTH)])
-    # The input of the first layer and the results of the others; the second linear layer's is of nobody's use.
+    # The input of the first layer and the results of the others; the second linear layer's is not used.
     assert model._executor.replayables[0].activation_bytes == 3 * rows * WIDTH * 4
 
 

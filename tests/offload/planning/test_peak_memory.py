@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class Living(TorchDispatchMode):
-    """Counts the bytes of what operations have made and somebody still refers to."""
+    """Counts the bytes of results of operations that are still referenced."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ IN_FLIGHT = 4
 
 
 class LateThreads:
-    """An executor all of whose jobs were begun at once, and come to their end when somebody waits for them."""
+    """An executor all of whose jobs were begun at once, and end when they are waited for."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.begun: list[Begun] = []
@@ -250,18 +250,18 @@ def _staging(link: Link, count: int = 1) -> tuple[Staging, Condition]:
     return staging, condition
 
 
-@fails_with("nobody would wake up", "somebody else may be changing it", "instead of waiting")
+@fails_with("no waiter was notified", "the queue was read without its lock", "instead of waited for")
 def a_lane_waits_for_a_buffer_of_another(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     staging, condition = _staging(LateLink())
     held = staging.acquire_buffer(wait=True)
     assert held is not None
     condition.helper = lambda: staging.release(held)
     assert staging.acquire_buffer(wait=True) is held
-    assert condition.notified == 1, "nobody would wake up"
+    assert condition.notified == 1, "no waiter was notified"
     assert staging.nbytes == 0
 
 
-@fails_with("nobody would wake up", "notified without the lock")
+@fails_with("no waiter was notified", "notified without the lock")
 def a_buffer_that_could_not_be_made_is_made_by_another(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     class Full(LateLink):
         def prepare(self, buffer: Tensor) -> None:
@@ -270,7 +270,7 @@ def a_buffer_that_could_not_be_made_is_made_by_another(monkeypatch: pytest.Monke
     staging, condition = _staging(Full())
     with pytest.raises(OSError, match="full"):
         staging.acquire_buffer(wait=True)
-    assert condition.notified == 1, "nobody would wake up"
+    assert condition.notified == 1, "no waiter was notified"
 
 
 @fails_with("overwritten before it was copied")
@@ -302,14 +302,14 @@ def one_thread_finds_out_what_the_file_system_can(monkeypatch: pytest.MonkeyPatc
     assert cache.direct()
 
 
-@fails_with("somebody else may be changing it")
+@fails_with("the queue was read without its lock")
 def one_thread_at_a_time_writes_a_trace(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     tracer, lock = Tracer(), Condition()
     tracer._lock = lock  # type: ignore[assignment]
 
     class Samples(dict[str, Any]):
         def setdefault(self, key: str, default: Any) -> Any:
-            assert lock.held, "somebody else may be changing it"
+            assert lock.held, "the queue was read without its lock"
             return super().setdefault(key, default)
 
     with tracer.recording():
@@ -384,7 +384,7 @@ def _take_out(moves: list[Write | Copy], done: Sequence[Write | Copy]) -> None:
 
 @contextlib.contextmanager
 def _pending(monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[tuple[list[LateThreads], Pair]]:
-    """A step of AdamW to be done, in several blocks, by threads that come to their end when somebody waits for them."""
+    """A step of AdamW to be done, in several blocks, by threads that end when they are waited for."""
     with monkeypatch.context() as patch:
         patch.setattr("offload.optim.disk_update.MAX_BLOCK_BYTES", 16)
         threads = late_threads(patch)

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class LateThread:
-    """A thread whose jobs run when somebody waits for their result, or for the thread."""
+    """A thread whose jobs run when their result, or the thread, is waited for."""
 
     def __init__(self) -> None:
         self._results: list[LateThread.Result] = []
@@ -139,7 +139,7 @@ def the_host_reads_a_home_after_its_copy(monkeypatch: pytest.MonkeyPatch, path: 
 
 @fails_with("copied after the close")
 def a_home_goes_after_the_last_copy_of_it(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    """A load that nobody used; then the model goes, and its memory is somebody else's."""
+    """An unused load; then the model is freed, and its memory is reused."""
     cuda, home, slot = LateCuda(monkeypatch), torch.full((4,), 7.0), torch.zeros(4)
     lane = StreamLane(DEVICE)
     lane.submit("L0", lambda: cuda.launch(lambda: slot.copy_(home)))
@@ -165,7 +165,7 @@ def a_lane_is_at_rest_after_all_its_copies(monkeypatch: pytest.MonkeyPatch, path
 
 
 class _Opens:
-    """A lock that nobody holds any more as soon as somebody asks for it: then the work is done."""
+    """A lock that is released as soon as it is requested: then the work is done."""
 
     def __init__(self, future: Future) -> None:
         self._future = future
@@ -191,7 +191,7 @@ def a_thread_is_at_rest_after_all_its_work(monkeypatch: pytest.MonkeyPatch, path
     go_on, log, wait_idle = threading.Event(), list[str](), Future.wait_idle
 
     def late(future: Future) -> None:
-        go_on.set()  # not before somebody waits
+        go_on.set()  # not before a waiter exists
         wait_idle(future)
 
     threads = IOThreads(1, "late")

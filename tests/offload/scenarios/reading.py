@@ -1,4 +1,4 @@
-"""An update is pending, on a lane that is late; then somebody reads or writes what it is about to change."""
+"""An update is pending, on a lane that is late; then its parameters are read or written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""I/O threads: work is done once, by a thread or by whoever waits for it, and nothing waits for ever."""
+"""I/O threads: work is done once, by a thread or by its waiter, and no wait is endless."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_interpreter_ends_after_queued_work_and_does_not_wait_for_threads() 
         "from offload.storage.io_threads import IOThreads\n"
         "threads = IOThreads(1, 'test')\n"
         "for k in range(3): threads.submit(lambda k=k: print(k, flush=True))\n"
-        "threads._started.clear()  # an interrupt in the middle of a start: a thread that nobody knows\n"
+        "threads._started.clear()  # an interrupt in the middle of a start: an unregistered thread\n"
         "threads.submit(lambda: print('last', flush=True)).result()\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class LateLink(Link):
-    """A device that copies late: only when somebody waits, in order, as a stream would. Every block is far from it."""
+    """A device that copies late: only when it is waited for, in order, as a stream does. No block is on the device."""
 
     def __init__(self) -> None:
         self.pending: list[Callable[[], None]] = []

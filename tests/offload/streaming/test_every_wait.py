@@ -381,7 +381,7 @@ def test_every_used_value_has_a_stand_in() -> None:
 
 
 def test_a_wait_that_is_new_is_found(tmp_path: Path) -> None:
-    """Of each kind there is one in a module that nobody knows."""
+    """Of each kind there is one in an unknown module."""
     (tmp_path / "new.py").write_text(
         "class A:\n"
         "    def f(self):\n"

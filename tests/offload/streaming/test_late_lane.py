@@ -111,7 +111,7 @@ def test_a_fetch_must_run_after_its_spill(late: Late, tmp_path: Path) -> None:
 
 
 def test_an_eviction_waits_for_its_load(late: Late, tmp_path: Path) -> None:
-    """A forward that fails leaves a load behind that nobody used; it must not arrive in the slot after the next one."""
+    """A forward that fails leaves an unused load behind; it must not arrive in the slot after the next one."""
     late(0)
     model = OffloadModel(build(["linear"] * 4), "cpu", f"{tmp_path}/", num_slices=6, checkpoint_activation=True)
     layers = list(model.children())
@@ -169,7 +169,7 @@ def test_no_load_is_under_way_when_an_inference_returns(monkeypatch: pytest.Monk
 
 
 def test_the_second_step_begins_before_the_first_has_ended_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cells took in the first step is set apart then, but nobody waits for it."""
+    """What cells took in the first step is set apart then, without a wait."""
     cuda = LateCuda(monkeypatch)
     meter = Meter(DEVICE)
     for rows in (4, 2, 2):

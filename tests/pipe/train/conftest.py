@@ -156,7 +156,7 @@ class SparseNet(nn.Module):
 
 
 class LateLane(Lane):
-    """Holds every job back until somebody waits for its ticket: the twin of a stream that is as slow as it may be.
+    """Holds every job back until its ticket is waited for: the twin of a stream that is as slow as it may be.
 
     A consumer that forgets to wait finds nothing done, every time. Jobs run in order when the last of them is waited
     for, as on a stream.

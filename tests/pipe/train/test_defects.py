@@ -150,7 +150,7 @@ def test_a_loader_exception_is_raised_after_earlier_batches_and_the_loader_may_c
     assert [int(pipeline.progress(loader)) for _ in range(2)] == [1, 2]
     with pytest.raises(OSError, match="unreadable file"):
         pipeline.progress(loader)
-    assert loader.calls == 3, "the loader was touched again before anybody knew that it had failed"
+    assert loader.calls == 3, "the loader was touched again before its failure was raised"
     assert [int(output) for output in lab.run(pipeline, loader)] == [4, 5]
     assert model.ran == [1, 2, 4, 5]
 
