@@ -6,7 +6,7 @@ memory when it is freed, in pieces between other blocks, and the process would s
 The same happens slowly while layers compute on the CPU: activations are freed between tensors that live longer, the
 gaps fit no later block, and the heap grows from step to step. Returning every block at once is no solution: the first
 write to a new page takes eight times as long as to one that the process has. So free memory is kept until it exceeds
-:data:`KEEP_BYTES`, or the model's budget. Set that to None to leave the heap to the C library.
+:data:`KEEP_BYTES`, or :data:`BUDGET_SHARE` of the model's budget. Set that to None to leave the heap to the C library.
 """
 
 from __future__ import annotations
@@ -49,20 +49,23 @@ def anonymous_bytes() -> int:
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
-#: Less than this is kept, however small the budget: returning takes milliseconds.
-LEAST_BYTES = 16 << 20
+#: Free memory takes no more than this share of a budget.
+BUDGET_SHARE = 1 / 4
+
+#: So much may be kept, however small the budget: returning takes milliseconds.
+LEAST_BYTES = 4 << 20
 
 
 class Heap:
     """Bounds the free heap memory of the process, for one model that computes on the CPU.
 
     Args:
-        budget_bytes: of the model, if any: at most so much free memory is kept.
+        budget_bytes: of the model, if any.
     """
 
     def __init__(self, budget_bytes: int | None = None) -> None:
         self._needed: int | None = None
-        self._most = math.inf if budget_bytes is None else max(budget_bytes, LEAST_BYTES)
+        self._most = math.inf if budget_bytes is None else max(int(budget_bytes * BUDGET_SHARE), LEAST_BYTES)
 
     def trim_if_grown(self) -> None:
         """Called after much was freed: trims the heap if it has grown. Usually takes microseconds."""

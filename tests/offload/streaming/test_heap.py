@@ -43,16 +43,27 @@ def test_freed_memory_is_given_back_only_when_the_process_has_outgrown_what_it_n
 
 
 _STEPS = """
-import sys
+import sys, threading
 import torch
 from torch import nn
-import offload.streaming.heap
 from offload import OffloadModel, OffloadOptimizer
+from offload.streaming.heap import anonymous_bytes
 
 torch.set_num_threads(1)
-with torch.device("meta"):
-    layers = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(32)))
-start = offload.streaming.heap.anonymous_bytes()
+small = nn.Linear(8, 8)  # loads the libraries that a step needs
+small(torch.randn(2, 8)).sum().backward()
+torch.optim.AdamW(small.parameters()).step()
+
+peak, ended = 0, threading.Event()
+def sample():
+    global peak
+    while not ended.wait(0.0005):
+        peak = max(peak, anonymous_bytes())
+sampler = threading.Thread(target=sample)
+sampler.start()
+
+start = anonymous_bytes()
+layers = nn.Sequential(*(nn.Linear(1024, 1024, device="meta") for _ in range(64)))
 model = OffloadModel(
     layers, "cpu", sys.argv[1], num_slices=None, checkpoint_activation=True, memory_budget=sys.argv[2]
 )
@@ -62,17 +73,19 @@ for _ in range(2):
     optimizer.step()
     optimizer.zero_grad()
 optimizer.synchronize()
-print(offload.streaming.heap.anonymous_bytes() - start)
+ended.set()
+sampler.join()
+print(peak - start)
 """
 
 
-def test_a_model_with_a_budget_keeps_no_more_free_memory_than_that(tmp_path: Path) -> None:
-    """Gradients of four MiB each are freed between smaller blocks, and 128 MiB of them come by in a step."""
+def test_with_an_optimizer_on_disk_the_process_grows_by_no_more_than_the_budget(tmp_path: Path) -> None:
+    """Gradients of four MiB each are freed between smaller blocks, and 256 MiB of them are made in a step."""
     if not anonymous_bytes():
         pytest.skip("needs a system with /proc")
     command = [sys.executable, "-c", _STEPS, f"{tmp_path}/", "32MiB"]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert int(result.stdout) < 160 << 20
+    assert int(result.stdout) < 1.03 * (32 << 20) + (8 << 20)
 
 
 def test_anonymous_memory_counts_what_is_written_to_and_not_what_a_file_backs(tmp_path: Path) -> None:
