@@ -34,7 +34,9 @@ from offload.engine.cell import Cell, OutputFn, ReplayableShard
 from offload.engine.cell_executor import CellExecutor, largest_rows, requires, versions_of
 from offload.engine.follow import follow
 from offload.engine.layouts import bytes_of_boundary, refuse_hidden, refuse_strided_nested
+from offload.engine.raw_chunk import RawChunk
 from offload.engine.references import References
+from offload.engine.shape_inference import inferred_boundaries
 from offload.engine.state_before import StateBefore
 from offload.engine.steps import Steps, joined
 from offload.engine.structure import Structure
@@ -95,6 +97,7 @@ class Executor:
         self._meter = meter
         self.boundary_bytes = boundary_bytes
         self._recompute = recompute
+        self._param_dtype = param_dtype
         #: Makes plans, and keeps those that ran.
         self.steps = Steps(
             self.replayables,
@@ -220,6 +223,14 @@ class Executor:
         records = torch.is_grad_enabled() and first < len(self.shards)
         elements = [sum(x.numel() for x in leaves if isinstance(x, Tensor)) for leaves in inputs]
         self.steps.check_input(elements, training=records)
+        if self.steps.needs_sizes and not any(isinstance(chunk, RawChunk) for chunk in chunks):
+            i = max(range(len(chunks)), key=elements.__getitem__)
+            args, kwargs = chunks[i]
+            sizes = inferred_boundaries([shard.layers for shard in self.shards], args, kwargs, self._param_dtype)
+            for j, nbytes in enumerate(sizes, 1):
+                if j == len(self.shards) and any(output_fns):
+                    break  # they make another output
+                self.steps.record_boundary(j, rows[i], elements[i], nbytes, training=records)
         return Tape(
             executor=self,
             # Without recomputation boundaries are kept by the graphs, on the device.

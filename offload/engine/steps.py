@@ -115,6 +115,11 @@ class Steps:
         per_row = {j: nbytes / max(count, 1) for (j, count), nbytes in seen.items()}
         return lambda key: seen.get((key[0], rows[key[1]]), round(per_row.get(key[0], 0.0) * rows[key[1]]))
 
+    @property
+    def needs_sizes(self) -> bool:
+        """Whether a first input could be too large for the budget."""
+        return self._strict and not self._least_per_element
+
     def check_input(self, elements: Sequence[int], *, training: bool) -> None:
         """Raises ValueError if boundaries are known to be too large for the budget, before the pass begins.
 

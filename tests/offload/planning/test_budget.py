@@ -99,6 +99,51 @@ def test_a_larger_input_is_refused_before_anything_moves_and_one_that_ran_never(
         model(x).sum().backward()
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_first_input_that_is_too_large_is_refused_before_anything_moves(
+    tmp_path: Path, dtype: torch.dtype | None
+) -> None:
+    """Layers of torch tell its size without computing."""
+    wide = nn.Sequential(
+        nn.Linear(2, 8), nn.Dropout(), nn.Linear(8, 2), nn.LayerNorm(2) if dtype else nn.BatchNorm1d(2)
+    )
+    before = {name: value.clone() for name, value in wide.state_dict().items()}
+    model = OffloadModel(
+        wide, "cpu", tmp_path, num_slices=4, checkpoint_activation=True, memory_budget=4992, param_dtype=dtype
+    )
+    few = 24 if dtype else 12
+    large, generator = torch.randn(2 * few, 2), torch.get_rng_state()
+    with pytest.raises(ValueError, match="use more micro-batches"):
+        model(large)
+    assert model.statistics().shard_loads == 0
+    assert torch.equal(torch.get_rng_state(), generator)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    model(torch.randn(few, 2)).sum().backward()
+
+
+class Doubled(nn.Linear):
+    """Notices that it was called."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_layers_that_could_notice_it_are_not_run_to_learn_sizes(tmp_path: Path) -> None:
+    counted, seen = Doubled(WIDTH, WIDTH), list[nn.Module]()
+    hooked = nn.Linear(WIDTH, WIDTH)
+    hooked.register_forward_hook(lambda module, args, output: seen.append(module))
+    for layer in (counted, hooked):
+        bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer)
+        model = OffloadModel(bare, "cpu", tmp_path, num_slices=2, checkpoint_activation=True, memory_budget=1 << 16)
+        with torch.no_grad():
+            model(torch.randn(2, WIDTH))
+    assert counted.calls == len(seen) == 1
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(depth=6, budget=5632, rows=60, microbatches=5)
 @given(
