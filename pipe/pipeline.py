@@ -235,13 +235,13 @@ class Pipeline:
 
 
 def _then(compute: Callable[[], Batch], coming: Stage | None) -> Callable[[], Batch]:
-    """``compute``, followed by ``expect()`` of the stage that has the next turn, which starts to load it."""
+    """``compute``, followed by ``prefetch()`` of the stage that has the next turn, which starts to load it."""
     if coming is None:
         return compute
 
     def run() -> Batch:
         batch = compute()
-        coming.expect()
+        coming.prefetch()
         return batch
 
     return run

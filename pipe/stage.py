@@ -69,8 +69,8 @@ class Stage:
         """Whether any module of the stage takes turns."""
         return bool(self._takers)
 
-    def expect(self, *, backward: bool = False) -> None:
-        """Calls ``expect`` of the modules that take turns: the next turn on the device is that of this stage."""
+    def prefetch(self, *, backward: bool = False) -> None:
+        """Calls ``prefetch`` of the modules that take turns: the next turn on the device is that of this stage."""
         for taker in self._takers:
             taker.prefetch(backward=backward)
 

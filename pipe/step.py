@@ -142,7 +142,7 @@ class Step:
         batch = work(action.stage, action.micro_batch)
         coming = self._coming.get(action)
         if coming is not None:
-            self.stages[coming.stage].expect(backward=coming.kind == "B")
+            self.stages[coming.stage].prefetch(backward=coming.kind == "B")
         return batch
 
     @staticmethod
