@@ -53,9 +53,9 @@ class RandContext:
         self._replay = Replay.capture(devices_in_use(*tensors), generators) if replay is None else replay
         self._entered: list[Any] = []
 
-    def seal(self) -> RandContext:
+    def record_changes(self) -> RandContext:
         """Drops generators whose state has not changed; call it after the first forward. Returns itself."""
-        self._replay.seal()
+        self._replay.record_changes()
         return self
 
     @property

@@ -88,5 +88,5 @@ class Entering:
                 return self._input_fn(self._chunks[i])
         replay = Replay.capture(self._devices)
         value = self._input_fn(self._chunks[i])
-        self._replays[i] = replay.seal()
+        self._replays[i] = replay.record_changes()
         return value

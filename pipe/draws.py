@@ -52,7 +52,7 @@ class SharedDraws:
         in_order = self._drew.get(kind, True)
         replay = Replay.capture((), _shared(stages))
         yield in_order
-        drawn = replay.seal().drawn
+        drawn = replay.record_changes().drawn
         if drawn and not in_order:
             warnings.warn(
                 f"stages on several devices began to draw from generators that they share ({', '.join(drawn)}), while "

@@ -19,16 +19,16 @@ def test_split_and_gather_a_nested_batch(benchmark: Any) -> None:
     assert gathered["tokens"].shape == (64, 32)
 
 
-def test_capture_and_seal_a_replay(benchmark: Any) -> None:
+def test_capture_a_replay_and_record_its_draws(benchmark: Any) -> None:
     def work() -> Replay:
         replay = Replay.capture([torch.device("cpu")])
-        return replay.seal()
+        return replay.record_changes()
 
     assert benchmark(work) is not None
 
 
 def test_run_again_under_a_replay(benchmark: Any) -> None:
-    replay = Replay.capture([torch.device("cpu")]).seal()
+    replay = Replay.capture([torch.device("cpu")]).record_changes()
 
     def work() -> None:
         with replay.again():

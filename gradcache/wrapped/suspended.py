@@ -322,7 +322,7 @@ class SuspendedForward:
         set_modes(modules, modes)
         segment, self._segment = self._segment, None
         if segment is not None and complete:
-            self._segments.append((segment[0].seal(), segment[1].seal()))
+            self._segments.append((segment[0].record_changes(), segment[1].record_changes()))
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -250,7 +250,7 @@ class ReplayableShard:
         with contextlib.nullcontext() if module_state is None else module_state.running(), saving, torch.enable_grad():
             output = self._first_run(boundary, output_fn)[0]
         if module_state is not None:
-            module_state.seal()
+            module_state.record_changes()
         return output, recorder.saved_tensors()
 
     def _first_run(

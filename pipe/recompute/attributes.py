@@ -68,7 +68,7 @@ class Attributes:
         #: For each changed attribute: the module's attributes, its name, its value and the content of that.
         self._changed: list[tuple[dict[str, Any], str, Any, Any]] = []
 
-    def seal(self) -> None:
+    def record_changes(self) -> None:
         """To be called after the forward: keeps the old values of changed attributes.
 
         Raises:
@@ -96,7 +96,7 @@ class Attributes:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """A context with the attributes from before the forward. Without :meth:`seal`, changes in it are undone."""
+        """A context with the attributes from before the forward. If it is the forward, its changes are undone."""
         present = [(owner, key, owner.get(key, _MISSING)) for owner, key, _, _ in self._changed]
         contents = [_copy(value) for _, _, value in present]
         try:

@@ -77,7 +77,7 @@ class Hooks:
         self._recorded = _record(modules)
         self._global: list[Any] = []
 
-    def seal(self, *, add: bool) -> None:
+    def record_changes(self, *, add: bool) -> None:
         """To be called after the forward. Hooks that the forward removed stay recorded, since they ran.
 
         Args:
@@ -94,7 +94,7 @@ class Hooks:
         """A context for a recomputation, with the recorded hooks.
 
         Raises:
-            RuntimeError: if global module hooks were registered or removed since :meth:`seal`.
+            RuntimeError: if global module hooks were registered or removed since :meth:`record_changes`.
         """
         if self._global != _global_hooks():
             raise RuntimeError(

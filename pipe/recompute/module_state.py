@@ -220,13 +220,13 @@ class ModuleState:
         state = ModuleState(watched)
         with state.running():
             output = module(input)
-        state.seal()
+        state.record_changes()
         ...
         with state.again():
             output = module(input)
     """
 
-    __slots__ = ("_attributes", "_buffers", "_epochs", "_hooks", "_modes", "_unsealed", "_versions", "_watched")
+    __slots__ = ("_attributes", "_before", "_buffers", "_epochs", "_hooks", "_modes", "_versions", "_watched")
 
     def __init__(self, watched: WatchedModule, *, attributes: bool = False) -> None:
         self._watched = watched
@@ -236,7 +236,7 @@ class ModuleState:
         self._versions: list[int] = []
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         self._epochs: list[tuple[nn.Module, str, _Epoch]] = []
-        self._unsealed = [
+        self._before = [
             _Buffer(owner, name, known, buffer, watched.compiled)
             for owner, name, known in watched.buffers
             if (buffer := owner._buffers[name]) is not None
@@ -245,16 +245,16 @@ class ModuleState:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """A context for the forward: copies a large buffer before the first write to it."""
-        uncopied = [buffer for buffer in self._unsealed if not buffer.copied]
+        uncopied = [buffer for buffer in self._before if not buffer.copied]
         with FirstWrites([(b.value, b.copy) for b in uncopied]) if uncopied else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:
         """A context for a trial forward, whose changes of buffers are undone. Used instead of :meth:`running`."""
-        unsealed, self._unsealed = self._unsealed, []
-        ahead = [buffer for buffer in unsealed if buffer.copied_ahead]
-        uncopied = [buffer for buffer in unsealed if not buffer.copied_ahead]
+        before, self._before = self._before, []
+        ahead = [buffer for buffer in before if buffer.copied_ahead]
+        uncopied = [buffer for buffer in before if not buffer.copied_ahead]
         for buffer in ahead:
             buffer.owner._buffers[buffer.name] = buffer.value
         try:
@@ -264,20 +264,20 @@ class ModuleState:
             ):
                 yield
         finally:
-            for buffer in unsealed:
+            for buffer in before:
                 buffer.take_back()
 
-    def seal(self) -> ModuleState:
+    def record_changes(self) -> ModuleState:
         """To be called after the forward: drops the copies of unchanged buffers. Returns itself.
 
         Raises:
             RuntimeError: if a buffer was written that was not copied, see :meth:`running`.
         """
         if self._attributes is not None:
-            self._attributes.seal()
-        self._hooks.seal(add=self._attributes is None)
-        unsealed, self._unsealed = self._unsealed, []
-        for buffer in unsealed:
+            self._attributes.record_changes()
+        self._hooks.record_changes(add=self._attributes is None)
+        before, self._before = self._before, []
+        for buffer in before:
             if buffer.was_written(self._watched.compared):
                 self._buffers.append((buffer.owner, buffer.name, buffer.value))
             else:
@@ -289,7 +289,7 @@ class ModuleState:
 
     @property
     def moved(self) -> bool:
-        """After :meth:`seal`: whether the forward wrote any buffer."""
+        """After :meth:`record_changes`: whether the forward wrote any buffer."""
         return bool(self._buffers)
 
     @contextlib.contextmanager
@@ -301,7 +301,7 @@ class ModuleState:
                 parameters.
 
         Raises:
-            RuntimeError: if a parameter was modified in place, or a module changed its mode, since :meth:`seal`.
+            RuntimeError: if a parameter was modified in place, or a module changed its mode, since the forward.
         """
         modes = [module.training for _, module in self._watched.modules]
         if not strict:

@@ -6,7 +6,7 @@ A recomputed forward is only the same function if it draws the same random numbe
 Guarantees
     * Inside :meth:`Replay.again` every saved generator repeats the draws of the first forward.
     * Afterwards every generator has the state from before the recomputation, so the user's draws do not change.
-    * A generator that the forward did not draw from is dropped by :meth:`Replay.seal` and not used again: a
+    * A generator that the forward did not draw from is dropped by :meth:`Replay.record_changes` and not used again: a
       deterministic forward is recomputed without reading or writing any generator.
     * Recomputations in several threads do not interleave on the generators that a process shares (torch's CPU
       generator, Python's and NumPy's, generators that layers hold): they take turns.
@@ -111,7 +111,7 @@ class Replay:
 
         replay = Replay.capture([device])
         output = function(input)            # draws random numbers, casts
-        replay.seal()                       # drops the generators that were not drawn from
+        replay.record_changes()                       # drops the generators that were not drawn from
         ...
         with replay.again():
             output = function(input)        # the same numbers, the same casts
@@ -139,7 +139,7 @@ class Replay:
         states = [(generator, generator.get()) for generator in sources]
         return cls(states, ThreadState.capture(device.type for device in devices))
 
-    def seal(self) -> Replay:
+    def record_changes(self) -> Replay:
         """Drops every generator whose state has not changed since :meth:`capture`. Returns itself."""
         self._states = [(generator, state) for generator, state in self._states if generator.moved(state)]
         return self

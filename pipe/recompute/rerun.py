@@ -73,9 +73,9 @@ class Rerun:
         """
         with contextlib.nullcontext() if self.module_state is None else self.module_state.running():
             yield
-        self.replay.seal()
+        self.replay.record_changes()
         if self.module_state is not None:
-            self.module_state.seal()
+            self.module_state.record_changes()
 
     @contextlib.contextmanager
     def again(self, *, strict: bool = False, until: contextlib.ExitStack | None = None) -> Iterator[None]:

@@ -58,12 +58,12 @@ class Draws:
     def observing(self) -> Iterator[None]:
         """A context for one read that runs alone; records the draws in it, and those since the read before."""
         if self._since_read is not None:
-            self._by_caller = (self._by_caller or set()) | set(self._since_read.seal().drawn)
+            self._by_caller = (self._by_caller or set()) | set(self._since_read.record_changes().drawn)
         before = Replay.capture(self._devices)
         try:
             yield
         finally:
-            drawn = set(before.seal().drawn)
+            drawn = set(before.record_changes().drawn)
             self._by_reads = drawn if self._seeds_first else self._by_reads | drawn
             self._since_read = Replay.capture(self._devices)
 

@@ -39,7 +39,7 @@ class FakeStreamed(nn.Module):
                     replay = Replay.capture(devices_of(value))
                     cells[-1].append((value, replay))
                     values[i] = self.cell(layer, j, output_fn)(value)
-                    replay.seal()
+                    replay.record_changes()
         return values, FakeTape(self, cells if torch.is_grad_enabled() else None, output_fn)
 
     def cell(self, layer: nn.Module, j: int, output_fn: Callable[[Any], Any] | None) -> Callable[[Any], Any]:

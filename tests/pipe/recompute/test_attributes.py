@@ -97,7 +97,7 @@ def test_modules_that_change_nothing_in_their_first_forwards_are_not_noted_again
     for _ in range(FORWARDS_NOTED):
         module_state = ModuleState(watched, attributes=True)
         model(torch.randn(2, WIDTH))
-        module_state.seal()
+        module_state.record_changes()
     assert [module for _, module in watched.stateful.candidates()] == [model[1]]
 
 
@@ -106,7 +106,7 @@ def test_attributes_are_put_back_when_the_recomputation_fails() -> None:
     watched = WatchedModule(model)
     module_state = ModuleState(watched, attributes=True)
     model(torch.randn(2, WIDTH))
-    module_state.seal()
+    module_state.record_changes()
 
     def fail() -> None:
         with module_state.again():

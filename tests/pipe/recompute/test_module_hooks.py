@@ -130,7 +130,7 @@ def test_a_hook_that_a_forward_registers_is_in_a_second_forward_that_does_not_re
     layer = Lazy()
     module_state = ModuleState(WatchedModule(layer))
     first = layer(batch())
-    module_state.seal()
+    module_state.record_changes()
     with module_state.again():
         assert torch.equal(layer(batch()), first)
 

@@ -31,7 +31,7 @@ class Counter(nn.Module):
 def run(module: Any, module_state: Any = None) -> Any:
     module_state = module_state or ModuleState(WatchedModule(module))
     value = module()
-    return value, module_state.seal()
+    return value, module_state.record_changes()
 
 
 def test_a_repeated_forward_reads_what_the_first_read_and_writes_nothing() -> None:
@@ -82,7 +82,7 @@ def test_buffers_are_restored_after_an_exception() -> None:
 
 def test_all_changes_are_named_at_once() -> None:
     module = nn.Sequential(Counter(), nn.Dropout())
-    module_state = ModuleState(WatchedModule(module)).seal()
+    module_state = ModuleState(WatchedModule(module)).record_changes()
     module.eval()
     with torch.no_grad():
         module[0].weight.add_(1)
@@ -96,7 +96,7 @@ def test_a_parameter_prepared_by_the_forward_itself_is_no_change() -> None:
     module_state = ModuleState(WatchedModule(module))
     with torch.no_grad():
         module.weight.mul_(2)
-    module_state.seal()
+    module_state.record_changes()
     with module_state.again():
         pass
 
@@ -168,7 +168,7 @@ def guarded(module: Any, watched: Any) -> Any:
     module_state = ModuleState(watched)
     with module_state.running():
         value = module()
-    return value, module_state.seal()
+    return value, module_state.record_changes()
 
 
 # A library that writes without a word is found out by its first call, not by a later one.
@@ -257,7 +257,7 @@ def test_a_compiled_module_s_large_buffers_are_copied_before_its_first_forward()
     module_state = ModuleState(WatchedModule(module))
     with module_state.running():
         first = module(torch.zeros(()))
-    module_state.seal()
+    module_state.record_changes()
     for _ in range(2):
         with module_state.again():
             assert module(torch.zeros(())) == first
@@ -271,7 +271,7 @@ def test_a_buffer_of_inference_mode_counts_no_versions_and_is_kept() -> None:
     module_state = ModuleState(WatchedModule(module))
     with module_state.running(), torch.inference_mode():
         first = module()
-    module_state.seal()
+    module_state.record_changes()
     with module_state.again():
         with torch.inference_mode():
             assert module() == first

@@ -25,7 +25,7 @@ DRAWS = {
 def test_draws_repeat_inside_and_continue_outside(inside: Any, between: Any) -> None:
     replay = Replay.capture([CPU])
     first = [DRAWS[name]() for name in inside]
-    replay.seal()
+    replay.record_changes()
     assert set(replay.drawn) == set(inside)
     for name in between:
         DRAWS[name]()
@@ -51,7 +51,7 @@ def test_a_kept_normal_number_of_numpy_is_part_of_its_state(before: Any, inside:
         NORMAL[name]()
     replay = Replay.capture([CPU])
     first = [NORMAL[name]() for name in inside]
-    replay.seal()
+    replay.record_changes()
     following = np.random.normal()
     with replay.again():
         assert [NORMAL[name]() for name in inside] == first
@@ -68,11 +68,11 @@ def test_a_replay_inside_a_rewound_generator_notes_the_kept_normal_number() -> N
     outer = Replay.capture([CPU])
     kept = np.random.normal()
     Replay.capture([CPU])
-    outer.seal()
+    outer.record_changes()
     with outer.again():
         inner = Replay.capture([CPU])
         assert np.random.normal() == kept
-        inner.seal()
+        inner.record_changes()
         with inner.again():
             assert np.random.normal() == kept
 
@@ -83,7 +83,7 @@ def test_another_bit_generator_of_numpy_is_replayed() -> None:
     try:
         replay = Replay.capture([CPU])
         first = np.random.rand(3).tolist()
-        assert replay.seal().drawn == ("numpy",)
+        assert replay.record_changes().drawn == ("numpy",)
         with replay.again():
             assert np.random.rand(3).tolist() == first
     finally:
@@ -91,7 +91,7 @@ def test_another_bit_generator_of_numpy_is_replayed() -> None:
 
 
 def test_a_forward_that_draws_nothing_touches_no_generator() -> None:
-    replay = Replay.capture([CPU]).seal()
+    replay = Replay.capture([CPU]).record_changes()
     with replay.again():
         a = torch.rand(1)
     assert not torch.equal(a, torch.rand(1))
@@ -100,7 +100,7 @@ def test_a_forward_that_draws_nothing_touches_no_generator() -> None:
 def test_generators_are_restored_after_an_exception() -> None:
     replay = Replay.capture([CPU])
     torch.rand(1), random.random()
-    replay.seal()
+    replay.record_changes()
     before = torch.get_rng_state(), random.getstate()
     with contextlib.suppress(ValueError), replay.again():
         torch.rand(5), random.random()
@@ -114,7 +114,7 @@ def test_replays_nest() -> None:
     a = torch.rand(2)
     inner = Replay.capture([CPU])
     b = torch.rand(2)
-    outer.seal(), inner.seal()
+    outer.record_changes(), inner.record_changes()
     with outer.again():
         assert torch.equal(torch.rand(2), a)
         with inner.again():
@@ -127,7 +127,7 @@ def test_defect_pipe_5_replays_of_several_threads_take_turns_and_rewind_nothing(
     for _ in range(8):
         replay = Replay.capture([CPU])
         expected = torch.rand(100)
-        replays.append((replay.seal(), expected))
+        replays.append((replay.record_changes(), expected))
     after = torch.get_rng_state()
     wrong = []
 
@@ -153,7 +153,7 @@ def test_only_a_replay_that_rewinds_a_shared_generator_makes_others_wait(draws: 
     replay = Replay.capture([CPU])
     if draws:
         torch.rand(1)
-    replay.seal()
+    replay.record_changes()
     free = []
 
     def try_to_enter() -> None:
@@ -207,4 +207,4 @@ def test_grad_mode_is_left_to_the_caller() -> None:
 
 def test_devices_are_those_of_all_tensors() -> None:
     assert devices_of({"a": [torch.ones(1)], "b": torch.ones(1, device="meta")}, 3) == {CPU, torch.device("meta")}
-    assert Replay.capture([torch.device("meta"), CPU]).seal().drawn == ()
+    assert Replay.capture([torch.device("meta"), CPU]).record_changes().drawn == ()
