@@ -238,7 +238,7 @@ class GradCache:
                 self._wants_gradient = step.wants_gradient
                 cache, loss = self.build_cache(*encoded, **loss_kwargs)
                 self._second_pass(step, cache, no_sync_except_last)
-                step.inputs.flow()
+                step.inputs.backward()
                 commit()
             else:
                 loss = self._loss(encoded, loss_kwargs).detach()
@@ -264,7 +264,7 @@ class GradCache:
             with step.gradients(self._heads("get_reps", "processed"), in_backward=True) as commit:
                 self._check = step.reduction.check
                 self._second_pass(step, cache, False)
-                step.inputs.flow()
+                step.inputs.backward()
                 commit()
             return [leaves[id(tensor)].grad for tensor in outer]
 

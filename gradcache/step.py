@@ -192,7 +192,7 @@ class Step:
         if lazy:
             chunks, trainable = raw, is_trainable(model, ())
         else:
-            chunks = [[self.inputs.cut(owner.processed(chunk)) for chunk in tower] for tower in raw]
+            chunks = [[self.inputs.detach(owner.processed(chunk)) for chunk in tower] for tower in raw]
             trainable = is_trainable(model, chunks)
         process_fn = owner.processed if lazy else None
         audit = list(model.children()) if owner.audit else None

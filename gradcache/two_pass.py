@@ -42,7 +42,7 @@ class InputGradients:
     def __init__(self) -> None:
         self._links: list[tuple[Tensor, Tensor]] = []
 
-    def cut(self, chunk: Any) -> Any:
+    def detach(self, chunk: Any) -> Any:
         """The chunk with its tensors replaced by new leaves, whose gradients are collected."""
 
         def leaf_of(tensor: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class InputGradients:
 
         return map_tensors(leaf_of, chunk)
 
-    def flow(self) -> None:
+    def backward(self) -> None:
         """Runs one backward from the inputs, with the collected gradients."""
         links = [(tensor, leaf.grad) for tensor, leaf in self._links if leaf.grad is not None]
         self._links.clear()
@@ -158,7 +158,7 @@ def backward(
     for chunk, gradient, state in zip(chunks, gradients, states, strict=True):
         if not representations.has_gradient(gradient):
             continue
-        chunk = inputs.cut(chunk)
+        chunk = inputs.detach(chunk)
         if isinstance(state, ChunkState):
             difference = max(difference, state.second_pass(chunk, encoder, gradient, check))
             check = None
