@@ -456,7 +456,7 @@ class Executor:
         before = StateBefore(self.device, (replayable.watched for replayable in self.replayables) if recomputes else ())
         with self.streamer.slot_pool.turn(self.streamer):
             try:
-                if self._busy or self.streamer.unsettled:
+                if self._busy or self.streamer.must_cancel:
                     self._cancel()
                 if self.streamer.decide is not None:
                     self.streamer.decide()

@@ -75,7 +75,7 @@ class Streamer:
         self._updating: dict[int, _Updating] = {}
         self._heap = Heap(budget_bytes) if device.type == "cpu" else None
         #: True while slots change hands outside a pass. If an exception leaves it True, call :meth:`cancel`.
-        self.unsettled = False
+        self.must_cancel = False
         #: Returns whether the model is inside a pass.
         self.computes: Callable[[], bool] = lambda: False
         #: Cleans up after an interrupted pass, if there was one.
@@ -208,7 +208,7 @@ class Streamer:
 
     def prefetch(self, order: Sequence[int]) -> None:
         """Starts to load shards in this order, while there are slots that the current turn does not need."""
-        self.unsettled = True
+        self.must_cancel = True
         there = set(self.resident())
         for j in order:
             if j in there:
@@ -218,7 +218,7 @@ class Streamer:
                 break
             self._fill(j, self._start_update(j, slot))
             there.add(j)
-        self.unsettled = False
+        self.must_cancel = False
 
     def evict_one(self) -> bool:
         """Evicts the first loaded shard, which backward uses last. False if there is none."""
@@ -272,11 +272,11 @@ class Streamer:
 
     def release(self, *, warn: bool = True) -> None:
         """Evicts every resident shard."""
-        self.unsettled = True
+        self.must_cancel = True
         for shard in self.shards:
             if shard.state is State.LOADED:
                 self.evict(shard.index, warn=warn)
-        self.unsettled = False
+        self.must_cancel = False
 
     def cancel(self) -> None:
         """After a failure: waits for all copies in flight, moves parameters back to storage and frees all slots.
@@ -303,4 +303,4 @@ class Streamer:
         self._loads.clear()
         self._updating.clear()
         self._collected.clear()
-        self.unsettled = False
+        self.must_cancel = False
