@@ -28,9 +28,8 @@ from torch import nn
 
 from pipe.train.batch import move, pageable_bytes, record_stream
 from pipe.train.compute import Compute
-from pipe.train.flight import Flight, SkippedStage
 from pipe.train.lane import InlineLane, Lanes
-from pipe.train.reader import Reader
+from pipe.train.reader import PendingBatch, Reader, SkippedStage
 from pipe.train.schedule import Schedule, Stage, StageRun
 from pipe.train.source import Kind, Read
 from pipe.train.statistics import Statistics
@@ -130,8 +129,8 @@ class TrainPipelineBase:
         # Reads in the caller's thread are ordered with everything else in it; so are reads that never run ahead.
         beside_compute = not isinstance(self._lanes.load, InlineLane) and any(self._ahead.values())
         self._reader = Reader(self._compute, self._device, (process_group, uneven), beside_compute=beside_compute)
-        self._flights: dict[int, Flight] = {}
-        self._position = 0  # index of the flight that computes next
+        self._pending: dict[int, PendingBatch] = {}
+        self._position = 0  # index of the batch that computes next
         self._window_iterator: Iterator[Any] | None = None  # yielded the latest batch of the open window
         self._batches = 0
         self._batches_in_turn = 0
@@ -150,40 +149,40 @@ class TrainPipelineBase:
         backward = Stage("backward", lanes.compute, self._backward, after=("forward",))
         return [load, forward, copy, backward] if self._copy_after_forward else [load, copy, forward, backward]
 
-    def _load(self, flight: Flight) -> None:
-        flight.read = flight.source.read()
+    def _load(self, pending: PendingBatch) -> None:
+        pending.read = pending.source.read()
 
-    def _copy(self, flight: Flight) -> None:
-        assert flight.read is not None
-        pageable = pageable_bytes(flight.read.batch, self._device)
+    def _copy(self, pending: PendingBatch) -> None:
+        assert pending.read is not None
+        pageable = pageable_bytes(pending.read.batch, self._device)
         if pageable and not self._pageable_bytes:
             warnings.warn(
-                f"batch {flight.index} holds {pageable} bytes of pageable memory: copying them to {self._device} "
+                f"batch {pending.index} holds {pageable} bytes of pageable memory: copying them to {self._device} "
                 f"cannot overlap with compute; pin them (DataLoader(pin_memory=True))",
                 stacklevel=2,
             )
         self._pageable_bytes += pageable
-        # The host side of the copy stays referenced by flight.read until the batch has been run.
-        flight.batch = move(flight.read.batch, self._device)
+        # The host side of the copy stays referenced by pending.read until the batch has been run.
+        pending.batch = move(pending.read.batch, self._device)
 
-    def _forward(self, flight: Flight) -> None:
-        self._use(flight.batch)
-        flight.computing = True
+    def _forward(self, pending: PendingBatch) -> None:
+        self._use(pending.batch)
+        pending.computing = True
         if self._compute.trains():
-            last = self._is_last(flight.index) if self._window.must_know_the_end else None
-            flight.micro = self._window.open(last=last)
-            self._window_iterator = flight.source.iterator
-        flight.losses, flight.output = self._compute.forward(partial(self._call_model, flight), flight.micro)
-        flight.computing = False
+            last = self._is_last(pending.index) if self._window.must_know_the_end else None
+            pending.micro = self._window.open(last=last)
+            self._window_iterator = pending.source.iterator
+        pending.losses, pending.output = self._compute.forward(partial(self._call_model, pending), pending.micro)
+        pending.computing = False
 
-    def _call_model(self, flight: Flight) -> Any:
-        return self._compute.call(flight.batch)
+    def _call_model(self, pending: PendingBatch) -> Any:
+        return self._compute.call(pending.batch)
 
-    def _backward(self, flight: Flight) -> None:
-        flight.computing = True
-        if flight.micro is not None:
-            self._window.backward(flight.micro, flight.losses, self._before_step)
-        flight.computing = False
+    def _backward(self, pending: PendingBatch) -> None:
+        pending.computing = True
+        if pending.micro is not None:
+            self._window.backward(pending.micro, pending.losses, self._before_step)
+        pending.computing = False
 
     def _before_step(self) -> None:
         """Called between a window's last backward and the optimizer step; subclasses override it."""
@@ -207,29 +206,30 @@ class TrainPipelineBase:
             ValueError: if batches in flight were requested in another mode (``train`` or ``eval``).
             Exception: an exception of the loader, after the batches that it yielded before; an exception of the model.
         """
-        if self._reader.connect(dataloader_iter, self._flights.values()):
+        if self._reader.connect(dataloader_iter, self._pending.values()):
             self._window_iterator = dataloader_iter  # also of a window that was restored
         while True:
             in_turn = self._reader.in_turn
-            flight = self._tick()
-            if flight is None:  # the end has been read ahead, and execute_all_batches is False
+            pending = self._tick()
+            if pending is None:  # the end has been read ahead, and execute_all_batches is False
                 self._reader.disconnect()
                 raise StopIteration
-            if flight.read is not None and flight.read.kind is Kind.BATCH:
+            kind = pending.kind()
+            if kind is Kind.BATCH:
                 self._batches += 1
                 self._batches_in_turn += in_turn
-                return flight.output
-            if flight.read is not None and flight.read.kind is Kind.END and flight.source is self._reader.source:
+                return pending.output
+            if kind is Kind.END and pending.source is self._reader.source:
                 self._reader.disconnect()
                 ended, self._window_iterator = self._window_iterator, None
-                if ended is flight.source.iterator:
+                if ended is pending.source.iterator:
                     self._window.finish(self._before_step)
                 raise StopIteration
-            # A flight without a batch, of an earlier iterator: the caller replaced it, or has seen its end or failure.
-            assert flight.source is not self._reader.source
+            # The end of an earlier iterator: the caller replaced it, or has seen its end or failure.
+            assert pending.source is not self._reader.source
 
-    def _tick(self) -> Flight | None:
-        """Runs one tick of the schedule; returns the flight that has now passed all stages.
+    def _tick(self) -> PendingBatch | None:
+        """Runs one tick of the schedule; returns the pending batch that has now passed all stages.
 
         None if nothing was run because the loader's end has been read ahead (``execute_all_batches=False``).
         """
@@ -242,49 +242,49 @@ class TrainPipelineBase:
         except BaseException:
             # An interrupt of this thread: failures of stages are kept in their tickets. The next call repeats the
             # interrupted action, except a forward or backward, whose effects cannot be undone.
-            if i in self._flights and self._flights[i].computing:
-                self._pop_flight(i)
+            if i in self._pending and self._pending[i].computing:
+                self._pop_pending(i)
                 self._window.discard()
             # A read may have been interrupted: the next call makes another source of the iterator.
             self._reader.disconnect()
             raise
-        flight = self._pop_flight(i)
+        pending = self._pop_pending(i)
         try:
-            tickets = [flight.tickets[stage.name] for stage in self._schedule.stages]
+            tickets = [pending.tickets[stage.name] for stage in self._schedule.stages]
             # Last stage first, so that this loop does not hide a wait that is missing between two stages.
             if not all(ticket.succeeded() for ticket in reversed(tickets)):
                 for ticket in tickets:
                     with contextlib.suppress(SkippedStage):
                         ticket.wait()
         except BaseException as error:
-            if flight.computing:
+            if pending.computing:
                 self._window.discard()
-            if flight.read is None and flight.source is self._reader.source:
+            if pending.read is None and pending.source is self._reader.source:
                 self._reader.disconnect()  # this raises the loader's failure; the caller may read the iterator again
             if isinstance(error, StopIteration):
                 # Without this, a StopIteration inside the model would look like the end of the loader.
                 raise RuntimeError(f"a stage of batch {i} raised StopIteration") from error
             raise
-        return flight
+        return pending
 
-    def _pop_flight(self, i: int) -> Flight:
+    def _pop_pending(self, i: int) -> PendingBatch:
         self._position = i + 1
-        return self._flights.pop(i)
+        return self._pending.pop(i)
 
     def _run(self, action: StageRun) -> None:
         """Submits one stage of one batch to its lane."""
         stage, k = action
         if k < self._position:
             return  # an interrupt ended this batch
-        if k not in self._flights:
+        if k not in self._pending:
             assert self._reader.source is not None
-            self._flights[k] = Flight(k, self._reader.source)
-        flight = self._flights[k]
-        if stage.name in flight.tickets:  # a restored batch has been loaded already
+            self._pending[k] = PendingBatch(k, self._reader.source)
+        pending = self._pending[k]
+        if stage.name in pending.tickets:  # a restored batch has been loaded already
             return
-        alone = stage.name == "load" and flight.source.reads_alone
-        ticket = stage.lane.submit(partial(self._work, stage, flight, threading.get_ident()))
-        flight.tickets[stage.name] = ticket
+        alone = stage.name == "load" and pending.source.reads_alone
+        ticket = stage.lane.submit(partial(self._work, stage, pending, threading.get_ident()))
+        pending.tickets[stage.name] = ticket
         if alone:
             start = time.perf_counter()
             # Without this, random numbers drawn by the read could not be told from those drawn by this thread.
@@ -297,28 +297,29 @@ class TrainPipelineBase:
         while ahead <= self._ahead["load"] and (k == i or self._may_run_ahead()):
             for action in self._schedule.reach("load", k):
                 self._run(action)
-            flight = self._flights[k]
-            if flight.source is self._reader.source and not flight.holds_batch():  # it has ended or failed
-                return flight.found_end() and self._flights[i].holds_batch()
-            # The end of an earlier iterator has a flight, but is no batch.
-            ahead += k == i or flight.holds_batch()
+            pending = self._pending[k]
+            kind = pending.kind()
+            if pending.source is self._reader.source and kind is not Kind.BATCH:  # it has ended or failed
+                return kind is Kind.END and self._pending[i].kind() is Kind.BATCH
+            # The end of an earlier iterator is pending, but is no batch.
+            ahead += k == i or kind is Kind.BATCH
             k += 1
         return False
 
     def _may_run_ahead(self) -> bool:
         return not self._reader.in_turn
 
-    def _work(self, stage: Stage, flight: Flight, caller: int) -> None:
+    def _work(self, stage: Stage, pending: PendingBatch, caller: int) -> None:
         for name in stage.after:
             start = time.perf_counter()
             # Without this, the stage would read before stage `name` has written: on the host, or on its stream.
-            succeeded = flight.tickets[name].succeeded()
+            succeeded = pending.tickets[name].succeeded()
             if threading.get_ident() == caller:
                 self._wait_seconds[name] += time.perf_counter() - start
             if not succeeded:
                 raise SkippedStage
-        if flight.read is None or flight.read.kind is Kind.BATCH:
-            stage.work(flight)
+        if pending.read is None or pending.read.kind is Kind.BATCH:
+            stage.work(pending)
 
     def _is_last(self, i: int) -> bool | None:
         """Whether the loader ends after batch ``i``, if its next read is under way; waits for that read.
@@ -329,11 +330,9 @@ class TrainPipelineBase:
         if self._ahead["load"] and self._may_run_ahead():
             for action in self._schedule.reach("load", i + 1):
                 self._run(action)
-        following = self._flights.get(i + 1)
-        if following is None or "load" not in following.tickets:
-            return None
-        following.tickets["load"].succeeded()
-        return None if following.read is None else following.read.kind is Kind.END
+        following = self._pending.get(i + 1)
+        kind = None if following is None else following.kind()
+        return None if kind is None else kind is Kind.END
 
     def reset(self) -> None:
         """Drops the batches in flight and the open window; parameters and optimizer stay as they are.
@@ -341,18 +340,18 @@ class TrainPipelineBase:
         For training that starts again from a checkpoint. The next ``progress`` continues to read its iterator at the
         present position, which is behind the dropped batches. Waits for reads and copies that are under way.
         """
-        for flight in self._flights.values():
-            for ticket in flight.tickets.values():
+        for pending in self._pending.values():
+            for ticket in pending.tickets.values():
                 ticket.succeeded()
-        self._drop_flights()
+        self._drop_pending()
         self._window_iterator = None
         self._reader.reset()
         self._window.discard()
 
-    def _drop_flights(self) -> None:
-        # Each stage has run for a different number of flights; none of them may run for a dropped flight.
-        self._position = max([self._position - 1, *self._flights]) + 1
-        self._flights.clear()
+    def _drop_pending(self) -> None:
+        # Each stage has run for a different number of batches; none of them may run for a dropped one.
+        self._position = max([self._position - 1, *self._pending]) + 1
+        self._pending.clear()
 
     # ------------------------------------------------------------------------------- statistics and state
 
@@ -373,13 +372,12 @@ class TrainPipelineBase:
         Model, optimizer and loader have states of their own. The loader's position is *behind* the batches in flight:
         this state keeps those as the loader yielded them. Waits for reads that are under way.
         """
-        flights = [self._flights[k] for k in sorted(self._flights)]
-        batches = [flight.read.batch for flight in flights if flight.holds_batch() and flight.read is not None]
+        reads = [pending.read for _, pending in sorted(self._pending.items()) if pending.kind() is not None]
         return {
             "window": self._window.state_dict(),
             "batches": self._batches,
-            "in_flight": batches,
-            "ended": any(flight.read is not None and flight.read.kind is Kind.END for flight in flights),
+            "in_flight": [read.batch for read in reads if read is not None and read.kind is Kind.BATCH],
+            "ended": any(read is not None and read.kind is Kind.END for read in reads),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -388,13 +386,13 @@ class TrainPipelineBase:
         Raises:
             ValueError: if this pipeline has batches in flight itself, or other settings; nothing is changed then.
         """
-        if any(flight.holds_batch() for flight in self._flights.values()):
+        if any(pending.kind() is Kind.BATCH for pending in self._pending.values()):
             raise ValueError("expected a pipeline without batches in flight to load a state into; make a new one")
         self._window.load_state_dict(state["window"])
         self._batches = state["batches"]
         # The batches of the first iterator follow these.
         restored = self._reader.restore(ended=state["ended"])
-        self._drop_flights()
+        self._drop_pending()
         reads = [Read(Kind.BATCH, batch) for batch in state["in_flight"]] + [Read(Kind.END)] * state["ended"]
         for k, read in enumerate(reads, self._position):
-            self._flights[k] = Flight.loaded(k, restored, read)
+            self._pending[k] = PendingBatch.loaded(k, restored, read)

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from pipe.train.distribute import Distribution
-from pipe.train.flight import Flight
+from pipe.train.reader import PendingBatch
 from pipe.train.schedule import Stage, StageRun
 from pipe.train.sparse import TrainPipelineSparseDist
 
@@ -66,11 +66,11 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
             return [stage["load"], *computing[:2], stage["copy"], *computing[2:]]
         return [stage["load"], stage["copy"], *computing]
 
-    def _prefetch(self, flight: Flight) -> None:
-        if not flight.requests and self._distribution.observed:
+    def _prefetch(self, pending: PendingBatch) -> None:
+        if not pending.requests and self._distribution.observed:
             # While the pipeline fills, the exchange runs before the first forward, which records what to distribute.
-            self._lanes.distribute.submit(partial(self._exchange, flight)).wait()
-        self._distribution.prefetch(flight.requests, self._forward_stream)
+            self._lanes.distribute.submit(partial(self._exchange, pending)).wait()
+        self._distribution.prefetch(pending.requests, self._forward_stream)
 
     def _run(self, action: StageRun) -> None:
         if self._device.type == "cuda":

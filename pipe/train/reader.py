@@ -1,4 +1,4 @@
-"""Tracks the iterator that a train pipeline reads, and handles a change of iterator or of the model's mode."""
+"""Tracks the iterator that a train pipeline reads and its batches in flight; handles a change of iterator or mode."""
 
 from __future__ import annotations
 
@@ -11,10 +11,48 @@ from torch import nn
 
 from pipe.train.compute import Compute
 from pipe.train.draws import Draws
-from pipe.train.flight import Flight
-from pipe.train.source import Agreement, Source
+from pipe.train.lane import Ticket
+from pipe.train.source import Agreement, Kind, Read, Source
+from pipe.train.window import MicroStep
 
-__all__ = ["Reader"]
+__all__ = ["PendingBatch", "Reader", "SkippedStage"]
+
+
+class SkippedStage(Exception):
+    """A stage was not run because one that it needs failed."""
+
+
+class PendingBatch:
+    """One batch in flight: its tickets, and the result of each stage that has run on it."""
+
+    __slots__ = ("batch", "computing", "index", "losses", "micro", "output", "read", "requests", "source", "tickets")
+
+    def __init__(self, index: int, source: Source) -> None:
+        self.index = index
+        self.source = source
+        self.tickets: dict[str, Ticket[None]] = {}
+        self.read: Read | None = None  # by load
+        self.batch: Any = None  # by copy: the batch on the device
+        self.requests: Any = None  # by distribute
+        self.micro: MicroStep | None = None  # by forward, as are losses and output
+        self.losses: Any = None
+        self.output: Any = None
+        self.computing = False  # inside a forward or backward, which cannot be run again once it has begun
+
+    @classmethod
+    def loaded(cls, index: int, source: Source, read: Read) -> PendingBatch:
+        """A batch that was read in an earlier run and restored from that run's ``state_dict``."""
+        pending = cls(index, source)
+        pending.read = read
+        pending.tickets["load"] = Ticket()
+        pending.tickets["load"].run(lambda: None)
+        return pending
+
+    def kind(self) -> Kind | None:
+        """What its read has found; waits for the read. None if that has not begun or has failed."""
+        if "load" in self.tickets:  # else an interrupt came before the read
+            self.tickets["load"].succeeded()
+        return None if self.read is None else self.read.kind
 
 
 class Reader:
@@ -46,7 +84,7 @@ class Reader:
         self._device = device
         self._beside_compute = beside_compute
         self._restored: Source | None = None  # of a loaded state; replaced by the source of the first iterator
-        self._training = True  # the mode in which the flights of the present source were requested
+        self._training = True  # the mode in which the batches of the present source were requested
         self._trained = True  # whether the latest call trained
 
     @property
@@ -54,7 +92,7 @@ class Reader:
         """Whether batches are read on demand only (:mod:`pipe.train.draws`)."""
         return self.source is not None and self.source.in_turn
 
-    def connect(self, iterator: Iterator[Any], flights: Collection[Flight]) -> bool:
+    def connect(self, iterator: Iterator[Any], pending: Collection[PendingBatch]) -> bool:
         """Makes ``iterator`` the present source.
 
         Returns:
@@ -67,11 +105,11 @@ class Reader:
         restored, self._restored = self._restored, None
         if restored is not None:
             self.source = self._new_source(iterator, stopped=restored.stopped)
-            for flight in flights:
-                flight.source = self.source
+            for each in pending:
+                each.source = self.source
             self._training = training
         elif self.source is None or self.source.iterator is not iterator:
-            if training is not self._training and any(flight.holds_batch() for flight in flights):
+            if training is not self._training and any(each.kind() is Kind.BATCH for each in pending):
                 raise ValueError(
                     f"expected the model in {'train' if self._training else 'eval'} mode for the batches in flight, "
                     f"got model.training={training} with another iterator; run the first iterator to its end, or use "
@@ -81,8 +119,8 @@ class Reader:
             self._training = training
         elif trains is not self._trained and self.source.draws:
             # The model may use other generators in this mode: wait for the reads ahead, then observe again.
-            for flight in flights:
-                flight.holds_batch()
+            for each in pending:
+                each.kind()
             self.source.change_mode()
         self._trained = trains
         return restored is not None

@@ -34,7 +34,7 @@ class Stage:
     Attributes:
         name: its name in plans, statistics and errors.
         lane: the queue that it runs on.
-        work: called with the batch in flight; not called for a flight that holds no batch.
+        work: called with the batch in flight; not called for the end of a loader.
         ahead: how many batches it runs ahead of the one that computes.
         after: names of the stages of the same batch that it waits for.
     """

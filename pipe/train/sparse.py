@@ -19,7 +19,7 @@ from torch import nn
 
 from pipe.train.base import TrainPipelineBase
 from pipe.train.distribute import Distribution
-from pipe.train.flight import Flight
+from pipe.train.reader import PendingBatch
 from pipe.train.replicas import ReplicatedTables
 from pipe.train.schedule import Stage
 
@@ -129,19 +129,19 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             return [base["load"], distribute, forward, base["copy"], exchange, base["backward"]]
         return [base["load"], base["copy"], distribute, forward, exchange, base["backward"]]
 
-    def _distribute(self, flight: Flight) -> None:
+    def _distribute(self, pending: PendingBatch) -> None:
         with self._compute.autocast():
-            flight.requests = self._distribution.start(flight.batch)
+            pending.requests = self._distribution.start(pending.batch)
 
-    def _exchange(self, flight: Flight) -> None:
-        if not flight.requests and self._distribution.observed:
+    def _exchange(self, pending: PendingBatch) -> None:
+        if not pending.requests and self._distribution.observed:
             # While the pipeline fills, distribution runs before the first forward, which records what to distribute.
-            self._distribute(flight)
-        self._distribution.exchange(flight.requests)
+            self._distribute(pending)
+        self._distribution.exchange(pending.requests)
 
-    def _call_model(self, flight: Flight) -> Any:
-        with self._distribution.serving(flight.requests, flight.batch):
-            return self._compute.call(flight.batch)
+    def _call_model(self, pending: PendingBatch) -> Any:
+        with self._distribution.serving(pending.requests, pending.batch):
+            return self._compute.call(pending.batch)
 
     def _before_step(self) -> None:
         self._tables.average(self._compute.model)
@@ -178,5 +178,5 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         self._distribution, self._undistributed = distribution, distribution.undistributed
         self._compute.model = model
         self._reader.attach(model)
-        for flight in self._flights.values():
-            flight.requests = []  # they were for modules of the old model
+        for pending in self._pending.values():
+            pending.requests = []  # they were for modules of the old model

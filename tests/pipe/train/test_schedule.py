@@ -20,7 +20,7 @@ from pipe.train import (
 
 
 def stage(name: Any, ahead: Any = 0, after: Any = ()) -> Any:
-    return Stage(name, InlineLane(), lambda flight: None, ahead, after)
+    return Stage(name, InlineLane(), lambda pending: None, ahead, after)
 
 
 def test_fill_steady_state_and_drain_of_the_sparse_pipeline(lab: Any) -> None:

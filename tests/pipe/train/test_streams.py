@@ -99,10 +99,10 @@ def observed(kind: Any, machine: Any) -> Any:
             return [replace(stage, work=self.noting(stage.name, stage.work)) for stage in super().stages()]
 
         def noting(self, name: Any, work: Any) -> Any:
-            def noted(flight: Any) -> None:
+            def noted(pending: Any) -> None:
                 if name != "load":
-                    machine.issue(name, flight.index)
-                work(flight)
+                    machine.issue(name, pending.index)
+                work(pending)
 
             return noted
 

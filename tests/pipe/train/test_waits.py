@@ -37,10 +37,10 @@ WAITS = [
 def checked(stage: Any) -> Any:
     """The stage, which says so if it runs on a batch before the stages that it needs."""
 
-    def work(flight: Any) -> None:
+    def work(pending: Any) -> None:
         for name in stage.after:
-            assert flight.tickets[name].done, f"{stage.name} ran before {name}"
-        stage.work(flight)
+            assert pending.tickets[name].done, f"{stage.name} ran before {name}"
+        stage.work(pending)
 
     return work
 
