@@ -12,31 +12,32 @@ import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn, overrides
-from torch.nn.modules import module as module_hooks
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as BatchOrInstanceNorm
 from torch.utils import _python_dispatch as dispatch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterator
 
 __all__ = [
     "ATTRIBUTES",
+    "DISPATCH_MODES",
+    "FUNCTION_MODES",
     "HOOKS_OF_MODULES",
     "BatchNorm",
     "BatchOrInstanceNorm",
     "DataLoaderIterator",
     "HiddenHooks",
+    "ModeStack",
+    "OperationMode",
     "SavedTensorHooks",
-    "TorchDispatchMode",
     "accumulates_everywhere",
     "at_end_of_backward",
-    "dispatch_modes",
-    "function_modes",
     "global_module_hooks",
     "has_hooks",
     "has_module_hooks",
@@ -45,8 +46,6 @@ __all__ = [
     "is_requested",
     "is_traceable_wrapper_subclass",
     "keeps_graph",
-    "left_dispatch_mode",
-    "left_function_mode",
     "memory_of",
     "multiply_all",
     "native_uses",
@@ -54,8 +53,6 @@ __all__ = [
     "no_torch_function",
     "outside_of_compiled_graphs",
     "pop_saved_tensor_hooks",
-    "pushed_dispatch_mode",
-    "pushed_function_mode",
     "pytree",
     "run_hooks_with_gradient_only",
     "saved_tensor_hooks",
@@ -263,49 +260,46 @@ def pop_saved_tensor_hooks() -> None:
     _autograd._pop_saved_tensors_default_hooks()
 
 
-def dispatch_modes() -> list[Any]:
-    """The ``TorchDispatchMode`` contexts of this thread, outermost first."""
-    modes: list[Any] = dispatch._get_current_dispatch_mode_stack()
-    return modes
+@dataclass(frozen=True)
+class ModeStack:
+    """The modes of one kind that intercept torch's operations in this thread."""
+
+    active: Callable[[], list[Any]]
+    """Returns them, outermost first."""
+    push: Callable[[Any], Any]
+    pop: Callable[[], Any]
+    """Removes the innermost one without its ``__exit__``."""
+
+    @contextlib.contextmanager
+    def pushed(self, mode: Any) -> Iterator[None]:
+        """A context in which a mode is active.
+
+        Its ``__enter__`` is not called: that may have effects that the user wants once (counters, printed summaries).
+        """
+        self.push(mode)
+        try:
+            yield
+        finally:
+            self.pop()
 
 
-def function_modes() -> list[Any]:
-    """The ``TorchFunctionMode`` contexts of this thread, outermost first."""
-    modes: list[Any] = overrides._get_current_function_mode_stack()
-    return modes
+DISPATCH_MODES = ModeStack(dispatch._get_current_dispatch_mode_stack, dispatch._push_mode, dispatch._pop_mode)
+FUNCTION_MODES = ModeStack(overrides._get_current_function_mode_stack, overrides._push_mode, overrides._pop_mode)
 
 
-@contextlib.contextmanager
-def pushed_dispatch_mode(mode: Any) -> Iterator[None]:
-    """A context in which a mode is active.
+class OperationMode(dispatch.TorchDispatchMode):
+    """A ``TorchDispatchMode`` under which compiled layers run compiled."""
 
-    Its ``__enter__`` is not called: that may have effects that the user wants once (counters, printed summaries).
-    """
-    dispatch._push_mode(mode)
-    try:
-        yield
-    finally:
-        dispatch._pop_mode()
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True."""
+        return True
 
-@contextlib.contextmanager
-def pushed_function_mode(mode: Any) -> Iterator[None]:
-    """As :func:`pushed_dispatch_mode`, for a ``TorchFunctionMode``."""
-    overrides._push_mode(mode)
-    try:
-        yield
-    finally:
-        overrides._pop_mode()
-
-
-def left_dispatch_mode() -> None:
-    """Removes the innermost ``TorchDispatchMode``, without its ``__exit__``."""
-    dispatch._pop_mode()
-
-
-def left_function_mode() -> None:
-    """Removes the innermost ``TorchFunctionMode``, without its ``__exit__``."""
-    overrides._pop_mode()
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
@@ -317,23 +311,6 @@ def without_modes() -> Iterator[None]:
 
 #: For ``__torch_function__`` of a subclass: its operations are those of a plain tensor and return plain tensors.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
-
-
-def has_module_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether hooks, of one of these modules or global ones, see its inputs or outputs."""
-    return any(getattr(module_hooks, name, None) for name in _GLOBAL_HOOKS) or any(
-        module._forward_hooks or module._forward_pre_hooks for module in modules
-    )
-
-
-#: The attributes of ``torch.nn.modules.module`` that hold global module hooks.
-_GLOBAL_HOOKS = tuple(
-    f"_global_{name}"
-    for name in (
-        *("backward_pre_hooks", "backward_hooks", "forward_pre_hooks", "forward_hooks"),
-        *("forward_hooks_always_called", "forward_hooks_with_kwargs"),
-    )
-)
 
 
 #: The attributes of a module that hold its hooks by number, and options of some of these hooks.
@@ -350,9 +327,13 @@ HOOKS_OF_MODULES = (
 
 def global_module_hooks() -> list[dict[int, Any]]:
     """The hooks that run for every module."""
-    module: Any = torch.nn.modules.module
     names = "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks"
-    return [getattr(module, name) for name in names]
+    return [getattr(torch.nn.modules.module, name) for name in names]
+
+
+def has_module_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether hooks, of one of these modules or global ones, see its inputs or outputs."""
+    return any(global_module_hooks()) or any(m._forward_hooks or m._forward_pre_hooks for m in modules)
 
 
 def outside_of_compiled_graphs(function: F) -> F:
@@ -403,10 +384,6 @@ def transform_under_way(inputs: Iterable[Tensor]) -> str | None:
         return "torch.jit.trace"
     if torch.compiler.is_compiling() and torch.compiler.is_exporting():
         return "torch.export"
-    if _fake_tensors_under_way():
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:  # type: ignore[attr-defined, unused-ignore]
         return "fake tensors (FakeTensorMode)"
     return None
-
-
-def _fake_tensors_under_way() -> bool:
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined, unused-ignore]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from pipe.recompute.thread_state import ThreadState
-from pipe.torch_private import dispatch_modes, saved_tensor_hooks, transform_of_functions_under_way
+from pipe.torch_private import DISPATCH_MODES, saved_tensor_hooks, transform_of_functions_under_way
 
 __all__ = ["CallState", "Observer", "must_run_in_place", "set_modes"]
 
@@ -117,7 +117,7 @@ def must_run_in_place() -> str:
         return "it is called inside torch.utils.checkpoint, which counts the tensors that its forward saves"
     if transform_of_functions_under_way():
         return "it is called inside a transform of torch.func"
-    if dispatch_modes():
+    if DISPATCH_MODES.active():
         return "it is called under a TorchDispatchMode, which sees the operations of the call"
     return ""
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipe.torch_private import TorchDispatchMode
+from pipe.torch_private import OperationMode
 
 __all__ = ["Cast", "Casts", "CastsSeen"]
 
@@ -77,7 +77,7 @@ class Casts:
         self._casts.clear()
 
 
-class CastsSeen(TorchDispatchMode):
+class CastsSeen(OperationMode):
     """Records the casts that the layers of a bound shard compute: ``with seen: ...``.
 
     Args:
@@ -86,17 +86,12 @@ class CastsSeen(TorchDispatchMode):
     """
 
     def __init__(self, casts: Casts, slot: Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._casts = casts
         self._slot = slot
         self._address = slot.untyped_storage().data_ptr()
         # Weak references hold no memory, but reserve the identity of a freed storage, so it is not reused.
         self._seen: dict[StorageWeakRef, Cast] = {}
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True, so that compiled layers stay compiled."""
-        return True
 
     def find(self, tensor: Tensor) -> Cast | None:
         """The cast that ``tensor`` is, or is a view of, unless it was written to."""

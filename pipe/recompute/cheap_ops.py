@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipe.nested import parts_of
-from pipe.torch_private import TorchDispatchMode, pytree
+from pipe.torch_private import OperationMode, pytree
 
 __all__ = ["CheapRecompute", "Kept", "Made"]
 
@@ -95,7 +95,7 @@ class Kept:
         return self.tensor
 
 
-class CheapRecompute(TorchDispatchMode):
+class CheapRecompute(OperationMode):
     """A dispatch mode for one forward, together with its saved-tensor hooks::
 
     with torch.autograd.graph.saved_tensors_hooks(cheap.pack, cheap.unpack), cheap: ...
@@ -113,20 +113,15 @@ class CheapRecompute(TorchDispatchMode):
             changing: tensors that later forwards write in place, before backward; they are saved as copies.
             weights: memory that the layers may write in every forward alike, so that it is no error.
         """
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._hold = hold
         self._changing = {_storage_of(tensor) for tensor in changing}
         self._weights = weights
         self._operations: dict[StorageWeakRef, _Operation] = {}
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True: compiled layers run compiled under this mode."""
-        return True
-
     def __exit__(self, *raised: Any) -> None:
         """Drops the operations whose results no graph saved."""
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        super().__exit__(*raised)
         # Graphs hold the hook that packed for them. Without this, the graph of an operation would hold its own result
         # through hook and operation: a reference cycle that is never freed.
         self._operations.clear()

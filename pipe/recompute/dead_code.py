@@ -34,10 +34,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipe.torch_private import TorchDispatchMode, has_module_hooks, saved_tensor_hooks
+from pipe.torch_private import OperationMode, saved_tensor_hooks
 
 __all__ = [
     "DETACH",
@@ -47,7 +47,6 @@ __all__ = [
     "VIEWS",
     "DeadCode",
     "Listener",
-    "listened_to",
     "needs_gradient",
     "tensors_of",
 ]
@@ -87,11 +86,11 @@ class DeadCode:
     operation itself, it depends which of them autograd saves; in the first run none that is left out."""
 
 
-class Listener(TorchDispatchMode):
+class Listener(OperationMode):
     """Records a first run: ``with hooks, listener: ...``, where the saved-tensor hooks call :meth:`saved`."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._operations: list[Any] = []
         self._read: list[list[int]] = []
         self._written: list[list[int]] = []
@@ -101,11 +100,6 @@ class Listener(TorchDispatchMode):
         self._seen: dict[int, StorageWeakRef] = {}
         self._hooks: Any = None
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True: compiled layers run compiled under this mode."""
-        return True
-
     def __enter__(self) -> Listener:
         self._hooks = _hooks()
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -114,7 +108,7 @@ class Listener(TorchDispatchMode):
     def __exit__(self, *error: object) -> None:
         # The hooks refer to this object: without this, the cycle would live until the garbage collector runs.
         self._hooks = None
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
 
     def meets(self, tensors: Iterable[Tensor]) -> None:
         """Registers tensors that exist before the run: its input, parameters and buffers."""
@@ -199,11 +193,6 @@ class Listener(TorchDispatchMode):
                 self._seen[reference.cdata] = reference
             addresses.append(reference.cdata)
         return addresses
-
-
-def listened_to(modules: Iterable[nn.Module]) -> bool:
-    """Whether hooks see the inputs or outputs of one of these modules."""
-    return has_module_hooks(modules)
 
 
 def _hooks() -> Any:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pipe.nested import tensors_in
 from pipe.recompute.dead_code import DETACH, DROPOUT, EMPTY, IN_PLACE, VIEWS, DeadCode, needs_gradient, tensors_of
-from pipe.torch_private import TorchDispatchMode, no_torch_function, pytree
+from pipe.torch_private import OperationMode, no_torch_function, pytree
 
 __all__ = [
     "LeftOut",
@@ -150,11 +150,11 @@ def stop_leaving_out(mode: contextlib.AbstractContextManager[Any]) -> None:
         mode.stopped = True
 
 
-class _Skipper(TorchDispatchMode):
+class _Skipper(OperationMode):
     """Skips dead code in the operations that run inside, as long as they are those of the first run."""
 
     def __init__(self, code: DeadCode) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._code = code
         self._count = 0
         self._same = True
@@ -166,11 +166,6 @@ class _Skipper(TorchDispatchMode):
     def left_out(self) -> bool:
         """Whether any operation was skipped."""
         return bool(self._results)
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True: compiled layers run compiled under this mode."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

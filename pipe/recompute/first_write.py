@@ -8,19 +8,20 @@ Limits: writes outside torch operations (through NumPy, or inside compiled code)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipe.torch_private import TorchDispatchMode, memory_of
+from pipe.recompute.dead_code import tensors_of
+from pipe.torch_private import OperationMode, memory_of
 
 __all__ = ["FirstWrites"]
 
 
-class FirstWrites(TorchDispatchMode):
+class FirstWrites(OperationMode):
     """Calls a function before the first operation inside the context that writes to the memory of a tensor.
 
     Args:
@@ -28,16 +29,11 @@ class FirstWrites(TorchDispatchMode):
     """
 
     def __init__(self, watched: Sequence[tuple[Tensor, Callable[[], None]]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         # By the address of the storage, which views share, and which is not reused while the tensor is watched.
         self._watched: dict[int, list[Callable[[], None]]] = {}
         for tensor, function in watched:
             self._watched.setdefault(memory_of(tensor), []).append(function)
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True: compiled layers run compiled under this mode."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -48,7 +44,7 @@ class FirstWrites(TorchDispatchMode):
         if writes is not None and self._watched:
             positions, names = writes
             given = [args[k] for k in positions if k < len(args)] + [kwargs[name] for name in names if name in kwargs]
-            for tensor in _tensors(given):
+            for tensor in tensors_of(given):
                 if tensor.layout is torch.strided and type(tensor) in (Tensor, torch.nn.Parameter):
                     for function in self._watched.pop(memory_of(tensor), ()):
                         function()
@@ -67,11 +63,3 @@ def _written_by(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]] | None:
         if silent or (argument.alias_info is not None and argument.alias_info.is_write)
     ]
     return (tuple(k for k, _ in written), tuple(name for _, name in written)) if written else None
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)

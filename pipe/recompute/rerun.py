@@ -32,12 +32,13 @@ from typing import Any
 import torch
 
 from pipe.nested import tensors_in
-from pipe.recompute.dead_code import DeadCode, Listener, listened_to
+from pipe.recompute.dead_code import DeadCode, Listener
 from pipe.recompute.elimination import leaving_out, stop_leaving_out
 from pipe.recompute.input_writes import InputWrites, copy_of
 from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.phase import enable_checkpointing
 from pipe.recompute.replay import Replay, autocast_without_cache
+from pipe.torch_private import has_module_hooks
 
 __all__ = ["RepeatableLayers", "Rerun", "trial"]
 
@@ -181,7 +182,7 @@ class RepeatableLayers:
     @property
     def listened_to(self) -> bool:
         """Whether hooks see the inputs or outputs of modules, so that no operation may be left out."""
-        return listened_to(module for _, module in self.watched.modules)
+        return has_module_hooks(module for _, module in self.watched.modules)
 
     def run(
         self,

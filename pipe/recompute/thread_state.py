@@ -20,14 +20,11 @@ from typing import Any
 import torch
 
 from pipe.torch_private import (
+    DISPATCH_MODES,
+    FUNCTION_MODES,
+    ModeStack,
     SavedTensorHooks,
-    dispatch_modes,
-    function_modes,
-    left_dispatch_mode,
-    left_function_mode,
     pop_saved_tensor_hooks,
-    pushed_dispatch_mode,
-    pushed_function_mode,
     saved_tensor_hooks,
     set_grad_enabled,
 )
@@ -93,8 +90,8 @@ class ThreadState:
             cache_casts=torch.is_autocast_cache_enabled(),
             hooks=saved_tensor_hooks(),
             # The default device is one of these modes, whether set by set_default_device or by a context.
-            function_modes=tuple(function_modes()),
-            dispatch_modes=tuple(dispatch_modes()),
+            function_modes=tuple(FUNCTION_MODES.active()),
+            dispatch_modes=tuple(DISPATCH_MODES.active()),
         )
 
     @contextlib.contextmanager
@@ -119,7 +116,8 @@ class ThreadState:
             hooks = None if recomputation and self.hooks and _ends_with_its_forward(self.hooks) else self.hooks
             if hooks is not None and hooks != saved_tensor_hooks():
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
-            self._enter_modes(stack)
+            _enter(stack, FUNCTION_MODES, self.function_modes)
+            _enter(stack, DISPATCH_MODES, self.dispatch_modes)
             yield
 
     def restore(self) -> None:
@@ -130,14 +128,14 @@ class ThreadState:
         """
         while (hooks := saved_tensor_hooks()) is not None and hooks != self.hooks:
             pop_saved_tensor_hooks()
-        while len(left := dispatch_modes()) > len(self.dispatch_modes):
+        while len(left := DISPATCH_MODES.active()) > len(self.dispatch_modes):
             again = any(left[-1] is mode for mode in self.dispatch_modes)  # pushed once more by again()
             try:
-                left_dispatch_mode() if again else left[-1].__exit__(None, None, None)
+                DISPATCH_MODES.pop() if again else left[-1].__exit__(None, None, None)
             except IndexError:  # an interrupt stopped its __exit__ before the last statement, which is this one
-                left_dispatch_mode()
-        while len(function_modes()) > len(self.function_modes):
-            left_function_mode()
+                DISPATCH_MODES.pop()
+        while len(FUNCTION_MODES.active()) > len(self.function_modes):
+            FUNCTION_MODES.pop()
         for autocast in self.autocasts:
             if Autocast.of(autocast.device_type) != autocast:
                 torch.set_autocast_enabled(autocast.device_type, autocast.enabled)
@@ -145,14 +143,9 @@ class ThreadState:
         torch.set_autocast_cache_enabled(self.cache_casts)
         set_grad_enabled(self.grad)
 
-    def _enter_modes(self, stack: contextlib.ExitStack) -> None:
-        if self.function_modes:
-            active = {id(mode) for mode in function_modes()}
-            for mode in self.function_modes:
-                if id(mode) not in active:
-                    stack.enter_context(pushed_function_mode(mode))
-        if self.dispatch_modes:
-            active = {id(mode) for mode in dispatch_modes()}
-            for mode in self.dispatch_modes:
-                if id(mode) not in active:
-                    stack.enter_context(pushed_dispatch_mode(mode))
+
+def _enter(stack: contextlib.ExitStack, kind: ModeStack, modes: tuple[Any, ...]) -> None:
+    active = {id(mode) for mode in kind.active()} if modes else set()
+    for mode in modes:
+        if id(mode) not in active:
+            stack.enter_context(kind.pushed(mode))
