@@ -1,19 +1,21 @@
-"""Finds random generators that modules hold as attributes, and reads and writes their state.
+"""Random generators as functions on their state: those of the process and of devices, and those that modules hold.
 
 A layer with its own ``torch.Generator`` (so that its masks do not depend on the draws of other layers) would draw
 other numbers in a recomputation, unless that generator is found and rewound like the global ones.
 
-It finds ``torch.Generator``, ``random.Random``, ``numpy.random.Generator`` and ``numpy.random.RandomState`` as an
-attribute of a module, or as an element of a list, tuple, set or dict that is an attribute. Other generators (an
-attribute of an attribute, a closure) are not found.
+:func:`held_generators` finds ``torch.Generator``, ``random.Random``, ``numpy.random.Generator`` and
+``numpy.random.RandomState`` as an attribute of a module, or as an element of a list, tuple, set or dict that is an
+attribute. Other generators (an attribute of an attribute, a closure) are not found.
 """
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,21 +23,45 @@ from torch import nn
 
 from pipe.recompute import numpy_state
 
-__all__ = ["GeneratorState", "held_generators", "state_of"]
+__all__ = ["Generator", "generators_of", "held_generators"]
 
 # The attributes of every module: containers of modules, tensors and hooks.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 @dataclass(frozen=True)
-class GeneratorState:
-    """The whole state of one generator, as functions."""
+class Generator:
+    """A random generator, as functions on its whole state."""
 
     name: str
     get: Callable[[], Any]
-    set: Callable[[Any], None]
+    set: Callable[[Any], Any]
     moved: Callable[[Any], bool]
     """Whether the generator has left a given state."""
+    shared: bool = True
+    """Whether other threads may draw from it."""
+
+
+def _generator(
+    name: str, get: Callable[[], Any], set_: Callable[[Any], Any], same: Callable[[Any, Any], bool], shared: bool = True
+) -> Generator:
+    return Generator(name, get, set_, lambda state: not same(state, get()), shared)
+
+
+_CPU = _generator("cpu", torch.get_rng_state, torch.set_rng_state, torch.equal)
+_PYTHON = _generator("python", random.getstate, random.setstate, operator.eq)
+_NUMPY = Generator("numpy", numpy_state.read, numpy_state.write, numpy_state.moved)
+
+
+def generators_of(devices: Iterable[torch.device], held: Iterable[Any] = ()) -> list[Generator]:
+    """The generators of the process, of ``devices``, and those that :func:`held_generators` found."""
+    # A forward can only draw from NumPy if it has been imported.
+    found = [_CPU, _PYTHON, _NUMPY] if "numpy" in sys.modules else [_CPU, _PYTHON]
+    for device in sorted({d for d in devices if d.type not in ("cpu", "meta")}, key=str):
+        module = torch.get_device_module(device)
+        get, set_ = partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
+        found.append(_generator(str(device), get, set_, torch.equal, shared=False))
+    return found + [_held(generator) for generator in held]
 
 
 def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
@@ -55,34 +81,18 @@ def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
     return [generator for generator in found.values() if not isinstance(generator, random.SystemRandom)]
 
 
-def state_of(generator: Any) -> GeneratorState:
-    """The state of a generator that :func:`held_generators` found."""
+def _held(generator: Any) -> Generator:
     name = f"{type(generator).__module__.split('.')[0]}.{type(generator).__name__} of a layer"
     if isinstance(generator, torch.Generator):
-
-        def write(state: Any) -> None:
-            generator.set_state(state)
-
-        return GeneratorState(
-            name, generator.get_state, write, lambda state: not torch.equal(state, generator.get_state())
-        )
+        return _generator(name, generator.get_state, generator.set_state, torch.equal)
     if isinstance(generator, random.Random):
-        return GeneratorState(
-            name, generator.getstate, generator.setstate, lambda state: bool(state != generator.getstate())
-        )
-    # NumPy's RandomState caches a normal number besides its bit generator; Generator does not.
-    old = hasattr(generator, "set_state")
-
-    def get() -> Any:
-        return generator.get_state(legacy=False) if old else generator.bit_generator.state
-
-    def set_(state: Any) -> None:
-        if old:
-            generator.set_state(state)
-        else:
-            generator.bit_generator.state = state
-
-    return GeneratorState(name, get, set_, lambda state: not numpy_state.same(state, get()))
+        return _generator(name, generator.getstate, generator.setstate, operator.eq)
+    if hasattr(generator, "set_state"):
+        # NumPy's RandomState caches a normal number besides its bit generator; Generator does not.
+        get = partial(generator.get_state, legacy=False)
+        return _generator(name, get, generator.set_state, numpy_state.same)
+    bits = generator.bit_generator
+    return _generator(name, lambda: bits.state, partial(setattr, bits, "state"), numpy_state.same)
 
 
 def _kinds() -> tuple[type, ...]:

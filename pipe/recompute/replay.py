@@ -21,20 +21,14 @@ Assumes
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pipe.nested import tensors_in
-from pipe.recompute import numpy_state
-from pipe.recompute.generators import state_of
+from pipe.recompute.generators import Generator, generators_of
 from pipe.recompute.phase import enable_recomputing
 from pipe.recompute.thread_state import ThreadState
 
@@ -42,46 +36,6 @@ __all__ = ["Replay", "autocast_without_cache", "devices_of"]
 
 # These generators are shared by all threads of the process; two recomputations that rewind them must not overlap.
 _shared_generators = threading.RLock()
-
-
-@dataclass(frozen=True)
-class _Generator:
-    """A random generator, as functions on its whole state."""
-
-    name: str
-    get: Callable[[], Any]
-    set: Callable[[Any], None]
-    shared: bool
-    moved: Callable[[Any], bool]
-    """Whether the generator has left a given state."""
-
-
-def _moved_torch(get: Callable[[], Tensor], state: Tensor) -> bool:
-    return not torch.equal(state, get())
-
-
-def _moved_python(state: Any) -> bool:
-    return bool(state != random.getstate())
-
-
-_CPU = _Generator("cpu", torch.get_rng_state, torch.set_rng_state, True, partial(_moved_torch, torch.get_rng_state))
-_PYTHON = _Generator("python", random.getstate, random.setstate, True, _moved_python)
-
-
-def _generators(devices: Iterable[torch.device]) -> list[_Generator]:
-    sources = [_CPU, _PYTHON]
-    if "numpy" in sys.modules:  # a forward can only draw from NumPy if it has been imported
-        sources.append(_Generator("numpy", numpy_state.read, numpy_state.write, True, numpy_state.moved))
-    for device in sorted({d for d in devices if d.type not in ("cpu", "meta")}, key=str):
-        module = torch.get_device_module(device)
-        get, set_ = partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
-        sources.append(_Generator(str(device), get, set_, False, partial(_moved_torch, get)))
-    return sources
-
-
-def _held(generator: Any) -> _Generator:
-    state = state_of(generator)
-    return _Generator(state.name, state.get, state.set, True, state.moved)
 
 
 def devices_of(*values: Any) -> set[torch.device]:
@@ -121,7 +75,7 @@ class Replay:
 
     __slots__ = ("_states", "_thread_state")
 
-    def __init__(self, states: list[tuple[_Generator, Any]], thread_state: ThreadState) -> None:
+    def __init__(self, states: list[tuple[Generator, Any]], thread_state: ThreadState) -> None:
         self._states = states
         self._thread_state = thread_state
 
@@ -135,20 +89,13 @@ class Replay:
                 result of :func:`pipe.recompute.generators.held_generators`.
         """
         devices = set(devices)
-        sources = [*_generators(devices), *map(_held, generators)]
-        states = [(generator, generator.get()) for generator in sources]
+        states = [(generator, generator.get()) for generator in generators_of(devices, generators)]
         return cls(states, ThreadState.capture(device.type for device in devices))
 
     def record_changes(self) -> Replay:
         """Drops every generator whose state has not changed since :meth:`capture`. Returns itself."""
         self._states = [(generator, state) for generator, state in self._states if generator.moved(state)]
         return self
-
-    def restore(self) -> None:
-        """Restores generators and thread settings if an exception prevented a context from doing so."""
-        self._thread_state.restore()
-        for generator, state in self._states:
-            generator.set(state)
 
     @property
     def drawn(self) -> tuple[str, ...]:
@@ -159,6 +106,11 @@ class Replay:
         """Sets the saved generators to their states from before the forward."""
         for generator, state in self._states:
             generator.set(state)
+
+    def restore(self) -> None:
+        """Restores generators and thread settings if an exception prevented a context from doing so."""
+        self._thread_state.restore()
+        self.rewind()
 
     @contextlib.contextmanager
     def rewound(self) -> Iterator[None]:
