@@ -21,8 +21,7 @@ Invariants
       autograd, so no gradient can be paired with the wrong output.
     * A gradient for any output starts the recomputation; without one, nothing is recomputed.
     * Each input tensor is saved once, through the active saved-tensor hooks.
-    * The second run starts from the state of the first: see :mod:`pipe.recompute.rerun` and
-      :mod:`pipe.recompute.structure`.
+    * The second run starts from the state of the first: see :mod:`pipe.recompute.rerun`.
 
 After an exception in the recomputation the generators, buffers and settings are restored and the graph is dead.
 
@@ -41,9 +40,9 @@ from pipe.microbatch import Batch
 from pipe.nested import TreeSpec, flatten, unflatten
 from pipe.phony import get_phony
 from pipe.recompute.input_writes import refuse_writes
+from pipe.recompute.module_state import WatchedModule
 from pipe.recompute.phase import enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing
 from pipe.recompute.rerun import Rerun
-from pipe.recompute.structure import Members, WatchedLayers
 from pipe.torch_private import accumulates_everywhere
 
 __all__ = [
@@ -105,11 +104,11 @@ class Checkpointing:
         function: Callable[[Any], Any],
         batch: Batch,
         *,
-        watched: WatchedLayers | None = None,
+        watched: WatchedModule | None = None,
         phony: Tensor | None = None,
     ) -> None:
         if watched is None and isinstance(function, nn.Module):
-            watched = WatchedLayers(function)
+            watched = WatchedModule(function)
         self.function = function
         self.batch = batch
         self._watched = watched
@@ -179,11 +178,9 @@ class _Cell:
 
     __slots__ = (
         "_leaves",
-        "_members",
         "_positions",
         "_rerun",
         "_spec",
-        "_watched",
         "differentiable",
         "function",
         "recomputed",
@@ -196,21 +193,18 @@ class _Cell:
         positions: list[tuple[int, int]],
         spec: TreeSpec,
         rerun: Rerun,
-        watched: WatchedLayers | None,
     ) -> None:
         self.function = function
         self._leaves = leaves
         self._positions = positions
         self._spec = spec
         self._rerun = rerun
-        self._watched = watched
-        self._members: Members = []
         self.differentiable: list[int] = []
         self.recomputed: tuple[list[Tensor], list[Tensor]] | None = None
 
     @classmethod
     def of(
-        cls, function: Callable[[Any], Any], input: Any, watched: WatchedLayers | None
+        cls, function: Callable[[Any], Any], input: Any, watched: WatchedModule | None
     ) -> tuple[_Cell, list[Tensor]]:
         """The cell of a call, and its distinct input tensors."""
         leaves, spec = flatten(input)
@@ -224,17 +218,13 @@ class _Cell:
                 leaves[position] = None
         inputs = list(tensors.values())
         devices = {tensor.device for tensor in inputs} | (watched.devices if watched else set())
-        return cls(function, leaves, positions, spec, Rerun(watched, devices), watched), inputs
+        return cls(function, leaves, positions, spec, Rerun(watched, devices)), inputs
 
     def compute(self, inputs: list[Tensor]) -> Any:
         """The first run."""
         hooks = torch.autograd.graph.saved_tensors_hooks(_dropped, _never)
-        with refuse_writes("a checkpointed function", inputs):
-            with self._rerun.first(), enable_checkpointing(), hooks:
-                output = self._run(_as_leaves(inputs))
-        if self._watched is not None:
-            self._members = self._watched.members()
-        return output
+        with refuse_writes("a checkpointed function", inputs), self._rerun.first(), enable_checkpointing(), hooks:
+            return self._run(_as_leaves(inputs))
 
     def recompute(self, inputs: tuple[Tensor, ...]) -> None:
         """The second run; stores its outputs, with their graph, in ``recomputed``.
@@ -242,8 +232,6 @@ class _Cell:
         Raises:
             RuntimeError: if the output differs in structure or in what needs a gradient, or the module has changed.
         """
-        if self._watched is not None:
-            self._watched.check(self._members)
         leaves = _as_leaves(inputs)
         with self._rerun.again(strict=True), torch.enable_grad():
             outputs = flatten(self._run(leaves))[0]

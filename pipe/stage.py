@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipe.nested import map_tensors
-from pipe.recompute.structure import WatchedLayers
+from pipe.recompute.module_state import WatchedModule
 from pipe.skip.layout import SkipLayout
 from pipe.skip.namespace import Key
 from pipe.skip.tracker import SkipTracker, use_skip_tracker
@@ -74,9 +74,9 @@ class Stage:
         for taker in self._takers:
             taker.prefetch(backward=backward)
 
-    def watched(self) -> WatchedLayers:
+    def watched(self) -> WatchedModule:
         """The modules and parameters of the layers, recorded so that a recomputation can verify them."""
-        return WatchedLayers(self.layers)
+        return WatchedModule(self.layers)
 
     def __call__(self, input: tuple[Any, Sequence[Any]]) -> tuple[Any, list[Any]]:
         """Runs the layers.

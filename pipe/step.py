@@ -30,7 +30,7 @@ from pipe.gradients import StepGradients
 from pipe.loss import MicroLoss, UndeclaredReductionError, sum_and_count
 from pipe.microbatch import Batch, rows_of, split_nested
 from pipe.nested import flatten, map_tensors, tensors_in, unflatten
-from pipe.recompute.structure import WatchedLayers
+from pipe.recompute.module_state import WatchedModule
 from pipe.schedule import Action, Schedule, coming_turns
 from pipe.skip.namespace import Key
 from pipe.stage import Stage
@@ -106,7 +106,7 @@ class Step:
         self._values = [self._detach(x, cell) for x, cell in zip(inputs, self._origins, strict=True)]
         self._skips: list[dict[Key, _Boundary]] = [{} for _ in inputs]
         self._cells: dict[tuple[int, int], _Cell] = {}
-        self._watched: dict[int, WatchedLayers] = {}
+        self._watched: dict[int, WatchedModule] = {}
         self._losses: dict[int, Tensor] = {}
         self._counts: dict[int, Tensor | float] = {}
         last = len(stages) - 1

@@ -6,8 +6,8 @@ forward itself updates (running statistics, the vectors of spectral norm) would 
 updated twice.
 
 Invariants
-    * A recomputation uses the parameters and modes of the forward, or :class:`RuntimeError` names what changed. It runs
-      the hooks of the forward (:mod:`pipe.recompute.module_hooks`).
+    * A recomputation uses the modules, parameters and modes of the forward, or :class:`RuntimeError` names what
+      changed. It runs the hooks of the forward (:mod:`pipe.recompute.module_hooks`).
     * Buffers that the forward or a later one wrote have, during the recomputation, their values from before the
       forward. The recomputation writes to copies, so the buffers of the module are updated once per forward. The same
       holds for plain attributes, if requested.
@@ -21,8 +21,11 @@ operations, not through memory shared with NumPy or another library.
 from __future__ import annotations
 
 import contextlib
+import operator
+import sys
 from collections.abc import Iterator
 from enum import Enum
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -100,6 +103,7 @@ class WatchedModule:
             for name, b in owner._buffers.items()
             if b is not None
         ]
+        self._registers = [d for _, inner in self.modules for d in (inner._parameters, inner._modules) if d]
         # Buffers whose values were compared, with the mode: a comparison waits for the device, so it is done once.
         self.compared: set[tuple[_Known, bool]] = set()
         self.stateful = Stateful(self.modules)
@@ -108,6 +112,26 @@ class WatchedModule:
         self.devices = {p.device for _, p in self.parameters} | {b.device for b in module.buffers()}
         # Writes of compiled code cannot be detected in advance.
         self.compiled = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for _, m in self.modules)
+
+    def members(self) -> list[Any]:
+        """The present parameters and children of each module."""
+        return list(chain.from_iterable(map(dict.values, self._registers)))
+
+    def replaced(self, members: list[Any]) -> list[str]:
+        """Names of parameters and modules that have taken the place of one of ``members``."""
+        now = self.members()
+        if len(now) == len(members) and all(map(operator.is_, now, members)):
+            return []
+        here, before = set(map(id, now)), set(map(id, members))
+        if all(id(member) in here or _is_sharded(member) for member in members):
+            return []  # none was removed: a parameter was added, or registered in another order
+        return [
+            f"{kind} {'.'.join(filter(None, (owner, name)))!r}"
+            for owner, module in self.modules
+            for kind, register in (("parameter", module._parameters), ("module", module._modules))
+            for name, member in register.items()
+            if id(member) not in before and not _is_sharded(member)
+        ]
 
     def tensors(self) -> list[Tensor]:
         """The present parameters and buffers."""
@@ -226,13 +250,24 @@ class ModuleState:
             output = module(input)
     """
 
-    __slots__ = ("_attributes", "_before", "_buffers", "_epochs", "_hooks", "_modes", "_versions", "_watched")
+    __slots__ = (
+        "_attributes",
+        "_before",
+        "_buffers",
+        "_epochs",
+        "_hooks",
+        "_members",
+        "_modes",
+        "_versions",
+        "_watched",
+    )
 
     def __init__(self, watched: WatchedModule, *, attributes: bool = False) -> None:
         self._watched = watched
         self._attributes = Attributes(watched.stateful) if attributes else None
         self._hooks = Hooks(watched.modules)
         self._modes = [module.training for _, module in watched.modules]
+        self._members: list[Any] = []
         self._versions: list[int] = []
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         self._epochs: list[tuple[nn.Module, str, _Epoch]] = []
@@ -245,26 +280,21 @@ class ModuleState:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """A context for the forward: copies a large buffer before the first write to it."""
-        uncopied = [buffer for buffer in self._before if not buffer.copied]
-        with FirstWrites([(b.value, b.copy) for b in uncopied]) if uncopied else contextlib.nullcontext():
+        uncopied = [(buffer.value, buffer.copy) for buffer in self._before if not buffer.copied]
+        with FirstWrites(uncopied) if uncopied else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:
         """A context for a trial forward, whose changes of buffers are undone. Used instead of :meth:`running`."""
-        before, self._before = self._before, []
-        ahead = [buffer for buffer in before if buffer.copied_ahead]
-        uncopied = [buffer for buffer in before if not buffer.copied_ahead]
-        for buffer in ahead:
-            buffer.owner._buffers[buffer.name] = buffer.value
+        for buffer in self._before:
+            if buffer.copied_ahead:
+                buffer.owner._buffers[buffer.name] = buffer.value
         try:
-            with (
-                FirstWrites([(b.value, b.copy) for b in uncopied]) if uncopied else contextlib.nullcontext(),
-                contextlib.nullcontext() if self._attributes is None else self._attributes.again(),
-            ):
+            with self.running(), contextlib.nullcontext() if self._attributes is None else self._attributes.again():
                 yield
         finally:
-            for buffer in before:
+            for buffer in self._before:
                 buffer.take_back()
 
     def record_changes(self) -> ModuleState:
@@ -283,7 +313,8 @@ class ModuleState:
             else:
                 epoch = buffer.known.epoch_of(buffer.tensor, buffer.version)
                 self._epochs.append((buffer.owner, buffer.name, epoch))
-        # Read after the forward, so that a layer may change its own parameters in place in it.
+        # Read after the forward, so that a layer may change its own parameters in place in it, or replace them.
+        self._members = self._watched.members()
         self._versions = [parameter._version for _, parameter in self._watched.parameters]
         return self
 
@@ -297,11 +328,12 @@ class ModuleState:
         """A context in which buffers have their values from before the forward; writes to them are discarded.
 
         Args:
-            strict: if False, restore the training modes of the forward instead of comparing them, and do not check the
-                parameters.
+            strict: if False, restore the training modes of the forward instead of comparing them, and do not check
+                parameters and modules.
 
         Raises:
-            RuntimeError: if a parameter was modified in place, or a module changed its mode, since the forward.
+            RuntimeError: if a parameter was modified in place, a parameter or module was replaced, or a module changed
+                its mode, since the forward.
         """
         modes = [module.training for _, module in self._watched.modules]
         if not strict:
@@ -330,7 +362,10 @@ class ModuleState:
 
     def _check(self) -> None:
         watched = self._watched
-        changed = [
+        # Without this, what was replaced later would run in the recomputation and get the gradient.
+        replaced = watched.replaced(self._members)
+        changed = [f"another object took the place of {', '.join(replaced)}"] if replaced else []
+        changed += [
             f"parameter {name!r} was modified in place {p._version - version} time(s)"
             for (name, p), version in zip(watched.parameters, self._versions, strict=True)
             if p._version != version
@@ -344,8 +379,15 @@ class ModuleState:
             raise RuntimeError(
                 "expected the module of the checkpointed forward to be the same in backward, but "
                 + "; ".join(changed)
-                + "; call backward() before optimizer.step(), train() or eval(), or compute without checkpointing"
+                + "; call backward() before optimizer.step(), train(), eval() or a replacement, or compute without "
+                "checkpointing"
             )
+
+
+def _is_sharded(member: Any) -> bool:
+    """Whether it is a DTensor: sharded modules replace sharded by whole parameters and vice versa."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(member, module.DTensor)
 
 
 def _memory_of(tensor: Tensor) -> int | None:

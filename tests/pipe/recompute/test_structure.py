@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipe import Pipe
 from pipe.batchnorm import DeferredBatchNorm
 from pipe.checkpoint import checkpoint
-from pipe.recompute.structure import WatchedLayers
+from pipe.recompute.module_state import ModuleState, WatchedModule
 from tests.pipe.turns import Turner
 
 WIDTH = 4
@@ -251,13 +251,13 @@ def test_a_checkpointed_function_is_watched_too() -> None:
 
 def test_a_parameter_that_only_moved_is_the_same() -> None:
     layer = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-    watched = WatchedLayers(layer)
-    members = watched.members()
+    state = ModuleState(WatchedModule(layer)).record_changes()
     layer[0].weight.data = torch.zeros(WIDTH, WIDTH)
-    watched.check(members)
+    with state.again():
+        pass
     layer[0].weight = nn.Parameter(layer[0].weight.detach())
-    with pytest.raises(RuntimeError, match=r"'0\.weight'"):
-        watched.check(members)
+    with pytest.raises(RuntimeError, match=r"'0\.weight'"), state.again():
+        pass
 
 
 @pytest.mark.parametrize("more", [3, 7])
