@@ -33,7 +33,7 @@ from pipe.placement import (
     updated_stages,
 )
 from pipe.refusals import check_optimizers, check_plain, check_reduced, check_updates, restored_on
-from pipe.schedule import Action, Schedule, fill_drain, one_forward_one_backward
+from pipe.schedule import Schedule, StageAction, fill_drain, one_forward_one_backward
 from pipe.skip.skippable import verify_skippables
 from pipe.state_dict import without_partitions
 from pipe.step import Step, split_target
@@ -123,7 +123,7 @@ class Pipe(nn.Module):
         #: Code objects of losses that returned (sum, count) in an earlier step.
         self._counting: set[Hashable] = set()
         self._copy_streams: list[list[AbstractStream]] = []
-        self._recorders: list[list[Action]] = []
+        self._recorders: list[list[StageAction]] = []
 
     @property
     def partitions(self) -> list[nn.Sequential]:
@@ -303,7 +303,7 @@ class Pipe(nn.Module):
         return loss
 
     @contextlib.contextmanager
-    def recording(self, trace: list[Action] | None = None) -> Iterator[list[Action]]:
+    def recording(self, trace: list[StageAction] | None = None) -> Iterator[list[StageAction]]:
         """Appends every action to a list when it begins, in forward, backward and :meth:`train_step`; yields the list.
 
         Args:
@@ -316,7 +316,7 @@ class Pipe(nn.Module):
         finally:
             self._recorders = [other for other in self._recorders if other is not trace]
 
-    def _record(self, action: Action) -> None:
+    def _record(self, action: StageAction) -> None:
         for trace in self._recorders:
             trace.append(action)
 

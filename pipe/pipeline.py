@@ -50,7 +50,7 @@ from pipe.copy import Copy, Wait
 from pipe.dependency import fork, join
 from pipe.microbatch import Batch
 from pipe.refusals import check_hooks
-from pipe.schedule import Action, clock_cycles, coming_turns, forward_clocks
+from pipe.schedule import StageAction, clock_cycles, coming_turns, forward_clocks
 from pipe.skip.namespace import Key
 from pipe.stage import Stage
 from pipe.stream import AbstractStream, current_stream, use_device
@@ -121,7 +121,7 @@ class Pipeline:
         places: Sequence[Hashable] | None = None,
         checkpoint_stop: int = 0,
         in_order: bool = False,
-        record: Callable[[Action], None] | None = None,
+        record: Callable[[StageAction], None] | None = None,
     ) -> None:
         self.batches = batches
         self.stages = stages
@@ -191,7 +191,7 @@ class Pipeline:
                 wait(skip, self.copy_streams[j][i], compute_stream)
             popped.append(skip.value)
         batch = Batch((self.batches[i].value, popped))
-        function = partial(_recorded, stage, self.record, Action("F", j, i)) if self.record else stage
+        function = partial(_recorded, stage, self.record, StageAction("F", j, i)) if self.record else stage
         after = self._coming.get((i, j))
         if i < self.checkpoint_stop:
             halves = Checkpointing(function, batch, watched=self._watched[j], phony=phony)
@@ -221,7 +221,7 @@ class Pipeline:
         with use_device(stage.device):
             task.finalize(output)
         if self.record is not None:
-            _mark(output, self.record, Action("B", j, i))
+            _mark(output, self.record, StageAction("B", j, i))
         value, stashed = output.value
         self.batches[i] = Batch(value)
         if j in self._next_turn:
@@ -247,7 +247,7 @@ def _then(compute: Callable[[], Batch], coming: Stage | None) -> Callable[[], Ba
     return run
 
 
-def _recorded(stage: Stage, record: Callable[[Action], None], action: Action, input: Any) -> Any:
+def _recorded(stage: Stage, record: Callable[[StageAction], None], action: StageAction, input: Any) -> Any:
     if not in_backward():
         record(action)
     return stage(input)
@@ -257,7 +257,9 @@ class _Mark(torch.autograd.Function):
     """Records when gradients enter a cell. A separate node, since an output may be an input returned unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, record: Callable[[Action], None], action: Action, *outputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, record: Callable[[StageAction], None], action: StageAction, *outputs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.record, ctx.action = record, action
         return tuple(output.detach() for output in outputs)
@@ -268,7 +270,7 @@ class _Mark(torch.autograd.Function):
         return (None, None, *gradients)
 
 
-def _mark(output: Batch, record: Callable[[Action], None], action: Action) -> None:
+def _mark(output: Batch, record: Callable[[StageAction], None], action: StageAction) -> None:
     where = [k for k, tensor in enumerate(output) if tensor.requires_grad]
     marked = _Mark.apply(record, action, *(output[k] for k in where))  # type: ignore[no-untyped-call]
     for k, tensor in zip(where, marked or (), strict=True):

@@ -23,11 +23,19 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
 
-__all__ = ["Action", "Schedule", "Simulation", "clock_cycles", "fill_drain", "one_forward_one_backward", "simulate"]
+__all__ = [
+    "Schedule",
+    "Simulation",
+    "StageAction",
+    "clock_cycles",
+    "fill_drain",
+    "one_forward_one_backward",
+    "simulate",
+]
 
 
 @dataclass(frozen=True)
-class Action:
+class StageAction:
     """The forward or backward of one micro-batch on one stage."""
 
     kind: str
@@ -39,7 +47,7 @@ class Action:
         return f"{self.kind}{self.stage}.{self.micro_batch}"
 
     @staticmethod
-    def parse(token: str) -> Action:
+    def parse(token: str) -> StageAction:
         """The action whose ``str`` is ``token``.
 
         Raises:
@@ -48,24 +56,24 @@ class Action:
         match = re.fullmatch(r"([FB])(\d+)\.(\d+)", token)
         if match is None:
             raise ValueError(f"expected an action such as F0.1 or B2.0, got {token!r}")
-        return Action(match[1], int(match[2]), int(match[3]))
+        return StageAction(match[1], int(match[2]), int(match[3]))
 
-    def needs(self, stages: int) -> Iterator[Action]:
+    def needs(self, stages: int) -> Iterator[StageAction]:
         """The actions that must run before this one."""
         if self.kind == "F":
             if self.stage > 0:
-                yield Action("F", self.stage - 1, self.micro_batch)
+                yield StageAction("F", self.stage - 1, self.micro_batch)
         else:
-            yield Action("F", self.stage, self.micro_batch)
+            yield StageAction("F", self.stage, self.micro_batch)
             if self.stage < stages - 1:
-                yield Action("B", self.stage + 1, self.micro_batch)
+                yield StageAction("B", self.stage + 1, self.micro_batch)
 
 
 @dataclass(frozen=True)
 class Schedule:
     """The order of actions on each device, one line per device."""
 
-    orders: tuple[tuple[Action, ...], ...]
+    orders: tuple[tuple[StageAction, ...], ...]
 
     @property
     def stages(self) -> int:
@@ -90,7 +98,7 @@ class Schedule:
     def parse(text: str) -> Schedule:
         """A schedule from one line of actions for each device, the format of :meth:`lines`."""
         lines = [line.split() for line in text.strip().splitlines()]
-        return Schedule(tuple(tuple(Action.parse(token) for token in line) for line in lines))
+        return Schedule(tuple(tuple(StageAction.parse(token) for token in line) for line in lines))
 
     def lines(self) -> str:
         """One line of actions for each device."""
@@ -109,7 +117,7 @@ class Schedule:
             rows.append(f"{clock:5} " + " ".join(f"{cells.get(k, ''):<{width}}" for k in range(len(names))))
         return "\n".join(row.rstrip() for row in rows)
 
-    def clocks(self) -> list[list[Action]]:
+    def clocks(self) -> list[list[StageAction]]:
         """The actions of each clock, if every action takes one clock; within a clock, in the direction of data flow.
 
         Raises:
@@ -118,11 +126,11 @@ class Schedule:
         return self._clocks
 
     @cached_property
-    def _clocks(self) -> list[list[Action]]:
+    def _clocks(self) -> list[list[StageAction]]:
         stages = self.stages
         position = [0] * len(self.orders)
-        done: set[Action] = set()
-        clocks: list[list[Action]] = []
+        done: set[StageAction] = set()
+        clocks: list[list[StageAction]] = []
         while True:
             following = [
                 (k, order[p]) for k, (p, order) in enumerate(zip(position, self.orders, strict=True)) if p < len(order)
@@ -161,7 +169,7 @@ class Schedule:
                     wrong.append(f"{action} is in line {line}, but its stage began in line {home}")
         counts = Counter(chain(*self.orders))
         for j in range(self.stages):
-            for action in (Action(kind, j, i) for kind in "FB" for i in micro_batches):
+            for action in (StageAction(kind, j, i) for kind in "FB" for i in micro_batches):
                 if counts[action] != 1:
                     wrong.append(f"{action} occurs {counts[action]} times")
         if not wrong:
@@ -176,8 +184,8 @@ class Schedule:
     def follows_at_once(self, stage: int, micro_batch: int) -> bool:
         """Whether the cell's backward directly follows its forward, so that checkpointing it would save no memory."""
         order = self.orders[self.lines_of_stages[stage]]
-        position = order.index(Action("F", stage, micro_batch))
-        return order[position + 1 : position + 2] == (Action("B", stage, micro_batch),)
+        position = order.index(StageAction("F", stage, micro_batch))
+        return order[position + 1 : position + 2] == (StageAction("B", stage, micro_batch),)
 
 
 def _lines(stages: int, devices: Sequence[Hashable] | None) -> list[list[int]]:
@@ -204,8 +212,8 @@ def fill_drain(micro_batches: int, stages: int, devices: Sequence[Hashable] | No
     return Schedule(
         tuple(
             (
-                *(Action("F", j, i) for j in line for i in range(micro_batches)),
-                *(Action("B", j, i) for j in reversed(line) for i in reversed(range(micro_batches))),
+                *(StageAction("F", j, i) for j in line for i in range(micro_batches)),
+                *(StageAction("B", j, i) for j in reversed(line) for i in reversed(range(micro_batches))),
             )
             for line in _lines(stages, devices)
         )
@@ -224,11 +232,11 @@ def one_forward_one_backward(micro_batches: int, stages: int, devices: Sequence[
     orders = []
     for j in range(stages):
         ahead = min(stages - j, micro_batches)
-        order = [Action("F", j, i) for i in range(ahead)]
+        order = [StageAction("F", j, i) for i in range(ahead)]
         for i in range(micro_batches):
-            order.append(Action("B", j, i))
+            order.append(StageAction("B", j, i))
             if i + ahead < micro_batches:
-                order.append(Action("F", j, i + ahead))
+                order.append(StageAction("F", j, i + ahead))
         orders.append(tuple(order))
     return Schedule(tuple(orders))
 
@@ -237,18 +245,18 @@ def _interleaved(micro_batches: int, stages: int, lines: list[list[int]]) -> Sch
     """1F1B with turns: simulates devices that run a backward if one is ready, else a forward if within their limit."""
     turn = len(lines)
     groups = [range(k, min(k + turn, micro_batches)) for k in range(0, micro_batches, turn)]
-    forward = [deque(Action("F", j, i) for group in groups for j in line for i in group) for line in lines]
-    back = [deque(Action("B", j, i) for group in groups for j in reversed(line) for i in group) for line in lines]
+    forward = [deque(StageAction("F", j, i) for group in groups for j in line for i in group) for line in lines]
+    back = [deque(StageAction("B", j, i) for group in groups for j in reversed(line) for i in group) for line in lines]
     # The forwards that the first micro-batch of the last stage needs, and a round trip to it for each device before it.
     ahead = [(len(line) - 1) * turn + 2 * (len(lines) - 1 - k) + 1 for k, line in enumerate(lines)]
-    orders: list[list[Action]] = [[] for _ in lines]
-    done: set[Action] = set()
+    orders: list[list[StageAction]] = [[] for _ in lines]
+    done: set[StageAction] = set()
     while any(back):
 
-        def ready(queue: deque[Action]) -> bool:
+        def ready(queue: deque[StageAction]) -> bool:
             return bool(queue) and done.issuperset(queue[0].needs(stages))
 
-        chosen: list[tuple[int, deque[Action]]] = []
+        chosen: list[tuple[int, deque[StageAction]]] = []
         for k in range(len(lines)):
             if ready(back[k]):
                 chosen.append((k, back[k]))
@@ -263,10 +271,12 @@ def _interleaved(micro_batches: int, stages: int, lines: list[list[int]]) -> Sch
     return Schedule(tuple(map(tuple, orders)))
 
 
-def coming_turns(clocks: Iterable[Iterable[Action]], lines_of_stages: Sequence[int]) -> dict[Action, Action]:
+def coming_turns(
+    clocks: Iterable[Iterable[StageAction]], lines_of_stages: Sequence[int]
+) -> dict[StageAction, StageAction]:
     """For the first action of each turn, the first action of the next turn on its line, if there is another."""
-    coming: dict[Action, Action] = {}
-    began: dict[int, Action] = {}
+    coming: dict[StageAction, StageAction] = {}
+    began: dict[int, StageAction] = {}
     for action in chain.from_iterable(clocks):
         line = lines_of_stages[action.stage]
         before = began.get(line)
@@ -278,7 +288,7 @@ def coming_turns(clocks: Iterable[Iterable[Action]], lines_of_stages: Sequence[i
 
 
 @cache
-def forward_clocks(micro_batches: int, devices: tuple[Hashable, ...]) -> list[list[Action]]:
+def forward_clocks(micro_batches: int, devices: tuple[Hashable, ...]) -> list[list[StageAction]]:
     """The clocks of a forward alone, in the order of :func:`fill_drain`."""
     orders = fill_drain(micro_batches, len(devices), devices).orders
     return Schedule(tuple(tuple(action for action in order if action.kind == "F") for order in orders)).clocks()
@@ -314,7 +324,7 @@ class Simulation:
 
 def simulate(
     schedule: Schedule,
-    cost: Callable[[Action], float] = lambda action: 1.0 if action.kind == "F" else 2.0,
+    cost: Callable[[StageAction], float] = lambda action: 1.0 if action.kind == "F" else 2.0,
     *,
     devices: Sequence[Hashable] | None = None,
     load: Callable[[int], float] = lambda stage: 0.0,
@@ -335,7 +345,7 @@ def simulate(
     peak = dict.fromkeys(names, 0)
     turns = dict.fromkeys(names, 0)
     there: dict[Hashable, int] = {}
-    end: dict[Action, float] = {}
+    end: dict[StageAction, float] = {}
     for action in chain(*schedule.clocks()):
         place = places[action.stage]
         if there.get(place) != action.stage:

@@ -31,7 +31,7 @@ from pipe.loss import MicroLoss, UndeclaredReductionError, sum_and_count
 from pipe.microbatch import Batch, rows_of, split_nested
 from pipe.nested import flatten, map_tensors, tensors_in, unflatten
 from pipe.recompute.module_state import WatchedModule
-from pipe.schedule import Action, Schedule, coming_turns
+from pipe.schedule import Schedule, StageAction, coming_turns
 from pipe.skip.namespace import Key
 from pipe.stage import Stage
 from pipe.stream import current_stream
@@ -91,7 +91,7 @@ class Step:
         *,
         checkpoint_stop: int = 0,
         in_order: bool = False,
-        record: Callable[[Action], None],
+        record: Callable[[StageAction], None],
     ) -> None:
         self.stages = stages
         self.schedule = schedule
@@ -136,7 +136,7 @@ class Step:
         self._finish_inputs()
         return total
 
-    def _act(self, action: Action) -> Batch:
+    def _act(self, action: StageAction) -> Batch:
         self.record(action)
         work = self._forward if action.kind == "F" else self._backward
         batch = work(action.stage, action.micro_batch)

@@ -23,7 +23,7 @@ from benchmarks.pipe_ladder.workload import STAGES, Shape
 from pipe import Pipe, worker
 from pipe import pipeline as running
 from pipe.checkpoint import Checkpointing
-from pipe.schedule import Action, Schedule, fill_drain, one_forward_one_backward, simulate
+from pipe.schedule import Schedule, StageAction, fill_drain, one_forward_one_backward, simulate
 from pipe.step import Step
 
 FLOOR = "model and batch alone"
@@ -154,14 +154,14 @@ def _status_bytes(name: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
-class _Stamped(list[Action]):
+class _Stamped(list[StageAction]):
     """A trace that notes when each action began."""
 
     def __init__(self) -> None:
         super().__init__()
         self.times: list[float] = []
 
-    def append(self, action: Action) -> None:
+    def append(self, action: StageAction) -> None:
         self.times.append(time.perf_counter())
         super().append(action)
 
@@ -172,7 +172,7 @@ def _a_processor_each(pipe: Pipe) -> Iterator[list[tuple[float, float]]]:
     spans: list[tuple[float, float]] = []
     act = Step._act
 
-    def timed(self: Step, action: Action) -> Any:
+    def timed(self: Step, action: StageAction) -> Any:
         began = time.perf_counter()
         try:
             return act(self, action)
@@ -208,7 +208,7 @@ def bubbles(report: Reporter, shape: dict[str, Any], chunks: list[int], rounds: 
                 pipe.train_step(x, None, lambda output, target: _loss(output), schedule=schedule, reduction="mean")
                 return time.perf_counter() - began
 
-            cells: dict[Action, list[float]] = {}
+            cells: dict[StageAction, list[float]] = {}
             alone: list[float] = []
             for _ in range(rounds + 1):
                 stamped = _Stamped()

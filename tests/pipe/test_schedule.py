@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipe.schedule import (
-    Action,
     Schedule,
+    StageAction,
     clock_cycles,
     fill_drain,
     one_forward_one_backward,
@@ -112,7 +112,7 @@ def test_all_violations_are_named_at_once_with_the_schedule() -> None:
 
 def test_unknown_actions_are_refused() -> None:
     with pytest.raises(ValueError, match="expected an action such as"):
-        Action.parse("X1.2")
+        StageAction.parse("X1.2")
 
 
 def test_a_cell_whose_backward_follows_its_forward_is_known() -> None:
