@@ -36,7 +36,7 @@ from pipe.refusals import check_optimizers, check_plain, check_reduced, check_up
 from pipe.schedule import Schedule, StageAction, fill_drain, one_forward_one_backward
 from pipe.skip.skippable import verify_skippables
 from pipe.state_dict import without_partitions
-from pipe.step import Step, split_target
+from pipe.step import PipelineStep, split_target
 from pipe.stream import AbstractStream, new_stream
 from pipe.turn import TakesTurns, frozen_weights, share_places, takers_in
 
@@ -286,7 +286,7 @@ class Pipe(nn.Module):
             mini_batch(len(rows)),
             self._draws.ordered(("step", *self._modes()), self._stages) as in_order,
         ):
-            loss = Step(
+            loss = PipelineStep(
                 self._stages,
                 plan,
                 inputs,

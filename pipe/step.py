@@ -37,7 +37,7 @@ from pipe.stage import Stage
 from pipe.stream import current_stream
 from pipe.worker import Task, task_runner
 
-__all__ = ["Step", "split_target"]
+__all__ = ["PipelineStep", "split_target"]
 
 
 @dataclass
@@ -63,7 +63,7 @@ class _Boundary:
     """Position of a leaf of ``value`` -> its index in the outputs of ``cell``, for leaves that need a gradient."""
 
 
-class Step:
+class PipelineStep:
     """One step over all micro-batches.
 
     Args:

@@ -24,7 +24,7 @@ from pipe import Pipe, worker
 from pipe import pipeline as running
 from pipe.checkpoint import Checkpointing
 from pipe.schedule import Schedule, StageAction, fill_drain, one_forward_one_backward, simulate
-from pipe.step import Step
+from pipe.step import PipelineStep
 
 FLOOR = "model and batch alone"
 WARMUP = 2  # steps of each method: pages, threads and the first growth of the heap
@@ -170,9 +170,9 @@ class _Stamped(list[StageAction]):
 def _a_processor_each(pipe: Pipe) -> Iterator[list[tuple[float, float]]]:
     """Gives each stage of ``pipe`` its own worker; yields when each action of a step began and ended."""
     spans: list[tuple[float, float]] = []
-    act = Step._act
+    act = PipelineStep._act
 
-    def timed(self: Step, action: StageAction) -> Any:
+    def timed(self: PipelineStep, action: StageAction) -> Any:
         began = time.perf_counter()
         try:
             return act(self, action)
@@ -184,7 +184,7 @@ def _a_processor_each(pipe: Pipe) -> Iterator[list[tuple[float, float]]]:
             # For torch all of them are the CPU, for the workers they are different devices.
             stack.enter_context(mock.patch.object(stage, "device", torch.device("cpu", j)))
         stack.enter_context(mock.patch.object(worker, "normalize_device", side_effect=lambda device: device))
-        stack.enter_context(mock.patch.object(Step, "_act", timed))
+        stack.enter_context(mock.patch.object(PipelineStep, "_act", timed))
         yield spans
 
 

@@ -23,7 +23,7 @@ from benchmarks.models.transformer import Stack
 from benchmarks.pipe_ladder import methods as pipe_ladder
 from benchmarks.pipe_ladder.workload import Shape
 from benchmarks.registry import BENCHMARKS
-from pipe.step import Step
+from pipe.step import PipelineStep
 from tests.benchmarks.here import Recorder, outcome
 
 TINY = Batch(vocabulary=300, positions=4, dim=64, depth=2, pairs=4, chunk=2, kept=1, graphs=1, together=1)
@@ -86,13 +86,13 @@ def test_a_turn_of_several_steps_tells_the_time_of_one(monkeypatch: pytest.Monke
 
 def test_to_measure_a_bubble_each_stage_has_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = set()
-    act = Step._act
+    act = PipelineStep._act
 
     def noted(self: Any, action: Any) -> Any:
         threads.add((action.stage, threading.get_ident()))
         return act(self, action)
 
-    monkeypatch.setattr(Step, "_act", noted)
+    monkeypatch.setattr(PipelineStep, "_act", noted)
     pipe = pipe_ladder._ours(PIPE, 3)
     with pipe_ladder._a_processor_each(pipe) as spans:
         pipe.train_step(PIPE.batch(), None, lambda y, _: y.square().mean(), reduction="mean")
