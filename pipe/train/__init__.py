@@ -5,7 +5,7 @@ from pipe.train.distribute import Distributes
 from pipe.train.evaluation import EvalPipelineSparseDist
 from pipe.train.lane import InlineLane, Lane, Lanes, ThreadLane, Ticket
 from pipe.train.prefetch import PrefetchTrainPipelineSparseDist
-from pipe.train.schedule import Schedule, Stage, plan
+from pipe.train.schedule import Stage, TrainSchedule, plan
 from pipe.train.sparse import TrainPipelineSparseDist
 from pipe.train.statistics import Statistics
 
@@ -16,12 +16,15 @@ __all__ = [
     "Lane",
     "Lanes",
     "PrefetchTrainPipelineSparseDist",
-    "Schedule",
     "Stage",
     "Statistics",
     "ThreadLane",
     "Ticket",
     "TrainPipelineBase",
     "TrainPipelineSparseDist",
+    "TrainSchedule",
     "plan",
 ]
+
+#: The name before, for one version.
+Schedule = TrainSchedule

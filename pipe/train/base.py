@@ -1,9 +1,9 @@
 """A training loop that loads the next batches and copies them to the device while one batch computes.
 
-:class:`TrainPipelineBase` executes a :class:`~pipe.train.schedule.Schedule`: it submits each stage of each batch to
-its lane and waits where the schedule says. The caller sees a plain loop: each call of ``progress`` runs one batch and
-returns its output, ``StopIteration`` follows the last batch, and an exception of the loader is raised after the
-batches that the loader yielded before it.
+It executes a :class:`~pipe.train.schedule.TrainSchedule`: it submits each stage of each batch to its lane and waits
+where the schedule says. The caller sees a plain loop: each call of ``progress`` runs one batch and returns its output,
+``StopIteration`` follows the last batch, and an exception of the loader is raised after the batches that the loader
+yielded before it.
 
 Invariant: each batch that was read from a loader is trained on exactly once, in order, and the parameters after it are
 those of a plain loop.
@@ -30,7 +30,7 @@ from pipe.train.batch import move, pageable_bytes, record_stream
 from pipe.train.compute import Compute
 from pipe.train.lane import InlineLane, Lanes
 from pipe.train.reader import PendingBatch, Reader, SkippedStage
-from pipe.train.schedule import Schedule, Stage, StageRun
+from pipe.train.schedule import Stage, StageRun, TrainSchedule
 from pipe.train.source import Kind, Read
 from pipe.train.statistics import Statistics
 from pipe.train.window import Window
@@ -125,7 +125,7 @@ class TrainPipelineBase:
         if unknown:
             raise ValueError(f"expected stages of {sorted(self.default_ahead)} in ahead, got {unknown} (ahead={ahead})")
         self._ahead = {**self.default_ahead, **(ahead or {})}
-        self._schedule = Schedule(self.stages())
+        self._schedule = TrainSchedule(self.stages())
         # Reads in the caller's thread are ordered with everything else in it; so are reads that never run ahead.
         beside_compute = not isinstance(self._lanes.load, InlineLane) and any(self._ahead.values())
         self._reader = Reader(self._compute, self._device, (process_group, uneven), beside_compute=beside_compute)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from pipe.train.lane import Lane
 
-__all__ = ["Schedule", "Stage", "StageRun", "plan"]
+__all__ = ["Stage", "StageRun", "TrainSchedule", "plan"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class StageRun(NamedTuple):
         return f"{self.stage.name}.{self.batch}"
 
 
-class Schedule:
+class TrainSchedule:
     """Generates the actions of each tick, independent of batches, loaders and devices.
 
     An action counts as done when the next one is requested. If its execution raises, it is yielded again later.
@@ -114,6 +114,6 @@ class Schedule:
 
 def plan(stages: Sequence[Stage], batches: int) -> str:
     """The schedule of ``batches`` batches as text, one line for each call of ``progress``."""
-    schedule = Schedule(stages)
+    schedule = TrainSchedule(stages)
     ticks = ([action for action in schedule.tick(i) if action.batch < batches] for i in range(batches))
     return "\n".join(" ".join(map(str, tick)) for tick in ticks)

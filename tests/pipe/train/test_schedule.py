@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from pipe.train import (
     InlineLane,
     PrefetchTrainPipelineSparseDist,
-    Schedule,
     Stage,
     TrainPipelineBase,
     TrainPipelineSparseDist,
+    TrainSchedule,
     plan,
 )
 
@@ -64,7 +64,7 @@ def test_a_batch_may_be_copied_behind_the_forward_of_the_batch_before(lab: Any) 
 
 def test_while_nothing_may_run_ahead_a_tick_brings_one_batch_through(lab: Any) -> None:
     model = lab.model()
-    schedule = Schedule(TrainPipelineSparseDist(model, lab.optimizer(model), "cpu").stages())
+    schedule = TrainSchedule(TrainPipelineSparseDist(model, lab.optimizer(model), "cpu").stages())
     ticks = [" ".join(map(str, schedule.tick(i, lambda i=i: i >= 2))) for i in range(4)]
     assert ticks == [
         "load.0 copy.0 distribute.0 exchange.0 forward.0 backward.0",
@@ -92,7 +92,7 @@ def test_every_stage_runs_once_per_batch_in_order_and_after_what_it_needs(data: 
         after = tuple(data.draw(st.sets(st.sampled_from(names[:k])))) if k else ()
         stages.append(stage(name, data.draw(st.integers(0, 4)), after))
     stages = data.draw(st.permutations(stages))
-    schedule = Schedule(stages)
+    schedule = TrainSchedule(stages)
     done = []
     for i in range(6):
         done += [(action.stage.name, action.batch) for action in schedule.tick(i)]
@@ -104,7 +104,7 @@ def test_every_stage_runs_once_per_batch_in_order_and_after_what_it_needs(data: 
 
 
 def test_an_action_that_raised_is_yielded_again() -> None:
-    schedule = Schedule([stage("a"), stage("b", after=("a",))])
+    schedule = TrainSchedule([stage("a"), stage("b", after=("a",))])
     tick = schedule.tick(0)
     assert [str(next(tick)), str(next(tick))] == ["a.0", "b.0"]
     tick.close()  # type: ignore[attr-defined]  # what happens to a generator whose loop is left by an exception
@@ -122,4 +122,4 @@ def test_an_action_that_raised_is_yielded_again() -> None:
 )
 def test_stages_that_cannot_run_are_refused(stages: Any, message: Any) -> None:
     with pytest.raises(ValueError, match=message):
-        Schedule(stages)
+        TrainSchedule(stages)
