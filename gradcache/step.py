@@ -18,8 +18,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, cast
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,55 +36,13 @@ from gradcache.two_pass import InputGradients, is_trainable
 from gradcache.wrapped.walk import WrappedWalk, streamed_inside, warn_once
 from pipe.microbatch import rows_of
 
-__all__ = ["Owner", "Step", "Tower"]
+if TYPE_CHECKING:
+    from gradcache.grad_cache import GradCache
+
+__all__ = ["Step", "Tower"]
 
 #: If a subclass replaces one of these hooks, its models run chunk by chunk.
 _CHUNK_HOOKS = ("model_call", "forward_no_grad", "forward_backward")
-
-
-class Owner(Protocol):
-    """The part of :class:`gradcache.GradCache` that a step uses; documented there."""
-
-    #: The models; callables are wrapped in modules.
-    towers: Sequence[nn.Module]
-    process_fn: Callable[[Any], Any] | None
-    broadcast: tuple[str | int, ...]
-    boundary_bytes: int | None
-    regroup: bool
-    audit: bool
-    #: Measurements of the layers of each plain model, from earlier steps.
-    layered: WeakKeyDictionary[nn.Module, SequentialModel]
-
-    def replaced(self, *hooks: str) -> bool:
-        """Whether one of these hooks is not the class's own."""
-
-    def processed(self, chunk: Any) -> Any:
-        """The model's input: ``process_fn`` of the chunk."""
-
-    def get_reps(self, model_out: Any) -> Any:
-        """The representations in a model's output."""
-
-    def autocast(self, *owners: Any) -> contextlib.AbstractContextManager[Any]:
-        """The autocast context that a model runs in."""
-
-    def encoder_of(self, model: nn.Module) -> Callable[[Any], Any]:
-        """A function from a chunk to its representations."""
-
-    def get_input_tensors(self, model_input: Any) -> list[torch.Tensor]:
-        """Tensors of a chunk; the random states of their devices are saved."""
-
-    def forward_no_grad(self, model: nn.Module, model_inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The first pass over a tower, chunk by chunk."""
-
-    def forward_backward(
-        self,
-        model: nn.Module,
-        model_inputs: Sequence[Any],
-        cached_gradients: Sequence[Any],
-        random_states: Sequence[Any],
-        no_sync_except_last: bool = False,
-    ) -> None:
-        """The second pass over a tower, chunk by chunk."""
 
 
 @dataclass(eq=False)
@@ -102,7 +59,7 @@ class Tower:
 class Step:
     """Both passes over all towers."""
 
-    def __init__(self, owner: Owner, towers: list[Tower]) -> None:
+    def __init__(self, owner: GradCache, towers: list[Tower]) -> None:
         self._owner = owner
         self._towers = towers
         self.inputs = InputGradients()

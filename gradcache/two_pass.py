@@ -26,7 +26,7 @@ from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.module_state import WatchedModule
 from pipe.recompute.rerun import RepeatableLayers, Rerun
 
-__all__ = ["ChunkState", "FirstPass", "InputGradients", "backward", "encode", "is_trainable"]
+__all__ = ["ChunkState", "FirstPass", "InputGradients", "backward", "encode", "is_trainable", "repeatable"]
 
 Encoder = Callable[[Any], Any]
 Check = Callable[[Any, Any], None]
@@ -89,13 +89,18 @@ class ChunkState(RandContext):
         return difference
 
 
+def repeatable(model: nn.Module) -> RepeatableLayers:
+    """A model that can run again; the devices of its chunks are not known yet."""
+    inputs = InputWrites(f"the model ({type(model).__name__})", map_tensors, tensors_in)
+    return RepeatableLayers(WatchedModule(model), (), inputs)
+
+
 class FirstPass:
     """Runs the chunks of one model without a graph and records the state that each second pass needs."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())
-        inputs = InputWrites(f"the model ({type(model).__name__})", map_tensors, tensors_in)
-        self._layers = RepeatableLayers(WatchedModule(model), (), inputs)
+        self._layers = repeatable(model)
 
     def run(
         self, chunk: Any, encoder: Encoder, tensors: Any = None, with_graph: bool = False

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipe.recompute.first_write import FirstWrites
 from pipe.recompute.thread_state import ThreadState
 from pipe.torch_private import DISPATCH_MODES, saved_tensor_hooks, transform_of_functions_under_way
 
@@ -117,7 +118,7 @@ def must_run_in_place() -> str:
         return "it is called inside torch.utils.checkpoint, which counts the tensors that its forward saves"
     if transform_of_functions_under_way():
         return "it is called inside a transform of torch.func"
-    if DISPATCH_MODES.active():
+    if any(not isinstance(mode, FirstWrites) for mode in DISPATCH_MODES.active()):
         return "it is called under a TorchDispatchMode, which sees the operations of the call"
     return ""
 

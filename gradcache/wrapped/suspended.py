@@ -24,6 +24,7 @@ Assumes that a tower does not catch ``BaseException`` around the call of a strea
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,15 +32,15 @@ import torch
 from torch import Tensor, nn
 
 from gradcache import representations
-from gradcache.two_pass import InputGradients
+from gradcache.nested import map_tensors, tensors_in
+from gradcache.two_pass import InputGradients, repeatable
 from gradcache.wrapped.calls import Call, CallResult, versions_of
 from gradcache.wrapped.receiver import Receiver
 from gradcache.wrapped.surroundings import Observer, must_run_in_place, set_modes
 from pipe.interception import intercepting
-from pipe.nested import TreeSpec, flatten, map_tensors, tensors_in
-from pipe.recompute.module_state import ModuleState, WatchedModule
+from pipe.nested import TreeSpec, flatten
 from pipe.recompute.phase import enable_recomputing
-from pipe.recompute.replay import Replay, autocast_without_cache
+from pipe.recompute.rerun import Rerun
 from pipe.recompute.thread_state import ThreadState
 
 __all__ = ["SuspendedForward", "TowerState"]
@@ -64,10 +65,8 @@ class TowerState:
     def __init__(self, model: nn.Module, observers: Mapping[int, Observer]) -> None:
         self.name = type(model).__name__
         self.modules = list(model.modules())
-        self.watched = WatchedModule(model)
+        self.layers = repeatable(model)
         self.observers = observers
-        #: Whether the tower writes into its input. The first forward always runs on a copy, and sets this.
-        self.writes_input = False
         #: The reason why calls run inside the forward, chunk by chunk, by the model's ``id``.
         self.in_place: dict[int, str] = {}
 
@@ -79,26 +78,14 @@ class SuspendedForward:
         chunk: of the tower's input.
         encoder: the function from chunk to representation; calls the tower.
         tower: the state shared by all chunks of the tower.
-        devices: devices whose generators the encoder may draw from.
-        first: whether it is the tower's first chunk.
     """
 
-    def __init__(
-        self,
-        chunk: Any,
-        encoder: Callable[[Any], Any],
-        tower: TowerState,
-        devices: set[torch.device],
-        *,
-        first: bool,
-    ) -> None:
+    def __init__(self, chunk: Any, encoder: Callable[[Any], Any], tower: TowerState) -> None:
         self._chunk = chunk
         self._encoder = encoder
         self.tower = tower
-        self._devices = devices
-        self._first = first
-        self._thread_state = ThreadState.capture(device.type for device in devices)
-        self._segments: list[tuple[Replay, ModuleState]] = []
+        self._thread_state = ThreadState.capture(device.type for device in tower.layers.devices)
+        self._segments: list[Rerun] = []
         #: By number of the call; None if the model runs the call inside the forward.
         self.results: list[CallResult | None] = []
         #: The call at which the forward is suspended, if it is.
@@ -108,15 +95,14 @@ class SuspendedForward:
         self.requires_grad = False
         # Of the current run:
         self._running = False
-        self._modes: list[bool] | None = None
+        self._modes: tuple[bool, ...] | None = None
         self._position = 0
         self._stop_at: int | None = None
         self._in_backward = False
         self._suspended = False
         self._entering: list[Any] = []
         self._given: list[tuple[CallResult, Receiver]] = []
-        self._segment: tuple[Replay, ModuleState] | None = None
-        self._again = contextlib.ExitStack()
+        self._segment = contextlib.ExitStack()
 
     @property
     def models(self) -> Mapping[int, Observer]:
@@ -129,13 +115,12 @@ class SuspendedForward:
         """Runs to the next call, which is then in :attr:`call`, or to the end.
 
         Raises:
-            RuntimeError: if the tower caught the exception that suspends it, or makes other calls when repeated.
-            ValueError: if it writes into its input, which its first chunk's forward did not.
+            RuntimeError: if the tower caught the exception that suspends it, makes other calls when repeated, or writes
+                into its input, which its first chunk's forward did not.
         """
         self.call = None
-        modes = [module.training for module in self.tower.modules]
-        with autocast_without_cache(self._devices):
-            output = self._run(map_tensors(_as_leaf, self._chunk))
+        modes = self.tower.layers.modes
+        output = self._run(map_tensors(_as_leaf, self._chunk))
         if self._suspended:
             # Flags that a tower sets before a call and resets after it must not affect the next chunk.
             set_modes(self.tower.modules, modes)
@@ -186,7 +171,7 @@ class SuspendedForward:
     def _repeated(self, stop_at: int | None) -> Iterator[Any]:
         """Yields the result of a run with a graph; gradients computed inside are added to those of the calls."""
         self._stop_at, self._in_backward = stop_at, True
-        self._modes = [module.training for module in self.tower.modules]
+        self._modes = self.tower.layers.modes
         try:
             with (
                 self._thread_state.again(recomputation=True, cache_casts=False),
@@ -196,8 +181,9 @@ class SuspendedForward:
                 output = self._run(self._chunk)
                 given, self._given = self._given, []
                 # Backward may read buffers, or repeat code that writes them: the earliest segments are restored last.
-                for _, module_state in reversed(self._segments):
-                    self._again.enter_context(module_state.again(strict=False))
+                for segment in reversed(self._segments):
+                    assert segment.module_state is not None
+                    self._segment.enter_context(segment.module_state.again(strict=False))
                 yield output
                 for result, receiver in given:
                     result.collect(receiver)
@@ -208,7 +194,7 @@ class SuspendedForward:
     def reset(self) -> None:
         """Ends a run that was interrupted anywhere: restores buffers, generators and ``training`` flags."""
         self._running = False
-        self._again.close()
+        self._segment.__exit__(*sys.exc_info())
         modes, self._modes = self._modes, None
         if modes is not None:
             set_modes(self.tower.modules, modes)
@@ -217,38 +203,26 @@ class SuspendedForward:
 
     def _run(self, chunk: Any) -> Any:
         """Runs from the beginning; None if it was suspended."""
-        copies = (self._first and not self._in_backward) or self.tower.writes_input
-        given = map_tensors(torch.clone if copies else _same, chunk)
-        versions = versions_of(tensors_in(given))
         self._position, self._suspended, self._given, self._running = 0, False, [], True
-        complete = False
         try:
-            with intercepting(self._intercepted):
-                self._begin()
-                output = self._encoder(given)
+            return self.tower.layers.run(self._encode, chunk)[0]
+        except _Suspend as suspend:
+            if suspend.forward is not self:
+                raise
+            return None
+        finally:
+            self._running = False
+
+    def _encode(self, chunk: Any) -> Any:
+        with intercepting(self._intercepted), self._segment:
+            self._begin()
+            output = self._encoder(chunk)
             if self._suspended and self._stop_at is None:
                 raise RuntimeError(
                     f"the forward of {self.tower.name} was suspended by an exception at the call of the streamed model "
                     f"inside it, and caught that exception; catch Exception there, not BaseException"
                 )
-            complete = True
-        except _Suspend as suspend:
-            if suspend.forward is not self:
-                raise
-            output, complete = None, True
-        finally:
-            self._running = False
-            self._end(complete and not self._suspended)
-        self._check_input(versions_of(tensors_in(given)) != versions, copies)
-        return output
-
-    def _check_input(self, written: bool, copied: bool) -> None:
-        if written and not copied:
-            raise ValueError(
-                f"expected a model that treats all chunks alike, but {self.tower.name} changed one of its chunks in "
-                f"place and not the first; pass a process_fn that clones the tensors that the model writes into"
-            )
-        self.tower.writes_input |= written
+            return output
 
     def _intercepted(self, model: Any, micro_batches: Sequence[Any]) -> list[Any] | None:
         """Returns the stored outputs of a call, suspends the forward, or returns None to let the model run the call."""
@@ -265,7 +239,7 @@ class SuspendedForward:
         self._position += 1
         inputs, spec = flatten(list(micro_batches))
         requires = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
-        self._end(True)
+        self._end()
         if k == self._stop_at:
             self._entering = inputs
         elif k < len(self.results):
@@ -304,29 +278,18 @@ class SuspendedForward:
 
     def _begin(self, k: int = 0) -> None:
         """Begins segment ``k``: the first time it records the state, later it restores that state."""
-        if k < len(self._segments):
-            replay, module_state = self._segments[k]
-            self._again.enter_context(enable_recomputing())
-            self._again.enter_context(module_state.again(strict=False))
-            self._again.enter_context(replay.rewound())
+        if k == len(self._segments):
+            # Attributes that a tower sets in one segment are read in the next.
+            self._segments.append(self.tower.layers.rerun(attributes=False))
+            self._segment.enter_context(self._segments[k].first())
         else:
-            watched = self.tower.watched
-            self._segment = Replay.capture(self._devices, watched.generators), ModuleState(watched)
+            self._segment.enter_context(self._segments[k].again(settings=False))
 
-    def _end(self, complete: bool) -> None:
-        """Ends the current segment, if there is one. The state of an incomplete first run is not stored."""
-        modules = self.tower.modules
-        modes = [module.training for module in modules]
-        self._again.close()
+    def _end(self) -> None:
+        modes = self.tower.layers.modes
+        self._segment.close()
         # Closing restores the flags from before the segment; keep those that the tower set in it.
-        set_modes(modules, modes)
-        segment, self._segment = self._segment, None
-        if segment is not None and complete:
-            self._segments.append((segment[0].record_changes(), segment[1].record_changes()))
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+        set_modes(self.tower.modules, modes)
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:

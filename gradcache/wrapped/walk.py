@@ -120,19 +120,9 @@ class WrappedWalk:
             if tower_state is None:
                 tower_state = TowerState(model, {id(part): observers[id(part)] for part in inside[id(model)]})
                 self._tower_states[id(model)] = tower_state
-            devices = devices_in_use(list(model.parameters()))
-            self._towers.append(
-                [
-                    SuspendedForward(
-                        chunk,
-                        encoder_of(model),
-                        tower_state,
-                        devices | devices_in_use(list(tensors_of(chunk))),
-                        first=i == 0,
-                    )
-                    for i, chunk in enumerate(chunks)
-                ]
-            )
+            devices = devices_in_use(list(model.parameters()), [list(tensors_of(chunk)) for chunk in chunks])
+            tower_state.layers.devices = devices.union(tower_state.layers.devices)
+            self._towers.append([SuspendedForward(chunk, encoder_of(model), tower_state) for chunk in chunks])
         #: Greatest difference between the two passes' representations, with ``audit``.
         self.greatest_difference = 0.0
 

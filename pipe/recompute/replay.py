@@ -113,8 +113,14 @@ class Replay:
         self.rewind()
 
     @contextlib.contextmanager
-    def rewound(self) -> Iterator[None]:
-        """A context with the generator states of :meth:`capture`; restores the present ones. Settings do not change."""
+    def again(self, *, settings: bool = True) -> Iterator[None]:
+        """A context with the generator states and thread settings of :meth:`capture`; restores the present ones.
+
+        Grad mode is the caller's: a recomputation usually needs a graph where the forward had none.
+
+        Args:
+            settings: False for a part of a forward, which runs with the settings that the parts before it have left.
+        """
         with contextlib.ExitStack() as stack:
             if any(generator.shared for generator, _ in self._states):
                 stack.enter_context(_shared_generators)
@@ -122,15 +128,9 @@ class Replay:
                 # Registered before the generator is rewound, so that an exception in between restores all of them.
                 stack.callback(generator.set, generator.get())
                 generator.set(state)
-            yield
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """A context with the generator states and thread settings of :meth:`capture`; restores the present ones.
-
-        Grad mode is the caller's: a recomputation usually needs a graph where the forward had none.
-        """
-        # Without autocast's cache of casted weights: it is keyed by parameter and outlives a recomputation inside an
-        # enclosing autocast; it may hold a cast made under no_grad, whose gradient would be lost.
-        with self.rewound(), enable_recomputing(), self._thread_state.again(recomputation=True, cache_casts=False):
+            stack.enter_context(enable_recomputing())
+            if settings:
+                # Without autocast's cache of casted weights: it is keyed by parameter and outlives a recomputation
+                # inside an enclosing autocast; it may hold a cast made under no_grad, whose gradient would be lost.
+                stack.enter_context(self._thread_state.again(recomputation=True, cache_casts=False))
             yield

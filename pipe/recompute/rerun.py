@@ -51,13 +51,16 @@ class Rerun:
     Args:
         watched: the modules that run; None if they are not known.
         devices: the devices that they run on.
+        attributes: whether plain attributes of the modules are restored as well.
     """
 
     __slots__ = ("copies_input", "copy", "dead_code", "module_state", "replay")
 
-    def __init__(self, watched: WatchedModule | None, devices: Collection[torch.device]) -> None:
+    def __init__(
+        self, watched: WatchedModule | None, devices: Collection[torch.device], attributes: bool = True
+    ) -> None:
         self.replay = Replay.capture(devices, () if watched is None else watched.generators)
-        self.module_state = None if watched is None else ModuleState(watched, attributes=True)
+        self.module_state = None if watched is None else ModuleState(watched, attributes=attributes)
         #: Whether the layers write into their input, so that each run needs a copy of it.
         self.copies_input = False
         self.copy: Callable[[Any], Any] = copy_of
@@ -79,7 +82,9 @@ class Rerun:
             self.module_state.record_changes()
 
     @contextlib.contextmanager
-    def again(self, *, strict: bool = False, until: contextlib.ExitStack | None = None) -> Iterator[None]:
+    def again(
+        self, *, strict: bool = False, until: contextlib.ExitStack | None = None, settings: bool = True
+    ) -> Iterator[None]:
         """A context with the state from the start of the forward; restores the present state at its end.
 
         Args:
@@ -87,11 +92,12 @@ class Rerun:
                 :meth:`pipe.recompute.module_state.ModuleState.again`.
             until: if given, modes, buffers and attributes are restored at the end of this stack instead, for a backward
                 that reads them.
+            settings: see :meth:`pipe.recompute.replay.Replay.again`.
         """
         with contextlib.ExitStack() as stack:
             if self.module_state is not None:
                 (stack if until is None else until).enter_context(self.module_state.again(strict=strict))
-            stack.enter_context(self.replay.again())
+            stack.enter_context(self.replay.again(settings=settings))
             stack.enter_context(enable_checkpointing(False))
             yield
 
@@ -168,9 +174,9 @@ class RepeatableLayers:
         self.devices = devices
         self.inputs = InputWrites("a layer") if inputs is None else inputs
 
-    def rerun(self) -> Rerun:
-        """To be called just before a first run that is to be repeated."""
-        rerun = Rerun(self.watched, self.devices)
+    def rerun(self, *, attributes: bool = True) -> Rerun:
+        """To be called just before a first run that is to be repeated; ``attributes``: see :class:`Rerun`."""
+        rerun = Rerun(self.watched, self.devices, attributes)
         rerun.copy = self.inputs.copy
         return rerun
 

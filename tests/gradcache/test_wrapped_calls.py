@@ -80,6 +80,40 @@ def test_a_tower_may_write_over_its_input_and_over_what_the_body_returns() -> No
     assert_same(plain, ours)
 
 
+def test_a_large_buffer_that_a_tower_writes_on_both_sides_of_the_body_is_written_once() -> None:
+    class Queue(Residual):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("queue", torch.zeros(4096, WIDTH, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert isinstance(self.queue, Tensor)
+            h = self.first(x) + self.queue[0]
+            self.queue.add_(1)
+            h = self.body(h) + self.queue[1]
+            self.queue.mul_(1.5)
+            return h
+
+    plain = Queue()
+    ours = with_offload(plain)
+    for model in (plain, ours):
+        for seed in (3, 4):
+            GradCache([model], 6, square)(rows(6, seed))
+    assert_same(plain, ours)
+
+
+def test_a_tower_that_writes_over_another_chunk_than_its_first_is_refused() -> None:
+    class Sometimes(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            return h if bool((x > 0).all()) else h + x.mul_(2)
+
+    ours = with_offload(Sometimes())
+    with pytest.raises(RuntimeError, match=r"the model \(Sometimes\) wrote into its input in place"):
+        GradCache([ours], 2, square)(torch.cat([rows(2).abs() + 1, rows(2)]))
+    assert all(parameter.grad is None for parameter in ours.parameters())
+
+
 def test_features_in_a_dict_that_the_tower_adds_to_are_met_as_they_were() -> None:
     class Features(nn.Module):
         def __init__(self) -> None:
