@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from gradcache.reach import Reach
+from gradcache.used_modules import UsedModules
 
 __all__ = ["CallableModel", "Towers"]
 
@@ -17,7 +17,7 @@ class CallableModel(nn.Module):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        reach = Reach(function)
+        reach = UsedModules(function)
         self.function = function
         self.used = nn.ModuleList(reach.modules)
         self.tensors = reach.tensors
@@ -61,6 +61,6 @@ class Towers:
 
 def _same_modules(tower: CallableModel) -> bool:
     """Whether the function still uses the modules and tensors that it used when the tower was made."""
-    reach = Reach(tower.function)
+    reach = UsedModules(tower.function)
     pairs: list[tuple[list[Any], list[Any]]] = [(list(tower.used), reach.modules), (tower.tensors, reach.tensors)]
     return all(len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True)) for a, b in pairs)

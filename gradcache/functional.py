@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from gradcache import representations
 from gradcache.distributed.gather import gather_own
-from gradcache.reach import Reach
 from gradcache.two_pass import ChunkState, FirstPass
+from gradcache.used_modules import UsedModules
 from pipe.nested import flatten
 
 __all__ = ["cached", "cat_input_tensor", "gather_input_tensor"]
@@ -55,7 +55,7 @@ def cached(func: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
 
     @wraps(func)
     def first_pass(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        modules = nn.ModuleList(Reach(args, kwargs, func).modules)
+        modules = nn.ModuleList(UsedModules(args, kwargs, func).modules)
         first = FirstPass(modules)
         # The arguments are treated as a chunk: copied if func writes into them in place.
         output, state = first.run((args, kwargs), lambda chunk: func(*chunk[0], **chunk[1]))

@@ -32,10 +32,10 @@ from gradcache.deferred import attach
 from gradcache.distributed.reduction import unwrapped, watch
 from gradcache.distributed.sharded import check_equal_chunks
 from gradcache.nested import map_tensors, tensors_in
-from gradcache.reach import Reach
 from gradcache.sequential import SequentialModel
 from gradcache.step import Step, Tower
 from gradcache.streamed import StreamedModel
+from gradcache.used_modules import UsedModules
 
 __all__ = ["GradCache", "StepResult"]
 
@@ -59,7 +59,7 @@ class GradCache:
 
     Args:
         models: the encoders ("towers"), one per input of a step; the same module may be listed more than once. A
-            callable (``clip.encode_image``) trains the modules that are found in it, see ``reach``.
+            callable (``clip.encode_image``) trains the modules that are found in it, see ``used_modules``.
             A model with ``forward_chunks`` (``offload.OffloadModel``) is run shard by shard, see ``streamed``, by
             itself or inside another module, see ``wrapped``; make it with ``checkpoint_activation=True``, or it keeps
             the activations of all chunks.
@@ -365,7 +365,7 @@ class GradCache:
         """Whether a subclass, or an attribute of this object, replaces one of these hooks."""
         return any(getattr(getattr(self, hook), "__func__", None) is not getattr(GradCache, hook) for hook in hooks)
 
-    def _heads(self, *hooks: str, given: Mapping[str, Any] | None = None) -> Reach:
+    def _heads(self, *hooks: str, given: Mapping[str, Any] | None = None) -> UsedModules:
         """The modules and tensors that these hooks train, and parameters passed to them in ``given``."""
         functions = {"get_reps": self.get_rep_fn, "processed": self.process_fn, "compute_loss": self.loss_fn}
         used = [getattr(self, hook) if self.replaced(hook) else functions[hook] for hook in hooks]
@@ -374,7 +374,7 @@ class GradCache:
             for value in (given or {}).values()
             if not isinstance(value, Tensor) or isinstance(value, nn.Parameter)
         ]
-        return Reach(*used, *kept)
+        return UsedModules(*used, *kept)
 
     def autocast(self, *owners: Any) -> contextlib.AbstractContextManager[Any]:
         """The autocast context of ``precision`` for the device of these modules or tensors."""

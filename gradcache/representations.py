@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcache.reach import leaves_of
+from gradcache.used_modules import leaves_of
 from pipe.microbatch import gather_nested, rows_of
 from pipe.nested import TreeSpec, flatten, map_tensors, tensors_in, unflatten
 

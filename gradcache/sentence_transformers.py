@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from gradcache.features import FeatureSplitter
 from gradcache.grad_cache import GradCache
 from gradcache.ranking import Ranking
-from gradcache.reach import leaves_of
 from gradcache.tiled_loss import with_known_gradients
+from gradcache.used_modules import leaves_of
 
 __all__ = ["CachedMultipleNegativesRankingLoss", "cos_sim"]
 

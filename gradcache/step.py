@@ -29,10 +29,10 @@ from gradcache.callables import CallableModel
 from gradcache.distributed.reduction import Reduction, after_backward
 from gradcache.entering import has_graph
 from gradcache.nested import tensors_in
-from gradcache.reach import Reach
 from gradcache.sequential import SequentialModel, is_plain_sequential
 from gradcache.streamed import StreamedModel, StreamedWalk
 from gradcache.two_pass import InputGradients, is_trainable
+from gradcache.used_modules import UsedModules
 from gradcache.wrapped.walk import WrappedWalk, streamed_inside, warn_once
 from pipe.microbatch import rows_of
 
@@ -63,13 +63,13 @@ class Step:
         self._owner = owner
         self._towers = towers
         self.inputs = InputGradients()
-        self.reduction = Reduction((), Reach())
+        self.reduction = Reduction((), UsedModules())
         self._shared: list[tuple[StreamedWalk | WrappedWalk, list[Tower]]] = []
         #: Greatest difference between the two passes of streamed towers, with ``audit``.
         self.greatest_difference = 0.0
 
     @contextlib.contextmanager
-    def gradients(self, heads: Reach, in_backward: bool = False) -> Iterator[Callable[[], None]]:
+    def gradients(self, heads: UsedModules, in_backward: bool = False) -> Iterator[Callable[[], None]]:
         """A context that collects this step's gradients.
 
         Yields a function that adds them to ``.grad``, averaged over processes; if it is not called, no ``.grad``
@@ -103,7 +103,7 @@ class Step:
     def encode(self) -> list[Any]:
         """The first pass. Returns the representations of each tower."""
         if torch.is_grad_enabled():
-            Reduction(self._owner.towers, Reach()).broadcast_buffers()
+            Reduction(self._owner.towers, UsedModules()).broadcast_buffers()
         groups: dict[int, list[Tower]] = {}
         wrapped = self._wrapped()
         for tower in self._towers:

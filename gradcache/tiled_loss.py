@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gradcache.reach import leaves_of
+from gradcache.used_modules import leaves_of
 from pipe.nested import flatten, map_tensors, unflatten
 
 __all__ = ["tiled", "wide", "with_known_gradients"]

@@ -63,7 +63,7 @@ ORDERS = {
     ],
     "gradcache": [
         "nested",
-        "reach",
+        "used_modules",
         "accumulation",
         "context_managers",
         "trial",

@@ -10,7 +10,7 @@ Guarantees
     * After the step ``.grad`` is the same on every process: the mean of the processes' gradients. A parameter that no
       process used keeps its ``.grad``; if only some processes used it, its gradient counts as 0 in the others.
     * Trainable parts outside towers (a loss, a head, ``process_fn``) are averaged as well: they are found in the
-      functions, see ``reach``. A trainable tensor that is not found is refused before any ``.grad`` is written.
+      functions, see ``used_modules``. A trainable tensor that is not found is refused before any ``.grad`` is written.
     * The caller's own forward of a wrapper, in the same backward or across a step, is reduced by the wrapper.
 
 Limits: communication hooks registered on DistributedDataParallel are not called. If a process fails inside a step, the
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcache import representations
-from gradcache.reach import Reach, leaves_of
+from gradcache.used_modules import UsedModules, leaves_of
 from pipe.nested import tensors_in
 from pipe.recompute.module_hooks import EngineHook
 from pipe.torch_private import at_end_of_backward
@@ -100,7 +100,7 @@ class Reduction:
         ValueError: if towers are wrapped with different process groups.
     """
 
-    def __init__(self, models: Sequence[nn.Module], heads: Reach) -> None:
+    def __init__(self, models: Sequence[nn.Module], heads: UsedModules) -> None:
         self._wrapped = wrappers_in([*models, *heads.modules])
         groups = {id(model.process_group): model.process_group for model in self._wrapped}
         if len(groups) > 1:

@@ -18,7 +18,7 @@ from gradcache import GradCache
 from gradcache.functional import cached
 from gradcache.loss import SimpleContrastiveLoss
 from gradcache.nested import map_tensors, tensors_in
-from gradcache.reach import Reach
+from gradcache.used_modules import UsedModules
 from offload import OffloadModel
 
 
@@ -257,11 +257,11 @@ def test_reach_finds_what_a_function_names() -> None:
     def function(x: Tensor) -> Tensor:
         return sum((helper(holder.modules[0](each)) for each in x), torch.zeros(()))
 
-    reach = Reach(function)
+    reach = UsedModules(function)
     assert {id(module) for module in reach.modules} == {id(inner), id(other)}
     assert [id(tensor) for tensor in reach.tensors] == [id(temperature)]
     assert len(reach.parameters()) == 5
-    assert [id(m) for m in Reach(function).modules] == [id(m) for m in reach.modules]
+    assert [id(m) for m in UsedModules(function).modules] == [id(m) for m in reach.modules]
 
 
 WALKS: dict[str, tuple[Any, dict[str, Any]]] = {

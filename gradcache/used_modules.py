@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Reach", "leaves_of"]
+__all__ = ["UsedModules", "leaves_of"]
 
 _DEEPEST = 5
 #: Longer collections are taken for data; the number of objects is limited so that the search does not slow down a step.
@@ -26,7 +26,7 @@ _LONGEST, _MOST = 256, 5000
 _LIBRARIES = frozenset({"builtins", "torch", "numpy", "functools", "collections", "math", "typing", "gradcache"})
 
 
-class Reach:
+class UsedModules:
     """The modules, and trainable leaf tensors outside them, that ``values`` (functions, nested values) use.
 
     Their order is the same in every process that runs the same program.
