@@ -17,11 +17,11 @@ class CallableModel(nn.Module):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        reach = UsedModules(function)
+        found = UsedModules(function)
         self.function = function
-        self.used = nn.ModuleList(reach.modules)
-        self.tensors = reach.tensors
-        self.training = any(module.training for module in reach.modules)
+        self.used = nn.ModuleList(found.modules)
+        self.tensors = found.tensors
+        self.training = any(module.training for module in found.modules)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function."""
@@ -61,6 +61,6 @@ class Towers:
 
 def _same_modules(tower: CallableModel) -> bool:
     """Whether the function still uses the modules and tensors that it used when the tower was made."""
-    reach = UsedModules(tower.function)
-    pairs: list[tuple[list[Any], list[Any]]] = [(list(tower.used), reach.modules), (tower.tensors, reach.tensors)]
+    found = UsedModules(tower.function)
+    pairs: list[tuple[list[Any], list[Any]]] = [(list(tower.used), found.modules), (tower.tensors, found.tensors)]
     return all(len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True)) for a, b in pairs)

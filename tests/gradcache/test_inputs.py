@@ -257,11 +257,11 @@ def test_reach_finds_what_a_function_names() -> None:
     def function(x: Tensor) -> Tensor:
         return sum((helper(holder.modules[0](each)) for each in x), torch.zeros(()))
 
-    reach = UsedModules(function)
-    assert {id(module) for module in reach.modules} == {id(inner), id(other)}
-    assert [id(tensor) for tensor in reach.tensors] == [id(temperature)]
-    assert len(reach.parameters()) == 5
-    assert [id(m) for m in UsedModules(function).modules] == [id(m) for m in reach.modules]
+    used = UsedModules(function)
+    assert {id(module) for module in used.modules} == {id(inner), id(other)}
+    assert [id(tensor) for tensor in used.tensors] == [id(temperature)]
+    assert len(used.parameters()) == 5
+    assert [id(m) for m in UsedModules(function).modules] == [id(m) for m in used.modules]
 
 
 WALKS: dict[str, tuple[Any, dict[str, Any]]] = {
