@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from gradcache import chunks as chunking
 from gradcache import representations, two_pass
-from gradcache.budget import ChunkBudget, kept_by_a_shard, kept_bytes
 from gradcache.callables import CallableModel, Towers
+from gradcache.chunk_size import ChunkSizes, kept_by_a_shard, kept_bytes
 from gradcache.deferred import attach
 from gradcache.distributed.reduction import unwrapped, watch
 from gradcache.distributed.sharded import check_equal_chunks
@@ -133,7 +133,7 @@ class GradCache:
         self.audit = audit
         self.boundary_bytes = boundary_bytes
         self.regroup = regroup
-        self.budget = ChunkBudget(memory_budget)
+        self.budget = ChunkSizes(memory_budget)
         self.step_result: StepResult | None = None
         self._inputs = two_pass.InputGradients()
         self._wants_gradient: list[bool] = []

@@ -83,7 +83,7 @@ ORDERS = {
         "loss",
         "sequential",
         "functional",
-        "budget",
+        "chunk_size",
         "wrapped",
         "ranking",
         "step",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradcache import GradCache
-from gradcache.budget import kept_bytes
+from gradcache.chunk_size import kept_bytes
 from offload import OffloadModel
 
 # Input (32 bytes a row) is saved by the first layer, its output (64) by tanh, which returns what the second saves.

@@ -24,12 +24,12 @@ from pipe.recompute.module_state import WatchedModule
 from pipe.recompute.replay import Replay
 from pipe.recompute.rerun import RepeatableLayers, trial
 
-__all__ = ["ChunkBudget", "kept_by_a_shard", "kept_bytes"]
+__all__ = ["ChunkSizes", "kept_by_a_shard", "kept_bytes"]
 
 Split = Callable[[int], Sequence[Any]]
 
 
-class ChunkBudget:
+class ChunkSizes:
     """Chooses chunk sizes, and caches the choice for inputs of the same trailing shapes.
 
     Args:
