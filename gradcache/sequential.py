@@ -16,7 +16,7 @@ Guarantees
     * On the CPU the gradient of an ``nn.Embedding`` exists once, for any number of chunks; the exceptions are in
       ``offload.engine.tables``.
     * Kept values are in host memory if the model is on an accelerator.
-    * The result of ``input_fn`` for a chunk is not kept; see ``entering``.
+    * The result of ``input_fn`` for a chunk is not kept; see ``chunk_inputs``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from gradcache import representations
+from gradcache.chunk_inputs import ChunkInputs, InputFn
 from gradcache.distributed.sharded import is_sharded
-from gradcache.entering import Entering, InputFn
 from gradcache.profiles import Profile, Profiles, Survey
 from offload.engine.chunks_in_turn import ChunksInTurn, ResidentLayers, nbytes_of
 from offload.engine.raw_chunk import MadeInput
@@ -72,7 +72,7 @@ class SequentialModel:
         self, chunks: Sequence[Any], output_fn: OutputFn | None = None, input_fn: InputFn | None = None
     ) -> tuple[list[Any], SequentialTape]:
         """Detached outputs in chunk order, and the tape."""
-        tape = SequentialTape(self, Entering(chunks, input_fn, self.parameters), output_fn)
+        tape = SequentialTape(self, ChunkInputs(chunks, input_fn, self.parameters), output_fn)
         return tape.run_forward(), tape
 
 
@@ -80,7 +80,7 @@ class SequentialModel:
 class _Group(MadeInput):
     """Chunks that run together, with the rows of each; their input is made again from the step's chunks when needed."""
 
-    source: Entering
+    source: ChunkInputs
     chunks: list[int]
     counts: list[int]
     #: Leaves of the output of each chunk.
@@ -103,7 +103,7 @@ class SequentialTape:
         output_fn: a part of the last layer, applied to each chunk's output.
     """
 
-    def __init__(self, model: SequentialModel, entering: Entering, output_fn: OutputFn | None) -> None:
+    def __init__(self, model: SequentialModel, entering: ChunkInputs, output_fn: OutputFn | None) -> None:
         self._model = model
         self._entering = entering
         self._output_fn = output_fn
@@ -153,7 +153,7 @@ class SequentialTape:
         return [numbers[k : k + together] for k in range(0, len(numbers), together)]
 
     def _run_group(self, group: _Group, entering: list[Any], profile: Profile | None, graphs_from: int) -> Any:
-        """The outputs of a group's chunks; layers from ``graphs_from`` on keep graphs. Empties ``entering``."""
+        """The outputs of a group's chunks; layers from ``graphs_from`` on keep graphs. Empties ``chunk_inputs``."""
         self._groups.append(group)
         requires = None
         if self._wants_input:

@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from gradcache import representations
 from gradcache.accumulation import Accumulation
 from gradcache.callables import CallableModel
+from gradcache.chunk_inputs import has_graph
 from gradcache.distributed.reduction import Reduction, after_backward
-from gradcache.entering import has_graph
 from gradcache.nested import tensors_in
 from gradcache.sequential import SequentialModel, is_plain_sequential
-from gradcache.streamed import StreamedModel, StreamedWalk
+from gradcache.streamed import StreamedModel, StreamedTowers
 from gradcache.two_pass import InputGradients, is_trainable
 from gradcache.used_modules import UsedModules
-from gradcache.wrapped.walk import WrappedWalk, streamed_inside, warn_once
+from gradcache.wrapped.towers import WrappedTowers, streamed_inside, warn_once
 from pipe.microbatch import rows_of
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Step:
         self._towers = towers
         self.inputs = InputGradients()
         self.reduction = Reduction((), UsedModules())
-        self._shared: list[tuple[StreamedWalk | WrappedWalk, list[Tower]]] = []
+        self._shared: list[tuple[StreamedTowers | WrappedTowers, list[Tower]]] = []
         #: Greatest difference between the two passes of streamed towers, with ``audit``.
         self.greatest_difference = 0.0
 
@@ -135,7 +135,7 @@ class Step:
     def _encode_wrapped(self, towers: list[Tower]) -> None:
         owner = self._owner
         chunks = [(tower.model, tower.chunks) for tower in towers]
-        walk = WrappedWalk(chunks, owner.encoder_of, owner.get_input_tensors, self.inputs, audit=owner.audit)
+        walk = WrappedTowers(chunks, owner.encoder_of, owner.get_input_tensors, self.inputs, audit=owner.audit)
         for tower, encoded in zip(towers, walk.encode(), strict=True):
             tower.encoded = encoded
         for tower, requires_grad in zip(towers, walk.requires_grad, strict=True):
@@ -153,7 +153,7 @@ class Step:
             trainable = is_trainable(model, chunks)
         process_fn = owner.processed if lazy else None
         audit = list(model.children()) if owner.audit else None
-        walk = StreamedWalk(self._streamed(model), chunks, owner.get_reps, process_fn, audit)
+        walk = StreamedTowers(self._streamed(model), chunks, owner.get_reps, process_fn, audit)
         with self._owner.autocast(model):
             encoded = walk.encode(trainable)
         for tower, value in zip(group, encoded, strict=True):

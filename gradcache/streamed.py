@@ -18,11 +18,11 @@ from torch import nn
 
 from gradcache import representations
 from gradcache.audit import LayerAudit
+from gradcache.chunk_inputs import processing
 from gradcache.chunks import call_arguments
-from gradcache.entering import processing
 from pipe.nested import tensors_in
 
-__all__ = ["StreamedModel", "StreamedWalk", "Tape"]
+__all__ = ["StreamedModel", "StreamedTowers", "Tape"]
 
 
 class Tape(Protocol):
@@ -50,7 +50,7 @@ class StreamedModel(Protocol):
         """
 
 
-class StreamedWalk:
+class StreamedTowers:
     """Runs all towers that are the same streamed model together."""
 
     def __init__(

@@ -75,7 +75,7 @@ ORDERS = {
         "representations",
         "tiled_loss",
         "profiles",
-        "entering",
+        "chunk_inputs",
         "deferred",
         "distributed",
         "two_pass",

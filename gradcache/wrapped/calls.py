@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradcache.wrapped.call_state import CallState
 from gradcache.wrapped.receiver import Receiver
-from gradcache.wrapped.surroundings import CallState
 from pipe.nested import TreeSpec, flatten, unflatten
 
 __all__ = ["Call", "CallResult", "versions_of"]

@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from gradcache import representations
 from gradcache.nested import map_tensors, tensors_in
 from gradcache.two_pass import InputGradients, repeatable
+from gradcache.wrapped.call_state import Observer, set_modes, why_not_deferred
 from gradcache.wrapped.calls import Call, CallResult, versions_of
 from gradcache.wrapped.receiver import Receiver
-from gradcache.wrapped.surroundings import Observer, must_run_in_place, set_modes
 from pipe.interception import intercepting
 from pipe.nested import TreeSpec, flatten
 from pipe.recompute.phase import enable_recomputing
@@ -231,7 +231,7 @@ class SuspendedForward:
             return None
         if self._suspended:  # the tower caught the exception that suspends it
             raise _Suspend(self)
-        reason = must_run_in_place()
+        reason = why_not_deferred()
         if reason:
             self.tower.in_place[id(model)] = reason
             return None

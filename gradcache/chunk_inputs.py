@@ -16,7 +16,7 @@ from gradcache.chunks import call_arguments
 from gradcache.nested import map_tensors, tensors_in
 from pipe.recompute.replay import Replay, devices_of
 
-__all__ = ["Entering", "InputFn", "has_graph", "processing"]
+__all__ = ["ChunkInputs", "InputFn", "has_graph", "processing"]
 
 InputFn = Callable[[Any], Any]
 
@@ -46,7 +46,7 @@ def processing(process_fn: InputFn) -> InputFn:
     return process
 
 
-class Entering:
+class ChunkInputs:
     """The chunks of one forward as (args, kwargs), by number.
 
     With ``input_fn``, each is made when it is requested, and made again with the same random numbers when it is

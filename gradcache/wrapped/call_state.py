@@ -24,7 +24,7 @@ from pipe.recompute.first_write import FirstWrites
 from pipe.recompute.thread_state import ThreadState
 from pipe.torch_private import DISPATCH_MODES, saved_tensor_hooks, transform_of_functions_under_way
 
-__all__ = ["CallState", "Observer", "must_run_in_place", "set_modes"]
+__all__ = ["CallState", "Observer", "set_modes", "why_not_deferred"]
 
 
 class Observer:
@@ -111,7 +111,7 @@ def _same(a: list[Any], b: list[Any]) -> bool:
     return a is b or (len(a) == len(b) and all(map(operator.is_, a, b)))
 
 
-def must_run_in_place() -> str:
+def why_not_deferred() -> str:
     """The reason why a call that is made now cannot be run later; empty if it can."""
     hooks = saved_tensor_hooks()
     if hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint":

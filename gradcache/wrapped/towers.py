@@ -11,7 +11,7 @@
 
 A call loads each shard once forward and once backward, for any number of chunks, if all chunks make the same calls in
 the same order. Otherwise results are the same, but shards are loaded more often. The same holds for a call that cannot
-be deferred (see ``surroundings``). Both are reported once, in a RuntimeWarning.
+be deferred (see ``call_state``). Both are reported once, in a RuntimeWarning.
 
 Between the passes it keeps the inputs and outputs of each streamed model, for every chunk. Code around the models,
 ``process_fn`` included, runs once more in each pass for every deferred call: it should be cheap compared to the model.
@@ -33,13 +33,13 @@ from gradcache import representations
 from gradcache.context_managers import devices_in_use
 from gradcache.streamed import Tape
 from gradcache.two_pass import InputGradients
+from gradcache.wrapped.call_state import Observer
 from gradcache.wrapped.calls import CallResult
 from gradcache.wrapped.receiver import Receiver
-from gradcache.wrapped.surroundings import Observer
 from gradcache.wrapped.suspended import SuspendedForward, TowerState
 from pipe.nested import flatten, unflatten
 
-__all__ = ["WrappedWalk", "streamed_inside", "warn_once"]
+__all__ = ["WrappedTowers", "streamed_inside", "warn_once"]
 
 
 def streamed_inside(model: nn.Module) -> list[nn.Module]:
@@ -85,7 +85,7 @@ class _JointCall:
             forward.backward_from(k)
 
 
-class WrappedWalk:
+class WrappedTowers:
     """Runs the two passes of all towers that contain streamed models.
 
     Args:
