@@ -24,7 +24,7 @@ __all__ = ["Profile", "Profiles"]
 
 
 @dataclass(frozen=True)
-class Survey:
+class LayerProfile:
     """The measurements of one forward of a layer."""
 
     activation_bytes: int
@@ -40,7 +40,7 @@ class Survey:
     """Whether it wrote a buffer."""
 
     @classmethod
-    def of(cls, replayable: ResidentRunner, rerun: Rerun, entering_bytes: int) -> Survey:
+    def of(cls, replayable: ResidentRunner, rerun: Rerun, entering_bytes: int) -> LayerProfile:
         """The measurements of the layer that has just run."""
         moves = rerun.module_state is not None and rerun.module_state.moved
         return cls(replayable.activation_bytes, replayable.graph_bytes, entering_bytes, rerun.dead_code, moves)
@@ -53,35 +53,35 @@ class Profile:
     rows: int
     together: int
     """Number of chunks that may run together: their largest layer keeps no more than the whole model for one chunk."""
-    surveys: Sequence[Survey]
+    layers: Sequence[LayerProfile]
 
     @property
     def entering_bytes(self) -> int:
         """Bytes of the inputs of all layers that must be kept."""
-        return sum(survey.entering_bytes for survey in self.surveys)
+        return sum(layer.entering_bytes for layer in self.layers)
 
     def graph_bytes(self, j: int, rows: int) -> int:
         """Bytes that layer ``j``'s graph keeps for so many rows."""
-        return -(-self.surveys[j].graph_bytes * rows // max(self.rows, 1))
+        return -(-self.layers[j].graph_bytes * rows // max(self.rows, 1))
 
     def chunks_together(self, chunks: int, budget: int | None) -> int:
         """How many of ``chunks`` run together: more than one only if the budget exceeds the layer inputs of all."""
         if budget is None:
             return self.together
         left = max(budget - chunks * self.entering_bytes, 0)
-        return min(self.together, 1 + left // max(*(survey.activation_bytes for survey in self.surveys), 1))
+        return min(self.together, 1 + left // max(*(layer.activation_bytes for layer in self.layers), 1))
 
     def graphs_from(self, runs: Sequence[int], first: int, budget: int) -> list[int]:
         """For each run of so many chunks, the first layer from which on graphs are kept.
 
         Backward begins with these cells, so kept graphs are freed before it recomputes others.
         """
-        plan = [len(self.surveys)] * len(runs)
+        plan = [len(self.layers)] * len(runs)
         left = budget - sum(runs) * self.entering_bytes
-        for j in range(len(self.surveys) - 1, first - 1, -1):
-            survey = self.surveys[j]
+        for j in range(len(self.layers) - 1, first - 1, -1):
+            layer = self.layers[j]
             for k, chunks in enumerate(runs):
-                left -= chunks * (survey.graph_bytes - survey.entering_bytes)
+                left -= chunks * (layer.graph_bytes - layer.entering_bytes)
                 if left < 0:
                     return plan
                 plan[k] = j
@@ -111,22 +111,22 @@ class Profiles:
     def learn(
         self,
         chunk: Any,
-        surveys: Sequence[Survey],
+        layers: Sequence[LayerProfile],
         further: Callable[[], Sequence[Any]],
     ) -> None:
         """Stores the profile of a chunk that has just run.
 
         Args:
             chunk: the input of the first layer.
-            surveys: of the layers.
+            layers: of the layers.
             further: returns two further chunks for a trial; called only if needed.
         """
-        alone = [survey.activation_bytes for survey in surveys]
-        together = max(sum(alone) // max(*alone, 1), 1) if self._may_join(surveys, further) else 1
-        self._known[self._key(chunk)] = Profile(rows_in(chunk) or 0, together, surveys)
+        alone = [layer.activation_bytes for layer in layers]
+        together = max(sum(alone) // max(*alone, 1), 1) if self._may_join(layers, further) else 1
+        self._known[self._key(chunk)] = Profile(rows_in(chunk) or 0, together, layers)
 
-    def _may_join(self, surveys: Sequence[Survey], further: Callable[[], Sequence[Any]]) -> bool:
-        if not self._regroup or any(survey.moves_buffers for survey in surveys):
+    def _may_join(self, layers: Sequence[LayerProfile], further: Callable[[], Sequence[Any]]) -> bool:
+        if not self._regroup or any(layer.moves_buffers for layer in layers):
             return False
         pair = further()
         if runs_alike(pair, sum(rows_in(chunk) or 0 for chunk in pair)) != [[0, 1]]:

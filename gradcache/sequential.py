@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from gradcache import representations
 from gradcache.chunk_inputs import ChunkInputs, InputFn
 from gradcache.distributed.sharded import is_sharded
-from gradcache.profiles import Profile, Profiles, Survey
+from gradcache.profiles import LayerProfile, Profile, Profiles
 from offload.engine.chunks_in_turn import ChunksInTurn, ResidentLayers, nbytes_of
 from offload.engine.raw_chunk import MadeInput
 from offload.engine.regroup import joined, rows_in, runs_alike, split_output
@@ -166,7 +166,7 @@ class SequentialTape:
             layers = range(graphs_from, len(self._model.layers))
             graph_bytes = {j: profile.graph_bytes(j, group.rows) for j in layers}
             # Dead code was found for the first chunk; for others it is checked when they are recomputed.
-            outputs = self._walk.forward(g, entering, graph_bytes, [survey.dead_code for survey in profile.surveys])
+            outputs = self._walk.forward(g, entering, graph_bytes, [layer.dead_code for layer in profile.layers])
         group.leaves = [len(flatten(output)[0]) for output in outputs]
         return outputs
 
@@ -178,7 +178,7 @@ class SequentialTape:
         entering, replayables = self._entering, self._model.resident.replayables
         chunk = entering.look(0)
         value = map_tensors(_as_leaf, chunk)
-        surveys: list[Survey] = []
+        layers: list[LayerProfile] = []
         replayables[0].callers_input = entering.known is not None
         with trial([replayable.layers for replayable in replayables], devices_of(chunk, self._model.parameters)):
             for j, replayable in enumerate(replayables):
@@ -186,11 +186,11 @@ class SequentialTape:
                 last = j + 1 == len(replayables)
                 output_fn = partial(_by_chunk, self._output_fn, [rows_in(chunk) or 0]) if last else None
                 output, rerun = replayable.surveyed(value, output_fn)
-                surveys.append(Survey.of(replayable, rerun, entering_bytes))
+                layers.append(LayerProfile.of(replayable, rerun, entering_bytes))
                 value = map_tensors(_as_leaf, output)
                 del output
         further = range(1, min(3, len(entering)))
-        self._model.profiles.learn(chunk, surveys, lambda: [entering.look(k) for k in further])
+        self._model.profiles.learn(chunk, layers, lambda: [entering.look(k) for k in further])
 
     # -- pass 2 -------------------------------------------------------------------------------------------------------
 

@@ -135,12 +135,12 @@ class Step:
     def _encode_wrapped(self, towers: list[Tower]) -> None:
         owner = self._owner
         chunks = [(tower.model, tower.chunks) for tower in towers]
-        walk = WrappedTowers(chunks, owner.encoder_of, owner.get_input_tensors, self.inputs, audit=owner.audit)
-        for tower, encoded in zip(towers, walk.encode(), strict=True):
+        shared = WrappedTowers(chunks, owner.encoder_of, owner.get_input_tensors, self.inputs, audit=owner.audit)
+        for tower, encoded in zip(towers, shared.encode(), strict=True):
             tower.encoded = encoded
-        for tower, requires_grad in zip(towers, walk.requires_grad, strict=True):
+        for tower, requires_grad in zip(towers, shared.requires_grad, strict=True):
             tower.wants_gradient = requires_grad or is_trainable(tower.model, tower.chunks)
-        self._shared.append((walk, towers))
+        self._shared.append((shared, towers))
 
     def _encode_together(self, group: list[Tower]) -> None:
         model, owner = group[0].model, self._owner
@@ -153,12 +153,12 @@ class Step:
             trainable = is_trainable(model, chunks)
         process_fn = owner.processed if lazy else None
         audit = list(model.children()) if owner.audit else None
-        walk = StreamedTowers(self._streamed(model), chunks, owner.get_reps, process_fn, audit)
+        shared = StreamedTowers(self._streamed(model), chunks, owner.get_reps, process_fn, audit)
         with self._owner.autocast(model):
-            encoded = walk.encode(trainable)
+            encoded = shared.encode(trainable)
         for tower, value in zip(group, encoded, strict=True):
             tower.encoded, tower.wants_gradient = value, trainable
-        self._shared.append((walk, group))
+        self._shared.append((shared, group))
 
     def backward(self, cache: Sequence[Any], no_sync_except_last: bool) -> None:
         """The second pass; ``cache``: the gradient of each tower's representations."""
@@ -172,9 +172,9 @@ class Step:
             self._owner.forward_backward(
                 tower.model, tower.chunks, per_chunk, tower.states, no_sync_except_last=no_sync_except_last
             )
-        for walk, group in self._shared:
-            walk.backward([gradient_of[id(tower)] for tower in group])
-            self.greatest_difference = max(self.greatest_difference, walk.greatest_difference)
+        for shared, group in self._shared:
+            shared.backward([gradient_of[id(tower)] for tower in group])
+            self.greatest_difference = max(self.greatest_difference, shared.greatest_difference)
 
     def _rows_per_chunk(self, tower: Tower) -> list[int]:
         known = [getattr(state, "rows", None) for state in tower.states]
