@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,43 +24,39 @@ __all__ = ["LayerAudit"]
 
 
 class LayerAudit:
-    """The outputs of layers in the first pass, and their greatest difference from the second pass."""
+    """The outputs of layers and of ``output_fn`` in the first pass, and their greatest difference in the second one."""
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, layers: Sequence[nn.Module], output_fn: Callable[[Any], Any]) -> None:
         self._layers = list(layers)
-        self._first: list[list[list[Tensor]]] = [[] for _ in self._layers]
+        self._output_fn = output_fn
+        self._first: list[list[list[Tensor]]] = [[] for _ in range(len(self._layers) + 1)]
+        self._compares = False
         self.greatest_difference = 0.0
 
-    @contextlib.contextmanager
-    def first_pass(self) -> Iterator[None]:
-        """A context in which the layers' outputs are recorded."""
-        with self._listening(lambda j, result: self._first[j].append(result)):
-            yield
+    def output_fn(self, output: Any) -> Any:
+        """The function, whose results are recorded like those of a layer."""
+        representation = self._output_fn(output)
+        self._note(-1, representation)
+        return representation
 
     @contextlib.contextmanager
-    def second_pass(self) -> Iterator[None]:
-        """A context in which the layers' outputs are compared."""
-
-        def compare(j: int, result: list[Tensor]) -> None:
-            self.greatest_difference = max(self.greatest_difference, _difference(self._first[j], result))
-
-        with self._listening(compare):
-            yield
-
-    @contextlib.contextmanager
-    def _listening(self, note: Any) -> Iterator[None]:
-        def hook_of(j: int) -> Any:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                note(j, [tensor.detach().to("cpu", copy=True) for tensor in tensors_in(output)])
-
-            return EngineHook(hook)
-
-        handles = [layer.register_forward_hook(hook_of(j)) for j, layer in enumerate(self._layers)]
+    def listening(self, *, compares: bool) -> Iterator[None]:
+        """A context in which outputs are recorded, or compared with the recorded ones."""
+        self._compares = compares
+        hooks = [EngineHook(lambda module, args, output, j=j: self._note(j, output)) for j in range(len(self._layers))]
+        handles = [layer.register_forward_hook(hook) for layer, hook in zip(self._layers, hooks, strict=True)]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _note(self, j: int, output: Any) -> None:
+        result = [tensor.detach().to("cpu", copy=True) for tensor in tensors_in(output)]
+        if self._compares:
+            self.greatest_difference = max(self.greatest_difference, _difference(self._first[j], result))
+        else:
+            self._first[j].append(result)
 
 
 def _difference(first: Sequence[list[Tensor]], second: list[Tensor]) -> float:

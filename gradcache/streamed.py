@@ -74,10 +74,8 @@ class StreamedTowers:
         self._calls = [call_arguments(chunk) for chunk in chunks] if process_fn is None else chunks
         self._input = {} if process_fn is None else {"input_fn": processing(process_fn)}
         self._sizes = [len(chunks) for chunks in towers]
-        self._audit = LayerAudit(audit or ())
-        self._output_fn = output_fn if audit is None else self._recorded(output_fn)
-        self._passes: tuple[list[Any], list[Any]] = ([], [])
-        self._in_backward = False
+        self._audit = LayerAudit(audit or (), output_fn)
+        self._output_fn = output_fn if audit is None else self._audit.output_fn
         self._wants_gradient = torch.is_grad_enabled()
         self._rows: list[list[int]] = []
         self._tape: Tape | None = None
@@ -90,7 +88,7 @@ class StreamedTowers:
         """
         keeps_tape = trainable and torch.is_grad_enabled()
         output_fn = self._output_fn if keeps_tape else self._without_parameters
-        with torch.set_grad_enabled(keeps_tape), self._audit.first_pass():
+        with torch.set_grad_enabled(keeps_tape), self._audit.listening(compares=False):
             outputs, tape = self._model.forward_chunks(self._calls, output_fn=output_fn, **self._input)
         self._calls = []
         self._tape = tape if keeps_tape else None
@@ -122,29 +120,10 @@ class StreamedTowers:
         for gradient, rows in zip(gradients, self._rows, strict=True):
             for part in representations.split_gradients(gradient, rows):
                 per_chunk.append(part if representations.has_gradient(part) else None)
-        self._in_backward = True
-        with self._audit.second_pass():
+        with self._audit.listening(compares=True):
             tape.backward(per_chunk)
-
-    def _recorded(self, output_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def recorded(output: Any) -> Any:
-            representation = output_fn(output)
-            self._passes[self._in_backward].append(representations.detached(representation))
-            return representation
-
-        return recorded
 
     @property
     def greatest_difference(self) -> float:
-        """Greatest difference between the passes, of the chunks that ran in both. Only with ``audit``.
-
-        A model may run the chunks in another order in backward, so each representation of the second pass is compared
-        with the nearest one of the first pass that has its shape.
-        """
-        first, second = self._passes
-        worst = self._audit.greatest_difference
-        for output in second:
-            shapes = [tensor.shape for tensor in tensors_in(output)]
-            alike = [other for other in first if [tensor.shape for tensor in tensors_in(other)] == shapes]
-            worst = max(worst, min((representations.greatest_difference(o, output) for o in alike), default=0.0))
-        return worst
+        """Greatest difference between the passes, of the chunks that ran in both. Only with ``audit``."""
+        return self._audit.greatest_difference

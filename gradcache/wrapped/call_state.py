@@ -38,12 +38,8 @@ class Observer:
     def __init__(self, model: nn.Module, devices: Sequence[str]) -> None:
         # The model's own attributes change whenever it runs; a caller's changes are in its layers.
         self.modules = [module for child in model.children() for module in child.modules()]
-        self._devices = devices
+        self.devices = devices
         self._last: list[Any] = []
-
-    def record(self) -> CallState:
-        """The present state."""
-        return CallState(self, ThreadState.capture(self._devices), self.state())
 
     def state(self) -> list[Any]:
         """The objects that the modules' attributes refer to. Consecutive equal states are the same list."""
@@ -69,25 +65,14 @@ class Observer:
 class CallState:
     """Settings of the thread, ``training`` flags and state of a model's layers at one call."""
 
-    def __init__(self, observer: Observer, thread_state: ThreadState, state: list[Any]) -> None:
-        self.thread_state = thread_state
+    def __init__(self, observer: Observer) -> None:
         self._observer = observer
+        self._thread_state = thread = ThreadState.capture(observer.devices)
         self._modes = tuple(module.training for module in observer.modules)
-        self._state = state
-
-    @property
-    def key(self) -> Any:
-        """Equal for calls that can be run together."""
-        thread_state = self.thread_state
-        modes = tuple(type(mode) for mode in thread_state.function_modes)
-        return (
-            self._modes,
-            thread_state.grad,
-            thread_state.inference,
-            thread_state.autocasts,
-            modes,
-            thread_state.hooks is None,
-        )
+        self._state = observer.state()
+        function_modes = tuple(type(mode) for mode in thread.function_modes)
+        #: Equal for calls that can be run together.
+        self.key = (self._modes, thread.grad, thread.inference, thread.autocasts, function_modes, thread.hooks is None)
 
     @property
     def changed(self) -> bool:
@@ -101,7 +86,7 @@ class CallState:
         before = [module.training for module in modules]
         try:
             set_modes(modules, self._modes)
-            with self.thread_state.again():
+            with self._thread_state.again():
                 yield
         finally:
             set_modes(modules, before)

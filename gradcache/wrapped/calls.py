@@ -12,12 +12,49 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gradcache.wrapped.call_state import CallState
-from gradcache.wrapped.receiver import Receiver
 from pipe.nested import TreeSpec, flatten, unflatten
+from pipe.phony import get_phony
 
-__all__ = ["Call", "CallResult", "versions_of"]
+__all__ = ["Call", "CallResult", "Receiver", "versions_of"]
+
+
+class Receiver:
+    """An autograd node that stores the gradients of some tensors without changing their memory layout.
+
+    A leaf would be nearly the same, but autograd copies a leaf's gradient into the leaf's own layout, and the next
+    operation would then sum it in another order than in the plain model.
+    """
+
+    def __init__(self) -> None:
+        #: One for each tensor of :meth:`attach`, None for a tensor without a gradient.
+        self.gradients: list[Tensor | None] = []
+
+    def attach(self, tensors: Sequence[Tensor], *, copy: bool) -> list[Tensor]:
+        """The same values as outputs of a node that stores their gradients here; ``copy``: with memory of their own."""
+        self.gradients = [None] * len(tensors)
+        if not tensors:
+            return []
+        with torch.enable_grad():
+            phony = get_phony(tensors[0].device, requires_grad=True)
+            values = [tensor.detach() for tensor in tensors]
+            return list(_Receive.apply(self, copy, phony, *values))  # type: ignore[no-untyped-call]
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, receiver: Receiver, copy: bool, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.receiver = receiver
+        return tuple(tensor.clone() if copy else tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.receiver.gradients = list(gradients)
+        return (None,) * (3 + len(gradients))
 
 
 @dataclass(eq=False)
@@ -67,12 +104,11 @@ class CallResult:
         """Copies of the outputs, with a new graph if they need a gradient; and the receiver of that gradient."""
         assert self.spec is not None
         receiver = Receiver()
-        if not torch.is_grad_enabled():
-            return unflatten([_copy(leaf) for leaf in self.outputs], self.spec), receiver
-        wanted = [leaf for leaf, wants in zip(self.outputs, self.differentiable, strict=True) if wants]
+        records = torch.is_grad_enabled()
+        wanted = [leaf for leaf, wants in zip(self.outputs, self.differentiable, strict=True) if wants and records]
         attached = iter(receiver.attach(wanted, copy=True))
         leaves = [
-            next(attached) if wants else _copy(leaf)
+            next(attached) if wants and records else leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
             for leaf, wants in zip(self.outputs, self.differentiable, strict=True)
         ]
         return unflatten(leaves, self.spec), receiver
@@ -88,7 +124,3 @@ class CallResult:
 def versions_of(leaves: Sequence[Any]) -> list[int]:
     """The version counters of the tensors that have one (all except inference tensors)."""
     return [x._version for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf

@@ -34,9 +34,8 @@ from torch import Tensor, nn
 from gradcache import representations
 from gradcache.nested import map_tensors, tensors_in
 from gradcache.two_pass import InputGradients, repeatable
-from gradcache.wrapped.call_state import Observer, set_modes, why_not_deferred
-from gradcache.wrapped.calls import Call, CallResult, versions_of
-from gradcache.wrapped.receiver import Receiver
+from gradcache.wrapped.call_state import CallState, Observer, set_modes, why_not_deferred
+from gradcache.wrapped.calls import Call, CallResult, Receiver, versions_of
 from pipe.interception import intercepting
 from pipe.nested import TreeSpec, flatten
 from pipe.recompute.phase import enable_recomputing
@@ -68,7 +67,7 @@ class TowerState:
         self.layers = repeatable(model)
         self.observers = observers
         #: The reason why calls run inside the forward, chunk by chunk, by the model's ``id``.
-        self.in_place: dict[int, str] = {}
+        self.not_deferred: dict[int, str] = {}
 
 
 class SuspendedForward:
@@ -86,7 +85,7 @@ class SuspendedForward:
         self.tower = tower
         self._thread_state = ThreadState.capture(device.type for device in tower.layers.devices)
         self._segments: list[Rerun] = []
-        #: By number of the call; None if the model runs the call inside the forward.
+        #: By number of the call; None if the model runs the call itself, inside the forward.
         self.results: list[CallResult | None] = []
         #: The call at which the forward is suspended, if it is.
         self.call: Call | None = None
@@ -103,11 +102,6 @@ class SuspendedForward:
         self._entering: list[Any] = []
         self._given: list[tuple[CallResult, Receiver]] = []
         self._segment = contextlib.ExitStack()
-
-    @property
-    def models(self) -> Mapping[int, Observer]:
-        """Observers of the streamed models that the tower may call, by the model's ``id``."""
-        return self.tower.observers
 
     # --- the first pass -----------------------------------------------------------------------------------------
 
@@ -128,10 +122,6 @@ class SuspendedForward:
         self.requires_grad = any(tensor.requires_grad for tensor in tensors_in(output))
         self.representation = representations.detached(output)
         self.finished = True
-
-    def run_in_place(self) -> None:
-        """Has the model run the call of :attr:`call` itself, inside the forward, when the forward is run again."""
-        self.results.append(None)
 
     # --- the second pass ----------------------------------------------------------------------------------------
 
@@ -233,7 +223,7 @@ class SuspendedForward:
             raise _Suspend(self)
         reason = why_not_deferred()
         if reason:
-            self.tower.in_place[id(model)] = reason
+            self.tower.not_deferred[id(model)] = reason
             return None
         k = self._position
         self._position += 1
@@ -255,8 +245,7 @@ class SuspendedForward:
             raise self._differs(f"calls {type(model).__name__} once more than")
         else:
             detached = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
-            state = observer.record()
-            self.call = Call(model, detached, spec, requires, state, versions_of(detached))
+            self.call = Call(model, detached, spec, requires, CallState(observer), versions_of(detached))
         self._suspended = True
         raise _Suspend(self)
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,8 +33,7 @@ from gradcache.context_managers import devices_in_use
 from gradcache.streamed import Tape
 from gradcache.two_pass import InputGradients
 from gradcache.wrapped.call_state import Observer
-from gradcache.wrapped.calls import CallResult
-from gradcache.wrapped.receiver import Receiver
+from gradcache.wrapped.calls import CallResult, Receiver
 from gradcache.wrapped.suspended import SuspendedForward, TowerState
 from pipe.nested import flatten, unflatten
 
@@ -60,31 +58,6 @@ def streamed_inside(model: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-@dataclass(eq=False)
-class _JointCall:
-    """One forward of a streamed model that runs the calls of many chunks together."""
-
-    tape: Tape
-    #: Each forward with the number of its call.
-    members: list[tuple[SuspendedForward, int]]
-
-    def backward(self) -> None:
-        """Runs backward through the model, and then through the code that computed its inputs."""
-        gradients: list[Any] = []
-        for forward, k in self.members:
-            result = forward.results[k]
-            assert result is not None
-            assert result.spec is not None
-            nested = unflatten(list(result.gradients), result.spec)
-            gradients.extend(part if representations.has_gradient(part) else None for part in nested)
-            result.gradients = []
-        if any(gradient is not None for gradient in gradients):
-            self.tape.backward(gradients)
-            gradients.clear()
-        for forward, k in self.members:
-            forward.backward_from(k)
-
-
 class WrappedTowers:
     """Runs the two passes of all towers that contain streamed models.
 
@@ -104,26 +77,25 @@ class WrappedTowers:
         inputs: InputGradients,
         audit: bool = False,
     ) -> None:
-        inside = {id(model): streamed_inside(model) for model, _ in towers}
-        streamed = {id(part): part for parts in inside.values() for part in parts}
-        observers = {key: Observer(part, [_device_type(part)]) for key, part in streamed.items()}
-        self._models = streamed
+        self._models = {id(part): part for model, _ in towers for part in streamed_inside(model)}
+        kinds = {key: torch.device(getattr(part, "device", "cpu")).type for key, part in self._models.items()}
+        observers = {key: Observer(part, [kinds[key]]) for key, part in self._models.items()}
         self._inputs = inputs
         self._audit = audit
-        self._joint_calls: list[_JointCall] = []
-        self._visits: dict[int, int] = dict.fromkeys(streamed, 0)
+        #: The tapes of calls that ran together, and the forwards of each with the number of its call.
+        self._joint_calls: list[tuple[Tape, list[tuple[SuspendedForward, int]]]] = []
+        self._visits: dict[int, int] = dict.fromkeys(self._models, 0)
         self._towers: list[list[SuspendedForward]] = []
         self._rows: list[list[int]] = []
         self._tower_states: dict[int, TowerState] = {}
         for model, chunks in towers:
-            tower_state = self._tower_states.get(id(model))
-            if tower_state is None:
-                tower_state = TowerState(model, {id(part): observers[id(part)] for part in inside[id(model)]})
-                self._tower_states[id(model)] = tower_state
+            if id(model) not in self._tower_states:
+                inside = {id(part): observers[id(part)] for part in streamed_inside(model)}
+                self._tower_states[id(model)] = TowerState(model, inside)
+            tower_state = self._tower_states[id(model)]
             devices = devices_in_use(list(model.parameters()), [list(tensors_of(chunk)) for chunk in chunks])
             tower_state.layers.devices = devices.union(tower_state.layers.devices)
             self._towers.append([SuspendedForward(chunk, encoder_of(model), tower_state) for chunk in chunks])
-        #: Greatest difference between the two passes' representations, with ``audit``.
         self.greatest_difference = 0.0
 
     # --- forward ------------------------------------------------------------------------------------------------
@@ -134,7 +106,9 @@ class WrappedTowers:
             for forward in forwards:
                 forward.advance()
             while waiting := [forward for forward in forwards if forward.call is not None]:
-                for forward in self._completed(self._next(waiting, forwards)):
+                group = self._next(waiting, forwards)
+                self._run_calls(group)
+                for forward in group:
                     forward.advance()
         self._warn()
         encoded: list[Any] = []
@@ -160,28 +134,26 @@ class WrappedTowers:
             groups.setdefault((id(forward.call.model), forward.call.state.key), []).append(forward)
         unfinished = [forward for forward in forwards if not forward.finished]
         for (model, _), group in groups.items():
-            if sum(model in forward.models for forward in unfinished) == len(group):
+            if sum(model in forward.tower.observers for forward in unfinished) == len(group):
                 return group
         return max(groups.values(), key=len)
 
-    def _completed(self, group: Sequence[SuspendedForward]) -> Sequence[SuspendedForward]:
-        """Runs the calls of a group, which are calls of one model. Returns the group."""
+    def _run_calls(self, group: Sequence[SuspendedForward]) -> None:
+        """Runs the calls of a group, which are calls of one model."""
         together: list[SuspendedForward] = []
         for forward in group:
             assert forward.call is not None
-            reason = ""
             if forward.call.state.changed:
                 reason = "the tower changes its state only during the call"
             elif forward.call.overwritten:
                 reason = "its arguments are overwritten by the next chunk's"
-            if reason:
-                forward.tower.in_place[id(forward.call.model)] = reason
-                forward.run_in_place()
             else:
                 together.append(forward)
+                continue
+            forward.tower.not_deferred[id(forward.call.model)] = reason
+            forward.results.append(None)
         if together:
             self._run_together(together)
-        return group
 
     def _run_together(self, group: Sequence[SuspendedForward]) -> None:
         calls = [forward.call for forward in group if forward.call is not None]
@@ -217,7 +189,7 @@ class WrappedTowers:
             members.append((forward, len(forward.results)))
             forward.results.append(result)
         if any(any(row) for row in flags):
-            self._joint_calls.append(_JointCall(tape, members))
+            self._joint_calls.append((tape, members))
 
     # --- backward -----------------------------------------------------------------------------------------------
 
@@ -233,7 +205,24 @@ class WrappedTowers:
                     if representations.has_gradient(part):
                         self.greatest_difference = max(self.greatest_difference, forward.backward(part, first))
             while self._joint_calls:
-                self._joint_calls.pop().backward()
+                self._backward_through(*self._joint_calls.pop())
+
+    @staticmethod
+    def _backward_through(tape: Tape, members: Sequence[tuple[SuspendedForward, int]]) -> None:
+        """Runs backward through the calls of a model that ran together, and through the code before each call."""
+        gradients: list[Any] = []
+        for forward, k in members:
+            result = forward.results[k]
+            assert result is not None
+            assert result.spec is not None
+            nested = unflatten(list(result.gradients), result.spec)
+            gradients.extend(part if representations.has_gradient(part) else None for part in nested)
+            result.gradients = []
+        if any(gradient is not None for gradient in gradients):
+            tape.backward(gradients)
+            gradients.clear()
+        for forward, k in members:
+            forward.backward_from(k)
 
     @contextlib.contextmanager
     def _reset_on_failure(self) -> Iterator[list[SuspendedForward]]:
@@ -251,7 +240,7 @@ class WrappedTowers:
     def _warn(self) -> None:
         """Warns if shards were loaded more often than once per call, with the reason."""
         for tower_state in self._tower_states.values():
-            for key, reason in tower_state.in_place.items():
+            for key, reason in tower_state.not_deferred.items():
                 warn_once(self._models[key], tower_state.name, reason)
         for key, visits in self._visits.items():
             calls = [sum(a is not None and id(a.model) == key for a in f.results) for t in self._towers for f in t]
@@ -279,7 +268,3 @@ def warn_once(model: nn.Module, tower: str, reason: str) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
-
-
-def _device_type(model: nn.Module) -> str:
-    return torch.device(getattr(model, "device", "cpu")).type

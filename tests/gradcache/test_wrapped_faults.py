@@ -139,7 +139,7 @@ class Interrupt:
         return self if ours else None
 
 
-_WALK = {f"gradcache.wrapped.{name}" for name in ("towers", "suspended", "calls", "call_state", "receiver")}
+_WALK = {f"gradcache.wrapped.{name}" for name in ("towers", "suspended", "calls", "call_state")}
 _WALK.add("pipe.interception")
 
 
