@@ -36,7 +36,6 @@ from offload.planning.estimate import Estimate
 from offload.planning.plan import Plan
 from offload.slot_sharing import SlotSharingModule
 from offload.storage import DiskHome, open_tier
-from offload.storage.process import finalize_here
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import open_lanes
 from offload.streaming.rollback import Rollback
@@ -45,6 +44,7 @@ from offload.telemetry.trace import Event
 from pipe.interception import offered
 from pipe.microbatch import gather_nested, split_nested
 from pipe.nested import map_tensors
+from pipe.process import finalize_here
 from pipe.torch_private import outside_of_compiled_graphs
 
 __all__ = ["OffloadModel"]

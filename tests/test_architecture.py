@@ -17,6 +17,8 @@ ORDERS = {
     "pipe": [
         "torch_private",
         "nested",
+        "process",
+        "threads",
         "phony",
         "stream",
         "schedule",

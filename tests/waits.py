@@ -41,7 +41,7 @@ CALLED = {
     *("record", "record_event", "record_stream", "notify", "notify_all", "set", "query"),
     # What the engine builds of these.
     *("apply_pending_updates", "wait_for_home_reads", "wait_idle", "cancel", "complete", "cancel_prefetch"),
-    *("_flush", "_finish", "_synchronize", "_wait_idle", "succeeded"),
+    *("_flush", "_finish", "_synchronize", "_wait_idle", "succeeded", "run_or_wait"),
 }
 #: Names that are handed on as something to call.
 HANDED_ON = {"wait", "finish", "result", "synchronize"}

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offload.storage import open_tier
-from offload.storage.process import check_process
+from pipe.process import check_process
 from pipe.train.batch import record_stream
 from pipe.train.lane import ThreadLane, Ticket, fence
 

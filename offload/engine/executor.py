@@ -45,12 +45,12 @@ from offload.planning.plan import Action, Kind
 from offload.planning.planner import Pass
 from offload.planning.residency import Key
 from offload.storage import Tier
-from offload.storage.process import check_process
 from offload.streaming.lane import Lanes
 from offload.streaming.shard import Shard
 from offload.streaming.streamer import Streamer
 from offload.telemetry.statistics import Meter
 from pipe.nested import flatten, tensors_in
+from pipe.process import check_process
 from pipe.recompute.phase import is_recomputing
 from pipe.torch_private import transform_under_way
 

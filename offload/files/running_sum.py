@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from functools import partial
 
-from offload.storage.io_thread_pool import IOThreadPool, PooledCall
+from pipe.threads import Future, Threads
 
 __all__ = ["RunningSum"]
 
@@ -28,8 +28,8 @@ class RunningSum:
 
     def __init__(self, first: bytes) -> None:
         self._value = zlib.crc32(first)
-        self._io_threads: IOThreadPool | None = None
-        self._job: PooledCall | None = None
+        self._io_threads: Threads | None = None
+        self._job: Future | None = None
 
     def add(self, data: memoryview) -> None:
         """Starts to add bytes, which must not change until :meth:`wait`, the next :meth:`add` or the end."""
@@ -38,8 +38,8 @@ class RunningSum:
             self._sum(data)
             return
         if self._io_threads is None:
-            self._io_threads = IOThreadPool(1)
-        self._job = self._io_threads.submit(partial(self._sum, data))
+            self._io_threads = Threads(1, "offload-checksum")
+        self._job = self._io_threads.offer(partial(self._sum, data))
 
     def _sum(self, data: memoryview) -> None:
         self._value = zlib.crc32(data, self._value)
@@ -47,7 +47,7 @@ class RunningSum:
     def wait(self) -> None:
         """Returns once all added bytes are summed."""
         if self._job is not None:
-            self._job.synchronize()
+            self._job.run_or_wait()
             self._job = None
 
     def digits(self) -> str:

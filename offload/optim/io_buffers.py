@@ -33,7 +33,7 @@ from torch import Tensor
 
 from offload.optim.io_requests import Copy, Read, Write, adjacent, contiguous, span_bytes, write_together
 from offload.storage.buffer import PAGE_BYTES, host_buffer
-from offload.storage.io_thread_pool import IOThreadPool, PooledCall
+from pipe.threads import Future, Threads
 
 __all__ = ["IO_BUFFERS", "IOBuffer", "IOBufferPool", "buffer_pool_bytes"]
 
@@ -62,15 +62,13 @@ class IOBuffer:
         self._memory = host_buffer(0)
         self._used = 0
         self._parts: dict[Hashable, Tensor] = {}
-        self._jobs: list[PooledCall] = []
+        self._jobs: list[Future] = []
         #: Key of the block that it holds; None if it is idle.
         self.update_block: Hashable = None
         #: Bytes read for this block.
         self.bytes_read = 0
 
-    def prepare(
-        self, update_block: Hashable, reads: Sequence[Read], spare_bytes: int, io_threads: IOThreadPool
-    ) -> None:
+    def prepare(self, update_block: Hashable, reads: Sequence[Read], spare_bytes: int, io_threads: Threads) -> None:
         """Discards the contents and begins to read; ``spare_bytes`` more can be allocated with :meth:`take`."""
         self.clear()
         groups = list(adjacent(reads))
@@ -85,14 +83,14 @@ class IOBuffer:
             for read in group:
                 self._parts[read.name] = whole[read.offset - begin : read.offset - begin + read.nbytes]
                 self.bytes_read += read.nbytes
-            self._jobs.append(io_threads.submit(partial(group[0].block.read_into, whole, begin)))
+            self._jobs.append(io_threads.offer(partial(group[0].block.read_into, whole, begin)))
 
     def wait(self) -> None:
         """Waits for the reads; raises their exception."""
         try:
             for job in self._jobs:
                 # Reader -> update lane. Without this, moments and gradients are those of the block before.
-                job.synchronize()
+                job.run_or_wait()
         except BaseException:
             self.clear()
             raise
@@ -134,13 +132,13 @@ class _WriteBack:
     io_buffer: IOBuffer | None
     moves: Sequence[Write | Copy]
     arrived: Callable[[Sequence[Write | Copy]], None]
-    jobs: list[tuple[Sequence[Write | Copy], PooledCall]] = field(default_factory=list)
+    jobs: list[tuple[Sequence[Write | Copy], Future]] = field(default_factory=list)
 
     @property
     def written(self) -> bool:
         """Whether all of it is written."""
         given = sum(len(group) for group, _ in self.jobs)
-        return given == len(self.moves) and all(job.succeeded for _, job in self.jobs)
+        return given == len(self.moves) and all(job.returned for _, job in self.jobs)
 
     def collect(self) -> None:
         """Returns when none of it is running; raises the exception of a write."""
@@ -148,7 +146,7 @@ class _WriteBack:
         try:
             for group, job in self.jobs:
                 # Writer -> update lane. Without this, the I/O buffer is filled again while it is being written.
-                job.synchronize()
+                job.run_or_wait()
                 done += group
         finally:
             for _, job in self.jobs:
@@ -168,7 +166,7 @@ class IOBufferPool:
         self._idle = [IOBuffer() for _ in range(IO_BUFFERS)]
         self._prefetched: deque[IOBuffer] = deque()
         self._writing: deque[_WriteBack] = deque()
-        self._io_threads = IOThreadPool(CONCURRENT_CALLS)
+        self._io_threads = Threads(CONCURRENT_CALLS, "offload-io")
 
     def has_idle_buffer(self) -> bool:
         """Reclaims I/O buffers whose writes are complete; returns whether one more block can be prefetched."""
@@ -222,7 +220,7 @@ class IOBufferPool:
         ]
         groups += [([move], move.run) for move in moves if isinstance(move, Copy)]
         for group, write in groups:
-            write_back.jobs.append((group, self._io_threads.submit(write)))
+            write_back.jobs.append((group, self._io_threads.offer(write)))
 
     def wait_idle(self) -> None:
         """Returns when no write is running.

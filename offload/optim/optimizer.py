@@ -20,11 +20,11 @@ from offload.optim.io_buffers import IOBufferPool, buffer_pool_bytes
 from offload.optim.param_block import HostParamBlock, OptimizerFactory, ParamBlock, UpdateJob
 from offload.optim.update import Update
 from offload.planning.budget import parse_bytes
-from offload.storage.io_thread_pool import IOThreadPool
 from offload.storage.state_views import on_own_storages
 from offload.streaming.grad_norm import attached_norm, clip_coefficient, detach_norm, norm_of, total_norm
 from offload.streaming.lane import Lane, ThreadLane
 from offload.streaming.shard import Shard, Slice
+from pipe.threads import Threads
 
 if TYPE_CHECKING:
     from offload.model import OffloadModel
@@ -112,7 +112,7 @@ class OffloadOptimizer(Optimizer):
         if self._access.tier.blocking_io:
             self._access.reserve(self, buffer_pool_bytes(self._update_block_bytes))
         #: Reads weights into a slot while the update before still runs.
-        self._filler = IOThreadPool(1)
+        self._filler = Threads(1, "offload-filler")
         self._factory = OptimizerFactory(optimizer_class, optimizer_kwargs)
         self.param_blocks: dict[Shard, list[ParamBlock]] = {}
         #: Updates shards during backward; None without ``update_in_backward``.

@@ -19,10 +19,10 @@ from functools import partial
 from torch import Tensor
 
 from offload.optim.param_block import PartialUpdateError, UpdateJob
-from offload.storage.io_thread_pool import IOThreadPool, PooledCall
 from offload.streaming.lane import Arrival, Lane
 from offload.streaming.shard import Shard
 from offload.telemetry.statistics import Meter
+from pipe.threads import Future, Threads
 
 __all__ = ["Update"]
 
@@ -38,7 +38,7 @@ class Update:
         meter: Meter,
         *,
         in_slot: bool,
-        io_threads: IOThreadPool,
+        io_threads: Threads,
         finished: Callable[[UpdateJob], None],
     ) -> None:
         self._shard = shard
@@ -85,18 +85,18 @@ class Update:
         # Reader -> host. Without this, weights are read into a slot that another shard uses.
         self._io_threads.wait_idle()
 
-    def _begin_to_fill(self, slot: Tensor | None) -> PooledCall:
+    def _begin_to_fill(self, slot: Tensor | None) -> Future | None:
         """Begins to read the weights to be updated; the update before this one may still run."""
         home = self._shard.home
         if slot is None or home is None:
-            return PooledCall([], None)
+            return None
 
         def fill() -> None:
             with self._meter.on_lane("load", f"L{self._shard.index}", home.nbytes):
                 home.read_into(slot)
 
         # The writes that failed in an earlier attempt have to be repeated first.
-        return self._io_threads.submit(fill) if self.unapplied else PooledCall([fill], None)
+        return self._io_threads.offer(fill) if self.unapplied else Future(fill)
 
     def filled(self, slot: Tensor) -> bool:
         """Whether the update left the shard's new values in ``slot``."""
@@ -117,7 +117,7 @@ class Update:
         self.tasks.clear()
         self._shard.pending = None
 
-    def _run(self, slot: Tensor | None, filling: PooledCall) -> None:
+    def _run(self, slot: Tensor | None, filling: Future | None) -> None:
         try:
             self._prepare(slot, filling)
             nbytes = sum(job.nbytes for job in self.tasks if not job.done)
@@ -139,7 +139,7 @@ class Update:
         self.tasks.clear()
         self._shard.pending = None
 
-    def _prepare(self, slot: Tensor | None, filling: PooledCall) -> None:
+    def _prepare(self, slot: Tensor | None, filling: Future | None) -> None:
         """Repeats failed writes, begins to prefetch, and waits for the weights in the slot."""
         if self._partial is not None:
             raise self._partial
@@ -149,8 +149,9 @@ class Update:
             for job in self._upcoming(0):
                 if not job.param_block.prefetch(job):
                     break
-        # Reader -> update lane. Without this, weights are updated while they are being read.
-        filling.synchronize()
+        if filling is not None:
+            # Reader -> update lane. Without this, weights are updated while they are being read.
+            filling.run_or_wait()
 
     def _count(self) -> None:
         meter = self._meter

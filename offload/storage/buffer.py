@@ -18,7 +18,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from offload.storage.process import finalize_here
+from pipe.process import finalize_here
 
 __all__ = ["PAGE_BYTES", "device_buffer", "host_buffer", "page_lock", "view_memory", "whole_pages"]
 

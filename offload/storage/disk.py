@@ -31,10 +31,10 @@ from torch import Tensor
 from offload.storage.buffer import host_buffer, whole_pages
 from offload.storage.contract import Block, Scratch, Tier
 from offload.storage.page_cache import PageCache
-from offload.storage.process import finalize_here
 from offload.storage.scratch import DiskScratch
 from offload.storage.staging import Link, open_link
 from offload.storage.transfer import Transfers
+from pipe.process import finalize_here
 
 __all__ = ["DiskBlock", "DiskTier"]
 

@@ -45,7 +45,7 @@ from offload.storage.manifest import (
     reopened,
     write_manifest,
 )
-from offload.storage.process import finalize_here
+from pipe.process import finalize_here
 
 __all__ = ["Contents", "DiskHome", "PersistentTier"]
 

@@ -29,9 +29,9 @@ from typing import TypeVar
 from torch import Tensor
 
 from offload.storage.buffer import PAGE_BYTES, view_memory
-from offload.storage.io_thread_pool import IOThreadPool, PooledCall
 from offload.storage.page_cache import Claim, PageCache
 from offload.storage.staging import Fence, Link, Staging
+from pipe.threads import Future, Threads
 
 __all__ = ["STAGED", "UNSTAGED", "TransferLimits", "Transfers", "move_all"]
 
@@ -102,7 +102,7 @@ class Transfers:
     def __init__(self, cache: PageCache, link: Link) -> None:
         self.cache = cache
         self.staging = Staging(link, STAGED.in_flight, STAGED.piece_bytes)
-        self._io_threads = IOThreadPool(max(STAGED.in_flight, UNSTAGED.in_flight) - 1)
+        self._io_threads = Threads(max(STAGED.in_flight, UNSTAGED.in_flight) - 1, "offload-io")
 
     def read(self, path: Path, destination: Tensor, offset: int, claim: Claim | None = None) -> None:
         """Fills ``destination`` (flat, uint8) with the bytes of a file from ``offset`` on.
@@ -129,10 +129,10 @@ class Transfers:
         def one(k: int) -> None:
             results[k] = work(parts[k])
 
-        jobs = [self._io_threads.submit(partial(one, k)) for k in range(len(parts))]
+        jobs = [self._io_threads.offer(partial(one, k)) for k in range(len(parts))]
         try:
             for job in jobs:
-                job.synchronize()
+                job.run_or_wait()
         finally:
             for job in jobs:
                 job.cancel()
@@ -194,9 +194,9 @@ class _PieceTransfer:
         self._on_device = on_device
         self._write = write
         self._fence: Fence | None = None
-        self._job: PooledCall | None = None
+        self._job: Future | None = None
 
-    def start(self, io_threads: IOThreadPool | None, move: Callable[[memoryview], None]) -> None:
+    def start(self, io_threads: Threads | None, move: Callable[[memoryview], None]) -> None:
         """Starts it; ``move`` copies host memory to or from the file."""
         part, buffer = self._part, None if self._buffer is None else self._buffer[: self._part.numel()]
         if buffer is not None and self._on_device and self._write:
@@ -215,13 +215,13 @@ class _PieceTransfer:
             if not self._on_device and not self._write:
                 _copy(part, buffer)
 
-        self._job = PooledCall([work], None) if io_threads is None else io_threads.submit(work)
+        self._job = Future(work) if io_threads is None else io_threads.offer(work)
 
     def complete(self) -> None:
         """Waits for it; raises what it raised."""
         try:
             assert self._job is not None
-            self._job.synchronize()
+            self._job.run_or_wait()
             if self._buffer is not None and self._on_device and not self._write:
                 self._fence = self._staging.link.copy(self._part, self._buffer[: self._part.numel()])
         finally:

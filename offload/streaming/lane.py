@@ -22,24 +22,26 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from offload.storage.io_threads import Future, IOThreads
+from pipe.threads import Threads
+from pipe.train.lane import InlineLane
 
 __all__ = ["Arrival", "Lane", "Lanes", "StreamLane", "ThreadLane", "error_context", "open_lanes"]
 
 
-class Arrival(ABC):
+class Arrival(Protocol):
     """The completion of one copy."""
 
-    @abstractmethod
-    def wait(self) -> None:
+    def wait(self) -> object:
         """Makes compute wait for the copy. Raises what the copy raised."""
+        ...
 
-    @abstractmethod
     def synchronize(self) -> None:
         """Blocks the host until the copy is done; any code may read its result then. Raises what the copy raised."""
+        ...
 
 
 class Lane(ABC):
@@ -67,19 +69,6 @@ def error_context(what: str) -> Iterator[None]:
         raise OSError(error.errno, f"{what}: {error.strerror or error}") from error
 
 
-# --- I/O threads ----------------------------------------------------------------------------------------------------
-
-
-class _Future(Arrival):
-    def __init__(self, future: Future) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        self._future.result()
-
-    synchronize = wait
-
-
 class ThreadLane(Lane):
     """Copies on one I/O thread. File reads, writes and large tensor copies release the interpreter lock.
 
@@ -88,7 +77,7 @@ class ThreadLane(Lane):
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
-        self._thread = IOThreads(1, f"offload-{name}")
+        self._threads = Threads(1, f"offload-{name}")
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -114,11 +103,11 @@ class ThreadLane(Lane):
                     # Stream -> thread. Without this, the arrival completes before the copy.
                     stream.synchronize()
 
-        return _Future(self._thread.submit(job))
+        return self._threads.submit(job)
 
     def wait_idle(self) -> None:
         """Waits for the thread."""
-        self._thread.wait_idle()
+        self._threads.wait_idle()
 
     def close(self) -> None:
         """Ends the thread after all submitted copies.
@@ -126,24 +115,7 @@ class ThreadLane(Lane):
         Does not join it: finalizers call this, and they run wherever garbage is collected, even in a thread that is
         starting and holds a lock that an ending thread needs.
         """
-        self._thread.close()
-
-
-# --- CUDA streams ---------------------------------------------------------------------------------------------------
-
-
-class _Event(Arrival):
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self._event = event
-        self._device = device
-
-    def wait(self) -> None:
-        # Lane -> compute. Without this, kernels read bytes that are not copied yet.
-        torch.cuda.current_stream(self._device).wait_event(self._event)
-
-    def synchronize(self) -> None:
-        # Lane -> host. Without this, the host reads or frees memory that is still being copied.
-        self._event.synchronize()
+        self._threads.close()
 
 
 class StreamLane(Lane):
@@ -156,21 +128,22 @@ class StreamLane(Lane):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        self._lane = InlineLane(self._stream)
 
     def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
         """Queues a copy on the stream."""
         # Compute -> lane. Without this, a slot is overwritten while kernels queued earlier still read it, and gradients
         # are copied before they are complete.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.no_grad():
+
+        def job() -> None:
             for arrival in after:
                 # Other lane -> this one. Without this, it reads what the other lane is still copying.
                 arrival.wait()
-            with torch.profiler.record_function(token):
+            with torch.no_grad(), torch.profiler.record_function(token):
                 copy()
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return _Event(event, self._device)
+
+        return self._lane.submit(job)
 
     def wait_idle(self) -> None:
         """Waits for the stream."""
@@ -183,9 +156,6 @@ class StreamLane(Lane):
         slot is reused.
         """
         self._stream.synchronize()
-
-
-# --- the lanes of a model -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ Guarantees
     * :meth:`Ticket.wait` returns after its job has run on the host, and orders the caller's current stream behind the
       job's work on its own stream. The host never waits for a device.
     * An exception of a job, ``BaseException`` included, is raised by :meth:`Ticket.wait`, every time it is called.
-    * A :class:`ThreadLane` owns a thread only while it has jobs: an idle lane has no thread and needs no close.
+    * The thread of a :class:`ThreadLane` ends with the lane, which needs no close, and keeps no job alive.
     * A job in another thread sees the settings of the thread that submitted it (:mod:`pipe.recompute.thread_state`:
       grad mode, autocast, inference mode, default device), its context variables and its current CUDA device.
 
@@ -20,21 +20,18 @@ Assumes
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import contextvars
 import functools
-import threading
-import weakref
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from pipe.recompute.thread_state import ThreadState
+from pipe.threads import Outcome, Threads
 
 __all__ = ["InlineLane", "Lane", "Lanes", "ThreadLane", "Ticket", "fence"]
 
@@ -67,39 +64,31 @@ def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[A
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-class Ticket(Generic[T]):
+class Ticket(Outcome[T]):
     """The future of one job."""
 
-    __slots__ = ("_done", "_error", "_event", "_stream", "_value")
+    __slots__ = ("_event", "_stream")
 
     def __init__(self) -> None:
-        self._done = threading.Event()
-        self._value: T
-        self._error: BaseException | None = None
+        super().__init__()
         self._stream: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
 
-    @property
-    def done(self) -> bool:
-        """Whether the job has run on the host (its work on a stream may still be under way)."""
-        return self._done.is_set()
-
     def run(self, job: Callable[[], T], stream: torch.cuda.Stream | None = None) -> None:
         """Runs the job on ``stream`` and keeps its result or its exception. Called once, by the lane."""
-        try:
-            with _on(stream):
-                self._value = job()
-                if stream is not None:
-                    # Producer: this lane. Consumer: the stream that is current where wait() is called.
-                    self._stream, self._event = stream, stream.record_event()
-        except BaseException as error:
-            self._error = error
-        self._done.set()
+        self._call(job if stream is None else functools.partial(self._run_on, stream, job))
+
+    def _run_on(self, stream: torch.cuda.Stream, job: Callable[[], T]) -> T:
+        with _on(stream):
+            value = job()
+            # Producer: this lane. Consumer: the stream that is current where wait() is called.
+            self._stream, self._event = stream, stream.record_event()
+        return value
 
     def succeeded(self) -> bool:
         """Waits as :meth:`wait` does, but returns whether the job succeeded instead of raising its exception."""
         # Without this, the result would be read while another thread still runs the job.
-        self._done.wait()
+        self.wait_idle()
         if self._event is not None and self._stream is not None:
             # Without this, kernels of the current stream would read memory before the lane's stream has written it.
             torch.cuda.current_stream(self._stream.device).wait_event(self._event)
@@ -107,10 +96,15 @@ class Ticket(Generic[T]):
 
     def wait(self) -> T:
         """Waits for the job. Returns its result, safe to use on the current stream, or raises its exception."""
-        if not self.succeeded():
-            assert self._error is not None
-            raise self._error
-        return self._value
+        self.succeeded()
+        return self._result()
+
+    def synchronize(self) -> None:
+        """Waits on the host for the job and its work on a stream; raises the job's exception."""
+        super().wait()
+        if self._event is not None:
+            # Without this, the host reads or frees memory that is still being copied.
+            self._event.synchronize()
 
 
 def fence(device: torch.device) -> Ticket[None]:
@@ -148,55 +142,24 @@ class InlineLane(Lane):
         return ticket
 
 
+#: At exit a running job, such as the read of a loader, which may block forever, is waited for as long as this.
+EXIT_SECONDS = 5.0
+
+
 class ThreadLane(Lane):
-    """Runs the jobs in a thread of its own, which exists only while there are jobs."""
+    """Runs the jobs in a thread of its own. At exit jobs that have not begun are dropped."""
 
     def __init__(self, name: str, stream: torch.cuda.Stream | None = None, device_type: str = "cuda") -> None:
         self.stream = stream
-        self._name = name
         self._device_type = device_type  # jobs run under its autocast, beside that of the CPU and of CUDA
-        self._lock = threading.Lock()
-        self._jobs: deque[tuple[Callable[[], Any], Ticket[Any]]] = deque()
-        self._thread: threading.Thread | None = None
-        _lanes.add(self)
+        self._threads = Threads(1, name, exit_seconds=EXIT_SECONDS)
 
     def submit(self, job: Callable[[], T]) -> Ticket[T]:
-        """Queues the job, and starts the thread if there is none."""
+        """Queues the job."""
         ticket: Ticket[T] = Ticket()
         job = _in_settings_of_this_thread(job, self._device_type)
-        with self._lock:
-            self._jobs.append((job, ticket))
-            if self._thread is None:
-                # A daemon, because a loader may block for ever: interpreter exit must not wait for it.
-                self._thread = threading.Thread(target=self._drain, name=self._name, daemon=True)
-                self._thread.start()
+        self._threads.submit(functools.partial(ticket.run, job, self.stream))
         return ticket
-
-    def _drain(self) -> None:
-        while True:
-            with self._lock:
-                if not self._jobs:
-                    self._thread = None
-                    return
-                job, ticket = self._jobs.popleft()
-            ticket.run(job, self.stream)
-
-    def _cancel(self) -> threading.Thread | None:
-        with self._lock:
-            self._jobs.clear()
-            return self._thread
-
-
-_lanes: weakref.WeakSet[ThreadLane] = weakref.WeakSet()
-_EXIT_SECONDS = 5.0
-
-
-@atexit.register
-def _cancel_at_exit() -> None:
-    """Drops queued jobs and waits for running ones (at most 5 s a lane), so that no thread dies inside a kernel."""
-    for thread in [lane._cancel() for lane in list(_lanes)]:
-        if thread is not None:
-            thread.join(_EXIT_SECONDS)
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from pipe import Pipe, skip, stream
+from pipe import Pipe, skip, stream, threads
 from pipe.copy import Copy, Wait
 from pipe.stream import CPUStream, wait_stream
-from pipe.train import lane
-from pipe.train.lane import InlineLane, ThreadLane, Ticket
+from pipe.threads import Future, Threads
+from pipe.train.lane import InlineLane, Ticket
 from pipe.worker import spawn_workers
-from tests.guarded import Condition, Guarded
 from tests.late_cuda import LateCuda, LateEvent, LateStream
 from tests.pipe.test_copy import Timeline
 from tests.waits import fails_with, find_sites, is_value_used, take_out
@@ -151,25 +150,73 @@ def workers_have_ended_when_their_context_ends(monkeypatch: pytest.MonkeyPatch) 
 # --- lanes of the train pipelines -----------------------------------------------------------------------------------
 
 
-@fails_with("the ticket does not know that it is done")
-def a_ticket_is_done_after_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+class Opens:
+    """A lock that is released as soon as it is requested: then the work is done."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def acquire(self, timeout: Any) -> bool:
+        self.work()
+        return True
+
+    def release(self) -> None: ...
+
+
+def late_ticket() -> Any:
     ticket = Ticket()
-    ticket.run(lambda: 7)
-    assert ticket.done, "the ticket does not know that it is done"
-    assert ticket.wait() == 7
+    ticket._gate = Opens(lambda: ticket.run(lambda: 7))
+    ticket._value = None  # what its memory holds before the job
+    return ticket
 
 
 @fails_with("the value was read before the job ran")
 def a_ticket_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticket = Ticket()
+    assert late_ticket().wait() == 7, "the value was read before the job ran"
 
-    class Late(threading.Event().__class__):
-        def wait(self) -> None:
-            ticket.run(lambda: 7)
 
-    ticket._done = Late()
-    ticket._value = None  # what its memory holds before the job
-    assert ticket.wait() == 7, "the value was read before the job ran"
+@fails_with("the host went on before the job ran")
+def a_ticket_is_waited_for_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticket = late_ticket()
+    ticket.synchronize()
+    assert ticket._value == 7, "the host went on before the job ran"
+
+
+@fails_with("read before the lane wrote it")
+def the_host_comes_after_what_a_lane_issued(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, home = LateCuda(monkeypatch), torch.zeros(3)
+    InlineLane(LateStream()).submit(lambda: cuda.launch(lambda: home.fill_(7))).synchronize()
+    assert (home == 7).all(), "read before the lane wrote it"
+
+
+@fails_with("a wait ended before the work")
+def waits_end_after_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wait in (Future.wait, Future.synchronize, Future.run_or_wait, Future.cancel):
+        log = []
+        future = Future(lambda log=log: log.append("work"))
+        future._begun, future._value, work = True, None, future._work.pop()  # a thread has it
+        future._gate = Opens(lambda future=future, work=work: future._call(work))
+        wait(future)
+        assert log == ["work"], "a wait ended before the work"
+
+
+@fails_with("the thread is still at work")
+def a_thread_is_idle_after_all_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, log, wait_idle = threading.Event(), [], Future.wait_idle
+
+    def late(future: Any) -> None:
+        go_on.set()  # not before a waiter exists
+        wait_idle(future)
+
+    thread = Threads(1, "late")
+    thread.submit(lambda: (go_on.wait(60), log.append("work")))
+    monkeypatch.setattr(Future, "wait_idle", late)
+    try:
+        thread.wait_idle()
+        assert log == ["work"], "the thread is still at work"
+    finally:
+        go_on.set()
+        thread.close()
 
 
 @fails_with("read before the lane wrote it")
@@ -183,25 +230,14 @@ def compute_comes_after_what_a_lane_issued(monkeypatch: pytest.MonkeyPatch) -> N
     assert (read == 7).all(), "read before the lane wrote it"
 
 
-@fails_with("the queue was read without its lock")
-def a_lane_and_its_thread_never_look_at_its_jobs_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipe.train.lane.threading.Thread", Thread)
-    a = ThreadLane("test")
-    a._lock = Condition()
-    a._jobs = Guarded(a._lock)
-    ticket = a.submit(lambda: 7)
-    a._drain()
-    assert ticket.wait() == 7
-    a._cancel()
-
-
-@fails_with("a running job was not waited for")
-def the_interpreter_ends_after_jobs_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    a = ThreadLane("test")
-    a._thread = Thread()
-    monkeypatch.setattr(lane, "_lanes", [a])
-    lane._cancel_at_exit()
-    assert a._thread.joined, "a running job was not waited for"
+@fails_with("running work was not waited for")
+def the_interpreter_ends_after_work_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: Any = [Threads(1, "test"), Threads(1, "test", exit_seconds=1)]
+    for pool in pools:
+        pool._started.append(Thread())
+    monkeypatch.setattr(threads, "_alive", pools)
+    threads._finish_work()
+    assert all(pool._started[0].joined for pool in pools), "running work was not waited for"
 
 
 WAITS = {
@@ -235,29 +271,33 @@ WAITS = {
     },
     "pipe.worker": {"spawn_workers": [("thread.join()", workers_have_ended_when_their_context_ends)]},
     "pipe.train.lane": {
-        "Ticket.run": [
-            ("stream.record_event()", compute_comes_after_what_a_lane_issued),
-            ("self._done.set()", a_ticket_is_done_after_its_job),
-        ],
+        "Ticket._run_on": [("stream.record_event()", compute_comes_after_what_a_lane_issued)],
         "Ticket.succeeded": [
-            ("self._done.wait()", a_ticket_is_waited_for),
+            ("self.wait_idle()", a_ticket_is_waited_for),
             (
                 "torch.cuda.current_stream(self._stream.device).wait_event(self._event)",
                 compute_comes_after_what_a_lane_issued,
             ),
         ],
         "Ticket.wait": [("self.succeeded()", a_ticket_is_waited_for)],
-        "ThreadLane.submit": [("with self._lock", a_lane_and_its_thread_never_look_at_its_jobs_together)],
-        "ThreadLane._drain": [("with self._lock", a_lane_and_its_thread_never_look_at_its_jobs_together)],
-        "ThreadLane._cancel": [("with self._lock", a_lane_and_its_thread_never_look_at_its_jobs_together)],
-        "_cancel_at_exit": [("thread.join(_EXIT_SECONDS)", the_interpreter_ends_after_jobs_that_run)],
+        "Ticket.synchronize": [
+            ("super().wait()", a_ticket_is_waited_for_on_the_host),
+            ("self._event.synchronize()", the_host_comes_after_what_a_lane_issued),
+        ],
+    },
+    "pipe.threads": {
+        "Outcome.wait": [("self.wait_idle()", waits_end_after_the_work)],
+        "Future.synchronize": [("self.wait()", waits_end_after_the_work)],
+        "Future.run_or_wait": [("self.wait()", waits_end_after_the_work)],
+        "Future.cancel": [("self.wait_idle()", waits_end_after_the_work)],
+        "Threads.wait_idle": [("barrier.wait_idle()", a_thread_is_idle_after_all_its_work)],
+        "_finish_work": [("thread.join(pool._exit_seconds)", the_interpreter_ends_after_work_that_runs)],
     },
 }
 
 #: Waits whose value is used, and what has that value without waiting.
 STAND_INS = {
-    "pipe.train.lane Ticket.run: stream.record_event()": lambda stream: LateEvent(),  # which was never recorded
-    "pipe.train.lane Ticket.wait: self.succeeded()": lambda ticket: ticket._error is None,
+    "pipe.train.lane Ticket._run_on: stream.record_event()": lambda stream: LateEvent(),  # which was never recorded
 }
 
 #: What is found by its name and does not wait.
@@ -266,6 +306,9 @@ EXCEPTIONS = {
     "pipe.pipeline Pipeline._finish: join(held, phony)": "the same",
     "pipe.pipeline Pipeline.run: self._fence(cells)": "calls what is in this table",
     "pipe.pipeline Pipeline.run: self._finish(i, j, task, output)": "calls what is in this table",
+    "pipe.threads Outcome.__init__: self._gate.acquire()": "a new lock, not shared yet",
+    "pipe.threads Outcome.wait_idle: self._gate.acquire(timeout=RECHECK_SECONDS)": "without it the loop asks in vain",
+    "pipe.threads _work: permits.acquire(blocking=False)": "does not wait",
     "pipe.pipeline _recorded: record(action)": "notes an action in a trace",
     "pipe.pipeline _Mark.backward: ctx.record(ctx.action)": "notes an action in a trace",
 }

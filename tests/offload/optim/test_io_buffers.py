@@ -19,8 +19,7 @@ from offload.optim.io_buffers import IO_BUFFERS, IOBuffer, IOBufferPool
 from offload.optim.io_requests import Copy, Read, Write
 from offload.storage import Block
 from offload.storage.buffer import PAGE_BYTES
-from offload.storage.io_thread_pool import IOThreadPool, PooledCall
-from offload.storage.io_threads import Future
+from pipe.threads import Future, Threads
 from tests.offload.pair import Pair
 
 
@@ -51,26 +50,26 @@ class Recorded(Block):
         self.tensor[offset : offset + source.numel()] = source
 
 
-class Late(IOThreadPool):
-    """A pool whose threads never start, so that only the waiter of a job runs it."""
+class Late(Threads):
+    """Threads that never start, so that only the waiter of a job runs it."""
 
-    def submit(self, work: Callable[[], None]) -> PooledCall:
-        return PooledCall([work], None)
+    def offer(self, work: Callable[[], object]) -> Future:
+        return Future(work)
 
 
-class Prompt(IOThreadPool):
-    """Whose threads are done with a job as soon as they have it."""
+class Prompt(Threads):
+    """Which are done with a job as soon as they have it."""
 
-    def submit(self, work: Callable[[], None]) -> PooledCall:
+    def offer(self, work: Callable[[], object]) -> Future:
         future = Future(work)
         future.run()
-        return PooledCall([], future)
+        return future
 
 
 @pytest.fixture(params=["threads", "late", "prompt"])
 def buffer_pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> IOBufferPool:
     if request.param != "threads":
-        monkeypatch.setattr("offload.optim.io_buffers.IOThreadPool", Late if request.param == "late" else Prompt)
+        monkeypatch.setattr("offload.optim.io_buffers.Threads", Late if request.param == "late" else Prompt)
     return IOBufferPool()
 
 
@@ -103,21 +102,21 @@ def test_unused_prefetches_are_discarded(buffer_pool: IOBufferPool) -> None:
 
 
 def test_discarded_prefetch_never_lands(monkeypatch: pytest.MonkeyPatch) -> None:
-    given_up: list[list[Callable[[], None]]] = []
+    futures: list[Future] = []
 
     class Slow(Late):
-        def submit(self, work: Callable[[], None]) -> PooledCall:
-            given_up.append([work])
-            return PooledCall(given_up[-1], None)
+        def offer(self, work: Callable[[], object]) -> Future:
+            futures.append(super().offer(work))
+            return futures[-1]
 
-    monkeypatch.setattr("offload.optim.io_buffers.IOThreadPool", Slow)
+    monkeypatch.setattr("offload.optim.io_buffers.Threads", Slow)
     buffer_pool, blocks = IOBufferPool(), [Recorded(name, [k], []) for k, name in enumerate(("a", "b", "c"))]
     buffer_pool.prepare("a", reads_of(blocks[0]), 0)
     buffer_pool.prefetch("b", reads_of(blocks[1]), 0)
     io_buffer = buffer_pool.prepare("c", reads_of(blocks[2]), 0)
-    for todo in given_up:
-        for work in todo:  # a thread that runs each job which was not cancelled
-            work()
+    for future in futures:
+        if not future.done:
+            future.run()  # by a thread that comes late
     assert io_buffer.part("c").tolist() == [2]
 
 
@@ -167,7 +166,7 @@ def test_a_failed_write_stays_queued_and_a_finished_one_is_released(buffer_pool:
 
 def test_no_read_fills_a_tray_that_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even when all I/O buffers are on their way: then the oldest arrives first, and only the oldest."""
-    monkeypatch.setattr("offload.optim.io_buffers.IOThreadPool", Late)
+    monkeypatch.setattr("offload.optim.io_buffers.Threads", Late)
     buffer_pool, home, rest = IOBufferPool(), Recorded("home", [5], []), Recorded("rest", [0] * 2 * IO_BUFFERS, [])
     arrived: list[int] = []
     for k in range(2 * IO_BUFFERS):
@@ -183,13 +182,13 @@ def test_no_read_fills_a_tray_that_is_being_written(monkeypatch: pytest.MonkeyPa
 
 def test_a_write_that_no_thread_accepted_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing(Late):
-        def submit(self, work: Callable[[], None]) -> PooledCall:
+        def offer(self, work: Callable[[], object]) -> Future:
             if not next(refusals):
-                return super().submit(work)
+                return super().offer(work)
             raise MemoryError
 
     refusals = iter([False, False, True, *[False] * 9])
-    monkeypatch.setattr("offload.optim.io_buffers.IOThreadPool", Refusing)
+    monkeypatch.setattr("offload.optim.io_buffers.Threads", Refusing)
     buffer_pool, home, rest = IOBufferPool(), Recorded("home", [5, 6], []), Recorded("rest", [0] * 256, [])
     part = buffer_pool.prepare("a", reads_of(home), 0).part("home")
     writes: list[Write | Copy] = [Write(part[:1], rest, 0), Write(part[1:], rest, 200)]
@@ -294,7 +293,7 @@ def test_parts_have_the_order_of_their_bytes_in_the_file_and_do_not_overlap(
     block = Recorded("block", [0] * 18_000, [])
     io_buffer = IOBuffer()
     io_buffer.prepare(
-        "update_block", [Read(k, block, *place) for k, place in enumerate(places)], room + PAGE_BYTES, Late(1)
+        "update_block", [Read(k, block, *place) for k, place in enumerate(places)], room + PAGE_BYTES, Late(1, "late")
     )
     parts = [io_buffer.part(k) for k in range(len(places))]
     spans = sorted((part.data_ptr(), part.data_ptr() + part.numel()) for part in [*parts, io_buffer.take(room)])
@@ -358,7 +357,7 @@ def test_while_one_block_is_computed_the_next_ones_are_being_read(
 ) -> None:
     """Also across pieces and shards: only the first block of a step is read with nothing else to do."""
     monkeypatch.setattr(offload.optim.disk_update, "MAX_BLOCK_BYTES", 128)
-    monkeypatch.setattr("offload.optim.io_buffers.IOThreadPool", Prompt)
+    monkeypatch.setattr("offload.optim.io_buffers.Threads", Prompt)
     pair = Pair("adamw", f"{tmp_path}/", max_norm=max_norm)
     for action in ("backward", "step", "zero", "eval", "backward", "step"):
         pair.do(action)

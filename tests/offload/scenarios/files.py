@@ -26,6 +26,7 @@ from offload.storage.page_cache import PageCache
 from offload.storage.staging import Link, Staging
 from offload.storage.transfer import TransferLimits, move_all
 from offload.telemetry.trace import Tracer
+from pipe.threads import Future, Threads
 from tests.guarded import Condition, Guarded
 from tests.offload.late import LateLane, run_late
 from tests.offload.optim.test_io_buffers import Late
@@ -38,65 +39,44 @@ PIECE = 1 << 14
 IN_FLIGHT = 4
 
 
-class LateThreads:
-    """An executor all of whose jobs were begun at once, and end when they are waited for."""
+class LateThreads(Threads):
+    """Threads that began all of their work at once, and end it when it is waited for."""
 
-    def __init__(self, *_: object, **__: object) -> None:
+    def __init__(self, *_: object) -> None:
         self.begun: list[Begun] = []
 
-    def submit(self, job: Callable[[], None]) -> Begun:
-        self.begun.append(Begun(job))
+    def offer(self, work: Callable[[], object]) -> Begun:
+        self.begun.append(Begun(work))
         return self.begun[-1]
 
     def end(self) -> None:
         for future in self.begun:
-            future.end()
+            future.wait_idle()
 
     wait_idle = end
 
     def under_way(self) -> int:
-        return sum(not future.ended for future in self.begun)
+        return sum(not future.done for future in self.begun)
 
 
-class Begun:
-    missed = False
-
-    def __init__(self, job: Callable[[], None]) -> None:
-        self._job = job
-        self.ended = False
-        self._error: BaseException | None = None
-
-    def cancel(self) -> bool:
+class Begun(Future):
+    def withdraw(self) -> bool:
         return False
 
-    @property
-    def returned(self) -> bool:
-        return self.ended and self._error is None
-
-    def end(self) -> None:
-        if not self.ended:
-            self.ended = True
-            try:
-                self._job()
-            except BaseException as error:
-                self._error = error
-
-    wait_idle = end
-
-    def result(self) -> None:
-        self.end()
-        if self._error is not None:
-            raise self._error
+    def wait_idle(self) -> None:
+        if not self.done:
+            self.run()
 
 
 def late_threads(monkeypatch: pytest.MonkeyPatch) -> list[LateThreads]:
     made: list[LateThreads] = []
 
-    def executor(*_: object, **__: object) -> LateThreads:
+    def threads(*_: object) -> LateThreads:
         made.append(LateThreads())
         return made[-1]
 
-    monkeypatch.setattr("offload.storage.io_thread_pool.IOThreads", executor)
+    for user in ("files.running_sum", "optim.io_buffers", "optim.optimizer", "storage.transfer"):
+        monkeypatch.setattr(f"offload.{user}.Threads", threads)
     return made
 
 
@@ -163,14 +143,14 @@ def few_pieces_are_on_their_way(monkeypatch: pytest.MonkeyPatch, path: Path) -> 
     link = LateLink()
     threads, tier, block, slot = _disk(monkeypatch, path, pieces=3 * IN_FLIGHT, link=link)
     tier.transfers.staging = Staging(link, 3 * IN_FLIGHT, PIECE)
-    submit, most = LateThreads.submit, list[int]()
+    offer, most = LateThreads.offer, list[int]()
 
-    def counted(self: LateThreads, job: Callable[[], None]) -> Begun:
-        future = submit(self, job)
+    def counted(self: LateThreads, work: Callable[[], object]) -> Begun:
+        future = offer(self, work)
         most.append(self.under_way())
         return future
 
-    monkeypatch.setattr(LateThreads, "submit", counted)
+    monkeypatch.setattr(LateThreads, "offer", counted)
     block.read_into(slot)
     assert max(most) <= IN_FLIGHT, "too many pieces are on their way"
     assert sum(io_threads.under_way() for io_threads in threads) == 0
@@ -434,7 +414,7 @@ def _fails_once(
             with pytest.raises(type(error)):
                 pair.eval()
             assert not pair.ours._buffer_pool._writing, "transfers go on after a failure"
-            filling = pair.ours._filler._threads.under_way()  # type: ignore[attr-defined]
+            filling = pair.ours._filler.under_way()  # type: ignore[attr-defined]
             assert filling == 0, "transfers go on after a failure"
         for task in pair.model._executor.shards[0].pending.tasks:
             task.param_block.flush(task)
@@ -448,7 +428,7 @@ def _fails_once(
 def weights_are_there_when_they_are_updated(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     run_late(monkeypatch, 0)
     monkeypatch.setattr("offload.optim.optimizer.open_update_lane", lambda device: LateLane(0))
-    monkeypatch.setattr("offload.optim.optimizer.IOThreadPool", Late)
+    monkeypatch.setattr("offload.optim.optimizer.Threads", Late)
     pair = Pair("adamw", f"{path}/", max_norm=0.1)
     for action in ("backward", "step", "zero", "eval"):
         pair.do(action)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,70 +9,55 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.storage.io_thread_pool import IOThreadPool
-from offload.storage.io_threads import Future, IOThreads
 from offload.storage.staging import CudaLink
 from offload.streaming.lane import Lane, StreamLane, ThreadLane
 from offload.telemetry.clock import Clock
+from pipe.threads import Future, Threads
 from tests.late_cuda import DEVICE, LateCuda
 from tests.waits import fails_with
 
 CPU = torch.device("cpu")
 
 
-class LateThread:
-    """A thread whose jobs run when their result, or the thread, is waited for."""
+class LateThread(Threads):
+    """A thread whose jobs run when their future, or the thread, is waited for."""
 
     def __init__(self) -> None:
-        self._results: list[LateThread.Result] = []
+        self._futures: list[LateThread.LateFuture] = []
 
-    def submit(self, job: Callable[[], None]) -> LateThread.Result:
-        self._results.append(self.Result(job))
-        return self._results[-1]
+    def submit(self, work: Callable[[], object]) -> LateThread.LateFuture:
+        self._futures.append(self.LateFuture(work))
+        return self._futures[-1]
+
+    offer = submit
 
     @property
-    def waiting(self) -> list[LateThread.Result]:
+    def waiting(self) -> list[LateThread.LateFuture]:
         """What has not run yet."""
-        return [result for result in self._results if result.job is not None]
+        return [future for future in self._futures if not future.done]
 
     def wait_idle(self) -> None:
-        for result in self._results:
-            result.result()
+        for future in self._futures:
+            future.wait()
 
-    class Result:
-        missed = False
-
-        def __init__(self, job: Callable[[], None]) -> None:
-            self.job: Callable[[], None] | None = job
-
-        def cancel(self) -> bool:
+    class LateFuture(Future):
+        def withdraw(self) -> bool:
             return False
 
         def wait_idle(self) -> None:
-            self.result()
-
-        def result(self) -> None:
-            job, self.job = self.job, None
-            if job is not None:
-                job()
+            if not self.done:
+                self.run()
 
 
 def thread(device: torch.device) -> ThreadLane:
     lane = ThreadLane("late", device)
-    lane._thread.close()
-    lane._thread = LateThread()  # type: ignore[assignment]
+    lane._threads.close()
+    lane._threads = LateThread()  # type: ignore[assignment]
     return lane
 
 
 def _ones() -> Tensor:
     return torch.ones(4)
-
-
-@fails_with("read before the copy")
-def a_copy_on_a_thread_is_done_after_its_wait(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    there = torch.zeros(4)
-    thread(CPU).submit("L0", lambda: there.fill_(1)).wait()  # type: ignore[arg-type, return-value]
-    assert there.all(), "read before the copy"
 
 
 @fails_with("copied before its predecessor")
@@ -119,24 +103,6 @@ def a_copy_on_a_stream_comes_after_what_it_was_given_after(monkeypatch: pytest.M
     assert (slot == 7).all(), "copied before its predecessor"
 
 
-@fails_with("read before the copy")
-def compute_reads_a_slot_after_its_copy(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    cuda, slot, read = LateCuda(monkeypatch), torch.zeros(4), torch.zeros(4)
-    arrival = StreamLane(DEVICE).submit("L0", lambda: cuda.launch(lambda: slot.fill_(7)))
-    arrival.wait()
-    cuda.launch(lambda: read.copy_(slot))
-    assert cuda.host_waits == 0, "the host waited"
-    cuda.synchronize()
-    assert (read == 7).all(), "read before the copy"
-
-
-@fails_with("read before the copy")
-def the_host_reads_a_home_after_its_copy(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    cuda, home = LateCuda(monkeypatch), torch.zeros(4)
-    StreamLane(DEVICE).submit("D0", lambda: cuda.launch(lambda: home.fill_(7))).synchronize()
-    assert (home == 7).all(), "read before the copy"
-
-
 @fails_with("copied after the close")
 def a_home_goes_after_the_last_copy_of_it(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """An unused load; then the model is freed, and its memory is reused."""
@@ -152,57 +118,13 @@ def a_home_goes_after_the_last_copy_of_it(monkeypatch: pytest.MonkeyPatch, path:
 
 @fails_with("a copy is still to come")
 def a_lane_is_at_rest_after_all_its_copies(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    cuda, slots = LateCuda(monkeypatch), [torch.zeros(4) for _ in range(3)]
+    cuda, slots = LateCuda(monkeypatch), [torch.zeros(4) for _ in range(2)]
     on_thread, on_stream = thread(CPU), StreamLane(DEVICE)
     on_thread.submit("L0", lambda: slots[0].fill_(7))  # type: ignore[arg-type, return-value]
     on_stream.submit("L0", lambda: cuda.launch(lambda: slots[1].fill_(7)))
-    io_threads = IOThreadPool(1)
-    io_threads._threads = LateThread()  # type: ignore[assignment]
-    io_threads.submit(lambda: slots[2].fill_(7))  # type: ignore[arg-type, return-value]
-    for lane in (on_thread, on_stream, io_threads):
-        lane.wait_idle()  # type: ignore[attr-defined]
+    for lane in (on_thread, on_stream):
+        lane.wait_idle()
     assert all((slot == 7).all() for slot in slots), "a copy is still to come"
-
-
-class _Opens:
-    """A lock that is released as soon as it is requested: then the work is done."""
-
-    def __init__(self, future: Future) -> None:
-        self._future = future
-
-    def acquire(self, timeout: float) -> bool:
-        self._future.run()
-        return True
-
-    def release(self) -> None: ...
-
-
-@fails_with("the result came before the work")
-def a_result_comes_after_its_work(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    log: list[str] = []
-    future = Future(lambda: log.append("work"))
-    future._gate = _Opens(future)  # type: ignore[assignment]
-    future.result()
-    assert log == ["work"], "the result came before the work"
-
-
-@fails_with("the thread is still at work")
-def a_thread_is_at_rest_after_all_its_work(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    go_on, log, wait_idle = threading.Event(), list[str](), Future.wait_idle
-
-    def late(future: Future) -> None:
-        go_on.set()  # not before a waiter exists
-        wait_idle(future)
-
-    threads = IOThreads(1, "late")
-    threads.submit(lambda: (go_on.wait(60), log.append("work"))[1])
-    monkeypatch.setattr(Future, "wait_idle", late)
-    try:
-        threads.wait_idle()
-        assert log == ["work"], "the thread is still at work"
-    finally:
-        go_on.set()
-        threads.close()
 
 
 @fails_with("spans are missing", "both events must be recorded and completed", error=(AssertionError, RuntimeError))

@@ -195,7 +195,7 @@ def an_update_whose_start_was_interrupted_runs_once(monkeypatch: pytest.MonkeyPa
         lane, io_threads = _Breaks(backwards=True), LateThread()
         update_on(monkeypatch, lane)
         pair = Pair("sgd", f"{path}/{breaks}/", slices=4)
-        pair.ours._filler._threads = io_threads  # type: ignore[assignment]
+        pair.ours._filler = io_threads
         for action in ("backward", "step", "zero"):
             pair.do(action)
         update = pair.model._executor.shards[0].pending

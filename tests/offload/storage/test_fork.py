@@ -14,7 +14,7 @@ import torch
 
 from offload import DiskHome, OffloadModel, OffloadOptimizer
 from offload.embedding.bag import OffloadEmbeddingBag
-from offload.storage.io_threads import IOThreads
+from pipe.threads import Threads
 from tests.offload.zoo import WIDTH, build
 
 # Python 3.12 and later warn of any fork of a process with threads, which is what is tested here.
@@ -122,18 +122,18 @@ def test_a_forked_embedding_table_says_that_it_is_forked(tmp_path: Path) -> None
 
 
 def test_a_forked_child_does_not_wait_for_work_of_its_parent() -> None:
-    threads = IOThreads(1, "test")
+    threads = Threads(1, "test")
     future = threads.submit(lambda: None)
-    future.result()
-    queued = IOThreads(1, "never")
+    future.wait()
+    queued = Threads(1, "never")
     queued._started.append(None)  # type: ignore[arg-type]
     waiting = queued.submit(lambda: None)
 
     def child() -> None:
-        future.result()
+        future.wait()
         threads.wait_idle()
         with pytest.raises(RuntimeError, match="forked child"):
-            waiting.result()
+            waiting.wait()
         sys.stdout.flush()
 
     in_child(child, at_exit=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import nn
 
 from offload import OffloadModel
 from offload.storage.buffer import PAGE_BYTES, host_buffer
-from offload.storage.io_thread_pool import IOThreadPool
 
 CPU = torch.device("cpu")
 
@@ -51,22 +49,3 @@ def test_slots_on_the_cpu_begin_on_a_page(tmp_path: Path) -> None:
 
 def _loaded(model: OffloadModel) -> list[Any]:
     return [shard for shard in model._executor.shards if shard._slot is not None]
-
-
-def test_a_job_that_no_thread_takes_is_run_by_the_waiting_thread() -> None:
-    io_threads = IOThreadPool(1)
-    gate, started, done = threading.Event(), threading.Event(), []
-    blocker = io_threads.submit(lambda: (started.set(), gate.wait(60), None)[2])
-    started.wait(60)
-    io_threads.submit(lambda: done.append(threading.get_ident())).synchronize()
-    assert done == [threading.get_ident()]
-    gate.set()
-    blocker.synchronize()
-
-
-def test_an_error_of_a_job_is_raised_where_it_is_waited_for() -> None:
-    def fail() -> None:
-        raise OSError("gone")
-
-    with pytest.raises(OSError, match="gone"):
-        IOThreadPool(1).submit(fail).synchronize()

@@ -94,29 +94,20 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "BoundaryStore._flush": [("arrival.wait()", boundaries.few_boundaries_are_on_their_way_out)],
     },
     "offload.streaming.lane": {
-        "_Future.wait": [("self._future.result()", lanes.a_copy_on_a_thread_is_done_after_its_wait)],
         "ThreadLane.submit": [
             ("torch.cuda.current_stream(device).record_event()", lanes.a_thread_fills_a_slot_after_its_readers),
             ("arrival.synchronize()", lanes.a_copy_on_a_thread_comes_after_what_it_was_given_after),
             ("stream.wait_event(given)", lanes.a_thread_fills_a_slot_after_its_readers),
             ("stream.synchronize()", lanes.bytes_are_there_when_a_thread_says_so),
         ],
-        "_Event.wait": [
-            (
-                "torch.cuda.current_stream(self._device).wait_event(self._event)",
-                lanes.compute_reads_a_slot_after_its_copy,
-            ),
-        ],
-        "_Event.synchronize": [("self._event.synchronize()", lanes.the_host_reads_a_home_after_its_copy)],
         "StreamLane.submit": [
             (
                 "self._stream.wait_stream(torch.cuda.current_stream(self._device))",
                 lanes.a_stream_fills_a_slot_after_its_readers,
             ),
             ("arrival.wait()", lanes.a_copy_on_a_stream_comes_after_what_it_was_given_after),
-            ("event.record(self._stream)", lanes.compute_reads_a_slot_after_its_copy),
         ],
-        "ThreadLane.wait_idle": [("self._thread.wait_idle()", lanes.a_lane_is_at_rest_after_all_its_copies)],
+        "ThreadLane.wait_idle": [("self._threads.wait_idle()", lanes.a_lane_is_at_rest_after_all_its_copies)],
         "StreamLane.wait_idle": [("self._stream.synchronize()", lanes.a_lane_is_at_rest_after_all_its_copies)],
         "Lanes.wait_idle": [("lane.wait_idle()", training.nothing_moves_after_an_exception)],
         "StreamLane.close": [("self._stream.synchronize()", lanes.a_home_goes_after_the_last_copy_of_it)],
@@ -134,14 +125,10 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "Clock.seconds": [("self._wait_idle(wait=True)", lanes.a_clock_counts_what_has_ended)],
         "Clock.seconds_each": [("self._wait_idle(wait=True)", lanes.a_forecast_counts_what_has_ended)],
     },
-    "offload.storage.io_threads": {
-        "Future.result": [("self.wait_idle()", lanes.a_result_comes_after_its_work)],
-        "IOThreads.wait_idle": [("barrier.wait_idle()", lanes.a_thread_is_at_rest_after_all_its_work)],
-    },
     "offload.files.running_sum": {
         "RunningSum.add": [("self.wait()", files.a_sum_is_that_of_all_that_was_added)],
         "RunningSum.digits": [("self.wait()", files.a_sum_is_that_of_all_that_was_added)],
-        "RunningSum.wait": [("self._job.synchronize()", files.a_sum_is_that_of_all_that_was_added)],
+        "RunningSum.wait": [("self._job.run_or_wait()", files.a_sum_is_that_of_all_that_was_added)],
         "RunningSum.__exit__": [("self._job.cancel()", files.a_sum_reads_nothing_after_its_end)],
     },
     "offload.files.tensor_file": {
@@ -226,7 +213,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         ],
         "Update._run": [("job.param_block.cancel_prefetch()", files.an_update_that_failed_goes_on_nowhere)],
         "Update._prepare": [
-            ("filling.synchronize()", files.weights_are_there_when_they_are_updated),
+            ("filling.run_or_wait()", files.weights_are_there_when_they_are_updated),
         ],
     },
     "offload.optim.disk_update": {
@@ -239,22 +226,17 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         ],
     },
     "offload.optim.io_buffers": {
-        "IOBuffer.wait": [("job.synchronize()", files.an_io_buffer_holds_what_was_asked_for)],
+        "IOBuffer.wait": [("job.run_or_wait()", files.an_io_buffer_holds_what_was_asked_for)],
         "IOBuffer.clear": [("job.cancel()", files.a_discarded_prefetch_never_lands)],
         "IOBufferPool.prepare": [("io_buffer.wait()", files.an_io_buffer_holds_what_was_asked_for)],
         "_WriteBack.collect": [
-            ("job.synchronize()", files.what_fails_to_be_written_goes_on_nowhere),
+            ("job.run_or_wait()", files.what_fails_to_be_written_goes_on_nowhere),
             ("job.cancel()", files.what_fails_to_be_written_goes_on_nowhere),
         ],
     },
-    "offload.storage.io_thread_pool": {
-        "PooledCall.synchronize": [("self._future.result()", files.a_read_is_done_when_it_returns)],
-        "PooledCall.cancel": [("self._future.wait_idle()", files.a_transfer_that_failed_goes_on_nowhere)],
-        "IOThreadPool.wait_idle": [("self._threads.wait_idle()", lanes.a_lane_is_at_rest_after_all_its_copies)],
-    },
     "offload.storage.transfer": {
         "Transfers.map_parallel": [
-            ("job.synchronize()", files.work_on_parts_is_done_when_it_returns),
+            ("job.run_or_wait()", files.work_on_parts_is_done_when_it_returns),
             ("job.cancel()", files.work_on_parts_is_done_when_it_returns),
         ],
         "Transfers._move": [
@@ -265,7 +247,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         ],
         "_PieceTransfer.start": [("self._fence()", files.a_write_comes_after_the_copy_from_the_device)],
         "_PieceTransfer.complete": [
-            ("self._job.synchronize()", files.a_read_is_done_when_it_returns),
+            ("self._job.run_or_wait()", files.a_read_is_done_when_it_returns),
             ("self.cancel()", files.buffers_are_given_back),
         ],
         "_PieceTransfer.cancel": [("job.cancel()", files.a_transfer_that_failed_goes_on_nowhere)],
@@ -333,14 +315,6 @@ EXCEPTIONS = {
     "self.input_dist(None, input, offsets, per_sample_weights).wait()": "returns the request at once",
     "offload.embedding.bag OffloadEmbeddingBag.forward: "
     "self.input_dist(None, input, offsets, per_sample_weights).wait().wait()": "compute_and_output_dist waits again",
-    "offload.storage.io_threads Future.__init__: self._gate.acquire()": "a new lock, not shared yet",
-    "offload.storage.io_threads Future.wait_idle: self._gate.acquire(timeout=RECHECK_SECONDS)": (
-        "without it the loop asks in vain"
-    ),
-    "offload.storage.io_thread_pool PooledCall.cancel: self._future.cancel()": "does not wait",
-    "offload.storage.io_thread_pool PooledCall.synchronize: self._future.cancel()": "does not wait",
-    "offload.storage.io_threads _work: permits.acquire(blocking=False)": "does not wait",
-    "offload.storage.io_threads _finish_work: thread.join()": "the process would end in the middle of a copy",
     "offload.telemetry.statistics Meter.__init__: self.wait": "a clock",
     "offload.telemetry.statistics Meter.waiting: self.wait": "the same clock",
     "offload.telemetry.statistics Meter.read: self.wait": "the same clock",

@@ -60,27 +60,37 @@ def test_an_interrupt_in_the_callers_thread_is_raised_at_once() -> None:
         InlineLane().submit(interrupt)
 
 
-def test_an_idle_lane_has_no_thread_and_keeps_nothing_alive() -> None:
+def test_an_idle_lane_keeps_nothing_alive_and_its_thread_ends_with_it() -> None:
     class Batch:
         pass
 
     lane, batch = ThreadLane("resting lane"), Batch()
     alive = weakref.ref(batch)
-    ticket = lane.submit(lambda batch=batch: None)
-    thread = lane._thread
-    ticket.wait()
-    if thread is not None:
-        thread.join()
-    assert lane._thread is None
-    del batch, ticket
+    lane.submit(lambda batch=batch: None).wait()
+    thread = lane.submit(threading.current_thread).wait()
+    del batch
     gc.collect()
     assert alive() is None
+    del lane
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_a_lane_in_a_forked_child_says_so() -> None:
+    lane = ThreadLane("test")
+    ticket = lane.submit(lambda: 1)
+    assert ticket.wait() == 1
+    lane._threads._made_in = -1
+    with pytest.raises(RuntimeError, match="forked child"):
+        lane.submit(lambda: 2)
+    assert ticket.wait() == 1
 
 
 def test_a_lane_whose_job_never_ends_does_not_hang_interpreter_exit() -> None:
     program = (
         "import threading, pipe.train.lane as lane\n"
-        "lane._EXIT_SECONDS = 0.01\n"
+        "lane.EXIT_SECONDS = 0.01\n"
         "LANE = lane.ThreadLane('stuck')\n"  # a module global, on purpose
         "LANE.submit(threading.Event().wait)\n"
         "LANE.submit(print)\n"

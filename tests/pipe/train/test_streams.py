@@ -156,7 +156,7 @@ def test_without_the_events_a_stage_would_be_issued_too_early(
     lab: Any, machine: Any, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def succeeded(ticket: Any) -> Any:  # waits on the host alone
-        ticket._done.wait()
+        ticket.wait_idle()
         return ticket._error is None
 
     monkeypatch.setattr(Ticket, "succeeded", succeeded)

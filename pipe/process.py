@@ -16,7 +16,7 @@ __all__ = ["FORKED", "check_process", "finalize_here"]
 
 #: What a call in a forked child raises, after the name of the object.
 FORKED = (
-    "was made in process {made_in}, and this is a forked child of it (process {here}): I/O threads and files belong to "
+    "was made in process {made_in}, and this is a forked child of it (process {here}): threads and files belong to "
     "the process that made them. Make the model in the child; or start workers with the method 'spawn' or "
     "'forkserver'; or call the model in the parent and hand its results over"
 )

@@ -1,4 +1,4 @@
-"""I/O threads: work is done once, by a thread or by its waiter, and no wait is endless."""
+"""Threads: work is done once, by a thread or by its waiter, and no wait is endless."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import threading
 
 import pytest
 
-from offload.storage.io_threads import Future, IOThreads
+from pipe.threads import Future, Threads
 
 
 def test_work_is_done_in_the_order_of_submission() -> None:
-    threads, log = IOThreads(1, "test"), list[int]()
+    threads, log = Threads(1, "test"), list[int]()
     futures = [threads.submit(lambda k=k: log.append(k)) for k in range(50)]  # type: ignore[misc]
-    futures[-1].result()
+    futures[-1].wait()
     assert log == list(range(50))
-    assert all(future.done() and future.returned for future in futures)
+    assert all(future.done and future.returned for future in futures)
 
 
 def test_an_error_is_raised_by_every_wait() -> None:
     def fail() -> None:
         raise OSError("gone")
 
-    future = IOThreads(1, "test").submit(fail)
+    future = Threads(1, "test").submit(fail)
     for _ in range(2):
         with pytest.raises(OSError, match="gone"):
-            future.result()
+            future.wait()
     future.wait_idle()
     assert not future.returned
 
@@ -34,23 +34,23 @@ def test_an_error_is_raised_by_every_wait() -> None:
 def test_work_is_taken_back_or_done_but_never_both() -> None:
     log: list[str] = []
     early, late, missed = (Future(lambda: log.append("work")) for _ in range(3))
-    assert early.cancel()
-    assert early.cancel()
+    assert early.withdraw()
+    assert early.withdraw()
     early.run()
-    assert early.missed
+    assert early._missed
     late.run()
-    assert not late.cancel()
-    assert not late.missed
+    assert not late.withdraw()
+    assert not late._missed
     missed._begun = True  # a thread has come, and not yet looked
-    assert not missed.cancel()
+    assert not missed.withdraw()
     missed.run()
-    assert missed.missed
+    assert missed._missed
     assert log == ["work"]
 
 
 def test_an_excess_thread_gets_no_work() -> None:
     """An interrupt between the start of a thread and its note leads to a second start."""
-    threads, names = IOThreads(1, "test"), list[str]()
+    threads, names = Threads(1, "test"), list[str]()
     go_on = threading.Event()
     threads.submit(lambda: (go_on.wait(60), names.append(threading.current_thread().name))[1])
     (first,) = threads._started
@@ -73,7 +73,7 @@ def test_an_interrupted_waiter_does_not_keep_another_waiting() -> None:
 
     def wait() -> None:
         waiting.set()
-        future.result()
+        future.wait_idle()
         ended.set()
 
     threading.Thread(target=wait, daemon=True).start()
@@ -86,18 +86,62 @@ def test_an_interrupted_waiter_does_not_keep_another_waiting() -> None:
 
 def test_the_interpreter_ends_after_queued_work_and_does_not_wait_for_threads() -> None:
     code = (
-        "from offload.storage.io_threads import IOThreads\n"
-        "threads = IOThreads(1, 'test')\n"
+        "from pipe.threads import Threads\n"
+        "threads = Threads(1, 'test')\n"
         "for k in range(3): threads.submit(lambda k=k: print(k, flush=True))\n"
         "threads._started.clear()  # an interrupt in the middle of a start: an unregistered thread\n"
-        "threads.submit(lambda: print('last', flush=True)).result()\n"
+        "threads.submit(lambda: print('last', flush=True)).wait()\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert (result.returncode, result.stdout.split(), result.stderr) == (0, ["0", "1", "2", "last"], "")
 
 
 def test_closed_threads_take_no_more_work() -> None:
-    threads = IOThreads(1, "test")
+    threads = Threads(1, "test")
     threads.close()
     with pytest.raises(RuntimeError, match="it was closed"):
         threads.submit(lambda: None)
+
+
+def test_a_job_that_no_thread_takes_is_run_by_the_waiting_thread() -> None:
+    threads = Threads(1, "test")
+    gate, started, done = threading.Event(), threading.Event(), []
+    blocker = threads.offer(lambda: (started.set(), gate.wait(60), None)[2])
+    started.wait(60)
+    threads.offer(lambda: done.append(threading.get_ident())).run_or_wait()
+    assert done == [threading.get_ident()]
+    gate.set()
+    blocker.run_or_wait()
+
+
+def test_an_error_of_a_job_is_raised_where_it_is_waited_for() -> None:
+    def fail() -> None:
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        Threads(1, "test").offer(fail).run_or_wait()
+
+
+@pytest.mark.parametrize("end", ["close", "fork"])
+def test_where_no_thread_takes_work_its_waiter_runs_it(end: str) -> None:
+    threads, log = Threads(1, "test"), list[str]()
+    if end == "close":
+        threads.close()
+    else:
+        threads._made_in = -1  # as in a forked child
+    future = threads.offer(lambda: log.append("work"))
+    future.run_or_wait()
+    future.run_or_wait()
+    assert log == ["work"]
+
+
+def test_cancelled_work_never_runs() -> None:
+    threads, log, gate = Threads(1, "test"), list[str](), threading.Event()
+    running = threads.submit(lambda: (gate.wait(60), log.append("running"))[1])
+    queued = threads.offer(lambda: log.append("queued"))
+    queued.cancel()
+    gate.set()
+    running.cancel()
+    queued.run_or_wait()
+    threads.wait_idle()
+    assert log in (["running"], [])
