@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from pipe.recompute.generators import held_generators
 from pipe.recompute.replay import Replay
-from pipe.replicas import wrappers_of
 from pipe.turn import TakesTurns
 
 __all__ = [
@@ -22,6 +24,19 @@ __all__ = [
     "check_updates",
     "restored_on",
 ]
+
+
+#: A wrapped module has no reference to its wrapper; but the wrapper registers it as a submodule, and torch calls a hook
+#: for each registration.
+_wrappers: WeakSet[DistributedDataParallel] = WeakSet()
+
+
+def _record_wrapper(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    if name == "module" and isinstance(parent, DistributedDataParallel):
+        _wrappers.add(parent)
+
+
+register_module_module_registration_hook(_record_wrapper)
 
 
 def check_plain(module: nn.Sequential) -> None:
@@ -56,8 +71,9 @@ def check_reduced(module: nn.Module) -> None:
     Raises:
         RuntimeError: if DDP wraps the module on several ranks and is not in ``no_sync``.
     """
-    for wrapper in wrappers_of(module):
-        if wrapper.require_backward_grad_sync and wrapper.process_group.size() > 1:
+    for wrapper in _wrappers:
+        reduces = wrapper.require_backward_grad_sync and wrapper.process_group.size() > 1
+        if reduces and any(inner is module for inner in wrapper.module.modules()):
             raise RuntimeError(
                 f"expected train_step() of a Pipe that DistributedDataParallel does not wrap, got one on "
                 f"{wrapper.process_group.size()} ranks: gradients would stay on their rank; run the wrapper forward "

@@ -24,7 +24,6 @@ ORDERS = {
         "schedule",
         "loss",
         "state_dict",
-        "replicas",
         "interception",
         "gradients",
         "microbatch",

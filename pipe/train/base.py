@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import nn
 
 from pipe.train.batch import move, pageable_bytes, record_stream
-from pipe.train.compute import Compute
 from pipe.train.lane import InlineLane, Lanes
 from pipe.train.reader import PendingBatch, Reader, SkippedStage
 from pipe.train.schedule import Stage, StageRun, TrainSchedule
@@ -114,10 +113,12 @@ class TrainPipelineBase:
             self._device = torch.device("cuda", torch.cuda.current_device())
         scaled = amp_dtype is torch.float16 and grad_scaling
         scaler = torch.amp.GradScaler(self._device.type) if scaled else None
-        self._window = Window(model, optimizer, grad_accum, scaler, steps_nothing=self._forward_only)
-        self._compute = Compute(
-            model, self._window, self._device.type, amp_dtype, custom_model_fwd, forward_only=self._forward_only
-        )
+        self._window = Window(model, optimizer, grad_accum, scaler, forward_only=self._forward_only)
+        if custom_model_fwd is not None and not callable(custom_model_fwd):
+            kind = type(custom_model_fwd).__name__
+            raise TypeError(f"expected custom_model_fwd to be None or to be called with a batch, got {kind}")
+        self._custom_model_fwd = custom_model_fwd
+        self._amp_dtype = amp_dtype
         self._execute_all_batches = execute_all_batches
         self._copy_after_forward = enqueue_batch_after_forward
         self._lanes = lanes or Lanes.for_device(self._device)
@@ -128,7 +129,7 @@ class TrainPipelineBase:
         self._schedule = TrainSchedule(self.stages())
         # Reads in the caller's thread are ordered with everything else in it; so are reads that never run ahead.
         beside_compute = not isinstance(self._lanes.load, InlineLane) and any(self._ahead.values())
-        self._reader = Reader(self._compute, self._device, (process_group, uneven), beside_compute=beside_compute)
+        self._reader = Reader(self._window, self._device, (process_group, uneven), beside_compute=beside_compute)
         self._pending: dict[int, PendingBatch] = {}
         self._position = 0  # index of the batch that computes next
         self._window_iterator: Iterator[Any] | None = None  # yielded the latest batch of the open window
@@ -168,15 +169,27 @@ class TrainPipelineBase:
     def _forward(self, pending: PendingBatch) -> None:
         self._use(pending.batch)
         pending.computing = True
-        if self._compute.trains():
+        if self._window.trains():
             last = self._is_last(pending.index) if self._window.must_know_the_end else None
             pending.micro = self._window.open(last=last)
             self._window_iterator = pending.source.iterator
-        pending.losses, pending.output = self._compute.forward(partial(self._call_model, pending), pending.micro)
+        micro = pending.micro
+        with contextlib.nullcontext() if micro is None else self._window.synchronization(micro), self._autocast():
+            returned = self._call_model(pending)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            got = type(returned).__name__ + (f" of {len(returned)}" if isinstance(returned, tuple) else "")
+            raise TypeError(f"expected the model to return a tuple (losses, output), got {got}")
+        pending.losses, pending.output = returned
         pending.computing = False
 
     def _call_model(self, pending: PendingBatch) -> Any:
-        return self._compute.call(pending.batch)
+        call = self._window.model if self._custom_model_fwd is None else self._custom_model_fwd
+        return call(pending.batch)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self._amp_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, dtype=self._amp_dtype)
 
     def _backward(self, pending: PendingBatch) -> None:
         pending.computing = True

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipe.train.compute import Compute
 from pipe.train.draws import Draws
 from pipe.train.lane import Ticket
 from pipe.train.source import Agreement, Kind, Read, Source
-from pipe.train.window import MicroStep
+from pipe.train.window import MicroStep, Window
 
 __all__ = ["PendingBatch", "Reader", "SkippedStage"]
 
@@ -59,7 +58,7 @@ class Reader:
     """Makes a :class:`~pipe.train.source.Source` of each iterator that ``progress`` is called with.
 
     Args:
-        compute: holds the model; batches are read for the mode that it is in.
+        window: holds the model; batches are read for the mode that it is in.
         device: the device whose generator loaders may draw from.
         ranks: the process group whose ranks agree about each read, or None, and what they do when one loader ends
             early; see :class:`~pipe.train.source.Agreement`.
@@ -71,16 +70,16 @@ class Reader:
 
     def __init__(
         self,
-        compute: Compute,
+        window: Window,
         device: torch.device,
         ranks: tuple[dist.ProcessGroup | None, str] = (None, "raise"),
         *,
         beside_compute: bool,
     ) -> None:
         self.source: Source | None = None
-        self._compute = compute
+        self._window = window
         self._ranks = ranks
-        self._agreement = Agreement.for_model(compute.model, *ranks)
+        self._agreement = Agreement.for_model(window.model, *ranks)
         self._device = device
         self._beside_compute = beside_compute
         self._restored: Source | None = None  # of a loaded state; replaced by the source of the first iterator
@@ -101,7 +100,7 @@ class Reader:
         Raises:
             ValueError: if batches in flight were requested in another mode (``train`` or ``eval``).
         """
-        trains, training = self._compute.trains(), self._compute.model.training
+        trains, training = self._window.trains(), self._window.model.training
         restored, self._restored = self._restored, None
         if restored is not None:
             self.source = self._new_source(iterator, stopped=restored.stopped)
@@ -133,7 +132,7 @@ class Reader:
         self._agreement = agreement
 
     def _new_source(self, iterator: Iterator[Any], *, stopped: bool = False) -> Source:
-        agreement = None if self._agreement is None else self._agreement.prepare(self._compute.trains())
+        agreement = None if self._agreement is None else self._agreement.prepare(self._window.trains())
         draws = Draws(iterator, self._device) if self._beside_compute else None
         return Source(iterator, agreement, draws, stopped=stopped)
 

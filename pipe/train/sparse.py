@@ -20,7 +20,6 @@ from torch import nn
 from pipe.train.base import TrainPipelineBase
 from pipe.train.distribute import Distribution
 from pipe.train.reader import PendingBatch
-from pipe.train.replicas import ReplicatedTables
 from pipe.train.schedule import Stage
 
 __all__ = ["TrainPipelineSparseDist"]
@@ -95,6 +94,11 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             )
         if context_type is not None:
             raise ValueError(f"expected context_type=None, got {context_type!r}: a pipeline has no torchrec context")
+        interval = dmp_collection_sync_interval_batches
+        if interval is not None and (not isinstance(interval, int) or isinstance(interval, bool)):
+            raise TypeError(f"expected dmp_collection_sync_interval_batches to be None or an int, got {interval!r}")
+        if interval is not None and interval < 1:
+            raise ValueError(f"expected dmp_collection_sync_interval_batches >= 1 or None, got {interval}")
         super().__init__(
             model,
             optimizer,
@@ -107,7 +111,8 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             enqueue_batch_after_forward=enqueue_batch_after_forward,
             **options,
         )
-        self._tables = ReplicatedTables(dmp_collection_sync_interval_batches)
+        self._table_interval = interval
+        self._table_steps = 0
         self._distribution = self._distribution_of(model)
         self._undistributed = self._distribution.undistributed
 
@@ -130,7 +135,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         return [base["load"], base["copy"], distribute, forward, exchange, base["backward"]]
 
     def _distribute(self, pending: PendingBatch) -> None:
-        with self._compute.autocast():
+        with self._autocast():
             pending.requests = self._distribution.start(pending.batch)
 
     def _exchange(self, pending: PendingBatch) -> None:
@@ -141,17 +146,23 @@ class TrainPipelineSparseDist(TrainPipelineBase):
 
     def _call_model(self, pending: PendingBatch) -> Any:
         with self._distribution.serving(pending.requests, pending.batch):
-            return self._compute.call(pending.batch)
+            return super()._call_model(pending)
 
     def _before_step(self) -> None:
-        self._tables.average(self._compute.model)
+        """Averages the tables of a ``DMPCollection`` over their replicas, if that is due (a collective call)."""
+        interval, model = self._table_interval, self._window.model
+        due = interval is not None and self._table_steps % interval == 0
+        self._table_steps += 1
+        # Compared by name, so that torchrec need not be imported (or installed).
+        if due and any(kind.__name__ == "DMPCollection" for kind in type(model).__mro__):
+            model.sync()  # type: ignore[operator]
 
     def detach(self) -> nn.Module:
         """Returns the model, unmodified (the pipeline changes it only inside ``progress``).
 
         The batches in flight are kept; a later ``progress`` runs them, on this model or on the one that is attached.
         """
-        return self._compute.model
+        return self._window.model
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
         """Continues with ``model``, also for the batches in flight, which are distributed in its own forward.
@@ -168,15 +179,14 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             ValueError: if it holds an optimizer that updates inside backward before gradients are complete. The
                 pipeline keeps the model that it had.
         """
-        model = self._compute.model if model is None else model
+        model = self._window.model if model is None else model
         if not isinstance(model, nn.Module):
             raise TypeError(f"expected a torch.nn.Module or None, got {type(model).__name__} (model={model!r})")
-        if model is self._compute.model and self._distribution.serves(model):
+        if model is self._window.model and self._distribution.serves(model):
             return
         distribution = self._distribution_of(model)
         self._window.attach(model)
         self._distribution, self._undistributed = distribution, distribution.undistributed
-        self._compute.model = model
         self._reader.attach(model)
         for pending in self._pending.values():
             pending.requests = []  # they were for modules of the old model

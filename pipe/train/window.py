@@ -51,11 +51,11 @@ class Window:
     """Accumulates, scales and steps.
 
     Args:
-        model: its replicas do not communicate before the last backward of a window.
+        model: trained in ``train`` mode. Its replicas do not communicate before the last backward of a window.
         optimizer: one, or several that are zeroed and stepped together.
         size: batches per optimizer step; None means 1.
         scaler: scales losses and steps the optimizer (fp16 only), or None.
-        steps_nothing: whether there may be no optimizer.
+        forward_only: whether nothing is trained, whatever the model's mode; there may be no optimizer.
 
     Raises:
         TypeError: if ``size`` is no integer, or ``optimizer`` is no optimizer.
@@ -71,7 +71,7 @@ class Window:
         size: int | None = None,
         scaler: torch.amp.GradScaler | None = None,
         *,
-        steps_nothing: bool = False,
+        forward_only: bool = False,
     ) -> None:
         if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
             raise TypeError(
@@ -81,10 +81,11 @@ class Window:
             raise ValueError(f"expected grad_accum >= 1 batches per optimizer step, got grad_accum={size}")
         optimizers = tuple(optimizer) if isinstance(optimizer, Iterable) else (optimizer,)
         wrong = [type(one).__name__ for one in optimizers if not isinstance(one, torch.optim.Optimizer)]
-        if wrong or not (optimizers or steps_nothing):
+        if wrong or not (optimizers or forward_only):
             raise TypeError(f"expected a torch.optim.Optimizer, or several, got {wrong or 'none'}")
         self.size = size or 1
         self.scaler = scaler
+        self._forward_only = forward_only
         self.steps = 0
         self.position = 0
         self._reduced = True  # whether replicas communicated in the latest backward
@@ -110,6 +111,10 @@ class Window:
         if self.scaler is not None:
             because = "scales its loss for fp16 (enable_grad_scaling=True)"
             refuse_updates_in_backward(model, self.optimizers, because)
+
+    def trains(self) -> bool:
+        """Whether a batch that is run now is trained on."""
+        return not self._forward_only and self.model.training and torch.is_grad_enabled()
 
     @property
     def must_know_the_end(self) -> bool:
