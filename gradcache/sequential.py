@@ -161,7 +161,7 @@ class SequentialTape:
             requires = [any(getattr(x, "requires_grad", False) for x in column) for column in columns]
         g = self._walk.add(group, requires, partial(_by_chunk, self._output_fn, group.counts))
         if profile is None:
-            outputs = self._walk.forward(g, entering, {}, None)
+            outputs = self._walk.forward(g, entering, {}, ())
         else:
             layers = range(graphs_from, len(self._model.layers))
             graph_bytes = {j: profile.graph_bytes(j, group.rows) for j in layers}

@@ -26,7 +26,7 @@ from offload.streaming.lane import Arrival, Lane, error_context
 from offload.telemetry.statistics import Meter
 from pipe.nested import TreeSpec, flatten, unflatten
 
-__all__ = ["BoundaryStore", "versions_in"]
+__all__ = ["BoundaryStore", "SpillingStore"]
 
 
 @dataclass(eq=False)
@@ -34,7 +34,10 @@ class _Entry:
     spec: TreeSpec
     leaves: list[Any] | None  # None while only the scratch space has it
     versions: tuple[int, ...]
-    nbytes: int
+    #: Of each tensor, if it was copied to host memory.
+    devices: list[torch.device | None] | None = None
+    #: These are set by :class:`SpillingStore`.
+    nbytes: int = 0
     tickets: list[Any] | None = None
     written: Arrival | None = None
     fetching: tuple[Arrival, list[Any]] | None = None
@@ -45,13 +48,59 @@ class _Entry:
         return self.leaves is not None or self.fetching is not None
 
 
-def versions_in(leaves: Sequence[Any]) -> tuple[int, ...]:
+def _versions_in(leaves: Sequence[Any]) -> tuple[int, ...]:
     """Version counters of the tensors among these leaves that have one."""
     return tuple(leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference())
 
 
 class BoundaryStore:
-    """Nested values, by the shard and the micro-batch of the cell whose input they are.
+    """Nested values in memory, by the shard and the micro-batch of the cell whose input they are.
+
+    Args:
+        on_host: copy tensors to host memory; ``get`` returns them to their devices.
+    """
+
+    def __init__(self, *, on_host: bool = False) -> None:
+        self._on_host = on_host
+        self._entries: dict[Key, _Entry] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._entries
+
+    def put(self, key: Key, value: Any) -> Any:
+        """Stores a value."""
+        leaves, spec = flatten(value)
+        devices = None
+        if self._on_host:
+            devices = [leaf.device if isinstance(leaf, Tensor) else None for leaf in leaves]
+            leaves = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._entries[key] = _Entry(spec, leaves, _versions_in(leaves), devices)
+
+    def get(self, key: Key) -> Any:
+        """A value that is in memory.
+
+        Raises:
+            RuntimeError: if one of its tensors was changed in place since it was put.
+        """
+        entry = self._entries[key]
+        leaves = entry.leaves
+        assert leaves is not None
+        if _versions_in(leaves) != entry.versions:
+            raise RuntimeError(
+                f"the activation that enters shard {key[0]} (micro-batch {key[1]}) was changed in place after the "
+                f"forward that needs it for its backward; clone it before changing it"
+            )
+        if entry.devices is not None:
+            leaves = [x if device is None else x.to(device) for x, device in zip(leaves, entry.devices, strict=True)]
+        return unflatten(list(leaves), entry.spec)
+
+    def drop(self, key: Key) -> None:
+        """Removes a value, if there is one."""
+        self._entries.pop(key, None)
+
+
+class SpillingStore(BoundaryStore):
+    """Values that can be spilled to scratch space.
 
     Args:
         scratch: space for spilled values; None if none is spilled.
@@ -68,16 +117,16 @@ class BoundaryStore:
         self._scratch_name = "nowhere" if scratch is None else scratch.name
         self._lane = lane
         self._tokens = ("s", "p") if gradients else ("S", "P")
-        self._entries: dict[Key, _Entry] = {}
+        super().__init__()
 
     def put(self, key: Key, value: Any) -> int:
         """Stores a value. Returns its bytes."""
-        leaves, spec = flatten(value)
-        tensors = {_memory_of(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-        nbytes = sum(bytes_of_boundary(tensor) for tensor in tensors.values())
-        self._entries[key] = _Entry(spec, leaves, versions_in(leaves), nbytes)
-        self._meter.hold(nbytes)
-        return nbytes
+        super().put(key, value)
+        entry = self._entries[key]
+        tensors = {_memory_of(leaf): leaf for leaf in entry.leaves or () if isinstance(leaf, Tensor)}
+        entry.nbytes = sum(bytes_of_boundary(tensor) for tensor in tensors.values())
+        self._meter.hold(entry.nbytes)
+        return entry.nbytes
 
     def nbytes(self, key: Key) -> int:
         """Bytes of a value."""
@@ -104,14 +153,8 @@ class BoundaryStore:
                     # Allocated on the lane's stream. Without this, its memory is reused there while layers read it.
                     leaf.record_stream(torch.cuda.current_stream(leaf.device))
             entry.leaves, entry.fetching = leaves, None
-            entry.versions = versions_in(leaves)
-        assert entry.leaves is not None
-        if versions_in(entry.leaves) != entry.versions:
-            raise RuntimeError(
-                f"the activation that enters shard {key[0]} (micro-batch {key[1]}) was changed in place after the "
-                f"forward that needs it for its backward; clone it before changing it"
-            )
-        return unflatten(list(entry.leaves), entry.spec)
+            entry.versions = _versions_in(leaves)
+        return super().get(key)
 
     def spill(self, key: Key) -> None:
         """Starts to write a value to scratch space."""
@@ -165,7 +208,7 @@ class BoundaryStore:
         self._meter.hold(entry.nbytes)
 
     def drop(self, key: Key) -> None:
-        """Forgets a value. Its scratch space is released on the lane, after its copies, for which no thread waits."""
+        """Removes a value. Its scratch space is released on the lane, after its copies, for which no thread waits."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return

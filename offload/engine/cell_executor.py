@@ -294,7 +294,7 @@ class CellExecutor:
         Raises:
             RuntimeError: if it was changed in place since the begin of the forward.
         """
-        if cell.j > 0:
+        if cell.j > 0 or cell in tape.boundaries:
             return tape.boundaries.get(cell)
         leaves = tape.inputs[cell.i]
         if versions_of(leaves) != tape.input_versions[cell.i]:

@@ -1,14 +1,4 @@
-"""Forward and backward of chunks through resident layers: forward chunk by chunk, backward layer by layer.
-
-::
-
-    forward     for chunk i:            for layer j:        value = layer_j(value); input kept if it fits
-    backward    for layer j, reversed:  for chunk i:        layer_j again with a graph, gradient through it
-
-Without loads the order is free. In forward, only the kept inputs of a layer exist for several chunks. In backward, the
-inputs kept for a layer are freed before the gradients of the next layer's parameters are made. Inputs that did not
-fit are recomputed from the last kept one, one chunk at a time, after all chunks whose inputs were kept.
-"""
+"""Forward and backward of chunks through resident layers, as :mod:`offload.planning.in_memory` plans them."""
 
 from __future__ import annotations
 
@@ -19,11 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offload.engine.boundary_store import BoundaryStore
 from offload.engine.cell import Cell, OutputFn
 from offload.engine.cell_executor import CellExecutor
+from offload.engine.follow import Follower
 from offload.engine.raw_chunk import MadeInput
-from offload.engine.resident import Push, ResidentRunner, ResidentStore
+from offload.engine.resident import Push, ResidentRunner
 from offload.engine.tape import CellRecords
+from offload.planning.in_memory import InMemory
+from offload.planning.plan import BACKWARD_CELLS, FORWARD_CELLS, Action, Kind
 from offload.telemetry.statistics import Meter
 from pipe.nested import map_tensors, tensors_in
 from pipe.recompute.dead_code import DeadCode
@@ -52,7 +46,7 @@ class ResidentLayers:
 
 
 class ChunksInTurn:
-    """One forward of some chunks through resident layers, and its backward.
+    """One forward of some chunks through resident layers, and its backward, as :class:`InMemory` plans them.
 
     Args:
         layers: the layers.
@@ -61,25 +55,31 @@ class ChunksInTurn:
     """
 
     def __init__(self, layers: ResidentLayers, first: int, keep_bytes: int) -> None:
-        self._layers = layers
+        self._replayables = layers.replayables
         self._cell_executor = layers.cell_executor
-        self._count = len(layers.replayables)
         self.first = first
-        self._bytes_left = keep_bytes
-        self.store = ResidentStore()
-        # Layers before the first are recorded as well: the input of the first may have to be recomputed.
-        versions: dict[int, tuple[int, ...]] = dict.fromkeys(range(self._count), ())
         records = torch.is_grad_enabled()
-        self._graphs: set[Cell] = set()
+        count = len(layers.replayables)
+        self.plan = InMemory(count, first if records else count, keep_bytes)
+        self.store = BoundaryStore(on_host=True)
         self._output_fns: list[OutputFn | None] = []
+        # Layers before the first are recorded as well: the input of the first may have to be recomputed.
         self._tape = CellRecords(
             records=records,
             first=0,
             boundaries=self.store,
-            versions=versions,
-            graphs=self._graphs,
+            versions=dict.fromkeys(range(count), ()),
+            graphs=self.plan.graphs,
             output_fns=self._output_fns,
         )
+        #: The output of the last forward cell.
+        self._value: Any = None
+        self._dead_code: Sequence[DeadCode | None] = ()
+        self._gradients = BoundaryStore()
+
+    def _follow(self, actions: Iterable[Action]) -> None:
+        performers = dict.fromkeys(FORWARD_CELLS, self._forward) | dict.fromkeys(BACKWARD_CELLS, self._backward)
+        Follower({**performers, Kind.REPEAT: self._repeat}).follow(actions)
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class ChunksInTurn:
         i: int,
         entering: list[Any],
         graph_bytes: Mapping[int, int],
-        dead_code: Sequence[DeadCode | None] | None,
+        dead_code: Sequence[DeadCode | None],
     ) -> Any:
         """The detached output of chunk ``i``.
 
@@ -111,25 +111,20 @@ class ChunksInTurn:
             i: index of the chunk.
             entering: a list with the input of the first layer, which is removed from it.
             graph_bytes: the layers that keep their graphs if these fit, with their bytes.
-            dead_code: of the recomputation of each layer; None if unknown.
+            dead_code: of the recomputation of each layer; empty if unknown.
         """
-        value, tape = entering.pop(), self._tape
-        for j, replayable in enumerate(self._layers.replayables):
-            cell = Cell(j, i)
-            if tape.records and j in graph_bytes and self._reserve(graph_bytes[j]):
-                self._graphs.add(cell)
-            elif tape.records and j >= max(self.first, 1) and self._reserve(nbytes_of(value)):
-                self.store.put(cell, value)
-            value = self._cell_executor.forward(tape, cell, value)
-            if dead_code is not None and cell in tape.cells and replayable.leaves_out:
-                tape.cells[cell].dead_code = dead_code[j]
-        return value
+        self._value, self._dead_code = entering.pop(), dead_code
+        self._follow(self.plan.forward(i, graph_bytes, lambda: nbytes_of(self._value)))
+        output, self._value = self._value, None
+        return output
 
-    def _reserve(self, nbytes: int) -> bool:
-        """Takes bytes from the budget; False if too few are left."""
-        fits = nbytes <= self._bytes_left
-        self._bytes_left -= nbytes if fits else 0
-        return fits
+    def _forward(self, cell: Cell) -> None:
+        tape = self._tape
+        if cell in self.plan.inputs:
+            self.store.put(cell, self._value)
+        self._value = self._cell_executor.forward(tape, cell, self._value)
+        if self._dead_code and cell in tape.cells and self._replayables[cell.j].leaves_out:
+            tape.cells[cell].dead_code = self._dead_code[cell.j]
 
     # --- backward -----------------------------------------------------------------------------------------------
 
@@ -140,71 +135,48 @@ class ChunksInTurn:
             Flat gradients of the first layer's input, for the chunks that have any.
         """
         found: dict[int, list[Any]] = {}
-        chunks = range(len(self._tape.rows))
-        complete = [i for i in chunks if not self._missing(i)]
-        for together in [complete, *([i] for i in chunks if self._missing(i))]:
-            found |= self._backward_by_layer(together, output_gradients)
+        chunks = [i for i, gradients in output_gradients.items() if tensors_in(gradients)]
+        self._forget(output_gradients.keys() - set(chunks))
+        for together in self.plan.groups(chunks):
+            # Gradients are kept in host memory, as boundaries are; that of a single chunk is used at once.
+            self._gradients = BoundaryStore(on_host=len(together) > 1)
+            for i in together:
+                self._gradients.put((len(self._replayables), i), output_gradients[i])
+            self._follow(self.plan.backward(together))
+            self._forget(together)
+            entered = [Cell(self.first, i) for i in together]
+            found |= {cell.i: self._gradients.get(cell) for cell in entered if cell in self._gradients}
+        self._gradients = BoundaryStore()
         return found
 
-    def _backward_by_layer(
-        self, chunks: Iterable[int], output_gradients: Mapping[int, list[Any]]
-    ) -> dict[int, list[Any]]:
-        chunks = list(chunks)
-        # Gradients are kept in host memory, as boundaries are; that of a single chunk is used at once.
-        waiting = ResidentStore(stays=len(chunks) == 1)
-        for i in chunks:
-            if tensors_in(output_gradients[i]):
-                waiting.put(i, output_gradients[i])
-                self._recompute_inputs(i)
-        for j in range(self._count - 1, self.first - 1, -1):
-            for i in waiting:
-                back = self._cell_backward(Cell(j, i), waiting.take(i))
-                if tensors_in(back):
-                    waiting.put(i, back)
-        self._forget(chunks)
-        return {i: waiting.get(i) for i in waiting}
-
-    def _cell_backward(self, cell: Cell, given: list[Any]) -> list[Any]:
+    def _repeat(self, cell: Cell) -> None:
+        """Recomputes the input of the next layer."""
         tape = self._tape
-        boundary = None if cell in tape.kept else self._input_of(cell)
-        back = self._cell_executor.backward(tape, cell, boundary, given, consume=True)
+        if cell in tape.kept:
+            output = map_tensors(Tensor.detach, tape.kept[cell].output())
+        else:
+            value = self._cell_executor.enter(tape, cell)
+            if cell.j == self.first == 0:
+                self.store.put(cell, value)  # it is needed again, and may be expensive
+            output = self._cell_executor.repeat(tape, cell, value)
+        if cell.j < self.first:
+            self.store.drop(cell)
+        self.store.put((cell.j + 1, cell.i), output)
+
+    def _backward(self, cell: Cell) -> None:
+        tape, after = self._tape, Cell(cell.j + 1, cell.i)
+        if after in self._gradients:
+            given = self._gradients.get(after)
+            self._gradients.drop(after)
+            boundary = None if cell in tape.kept else self._cell_executor.enter(tape, cell)
+            back = self._cell_executor.backward(tape, cell, boundary, given, consume=True)
+            if tensors_in(back):
+                self._gradients.put(cell, back)
         self.store.drop(cell)
         tape.cells.pop(cell, None)
-        return back
-
-    def _input_of(self, cell: Cell) -> Any:
-        return self.store.get(cell) if cell in self.store else self._cell_executor.enter(self._tape, cell)
-
-    def _missing(self, i: int) -> list[int]:
-        """The layers of a backward whose input was not kept."""
-        return [j for j in range(max(self.first, 1), self._count) if not self._kept(j, i)]
-
-    def _kept(self, j: int, i: int) -> bool:
-        return Cell(j, i) in self._tape.kept or Cell(j, i) in self.store
-
-    def _recompute_inputs(self, i: int) -> None:
-        """Recomputes the missing inputs of layers, from the last kept one."""
-        missing = self._missing(i)
-        if not missing:
-            return
-        tape = self._tape
-        value: Any = None
-        start = max((j for j in range(missing[0]) if self._kept(j, i)), default=0)
-        for j in range(start, missing[-1]):
-            cell = Cell(j, i)
-            if cell in tape.kept:
-                value = map_tensors(Tensor.detach, tape.kept[cell].output())
-            else:
-                if j == 0 or cell in self.store:
-                    value = self._input_of(cell)
-                if j == self.first == 0:
-                    self.store.put(cell, value)  # it is needed again, and may be expensive
-                value = self._cell_executor.repeat(tape, cell, value)
-            if j + 1 in missing:
-                self.store.put(Cell(j + 1, i), value)
 
     def _forget(self, chunks: Iterable[int]) -> None:
-        for cell in (Cell(j, i) for i in chunks for j in range(self._count)):
+        for cell in (Cell(j, i) for i in chunks for j in range(len(self._replayables))):
             self.store.drop(cell)
             self._tape.cells.pop(cell, None)
             self._tape.kept.pop(cell, None)

@@ -29,10 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.engine.boundary_store import BoundaryStore
+from offload.engine.boundary_store import SpillingStore
 from offload.engine.cell import Cell, OutputFn, ReplayableShard
 from offload.engine.cell_executor import CellExecutor, largest_rows, requires, versions_of
-from offload.engine.follow import follow
+from offload.engine.follow import Follower
 from offload.engine.layouts import bytes_of_boundary, refuse_hidden, refuse_strided_nested
 from offload.engine.raw_chunk import RawChunk
 from offload.engine.references import References
@@ -41,7 +41,7 @@ from offload.engine.state_before import StateBefore
 from offload.engine.steps import Steps, joined
 from offload.engine.structure import Structure
 from offload.engine.tape import Tape
-from offload.planning.plan import Action, Kind
+from offload.planning.plan import CELLS, Action, Kind, Plan
 from offload.planning.planner import Pass
 from offload.planning.residency import Key
 from offload.storage import Tier
@@ -287,13 +287,13 @@ class Executor:
                     nbytes = sum(bytes_of_boundary(x) for x in tensors_in(output))
                 self.steps.record_boundary(j, tape.rows[i], tape.elements[i], nbytes, training=tape.records)
 
-            def end_visit(j: int, perform: Callable[[Action], None]) -> list[Action]:
+            def end_visit(j: int) -> None:
                 def enter(cell: Cell) -> Any:
                     for action in tape.residency.use(cell, this.now(*cell)):
-                        perform(action)
+                        follower.perform(action)
                     entered = self._cell_executor.enter(tape, cell)
                     for action in tape.residency.end_use(cell):
-                        perform(action)
+                        follower.perform(action)
                     return entered
 
                 before = tape.graphs
@@ -301,16 +301,18 @@ class Executor:
                 self.streamer.store_written_weights(j, written)
                 self._cell_executor.refresh_checksums(j, written)
                 tape.versions[j], tape.assignments = self.shards[j].versions(), self._assignments
-                return [Action(Kind.FORWARD_KEPT, *cell) for cell in sorted(tape.graphs - before)]
+                follower.done += [Action(Kind.FORWARD_KEPT, *cell) for cell in sorted(tape.graphs - before)]
 
-            tape.plan = follow(
-                this,
-                tape,
-                self.streamer,
-                run,
-                end_visit,
-                lambda j: self._cell_executor.storing_writes_on_failure(j, self.streamer),
-            )
+            @contextlib.contextmanager
+            def visit(j: int) -> Iterator[None]:
+                with self.streamer.visit(j):
+                    with self._cell_executor.storing_writes_on_failure(j, self.streamer):
+                        yield
+                    end_visit(j)
+
+            follower = Follower(self._performers(run, tape.boundaries))
+            follower.follow(this.actions(tape.residency, tape.boundaries.nbytes), visit)
+            tape.plan = self._plan(this, follower)
             for output in outputs:
                 leaves, spec = flatten(output)
                 tape.output_specs.append(spec)
@@ -416,11 +418,12 @@ class Executor:
                 elif j == 0:
                     input_gradients[i] = back
 
-            plan = follow(
-                this, tape, self.streamer, run, gradients=(gradients, self.steps.residency(gradients=True), size)
+            follower = Follower(self._performers(run, tape.boundaries, gradients))
+            follower.follow(
+                this.actions(tape.residency, size, self.steps.residency(gradients=True)), self.streamer.visit
             )
             if tape.plan is not None:
-                self.steps.record_step(joined(tape.plan, plan), tape.rows, training=True)
+                self.steps.record_step(joined(tape.plan, self._plan(this, follower)), tape.rows, training=True)
                 tape.plan = None  # a second backward begins with other shards in slots
             self.streamer.gradient_offload.wait_idle()
             taken = gradient_offload.pop_returned()
@@ -479,10 +482,37 @@ class Executor:
         self.streamer.cancel()
         self._busy = False
 
-    def _store(self, *, spills: bool = True, gradients: bool = False) -> BoundaryStore:
+    def _store(self, *, spills: bool = True, gradients: bool = False) -> SpillingStore:
         """A store for boundaries, or for their gradients; a backward has both."""
         scratch = self._tier.scratch() if spills else None
-        return BoundaryStore(scratch, self._lanes.boundary, self._meter, gradients=gradients)
+        return SpillingStore(scratch, self._lanes.boundary, self._meter, gradients=gradients)
+
+    def _performers(
+        self, run: Callable[[Cell], None], boundaries: SpillingStore, gradients: SpillingStore | None = None
+    ) -> dict[Kind, Callable[[Any], None]]:
+        """What performs each action of a pass; ``run`` performs those of cells."""
+        performers: dict[Kind, Callable[[Any], None]] = dict.fromkeys(CELLS, run)
+        performers |= {
+            Kind.LOAD: self.streamer.load,
+            Kind.EVICT: self.streamer.evict,
+            Kind.DRAIN: self.streamer.drain,
+            Kind.UPDATE: self.streamer.update,
+            Kind.UPDATE_IN_BACKWARD: self.streamer.update_in_backward,
+            Kind.SPILL: boundaries.spill,
+            Kind.PREFETCH: boundaries.prefetch,
+            Kind.FORGET: boundaries.forget,
+        }
+        if gradients is not None:
+            performers |= {
+                Kind.SPILL_GRADIENT: gradients.spill,
+                Kind.PREFETCH_GRADIENT: gradients.prefetch,
+                Kind.FORGET_GRADIENT: gradients.forget,
+            }
+        return performers
+
+    def _plan(self, this: Pass, follower: Follower) -> Plan:
+        """The plan of a pass that ran."""
+        return Plan(tuple(follower.done), self.streamer.slots, frozenset(this.resident), frozenset(this.pending))
 
 
 #: The functions whose frames are running passes.

@@ -11,23 +11,21 @@ boundaries           are kept in host memory, whatever their device; each layer 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload.engine.boundary_store import versions_in
 from offload.engine.cell import OutputFn, ReplayableShard
 from offload.engine.tables import rows_in_place, tables_of
 from offload.planning.memory_profile import SavedTensor
 from offload.streaming.shard import Shard
-from pipe.nested import flatten, unflatten
 from pipe.recompute.replay import devices_of
 from pipe.recompute.rerun import Rerun
 
-__all__ = ["Push", "ResidentRunner", "ResidentStore"]
+__all__ = ["Push", "ResidentRunner"]
 
 #: Pushes gradients through the graph of some outputs, into ``.grad`` of its leaves.
 Push = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
@@ -105,53 +103,3 @@ class ResidentRunner(ReplayableShard):
 
     def _out_of_slot(self, output: Any) -> Any:
         return output
-
-
-class ResidentStore:
-    """Nested values by key, copied to host memory; with ``stays``, left on their devices."""
-
-    def __init__(self, *, stays: bool = False) -> None:
-        self._stays = stays
-        self._values: dict[Hashable, tuple[list[Any], Any, list[Any], tuple[int, ...]]] = {}
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._values
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(list(self._values))
-
-    def put(self, key: Hashable, value: Any) -> None:
-        """Stores a value. Tensors on the CPU are not copied."""
-        leaves, spec = flatten(value)
-        devices = [leaf.device if isinstance(leaf, Tensor) else None for leaf in leaves]
-        kept = [leaf.cpu() if isinstance(leaf, Tensor) and not self._stays else leaf for leaf in leaves]
-        self._values[key] = kept, spec, devices, versions_in(kept)
-
-    def take(self, key: Hashable) -> Any:
-        """Returns a value and removes it."""
-        value = self.get(key)
-        self.drop(key)
-        return value
-
-    def get(self, key: Hashable) -> Any:
-        """The value, with each tensor on its original device.
-
-        Raises:
-            RuntimeError: if one of its tensors was changed in place since :meth:`put`.
-        """
-        kept, spec, devices, versions = self._values[key]
-        if versions_in(kept) != versions:
-            raise RuntimeError(
-                f"the activation that enters layer {key} was changed in place after the forward that needs it for its "
-                f"backward; clone it before changing it"
-            )
-        pairs = zip(kept, devices, strict=True)
-        return unflatten([x if device is None else x.to(device) for x, device in pairs], spec)
-
-    def drop(self, key: Hashable) -> None:
-        """Removes a value, if there is one."""
-        self._values.pop(key, None)
-
-    def nbytes(self) -> int:
-        """Bytes of all values."""
-        return sum(x.nbytes for kept, *_ in self._values.values() for x in kept if isinstance(x, Tensor))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from offload.engine.boundary_store import BoundaryStore
+from offload.engine.boundary_store import BoundaryStore, SpillingStore
 from offload.engine.cell import Cell
 from offload.engine.cell_input import CellInput
 from offload.planning.plan import Plan
-from offload.planning.residency import Residency
+from offload.planning.residency import Key, Residency
 from pipe.nested import TreeSpec, flatten, unflatten
 from pipe.recompute.rerun import Rerun
 from pipe.torch_private import has_hooks
@@ -37,13 +37,6 @@ class KeptCell:
         return unflatten(list(self.outputs), self.spec)
 
 
-class Boundaries(Protocol):
-    """Stores the inputs of cells between forward and backward."""
-
-    def get(self, key: Cell) -> Any:
-        """See :meth:`offload.engine.boundary_store.BoundaryStore.get`."""
-
-
 @dataclass(eq=False, kw_only=True)
 class CellRecords:
     """Records of the cells of one forward for those of its backward."""
@@ -52,10 +45,10 @@ class CellRecords:
     records: bool
     #: The first shard that backward has to reach: neither the input nor shards before it need a gradient.
     first: int
-    boundaries: Boundaries
+    boundaries: BoundaryStore
     output_fns: Sequence[Callable[[Any], Any] | None] = ()
     #: The cells that keep their graphs; the others are recomputed.
-    graphs: Set[Cell] = frozenset()
+    graphs: Set[Key] = frozenset()
     cells: dict[Cell, Rerun] = field(default_factory=dict)
     kept: dict[Cell, KeptCell] = field(default_factory=dict)
     #: For the boundary of each cell, and for the outputs: which of its leaves need a gradient.
@@ -77,7 +70,7 @@ class Tape(CellRecords):
     """
 
     executor: Executor
-    boundaries: BoundaryStore
+    boundaries: SpillingStore
     #: Plans which boundaries stay in memory.
     residency: Residency
     microbatches: int

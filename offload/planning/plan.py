@@ -16,6 +16,7 @@ token     meaning
 ``Kj.i``  the same, and keep its graph
 ``Bj.i``  recompute cell (j, i), and push the gradient back through it
 ``Gj.i``  push the gradient back through the graph that ``Kj.i`` kept
+``Rj.i``  run cell (j, i) forward again for what enters the next, which was not kept
 ``Dj``    start to send the gradients of shard j home
 ``Uj``    start the update of shard j that an earlier step decided, before it is loaded
 ``Vj``    start the update of shard j in backward, with the gradients that were drained
@@ -63,6 +64,7 @@ class Kind(enum.Enum):
     FORWARD_KEPT = "K"
     BACKWARD = "B"
     BACKWARD_KEPT = "G"
+    REPEAT = "R"
     DRAIN = "D"
     UPDATE = "U"
     UPDATE_IN_BACKWARD = "V"
@@ -76,7 +78,7 @@ class Kind(enum.Enum):
 
 FORWARD_CELLS = frozenset({Kind.FORWARD, Kind.FORWARD_KEPT})
 BACKWARD_CELLS = frozenset({Kind.BACKWARD, Kind.BACKWARD_KEPT})
-CELLS = FORWARD_CELLS | BACKWARD_CELLS
+CELLS = FORWARD_CELLS | BACKWARD_CELLS | {Kind.REPEAT}
 GRADIENT_MOVES = frozenset({Kind.SPILL_GRADIENT, Kind.PREFETCH_GRADIENT, Kind.FORGET_GRADIENT})
 _BOUNDARIES = frozenset({Kind.SPILL, Kind.PREFETCH, Kind.FORGET}) | GRADIENT_MOVES
 
@@ -94,7 +96,7 @@ class Action:
         return f"{self.kind.value}{self.shard}{cell}"
 
 
-_TOKEN = re.compile(r"([LEDUV])(\d+)|([FKBGSPXspx])(\d+)\.(\d+)")
+_TOKEN = re.compile(r"([LEDUV])(\d+)|([FKBGRSPXspx])(\d+)\.(\d+)")
 
 
 @dataclass(frozen=True)
@@ -263,6 +265,9 @@ class _Proof:
                 return f"the graph of cell {shard}.{i} was not kept"
             self._backward.add((shard, i))
             self.undrained.add(shard)
+        elif action.kind is Kind.REPEAT:
+            if kept is None:
+                return f"cell {action} is repeated before it ran"
         else:
             # What would write other weights when it is recomputed runs once more, to keep its graph.
             if kept is not None and not (keeps and not kept):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.engine.boundary_store import BoundaryStore
+from offload.engine.boundary_store import SpillingStore
 from offload.planning.plan import Action, Kind
 from offload.planning.residency import MOVING, Residency, check_boundaries
 from offload.storage import Scratch
@@ -55,7 +55,7 @@ class Planned:
     def __init__(self, boxes: int, shelf: Scratch | None = None, seed: int = 0) -> None:
         """``boxes`` boundaries may stay in memory besides those that move."""
         self.meter = Meter(CPU)
-        self.store = BoundaryStore(shelf, LateLane(seed), self.meter)
+        self.store = SpillingStore(shelf, LateLane(seed), self.meter)
         self.residency = Residency((boxes + MOVING) * BYTES)
 
     def put(self, k: int, uses: Sequence[int]) -> None:
@@ -162,7 +162,7 @@ def test_a_strict_budget_refuses_what_cannot_move_in_it() -> None:
 
 
 def test_a_value_changed_in_place_is_not_used() -> None:
-    store = BoundaryStore(None, LateLane(0), Meter(CPU))
+    store = SpillingStore(None, LateLane(0), Meter(CPU))
     x = torch.zeros(3)
     store.put((2, 0), x)
     x.add_(1)
@@ -181,7 +181,7 @@ def test_a_store_that_is_dropped_gives_its_bytes_back() -> None:
 
 def test_an_alias_counts_once() -> None:
     meter = Meter(CPU)
-    store = BoundaryStore(None, LateLane(0), meter)
+    store = SpillingStore(None, LateLane(0), meter)
     x = torch.zeros(10)
     assert store.put((1, 0), (x, x.view(2, 5))) == BYTES
     assert meter.held_bytes == BYTES

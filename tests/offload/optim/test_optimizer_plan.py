@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from offload import OffloadModel, OffloadOptimizer
-from offload.engine.follow import follow
-from offload.planning.plan import Kind, Plan, validate
+from offload.engine.follow import Follower
+from offload.planning.plan import Kind, validate
 from tests.offload.pair import Pair
 from tests.offload.prompt import PromptLane
 from tests.offload.zoo import WIDTH, build
@@ -111,15 +111,20 @@ def test_the_executed_actions_are_the_printed_plan(
         noting(model._executor.streamer, name, token)
     noting(model._executor._cell_executor, "forward", "F")
     noting(model._executor._cell_executor, "backward", "B")
-    streamer, evict = model._executor.streamer, model._executor.streamer.evict
+    evict, follow, passes = model._executor.streamer.evict, Follower.follow, [False]
 
-    def following(*args: Any, **more: Any) -> Plan:  # outside a pass, slots are given up without a plan
-        monkeypatch.setattr(streamer, "evict", lambda j: (executed.append(f"E{j}"), evict(j))[1])
-        plan = follow(*args, **more)
-        monkeypatch.setattr(streamer, "evict", evict)
-        return plan
+    def evicting(j: int, **more: Any) -> None:
+        if passes[-1]:  # outside a pass, slots are given up without a plan
+            executed.append(f"E{j}")
+        evict(j, **more)
 
-    monkeypatch.setattr("offload.engine.executor.follow", following)
+    def following(*args: Any) -> None:
+        passes.append(True)
+        follow(*args)
+        passes.pop()
+
+    monkeypatch.setattr(model._executor.streamer, "evict", evicting)
+    monkeypatch.setattr(Follower, "follow", following)
     updates = model._executor.streamer.gradient_offload.optimizers.planned()
     planned = model._executor.steps.plan([1, 1], updates, slots=slots, training=True)
     step(model, optimizer)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.engine.boundary_store import BoundaryStore
+from offload.engine.boundary_store import SpillingStore
 from offload.planning.residency import WRITES_IN_FLIGHT
 from offload.telemetry.statistics import Meter
 from tests.late_cuda import LateCuda
@@ -26,9 +26,9 @@ class Strict(Shelf):
         return super().store(tensor)
 
 
-def _store(seed: int = 0) -> tuple[BoundaryStore, Strict, LateLane]:
+def _store(seed: int = 0) -> tuple[SpillingStore, Strict, LateLane]:
     shelf, lane = Strict(), LateLane(seed)
-    return BoundaryStore(shelf, lane, Meter(torch.device("cpu"))), shelf, lane
+    return SpillingStore(shelf, lane, Meter(torch.device("cpu"))), shelf, lane
 
 
 @fails_with("`leaves` has length 0", error=ValueError)

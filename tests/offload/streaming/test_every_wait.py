@@ -74,24 +74,24 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "Executor._cancel": [("self.streamer.cancel()", training.nothing_moves_after_an_exception)],
     },
     "offload.engine.boundary_store": {
-        "BoundaryStore.get": [
+        "SpillingStore.get": [
             ("arrival.wait()", boundaries.every_use_sees_its_value),
             (
                 "leaf.record_stream(torch.cuda.current_stream(leaf.device))",
                 boundaries.memory_made_on_the_lane_is_known_to_be_used_by_compute,
             ),
         ],
-        "BoundaryStore.prefetch": [
+        "SpillingStore.prefetch": [
             ("self._lane.submit('fetch boundary', fetch, after)", boundaries.every_use_sees_its_value),
         ],
-        "BoundaryStore.drop": [
+        "SpillingStore.drop": [
             ("self._lane.submit('release boundary', release, after)", boundaries.room_is_given_away_after_its_last_use),
         ],
-        "BoundaryStore.close": [("arrival.synchronize()", boundaries.nothing_is_under_way_in_a_place_that_was_closed)],
-        "BoundaryStore.spill": [
+        "SpillingStore.close": [("arrival.synchronize()", boundaries.nothing_is_under_way_in_a_place_that_was_closed)],
+        "SpillingStore.spill": [
             ("self._flush(WRITES_IN_FLIGHT - 1)", boundaries.few_boundaries_are_on_their_way_out),
         ],
-        "BoundaryStore._flush": [("arrival.wait()", boundaries.few_boundaries_are_on_their_way_out)],
+        "SpillingStore._flush": [("arrival.wait()", boundaries.few_boundaries_are_on_their_way_out)],
     },
     "offload.streaming.lane": {
         "ThreadLane.submit": [
@@ -318,7 +318,7 @@ EXCEPTIONS = {
     "offload.telemetry.statistics Meter.__init__: self.wait": "a clock",
     "offload.telemetry.statistics Meter.waiting: self.wait": "the same clock",
     "offload.telemetry.statistics Meter.read: self.wait": "the same clock",
-    "offload.engine.boundary_store BoundaryStore.prefetch: "
+    "offload.engine.boundary_store SpillingStore.prefetch: "
     "spilled.join([scratch.fetch(ticket) for ticket in spilled.tickets])": "puts a tensor together of its parts",
     "offload.engine.layouts fitting: _jagged(output.detach()).join([gradient.values().to(output.device)])": (
         "puts a tensor together of its parts"
