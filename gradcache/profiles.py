@@ -40,10 +40,10 @@ class LayerProfile:
     """Whether it wrote a buffer."""
 
     @classmethod
-    def of(cls, replayable: ResidentRunner, rerun: Rerun, entering_bytes: int) -> LayerProfile:
+    def of(cls, runner: ResidentRunner, rerun: Rerun, entering_bytes: int) -> LayerProfile:
         """The measurements of the layer that has just run."""
         moves = rerun.module_state is not None and rerun.module_state.moved
-        return cls(replayable.activation_bytes, replayable.graph_bytes, entering_bytes, rerun.dead_code, moves)
+        return cls(runner.activation_bytes, runner.graph_bytes, entering_bytes, rerun.dead_code, moves)
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ class Profiles:
     """The profiles of the layers of one model, by kinds of chunks.
 
     Args:
-        replayables: the layers.
+        runners: the layers.
         regroup: whether chunks may run together.
     """
 
-    def __init__(self, replayables: Sequence[ResidentRunner], regroup: bool) -> None:
-        self._runners = replayables
-        self._modules = [module for replayable in replayables for _, module in replayable.watched.modules]
-        self._parameters = [parameter for replayable in replayables for parameter in replayable.shard.parameters]
+    def __init__(self, runners: Sequence[ResidentRunner], regroup: bool) -> None:
+        self._runners = runners
+        self._modules = [module for runner in runners for _, module in runner.watched.modules]
+        self._parameters = [parameter for runner in runners for parameter in runner.shard.parameters]
         self._regroup = regroup
         self._known: dict[str, Profile] = {}
         self._apart: dict[tuple[bool, ...], bool] = {}
@@ -133,7 +133,7 @@ class Profiles:
             return False
         modes = self._modes()
         if modes not in self._apart:
-            calls = [replayable.call(None) for replayable in self._runners]
+            calls = [runner.call(None) for runner in self._runners]
             self._apart[modes] = treats_rows_apart(calls, self._modules, pair)
         return self._apart[modes]
 

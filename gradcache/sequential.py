@@ -66,7 +66,7 @@ class SequentialModel:
         self.boundary_bytes = boundary_bytes
         self.parameters = list(model.parameters())
         self.resident = ResidentLayers(self.layers, representations.push)
-        self.profiles = Profiles(self.resident.replayables, regroup)
+        self.profiles = Profiles(self.resident.runners, regroup)
 
     def forward_chunks(
         self, chunks: Sequence[Any], output_fn: OutputFn | None = None, input_fn: InputFn | None = None
@@ -111,7 +111,7 @@ class SequentialTape:
         #: The leaves of each chunk; empty with ``input_fn``, which makes them when needed.
         self._inputs = [flatten(chunk)[0] for chunk in entering.known or ()]
         self._wants_input = any(tensor.requires_grad for tensor in tensors_in(self._inputs))
-        wants = [replayable.shard.trainable for replayable in model.resident.replayables]
+        wants = [runner.shard.trainable for runner in model.resident.runners]
         wants[0] = wants[0] or self._wants_input
         first = wants.index(True) if True in wants else len(wants)
         self._groups: list[_Group] = []
@@ -175,18 +175,18 @@ class SequentialTape:
 
         The chunk runs again with the others; reusing this run would need memory for separate gradients.
         """
-        entering, replayables = self._entering, self._model.resident.replayables
+        entering, runners = self._entering, self._model.resident.runners
         chunk = entering.look(0)
         value = map_tensors(_as_leaf, chunk)
         layers: list[LayerProfile] = []
-        replayables[0].callers_input = entering.known is not None
-        with trial([replayable.layers for replayable in replayables], devices_of(chunk, self._model.parameters)):
-            for j, replayable in enumerate(replayables):
+        runners[0].callers_input = entering.known is not None
+        with trial([runner.layers for runner in runners], devices_of(chunk, self._model.parameters)):
+            for j, runner in enumerate(runners):
                 entering_bytes = nbytes_of(value) if j >= max(self._walk.first, 1) else 0
-                last = j + 1 == len(replayables)
+                last = j + 1 == len(runners)
                 output_fn = partial(_by_chunk, self._output_fn, [rows_in(chunk) or 0]) if last else None
-                output, rerun = replayable.surveyed(value, output_fn)
-                layers.append(LayerProfile.of(replayable, rerun, entering_bytes))
+                output, rerun = runner.surveyed(value, output_fn)
+                layers.append(LayerProfile.of(runner, rerun, entering_bytes))
                 value = map_tensors(_as_leaf, output)
                 del output
         further = range(1, min(3, len(entering)))

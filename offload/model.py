@@ -196,8 +196,8 @@ class OffloadModel(SlotSharingModule):
             # Children under the bare model's names, as in state_dict(). A layer may have the name of a method.
             self._modules.update(named)
             self._executor.structure = Structure(self._modules)
-            for replayable in self._executor.replayables:
-                replayable.compares_always = detect_weight_writes
+            for runner in self._executor.runners:
+                runner.compares_always = detect_weight_writes
             # Of the executor, which tapes refer to: a backward still runs after the model is collected.
             self._end = finalize_here(self._executor, _close, lanes, self._tier)
             self._persistent_home.begin()

@@ -34,7 +34,7 @@ from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.rerun import RepeatableLayers, Rerun
 from pipe.torch_private import hidden_hooks, uncompiled_hooks
 
-__all__ = ["Cell", "OutputFn", "ReplayableShard"]
+__all__ = ["Cell", "OutputFn", "ShardRunner"]
 
 OutputFn = Callable[[Any], Any]
 
@@ -52,7 +52,7 @@ class Cell(NamedTuple):
 
 
 @dataclass(eq=False)
-class ReplayableShard:
+class ShardRunner:
     """Runs the cells of one shard. Their input is (args, kwargs) in the first shard, one value in the others."""
 
     shard: Shard

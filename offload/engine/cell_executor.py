@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.engine.cell import Cell, OutputFn, ReplayableShard
+from offload.engine.cell import Cell, OutputFn, ShardRunner
 from offload.engine.cell_input import CellInput
 from offload.engine.layouts import fitting
 from offload.engine.memory_recorder import MemoryProfileRecorder
@@ -51,7 +51,7 @@ class CellExecutor:
     """Runs the cells of a model's tapes.
 
     Args:
-        replayables: one for each shard.
+        runners: one for each shard.
         device: the compute device.
         meter: of the model.
         recompute: whether cells are recomputed, except those in ``graphs`` of a tape.
@@ -60,20 +60,20 @@ class CellExecutor:
 
     def __init__(
         self,
-        replayables: Sequence[ReplayableShard],
+        runners: Sequence[ShardRunner],
         *,
         device: torch.device,
         meter: Meter,
         recompute: bool,
         param_dtype: torch.dtype | None,
     ) -> None:
-        self._replayables = replayables
+        self._runners = runners
         self._device = device
         self._meter = meter
         self._recompute = recompute
         self._param_dtype = param_dtype
-        self._home_checksums = [HomeChecksums(replayable.shard) for replayable in replayables]
-        self._lending = {loan.owner.index for replayable in replayables for loan in replayable.shard.loans}
+        self._home_checksums = [HomeChecksums(runner.shard) for runner in runners]
+        self._lending = {loan.owner.index for runner in runners for loan in runner.shard.loans}
 
     def keeps_graph(self, tape: CellRecords, cell: Cell) -> bool:
         """Whether a cell keeps its graph for backward."""
@@ -83,20 +83,20 @@ class CellExecutor:
 
     def forward(self, tape: CellRecords, cell: Cell, boundary: Any) -> Any:
         """The detached output of a cell; records in the tape what its backward needs."""
-        replayable = self._replayables[cell.j]
+        runner = self._runners[cell.j]
         output_fn = self._output_fn(tape, cell)
         keeps = tape.records and cell.j >= tape.first and self.keeps_graph(tape, cell)
         with self._meter.cell("F", cell.j, cell.i, tape.rows[cell.i], token="K" if keeps else "F"):
             if not tape.records or cell.j < tape.first:
-                return map_distinct(Tensor.detach, replayable.forward(boundary, output_fn))
+                return map_distinct(Tensor.detach, runner.forward(boundary, output_fn))
             source, value = _source(tape, cell, boundary)
             if not keeps:
-                output, tape.cells[cell] = replayable.forward_recorded(value, output_fn)
-                self._meter.saw_activations(replayable.activation_bytes, tape.rows[cell.i])
-                self._meter.saw_course(cell.j, MemoryProfile(tape.rows[cell.i], replayable.saved_tensors), keeps=False)
-                replayable.graph_bytes_per_row = replayable.graph_bytes / max(tape.rows[cell.i], 1)
+                output, tape.cells[cell] = runner.forward_recorded(value, output_fn)
+                self._meter.saw_activations(runner.activation_bytes, tape.rows[cell.i])
+                self._meter.saw_course(cell.j, MemoryProfile(tape.rows[cell.i], runner.saved_tensors), keeps=False)
+                runner.graph_bytes_per_row = runner.graph_bytes / max(tape.rows[cell.i], 1)
             else:
-                output, saved_tensors = replayable.forward_with_graph(value, output_fn, cheap_recompute=self._recompute)
+                output, saved_tensors = runner.forward_with_graph(value, output_fn, cheap_recompute=self._recompute)
                 self._meter.saw_course(cell.j, MemoryProfile(tape.rows[cell.i], saved_tensors), keeps=True)
                 tape.kept[cell] = KeptCell(source, *flatten(output))
             tape.requires[Cell(cell.j + 1, cell.i)] = requires(flatten(output)[0])
@@ -116,9 +116,9 @@ class CellExecutor:
         Returns:
             Positions of the parameters that the layers wrote.
         """
-        replayable = self._replayables[j]
-        shard = replayable.shard
-        compare = replayable.compares_weights()
+        runner = self._runners[j]
+        shard = runner.shard
+        compare = runner.compares_weights()
         written = find_writes(shard, compare=compare)
         # Before the writes of the layers are stored.
         checked = {owner for k in written if self._home_checksums[owner := shard.owner_of(k)[0].index].recorded}
@@ -128,12 +128,12 @@ class CellExecutor:
         if records_sums:
             tape.homes[j] = self._home_checksums[j].changes
         if written:
-            replayable.writes_weights = True
+            runner.writes_weights = True
             recorded = [Cell(j, i) for i in microbatches if Cell(j, i) in tape.cells]
             entered = {cell: enter(cell) for cell in recorded}
-            if recorded and replayable.repeats_writes is None:
-                replayable.repeats_writes = self._repeats_writes(tape, recorded[0], entered[recorded[0]])
-            if recorded and not replayable.repeats_writes:
+            if recorded and runner.repeats_writes is None:
+                runner.repeats_writes = self._repeats_writes(tape, recorded[0], entered[recorded[0]])
+            if recorded and not runner.repeats_writes:
                 set_values(shard, values_at_home(shard))  # the values before this visit
                 for cell, boundary in entered.items():
                     self._run_again_with_graph(tape, cell, boundary)
@@ -146,32 +146,32 @@ class CellExecutor:
         So they are as durable as writes into buffers. Errors raised by the engine itself store nothing; an interrupt
         counts as a failure of the layers.
         """
-        replayable = self._replayables[j]
-        replayable.failed = False
+        runner = self._runners[j]
+        runner.failed = False
         try:
             yield
         except BaseException as error:
-            if replayable.failed or not isinstance(error, Exception):
+            if runner.failed or not isinstance(error, Exception):
                 with contextlib.suppress(Exception):  # the first error counts
-                    written = find_writes(replayable.shard, compare=True)
+                    written = find_writes(runner.shard, compare=True)
                     streamer.store_written_weights(j, written)
                     self.refresh_checksums(j, written)
             raise
 
     def refresh_checksums(self, j: int, written: Sequence[int]) -> None:
         """Updates the checksums of homes after writes of layers into their parameters were stored."""
-        shard = self._replayables[j].shard
+        shard = self._runners[j].shard
         for owner in {shard.owner_of(k)[0].index for k in written}:
             self._home_checksums[owner].refresh()
 
     def _repeats_writes(self, tape: Tape, cell: Cell, boundary: Any) -> bool:
         """Whether a recomputation of a cell whose forward wrote parameters leaves them unchanged."""
-        replayable = self._replayables[cell.j]
-        after = values_in_slot(replayable.shard)
+        runner = self._runners[cell.j]
+        after = values_in_slot(runner.shard)
         with torch.no_grad():
-            replayable.recompute(_source(tape, cell, boundary)[1], tape.cells[cell], self._output_fn(tape, cell))
-        same = has_values(replayable.shard, after)
-        set_values(replayable.shard, after)
+            runner.recompute(_source(tape, cell, boundary)[1], tape.cells[cell], self._output_fn(tape, cell))
+        same = has_values(runner.shard, after)
+        set_values(runner.shard, after)
         return same
 
     def _run_again_with_graph(self, tape: Tape, cell: Cell, boundary: Any) -> None:
@@ -179,11 +179,11 @@ class CellExecutor:
 
         The repetition has the state of the first run, with ``is_recomputing()`` False.
         """
-        replayable = self._replayables[cell.j]
+        runner = self._runners[cell.j]
         source, value = _source(tape, cell, boundary)
-        recorder = MemoryProfileRecorder(replayable.shard)
-        with weights_by_reference(replayable.shard, recorder):
-            output = replayable.repeat(value, tape.cells.pop(cell), self._output_fn(tape, cell))
+        recorder = MemoryProfileRecorder(runner.shard)
+        with weights_by_reference(runner.shard, recorder):
+            output = runner.repeat(value, tape.cells.pop(cell), self._output_fn(tape, cell))
         tape.kept[cell] = KeptCell(source, *flatten(output))
         tape.graphs |= {cell}
 
@@ -214,15 +214,15 @@ class CellExecutor:
         Returns:
             A gradient or None for each leaf of the boundary.
         """
-        replayable = self._replayables[cell.j]
+        runner = self._runners[cell.j]
         keeps_graph = self.keeps_graph(tape, cell)
         metered = self._meter.cell("B", cell.j, cell.i, tape.rows[cell.i], token="G" if keeps_graph else "B")
-        with metered, replayable.until_backward() as until:
+        with metered, runner.until_backward() as until:
             if not keeps_graph:
                 source, value = _source(tape, cell, boundary)
-                outputs = flatten(replayable.recompute(value, tape.cells[cell], self._output_fn(tape, cell), until))[0]
+                outputs = flatten(runner.recompute(value, tape.cells[cell], self._output_fn(tape, cell), until))[0]
                 _check_same(tape, cell, outputs)
-                if replayable.writes_weights and differs_from_home(replayable.shard):
+                if runner.writes_weights and differs_from_home(runner.shard):
                     raise RuntimeError(
                         f"the layers of shard {cell.j} write their own parameters while they run, and the "
                         f"recomputation wrote other values than the forward, unlike in the first step; use "
@@ -245,21 +245,21 @@ class CellExecutor:
             back: list[Tensor | None] = [None] * len(source.leaves)
             if roots and only is None:
                 with source.expecting():
-                    replayable.push_back(roots, gradients, retain_graph=retain)
+                    runner.push_back(roots, gradients, retain_graph=retain)
                 back = source.take()
             elif roots:
                 back = (
-                    self._take(replayable.shard, roots, gradients, source if to_boundary else None, only or (), retain)
+                    self._take(runner.shard, roots, gradients, source if to_boundary else None, only or (), retain)
                     or back
                 )
             # Writes of a layer into its own weights (an embedding with max_norm) count once, in forward.
-            replayable.shard.set_versions(tape.versions[cell.j])
+            runner.shard.set_versions(tape.versions[cell.j])
             return back
 
     def repeat(self, tape: CellRecords, cell: Cell, boundary: Any) -> Any:
         """The detached output of a cell that ran forward before: runs it again without a graph."""
         with torch.no_grad():
-            output = tape.cells[cell].repeat(self._replayables[cell.j].call(self._output_fn(tape, cell)), boundary)
+            output = tape.cells[cell].repeat(self._runners[cell.j].call(self._output_fn(tape, cell)), boundary)
         return map_distinct(Tensor.detach, output)
 
     @staticmethod
@@ -316,7 +316,7 @@ class CellExecutor:
         return x.detach().to(self._device, dtype, non_blocking=not goes_on)
 
     def _output_fn(self, tape: CellRecords, cell: Cell) -> OutputFn | None:
-        return tape.output_fns[cell.i] if cell.j == len(self._replayables) - 1 else None
+        return tape.output_fns[cell.i] if cell.j == len(self._runners) - 1 else None
 
     @staticmethod
     def check_unchanged(tape: Tape, shards: Sequence[Shard], assigned_at: Mapping[int, int]) -> None:
@@ -350,7 +350,7 @@ class CellExecutor:
             home = self._home_checksums[j]
             home.compare()
             if home.changes != changes:
-                self._replayables[j].compares_always = True
+                self._runners[j].compares_always = True
                 raise RuntimeError(
                     f"parameter {', '.join(home.changed[:3])} of shard {j} was written through .data (or an alias such "
                     f"as a NumPy array) between the forward and its backward: the gradient would mix activations of "

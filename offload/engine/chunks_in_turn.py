@@ -38,10 +38,10 @@ class ResidentLayers:
     """Layers as shards that stay in memory. ``push`` runs backward through a graph, into ``.grad``."""
 
     def __init__(self, layers: Sequence[nn.Module], push: Push) -> None:
-        self.replayables = [ResidentRunner(j, layer, push) for j, layer in enumerate(layers)]
+        self.runners = [ResidentRunner(j, layer, push) for j, layer in enumerate(layers)]
         device = torch.device("cpu")
         self.cell_executor = CellExecutor(
-            self.replayables, device=device, meter=_NoMeter(device), recompute=True, param_dtype=None
+            self.runners, device=device, meter=_NoMeter(device), recompute=True, param_dtype=None
         )
 
 
@@ -55,11 +55,11 @@ class ChunksInTurn:
     """
 
     def __init__(self, layers: ResidentLayers, first: int, keep_bytes: int) -> None:
-        self._replayables = layers.replayables
+        self._runners = layers.runners
         self._cell_executor = layers.cell_executor
         self.first = first
         records = torch.is_grad_enabled()
-        count = len(layers.replayables)
+        count = len(layers.runners)
         self.plan = InMemory(count, first if records else count, keep_bytes)
         self.store = BoundaryStore(on_host=True)
         self._output_fns: list[OutputFn | None] = []
@@ -123,7 +123,7 @@ class ChunksInTurn:
         if cell in self.plan.inputs:
             self.store.put(cell, self._value)
         self._value = self._cell_executor.forward(tape, cell, self._value)
-        if self._dead_code and cell in tape.cells and self._replayables[cell.j].leaves_out:
+        if self._dead_code and cell in tape.cells and self._runners[cell.j].leaves_out:
             tape.cells[cell].dead_code = self._dead_code[cell.j]
 
     # --- backward -----------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class ChunksInTurn:
             # Gradients are kept in host memory, as boundaries are; that of a single chunk is used at once.
             self._gradients = BoundaryStore(on_host=len(together) > 1)
             for i in together:
-                self._gradients.put((len(self._replayables), i), output_gradients[i])
+                self._gradients.put((len(self._runners), i), output_gradients[i])
             self._follow(self.plan.backward(together))
             self._forget(together)
             entered = [Cell(self.first, i) for i in together]
@@ -176,7 +176,7 @@ class ChunksInTurn:
         tape.cells.pop(cell, None)
 
     def _forget(self, chunks: Iterable[int]) -> None:
-        for cell in (Cell(j, i) for i in chunks for j in range(len(self._replayables))):
+        for cell in (Cell(j, i) for i in chunks for j in range(len(self._runners))):
             self.store.drop(cell)
             self._tape.cells.pop(cell, None)
             self._tape.kept.pop(cell, None)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.engine.boundary_store import SpillingStore
-from offload.engine.cell import Cell, OutputFn, ReplayableShard
+from offload.engine.cell import Cell, OutputFn, ShardRunner
 from offload.engine.cell_executor import CellExecutor, largest_rows, requires, versions_of
 from offload.engine.follow import Follower
 from offload.engine.layouts import bytes_of_boundary, refuse_hidden, refuse_strided_nested
@@ -85,11 +85,9 @@ class Executor:
         self.streamer = Streamer(
             shards, slots=slots, device=device, tier=tier, lanes=lanes, meter=meter, budget_bytes=budget_bytes
         )
-        self.replayables = [
-            ReplayableShard(shard, names, device) for shard, names in zip(shards, layer_names, strict=True)
-        ]
+        self.runners = [ShardRunner(shard, names, device) for shard, names in zip(shards, layer_names, strict=True)]
         self._cell_executor = CellExecutor(
-            self.replayables, device=device, meter=meter, recompute=recompute, param_dtype=param_dtype
+            self.runners, device=device, meter=meter, recompute=recompute, param_dtype=param_dtype
         )
         self.device = device
         self._tier = tier
@@ -100,7 +98,7 @@ class Executor:
         self._param_dtype = param_dtype
         #: Makes plans, and keeps those that ran.
         self.steps = Steps(
-            self.replayables,
+            self.runners,
             boundary_bytes=boundary_bytes,
             recompute=recompute,
             graph_bytes=graph_bytes,
@@ -108,11 +106,9 @@ class Executor:
             spills=tier.scratch() is not None,
             on_host=device.type == "cpu",
         )
-        for replayable in self.replayables:
-            replayable.measures_graphs = recompute and graph_bytes > 0
-        self._references = References(
-            shards, (p for replayable in self.replayables for _, p in replayable.watched.parameters)
-        )
+        for runner in self.runners:
+            runner.measures_graphs = recompute and graph_bytes > 0
+        self._references = References(shards, (p for runner in self.runners for _, p in runner.watched.parameters))
         #: Whether a pass is running, or was interrupted before its cleanup.
         self._busy = False
         self._made_in = os.getpid()
@@ -215,8 +211,8 @@ class Executor:
         for leaves in inputs:
             refuse_hidden(leaves, "an input of the model")
         if self.structure is not None and self.structure.check():
-            for replayable in self.replayables:
-                replayable.watch()
+            for runner in self.runners:
+                runner.watch()
         input_requires_grad = any(isinstance(x, Tensor) and x.requires_grad for leaves in inputs for x in leaves)
         first = 0 if input_requires_grad else next((s.index for s in self.shards if s.trainable), len(self.shards))
         rows = [largest_rows(leaves) for leaves in inputs]
@@ -456,7 +452,7 @@ class Executor:
                 "this OffloadModel is in the middle of a forward or backward; a layer or a hook of it called it again, "
                 "or another thread did"
             )
-        before = StateBefore(self.device, (replayable.watched for replayable in self.replayables) if recomputes else ())
+        before = StateBefore(self.device, (runner.watched for runner in self.runners) if recomputes else ())
         with self.streamer.slot_pool.turn(self.streamer):
             try:
                 if self._busy or self.streamer.must_cancel:

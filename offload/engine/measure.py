@@ -15,10 +15,10 @@ __all__ = ["measured_activations"]
 
 def measured_activations(executor: Executor, call: Any, output_fn: OutputFn | None) -> int:
     """Largest bytes that autograd saves in one shard for a chunk (args, kwargs); 0 if no parameter takes a gradient."""
-    with torch.enable_grad(), trial([replayable.layers for replayable in executor.replayables], [executor.device]):
+    with torch.enable_grad(), trial([runner.layers for runner in executor.runners], [executor.device]):
         tape = executor.tape([call], [output_fn])
         tape.graphs = frozenset()  # a cell that keeps its graph is not measured
         executor.forward(tape, [call])
-        first = tape.first if tape.records else len(executor.replayables)
+        first = tape.first if tape.records else len(executor.runners)
         tape.close()
-    return max((replayable.activation_bytes for replayable in executor.replayables[first:]), default=0)
+    return max((runner.activation_bytes for runner in executor.runners[first:]), default=0)

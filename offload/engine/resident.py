@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload.engine.cell import OutputFn, ReplayableShard
+from offload.engine.cell import OutputFn, ShardRunner
 from offload.engine.tables import rows_in_place, tables_of
 from offload.planning.memory_profile import SavedTensor
 from offload.streaming.shard import Shard
@@ -53,7 +53,7 @@ class ResidentShard(Shard):
         """Does nothing: writes into parameters keep their versions."""
 
 
-class ResidentRunner(ReplayableShard):
+class ResidentRunner(ShardRunner):
     """Runs the cells of one layer.
 
     Args:
@@ -79,7 +79,7 @@ class ResidentRunner(ReplayableShard):
     def forward_with_graph(
         self, boundary: Any, output_fn: OutputFn | None = None, *, cheap_recompute: bool = False
     ) -> tuple[Any, Sequence[SavedTensor]]:
-        """See :class:`ReplayableShard`."""
+        """See :class:`ShardRunner`."""
         with rows_in_place(self._tables):
             return super().forward_with_graph(boundary, output_fn, cheap_recompute=cheap_recompute)
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
-from offload.engine.cell import Cell, ReplayableShard
+from offload.engine.cell import Cell, ShardRunner
 from offload.planning.peak_memory import graphs_that_fit
 from offload.planning.plan import Action, Kind, Plan
 from offload.planning.planner import Sizes, Updates, plan_step
@@ -20,7 +20,7 @@ class Steps:
     """Makes the plans of a model.
 
     Args:
-        replayables: one for each shard.
+        runners: one for each shard.
         boundary_bytes: memory for boundaries and their gradients.
         recompute: whether cells are recomputed, except those whose graphs fit in ``graph_bytes``.
         graph_bytes: for graphs between forward and backward.
@@ -31,7 +31,7 @@ class Steps:
 
     def __init__(
         self,
-        replayables: Sequence[ReplayableShard],
+        runners: Sequence[ShardRunner],
         *,
         boundary_bytes: int,
         recompute: bool,
@@ -40,8 +40,8 @@ class Steps:
         spills: bool,
         on_host: bool,
     ) -> None:
-        self._replayables = replayables
-        self._shards = len(replayables)
+        self._runners = runners
+        self._shards = len(runners)
         self._boundary_bytes = boundary_bytes if spills else math.inf
         #: Bytes of the same memory that other objects take, as long as they live.
         self._reserved: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
@@ -68,12 +68,10 @@ class Steps:
         if not self._recompute:
             return frozenset(Cell(j, i) for j in range(first, self._shards) for i in everything)
         # A recomputation would write parameters again.
-        writing = (
-            j for j, replayable in enumerate(self._replayables) if replayable.repeats_writes is False and j >= first
-        )
+        writing = (j for j, runner in enumerate(self._runners) if runner.repeats_writes is False and j >= first)
         kept = frozenset(Cell(j, i) for j in writing for i in everything)
         if self._graph_bytes:
-            known = [replayable.graph_bytes_per_row for replayable in self._replayables]
+            known = [runner.graph_bytes_per_row for runner in self._runners]
             fitting = graphs_that_fit(known, rows, first=first, budget_bytes=self._graph_bytes)
             kept |= {Cell(*key) for key in fitting}
         return kept
@@ -156,7 +154,7 @@ class Steps:
         Raises:
             ValueError: if boundaries are known to be too large for the budget.
         """
-        trainable = (replayable.shard.index for replayable in self._replayables if replayable.shard.trainable)
+        trainable = (runner.shard.index for runner in self._runners if runner.shard.trainable)
         first = next(trainable, self._shards)
         return plan_step(
             self._shards,

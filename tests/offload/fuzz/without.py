@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from offload.engine.cell import ReplayableShard
+from offload.engine.cell import ShardRunner
 from offload.engine.cell_executor import CellExecutor
 from offload.engine.executor import Executor
 from offload.engine.structure import Structure
@@ -28,7 +28,7 @@ def _lent_slots(patch: pytest.MonkeyPatch) -> None:
 
 
 def _own_memory(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ReplayableShard, "_own_memory", lambda self, tensor: tensor)
+    patch.setattr(ShardRunner, "_own_memory", lambda self, tensor: tensor)
     _lent_slots(patch)  # which alone would give a view its slot for good
 
 
@@ -41,7 +41,7 @@ def _kept_gradients(patch: pytest.MonkeyPatch) -> None:
 
 
 def _weight_writes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ReplayableShard, "compares_weights", lambda self: False)
+    patch.setattr(ShardRunner, "compares_weights", lambda self: False)
 
 
 def _accumulated_hooks(patch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,7 @@ def test_kept_graphs_are_counted_without_results_of_norms_and_activations_and_do
     model(torch.randn(rows, WIDTH)).sum().backward()
     # What entered, the norm's two statistics, and what entered the activation; the first input is the user's.
     kept = 4 * rows * (WIDTH + 2 + 2 * WIDTH)
-    assert [replayable.graph_bytes for replayable in model._executor.replayables] == [kept, kept]
+    assert [runner.graph_bytes for runner in model._executor.runners] == [kept, kept]
     made.clear()
     loss = model(torch.randn(rows, WIDTH)).sum()
     assert [storage.expired() for storage in made] == [True] * 4
@@ -158,7 +158,7 @@ def test_casts_of_weights_are_not_counted_among_what_kept_graphs_hold() -> None:
     model = OffloadModel(bare, "cpu", num_slices=2, checkpoint_activation=True, graph_bytes="1MiB")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = model(torch.randn(rows, WIDTH)).sum()
-    assert [replayable.graph_bytes for replayable in model._executor.replayables] == [
+    assert [runner.graph_bytes for runner in model._executor.runners] == [
         2 * rows * WIDTH,
         2 * rows * WIDTH,
     ]
@@ -203,7 +203,7 @@ def test_activations_are_counted_once_each_although_their_memory_is_reused() -> 
     model = OffloadModel(bare, "cpu", num_slices=1, checkpoint_activation=True)
     model.forward_chunks([torch.randn(rows, WIDTH)])
     # The input of the first layer and the results of the others; the second linear layer's is not used.
-    assert model._executor.replayables[0].activation_bytes == 3 * rows * WIDTH * 4
+    assert model._executor.runners[0].activation_bytes == 3 * rows * WIDTH * 4
 
 
 def test_raw_chunks_are_processed_when_they_enter_and_again_in_backward_and_drawn_from_alike(home: str) -> None:
