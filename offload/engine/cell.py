@@ -97,7 +97,7 @@ class ShardRunner:
         self.layers = RepeatableLayers(self.watched, [self.device], self._inputs)
 
     @property
-    def leaves_out(self) -> bool:
+    def skips_dead_code(self) -> bool:
         """Whether a recomputation may skip dead code: operations that no gradient needs."""
         return not (self.reads_values or self.layers.listened_to)
 
@@ -166,7 +166,7 @@ class ShardRunner:
         if self.callers_input and not rerun.copies_input:
             recomputed.update(count(part) for t in own for part in parts_of(t))
         self.graph_bytes = sum(nbytes for reference, nbytes in sizes.items() if reference not in recomputed - entered)
-        if self.leaves_out:
+        if self.skips_dead_code:
             rerun.dead_code = listener.dead_code()
         return output, rerun
 

@@ -123,7 +123,7 @@ class ChunksInTurn:
         if cell in self.plan.inputs:
             self.store.put(cell, self._value)
         self._value = self._cell_executor.forward(tape, cell, self._value)
-        if self._dead_code and cell in tape.cells and self._runners[cell.j].leaves_out:
+        if self._dead_code and cell in tape.cells and self._runners[cell.j].skips_dead_code:
             tape.cells[cell].dead_code = self._dead_code[cell.j]
 
     # --- backward -----------------------------------------------------------------------------------------------
