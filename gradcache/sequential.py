@@ -34,7 +34,7 @@ from gradcache.chunk_inputs import ChunkInputs, InputFn
 from gradcache.distributed.sharded import is_sharded
 from gradcache.profiles import LayerProfile, Profile, Profiles
 from offload.engine.chunks_in_turn import ChunksInTurn, ResidentLayers, nbytes_of
-from offload.engine.raw_chunk import MadeInput
+from offload.engine.raw_chunk import LazyInput
 from offload.engine.regroup import joined, rows_in, runs_alike, split_output
 from pipe.nested import flatten, map_tensors, tensors_in
 from pipe.recompute.replay import devices_of
@@ -77,7 +77,7 @@ class SequentialModel:
 
 
 @dataclass
-class _Group(MadeInput):
+class _Group(LazyInput):
     """Chunks that run together, with the rows of each; their input is made again from the step's chunks when needed."""
 
     source: ChunkInputs

@@ -25,7 +25,7 @@ from offload.engine.cell import Cell, OutputFn, ShardRunner
 from offload.engine.cell_input import CellInput
 from offload.engine.layouts import fitting
 from offload.engine.memory_recorder import MemoryProfileRecorder
-from offload.engine.raw_chunk import MadeInput
+from offload.engine.raw_chunk import LazyInput
 from offload.engine.saved_tensors import weights_by_reference
 from offload.engine.tape import CellRecords, KeptCell, Tape
 from offload.engine.weight_writes import (
@@ -302,7 +302,7 @@ class CellExecutor:
                 f"an input of the model (micro-batch {cell.i}) was changed in place between the forward and its "
                 f"backward; clone it before changing it"
             )
-        if len(leaves) == 1 and isinstance(leaves[0], MadeInput):
+        if len(leaves) == 1 and isinstance(leaves[0], LazyInput):
             return leaves[0].entering(self._brought)
         moved = [self._brought(x) if isinstance(x, Tensor) else x for x in leaves]
         return unflatten(moved, tape.input_specs[cell.i])
@@ -387,5 +387,5 @@ def versions_of(leaves: Sequence[Any]) -> list[int]:
 
 def largest_rows(leaves: Sequence[Any]) -> int:
     """Rows of a micro-batch: the largest dimension 0 of its tensors; 1 if there is none."""
-    raw = (x.rows for x in leaves if isinstance(x, MadeInput))
+    raw = (x.rows for x in leaves if isinstance(x, LazyInput))
     return max((*(x.size(0) for x in leaves if isinstance(x, Tensor) and x.dim()), *raw), default=1)

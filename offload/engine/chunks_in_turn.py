@@ -13,7 +13,7 @@ from offload.engine.boundary_store import BoundaryStore
 from offload.engine.cell import Cell, OutputFn
 from offload.engine.cell_executor import CellExecutor
 from offload.engine.follow import Follower
-from offload.engine.raw_chunk import MadeInput
+from offload.engine.raw_chunk import LazyInput
 from offload.engine.resident import Push, ResidentRunner
 from offload.engine.tape import CellRecords
 from offload.planning.in_memory import InMemory
@@ -83,7 +83,7 @@ class ChunksInTurn:
 
     # --- forward ------------------------------------------------------------------------------------------------
 
-    def add(self, source: MadeInput, requires: Sequence[bool] | None, output_fn: OutputFn | None) -> int:
+    def add(self, source: LazyInput, requires: Sequence[bool] | None, output_fn: OutputFn | None) -> int:
         """Adds a chunk: its lazy input, whether each leaf of that needs a gradient, a function of its output.
 
         Returns the index of the chunk.

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from pipe.nested import map_tensors, parts_of, tensors_in
 
-__all__ = ["MadeInput", "RawChunk", "as_call"]
+__all__ = ["LazyInput", "RawChunk", "as_call"]
 
 
-class MadeInput(ABC):
+class LazyInput(ABC):
     """An input of the first shard that is computed when it is needed. One leaf to the engine."""
 
     #: Rows of the input.
@@ -32,7 +32,7 @@ class MadeInput(ABC):
         """
 
 
-class RawChunk(MadeInput):
+class RawChunk(LazyInput):
     """A chunk, and the function that turns it into a tensor or (args, kwargs).
 
     One leaf of an input to the engine, which does not move, cast or differentiate it.
