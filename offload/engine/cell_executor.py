@@ -102,7 +102,7 @@ class CellExecutor:
             tape.requires[Cell(cell.j + 1, cell.i)] = requires(flatten(output)[0])
             return map_distinct(Tensor.detach, output)
 
-    def end_visit(self, tape: Tape, j: int, microbatches: Sequence[int], enter: Callable[[Cell], Any]) -> list[int]:
+    def end_visit(self, tape: Tape, j: int, microbatches: Sequence[int], input_of: Callable[[Cell], Any]) -> list[int]:
         """Finds parameters that layers wrote, after all forward cells of a shard's visit.
 
         Where a recomputation would write other values into parameters than the cells did, their graphs are kept.
@@ -111,7 +111,7 @@ class CellExecutor:
             tape: of the forward.
             j: index of the shard.
             microbatches: whose cells have run.
-            enter: returns the input of a cell once more.
+            input_of: returns the input of a cell once more.
 
         Returns:
             Positions of the parameters that the layers wrote.
@@ -130,7 +130,7 @@ class CellExecutor:
         if written:
             runner.writes_weights = True
             recorded = [Cell(j, i) for i in microbatches if Cell(j, i) in tape.cells]
-            entered = {cell: enter(cell) for cell in recorded}
+            entered = {cell: input_of(cell) for cell in recorded}
             if recorded and runner.repeats_writes is None:
                 runner.repeats_writes = self._repeats_writes(tape, recorded[0], entered[recorded[0]])
             if recorded and not runner.repeats_writes:
@@ -288,7 +288,7 @@ class CellExecutor:
 
     # --- inputs and checks of changes -----------------------------------------------------------------------------
 
-    def enter(self, tape: CellRecords, cell: Cell) -> Any:
+    def input_of(self, tape: CellRecords, cell: Cell) -> Any:
         """The input of a cell. The boundaries of the first shard are the user's inputs, which are not copied.
 
         Raises:

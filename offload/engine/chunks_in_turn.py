@@ -155,7 +155,7 @@ class ChunksInTurn:
         if cell in tape.kept:
             output = map_tensors(Tensor.detach, tape.kept[cell].output())
         else:
-            value = self._cell_executor.enter(tape, cell)
+            value = self._cell_executor.input_of(tape, cell)
             if cell.j == self.first == 0:
                 self.store.put(cell, value)  # it is needed again, and may be expensive
             output = self._cell_executor.repeat(tape, cell, value)
@@ -168,7 +168,7 @@ class ChunksInTurn:
         if after in self._gradients:
             given = self._gradients.get(after)
             self._gradients.drop(after)
-            boundary = None if cell in tape.kept else self._cell_executor.enter(tape, cell)
+            boundary = None if cell in tape.kept else self._cell_executor.input_of(tape, cell)
             back = self._cell_executor.backward(tape, cell, boundary, given, consume=True)
             if tensors_in(back):
                 self._gradients.put(cell, back)

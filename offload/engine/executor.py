@@ -272,7 +272,7 @@ class Executor:
             outputs: list[Any] = [None] * m
 
             def run(cell: Cell) -> None:
-                output = self._cell_executor.forward(tape, cell, self._cell_executor.enter(tape, cell))
+                output = self._cell_executor.forward(tape, cell, self._cell_executor.input_of(tape, cell))
                 if not this.needed_again(*cell):
                     tape.boundaries.drop(cell)
                 j, i = cell.j + 1, cell.i
@@ -284,16 +284,16 @@ class Executor:
                 self.steps.record_boundary(j, tape.rows[i], tape.elements[i], nbytes, training=tape.records)
 
             def end_visit(j: int) -> None:
-                def enter(cell: Cell) -> Any:
+                def input_of(cell: Cell) -> Any:
                     for action in tape.residency.use(cell, this.now(*cell)):
                         follower.perform(action)
-                    entered = self._cell_executor.enter(tape, cell)
+                    entered = self._cell_executor.input_of(tape, cell)
                     for action in tape.residency.end_use(cell):
                         follower.perform(action)
                     return entered
 
                 before = tape.graphs
-                written = self._cell_executor.end_visit(tape, j, range(m), enter)
+                written = self._cell_executor.end_visit(tape, j, range(m), input_of)
                 self.streamer.store_written_weights(j, written)
                 self._cell_executor.refresh_checksums(j, written)
                 tape.versions[j], tape.assignments = self.shards[j].versions(), self._assignments
@@ -401,7 +401,7 @@ class Executor:
             def run(cell: Cell) -> None:
                 j, i = cell
                 given = gradients.get((j + 1, i))
-                boundary = None if this.keeps(j, i) else self._cell_executor.enter(tape, cell)
+                boundary = None if this.keeps(j, i) else self._cell_executor.input_of(tape, cell)
                 to_boundary = accumulate or to_inputs or j > first
                 back = self._cell_executor.backward(
                     tape, cell, boundary, given, consume=consume, only=only, to_boundary=to_boundary
