@@ -92,12 +92,14 @@ class CellExecutor:
             source, value = _source(tape, cell, boundary)
             if not keeps:
                 output, tape.cells[cell] = runner.forward_recorded(value, output_fn)
-                self._meter.saw_activations(runner.activation_bytes, tape.rows[cell.i])
-                self._meter.saw_course(cell.j, MemoryProfile(tape.rows[cell.i], runner.saved_tensors), keeps=False)
+                self._meter.record_activations(runner.activation_bytes, tape.rows[cell.i])
+                self._meter.record_memory_profile(
+                    cell.j, MemoryProfile(tape.rows[cell.i], runner.saved_tensors), keeps=False
+                )
                 runner.graph_bytes_per_row = runner.graph_bytes / max(tape.rows[cell.i], 1)
             else:
                 output, saved_tensors = runner.forward_with_graph(value, output_fn, cheap_recompute=self._recompute)
-                self._meter.saw_course(cell.j, MemoryProfile(tape.rows[cell.i], saved_tensors), keeps=True)
+                self._meter.record_memory_profile(cell.j, MemoryProfile(tape.rows[cell.i], saved_tensors), keeps=True)
                 tape.kept[cell] = KeptCell(source, *flatten(output))
             tape.requires[Cell(cell.j + 1, cell.i)] = requires(flatten(output)[0])
             return map_distinct(Tensor.detach, output)

@@ -30,7 +30,7 @@ class MemoryProfileRecorder:
         self._saved: list[tuple[int | StorageWeakRef, int]] = []
         self._nbytes: dict[StorageWeakRef, int] = {}
 
-    def saw(self, tensor: Tensor) -> None:
+    def record(self, tensor: Tensor) -> None:
         """Called for each tensor that autograd saves."""
         if tensor.layout is not torch.strided or not tensor.numel():
             return

@@ -112,11 +112,11 @@ class Meter:
         """
         return self._lane_clocks[lane].seconds_each()
 
-    def saw_activations(self, nbytes: int, rows: int) -> None:
+    def record_activations(self, nbytes: int, rows: int) -> None:
         """Notes what one cell of so many rows needs for its activations."""
         self.activation_bytes_per_row = max(self.activation_bytes_per_row, nbytes / max(rows, 1))
 
-    def saw_course(self, shard: int, memory_profile: MemoryProfile, *, keeps: bool) -> None:
+    def record_memory_profile(self, shard: int, memory_profile: MemoryProfile, *, keeps: bool) -> None:
         """Notes what backward will meet in a cell, and whether the cell keeps its graph until then."""
         self.memory_profiles[shard] = memory_profile
         (self.keeping.add if keeps else self.keeping.discard)(shard)
