@@ -114,7 +114,7 @@ class Executor:
         self._made_in = os.getpid()
         this = weakref.ref(self)  # without it, a cycle with the streamer
 
-        def computes() -> bool:
+        def in_pass() -> bool:
             executor = this()
             return executor is not None and executor.busy
 
@@ -123,7 +123,7 @@ class Executor:
             if executor is not None:
                 executor.recover()
 
-        self.streamer.computes, self.streamer.recover = computes, recover
+        self.streamer.in_pass, self.streamer.recover = in_pass, recover
         self._frozen_weights = 0
         #: Number of calls that stored assigned data, and the last of them for each parameter, by identity.
         self._assignments = 0

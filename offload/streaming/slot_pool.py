@@ -32,7 +32,7 @@ class SlotUser(Protocol):
     """A model that uses slots of a pool."""
 
     @property
-    def computes(self) -> Callable[[], bool]:
+    def in_pass(self) -> Callable[[], bool]:
         """Returns whether it is inside a pass."""
         ...
 
@@ -92,7 +92,7 @@ class SlotPool:
             yield
             return
         # An interrupt at the end of a turn leaves a user here that does not compute.
-        if self._computing is not None and self._computing.computes():
+        if self._computing is not None and self._computing.in_pass():
             raise RuntimeError("two models that take turns on one device compute at once; do not share their slots")
         try:
             self._computing = slot_user

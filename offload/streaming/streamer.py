@@ -77,7 +77,7 @@ class Streamer:
         #: True while slots change hands outside a pass. If an exception leaves it True, call :meth:`cancel`.
         self.must_cancel = False
         #: Returns whether the model is inside a pass.
-        self.computes: Callable[[], bool] = lambda: False
+        self.in_pass: Callable[[], bool] = lambda: False
         #: Cleans up after an interrupted pass, if there was one.
         self.recover: Callable[[], None] = lambda: None
         #: Finishes an interrupted decision of ``optimizer.step()``, if there was one.
