@@ -118,12 +118,12 @@ class Executor:
             executor = this()
             return executor is not None and executor.busy
 
-        def recover() -> None:
+        def clean_up() -> None:
             executor = this()
             if executor is not None:
-                executor.recover()
+                executor.clean_up()
 
-        self.streamer.in_pass, self.streamer.recover = in_pass, recover
+        self.streamer.in_pass, self.streamer.clean_up = in_pass, clean_up
         self._frozen_weights = 0
         #: Number of calls that stored assigned data, and the last of them for each parameter, by identity.
         self._assignments = 0
@@ -469,7 +469,7 @@ class Executor:
                     on_failure()
                 raise
 
-    def recover(self) -> None:
+    def clean_up(self) -> None:
         """Cleans up after a pass that was interrupted before its cleanup, if there is one."""
         if self._busy and not self._passes():
             self._cancel()

@@ -79,7 +79,7 @@ class Streamer:
         #: Returns whether the model is inside a pass.
         self.in_pass: Callable[[], bool] = lambda: False
         #: Cleans up after an interrupted pass, if there was one.
-        self.recover: Callable[[], None] = lambda: None
+        self.clean_up: Callable[[], None] = lambda: None
         #: Finishes an interrupted decision of ``optimizer.step()``, if there was one.
         self.decide: Callable[[], None] | None = None
         self.gradient_offload = GradientOffload(shards, device=device, tier=tier, lane=lanes.drain, meter=meter)
@@ -145,7 +145,7 @@ class Streamer:
         Raises:
             OSError: if storage cannot be read or written. Other updates are done, the failed ones still pending.
         """
-        self.recover()
+        self.clean_up()
         if self.decide is not None:
             self.decide()
         started = [(shard, pending.start()) for shard in self.shards if (pending := shard.pending) is not None]
