@@ -457,8 +457,8 @@ class Executor:
             try:
                 if self._busy or self.streamer.must_cancel:
                     self._cancel()
-                if self.streamer.decide is not None:
-                    self.streamer.decide()
+                if self.streamer.finish_step is not None:
+                    self.streamer.finish_step()
                 self._busy = True
                 yield
                 self._busy = False

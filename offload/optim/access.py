@@ -98,9 +98,9 @@ class OptimizerAccess:
 
         def decided() -> None:
             decide()
-            self._streamer.decide = None
+            self._streamer.finish_step = None
 
-        self._streamer.decide = decided
+        self._streamer.finish_step = decided
         try:
             decided()
         except BaseException:

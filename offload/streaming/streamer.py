@@ -81,7 +81,7 @@ class Streamer:
         #: Cleans up after an interrupted pass, if there was one.
         self.clean_up: Callable[[], None] = lambda: None
         #: Finishes an interrupted decision of ``optimizer.step()``, if there was one.
-        self.decide: Callable[[], None] | None = None
+        self.finish_step: Callable[[], None] | None = None
         self.gradient_offload = GradientOffload(shards, device=device, tier=tier, lane=lanes.drain, meter=meter)
 
     # --- loads --------------------------------------------------------------------------------------------------
@@ -146,8 +146,8 @@ class Streamer:
             OSError: if storage cannot be read or written. Other updates are done, the failed ones still pending.
         """
         self.clean_up()
-        if self.decide is not None:
-            self.decide()
+        if self.finish_step is not None:
+            self.finish_step()
         started = [(shard, pending.start()) for shard in self.shards if (pending := shard.pending) is not None]
         errors: list[BaseException] = []
         for shard, arrival in started:
