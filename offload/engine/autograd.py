@@ -123,11 +123,11 @@ class _Offload(torch.autograd.Function):
         everywhere = accumulates_everywhere()
         to_inputs = True
         if everywhere:
-            handed_over = [p for p in node.parameters if has_hooks(p)]
+            returned = [p for p in node.parameters if has_hooks(p)]
         else:
             requested = [edge is not None and is_requested(edge) for edge, _ in ctx.next_functions]
             first = len(requested) - len(node.parameters)
-            handed_over = [p for p, asked in zip(node.parameters, requested[first:], strict=True) if asked]
+            returned = [p for p, asked in zip(node.parameters, requested[first:], strict=True) if asked]
             to_inputs = any(requested[1:first])  # after the phony
         # Without consuming, the whole tape would stay in memory until the end of backward; plain autograd, too, frees
         # saved tensors one by one, unless the graph is retained.
@@ -138,7 +138,7 @@ class _Offload(torch.autograd.Function):
                     output_gradients,
                     consume=not keeps_graph(),
                     accumulate=everywhere,
-                    handed_over=handed_over,
+                    returned=returned,
                     to_inputs=to_inputs,
                 )
         except BaseException as error:
@@ -146,7 +146,7 @@ class _Offload(torch.autograd.Function):
             if tape.used or not isinstance(error, Exception):
                 tape.discard()
             raise
-        for parameter in handed_over if everywhere else ():
+        for parameter in returned if everywhere else ():
             if parameter not in taken:
                 run_hooks_with_gradient_only(parameter)
         inputs = _joined(back, tape, ctx.needs_input_grad[2 : len(ctx.needs_input_grad) - len(node.parameters)])

@@ -335,7 +335,7 @@ class Executor:
         *,
         consume: bool,
         accumulate: bool = True,
-        handed_over: Collection[nn.Parameter] = (),
+        returned: Collection[nn.Parameter] = (),
         to_inputs: bool = True,
     ) -> tuple[list[list[Any]], dict[nn.Parameter, Tensor]]:
         """Propagates gradients of the outputs (flat, for each chunk) back through all shards.
@@ -344,13 +344,13 @@ class Executor:
             tape: of the forward.
             output_gradients: for each chunk, a tensor or None for each leaf of its output.
             consume: free each boundary after its use; False where the tape may be used again.
-            accumulate: whether gradients of parameters are added to ``.grad``; else only those of ``handed_over`` are
+            accumulate: whether gradients of parameters are added to ``.grad``; else only those of ``returned`` are
                 computed.
-            handed_over: parameters whose gradients are returned instead.
+            returned: parameters whose gradients are returned instead.
             to_inputs: whether gradients of the inputs are needed if ``accumulate`` is False.
 
         Returns:
-            For each chunk, a gradient or None for each leaf of its input; and the gradients of ``handed_over``, stored
+            For each chunk, a gradient or None for each leaf of its input; and the gradients of ``returned``, stored
             where their homes are.
         """
         self._check_open()
@@ -367,8 +367,8 @@ class Executor:
             self._cell_executor.check_homes(tape)
             waiting = sum(other is not tape and not other.used for other in self._tapes)
             gradient_offload = self.streamer.gradient_offload
-            updates = gradient_offload.begin(waiting, handed_over, only_those=not accumulate)
-            only = None if accumulate else frozenset(handed_over)
+            updates = gradient_offload.begin(waiting, returned, only_those=not accumulate)
+            only = None if accumulate else frozenset(returned)
             # Shards that no requested gradient needs are skipped, as in autograd: their hooks must not run.
             requested = [
                 shard.index for shard in self.shards if only is not None and not only.isdisjoint(shard.parameters)

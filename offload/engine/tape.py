@@ -115,7 +115,7 @@ class Tape(CellRecords):
         try:
             # Autograd runs the hooks of a parameter, once, on its whole gradient.
             hooked = [p for p in self.executor.trainable(self.first) if has_hooks(p)]
-            input_gradients, taken = self.executor.backward(self, flat, consume=True, handed_over=hooked)
+            input_gradients, taken = self.executor.backward(self, flat, consume=True, returned=hooked)
         finally:
             self.close()
         roots: list[tuple[Tensor, Tensor]] = [
