@@ -53,16 +53,16 @@ class GradientOffload:
         self._updates = False
         self._unfinished: dict[Shard, dict[Slice, Tensor]] = {}
         #: Parameters whose gradients are returned instead of stored; these gradients; whether all others are dropped.
-        self._handed_over: Collection[nn.Parameter] = ()
+        self._returned_parameters: Collection[nn.Parameter] = ()
         self._returned: dict[nn.Parameter, Tensor] = {}
         self._only_those = False
 
-    def begin(self, waiting: int, handed_over: Collection[nn.Parameter] = (), *, only_those: bool = False) -> bool:
+    def begin(self, waiting: int, returned: Collection[nn.Parameter] = (), *, only_those: bool = False) -> bool:
         """Starts a backward; returns whether its plan is to update each shard.
 
         Args:
             waiting: other forwards whose backward is still to run.
-            handed_over: parameters whose gradients :meth:`pop_returned` returns, instead of adding them to ``.grad``.
+            returned: parameters whose gradients :meth:`pop_returned` returns, instead of adding them to ``.grad``.
             only_those: drop all other gradients of parameters.
 
         Raises:
@@ -70,13 +70,13 @@ class GradientOffload:
         """
         self._updater = None if only_those else self.optimizers.in_backward
         self._updates = self._updater is not None and self._updater.begin(waiting)
-        if self._updates and handed_over:
+        if self._updates and returned:
             self._end(failed=True)
             raise RuntimeError(
-                f"{len(handed_over)} parameters have gradient hooks, which run after the backward, but "
+                f"{len(returned)} parameters have gradient hooks, which run after the backward, but "
                 f"update_in_backward uses the gradients before; remove the hooks, or pass update_in_backward=False"
             )
-        self._handed_over, self._only_those, self._returned = frozenset(handed_over), only_those, {}
+        self._returned_parameters, self._only_those, self._returned = frozenset(returned), only_those, {}
         return self._updates
 
     def drain(self, shard: Shard, gradients: list[Tensor | None]) -> None:
@@ -113,7 +113,7 @@ class GradientOffload:
         self._end()
 
     def pop_returned(self) -> dict[nn.Parameter, Tensor]:
-        """Gradients of the last backward's ``handed_over`` parameters, on the parameters' device, in their type."""
+        """Gradients of the last backward's ``returned`` parameters, on the parameters' device, in their type."""
         returned, self._returned = self._returned, {}
         return {p: gradient.to(p.device, p.dtype) for p, gradient in returned.items()}
 
@@ -128,7 +128,7 @@ class GradientOffload:
 
     def _end(self, *, failed: bool = False) -> None:
         self._updates = False
-        self._handed_over, self._only_those = (), False
+        self._returned_parameters, self._only_those = (), False
         if self._updater is not None:
             self._updater.end(failed=failed)
             self._updater = None
@@ -147,11 +147,11 @@ class GradientOffload:
 
     def _filter(self, shard: Shard, gradients: list[Tensor | None]) -> None:
         """Removes the gradients from the list that are not stored: those to return, and those to drop."""
-        if not self._handed_over and not self._only_those:
+        if not self._returned_parameters and not self._only_those:
             return
         for position, gradient in enumerate(gradients):
             parameter = shard.slices[position].parameter
-            if gradient is not None and parameter in self._handed_over:
+            if gradient is not None and parameter in self._returned_parameters:
                 sum_so_far = self._returned.get(parameter)
                 self._returned[parameter] = gradient if sum_so_far is None else sum_so_far + gradient
                 gradients[position] = None
