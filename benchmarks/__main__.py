@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness import claims
-from benchmarks.harness.extra import MissingExtraError
+from benchmarks.harness.peers import MissingExtraError
 from benchmarks.registry import BENCHMARKS, find
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from benchmarks.harness.extra import require
+from benchmarks.harness.peers import require
 
 if TYPE_CHECKING:
     from benchmarks.harness.benchmark import Benchmark

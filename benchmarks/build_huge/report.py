@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.build_huge.workload import FLOOR, Shape
 from benchmarks.harness.benchmark import Report, Run
-from benchmarks.harness.case import Outcome, failures
+from benchmarks.harness.case import FLOOR, Outcome, failures, find_done
 from benchmarks.harness.io_counters import medium_bytes
+from benchmarks.harness.limits import adamw_bytes, gradient_bytes
 from benchmarks.harness.table import at_most, case_table, limit_columns, mebibytes, reasons, spread
-from benchmarks.harness.work import adamw_bytes, gradient_bytes
 
 REFERENCE, CAPPED, OFFLOADED = "resident, no cap", "resident, capped", "offloaded, capped"
 LIMIT = (
@@ -21,41 +20,38 @@ TOLERANCE = 1e-5  # of a loss, relative to that of the resident model
 
 def report(run: Run[Any]) -> Report:
     """One table."""
-    outcomes, cap_bytes = run.outcomes, run.settings.cap << 20
-    shape = Shape(**outcomes[0].case.arguments["shape"])
-    parameters = shape.parameter_bytes / 4
+    outcomes, settings = run.outcomes, run.settings
+    cap_bytes = settings.cap << 20
+    offloaded, reference = find_done(outcomes, OFFLOADED), find_done(outcomes, REFERENCE)
 
     def least(outcome: Outcome) -> float:
-        copied = gradient_bytes(parameters) + adamw_bytes(parameters)
-        work = medium_bytes(outcome.steps, copied_bytes=copied) if outcome.steps else {}
-        return run.limits.step_seconds(flops=shape.training_flops, **work) if work else 0.0
+        if not outcome.steps:
+            return 0.0
+        parameters = settings.parameter_bytes / 4
+        work = medium_bytes(outcome.steps, copied_bytes=gradient_bytes(parameters) + adamw_bytes(parameters))
+        return run.limits.step_seconds(flops=settings.training_flops, **work)
 
     def phase(name: str, outcome: Outcome) -> str:
         return mebibytes(outcome.peaks[name]) if name in outcome.peaks else "-"
 
     columns = {
-        "parameters": lambda o: mebibytes(shape.parameter_bytes),
-        "cap": lambda o: mebibytes(cap_bytes) if o.case.arguments["cap_bytes"] else "none",
+        "parameters": lambda o: mebibytes(settings.parameter_bytes),
+        "cap": lambda o: mebibytes(cap_bytes) if o.name != REFERENCE else "none",
         "torch alone": lambda o: mebibytes(o.moments[FLOOR]),
         "peak, building": lambda o: phase("build", o),
         "peak, training": lambda o: phase("steps", o),
         "load": lambda o: f"{o.done['load_seconds']:.1f} s" if o.steps else "-",
         "s/step": lambda o: f"{o.median():.2f}" if o.steps else "-",
-        "to no cap": lambda o: spread(o.ratios(), 2) if _find(outcomes, REFERENCE) else "-",
+        "to no cap": lambda o: spread(o.ratios(), 2) if reference else "-",
         **limit_columns(run.limits, least),
         "losses": lambda o: _died(o) or ", ".join(f"{loss:.6f}" for loss in _losses(o)),
     }
-    offloaded, reference = _find(outcomes, OFFLOADED), _find(outcomes, REFERENCE)
     ratios: dict[str, float] = {}
     if offloaded is not None and reference is not None and offloaded.steps:
         ratios[f"{OFFLOADED}: time"] = offloaded.ratio()
         ratios[f"{OFFLOADED}: peak"] = offloaded.peak_bytes / reference.peak_bytes
     sections = [case_table(outcomes, columns), LIMIT, reasons(outcomes)]
     return Report(sections, broken_bounds(outcomes, cap_bytes), ratios=ratios)
-
-
-def _find(outcomes: Sequence[Outcome], name: str) -> Outcome | None:
-    return next((outcome for outcome in outcomes if outcome.name == name and outcome.result is not None), None)
 
 
 def _died(outcome: Outcome) -> str:
@@ -75,7 +71,7 @@ def broken_bounds(outcomes: Sequence[Outcome], cap_bytes: int) -> list[str]:
             broken.append("the resident model must not fit under the cap, but it trained")
         elif outcome.name != CAPPED and _died(outcome):
             broken.append(f"{outcome.name}: {_died(outcome)}")
-    offloaded, reference = _find(outcomes, OFFLOADED), _find(outcomes, REFERENCE)
+    offloaded, reference = find_done(outcomes, OFFLOADED), find_done(outcomes, REFERENCE)
     if broken or offloaded is None:
         return broken
     broken += at_most("the peak under the cap", offloaded.peak_bytes, cap_bytes, mebibytes)

@@ -1,32 +1,43 @@
-"""The model, its weights in files, and two methods that build, load and train it, with or without a memory cap."""
+"""The model, its weights in files, and the process of a case: builds, loads and trains it, with or without a cap."""
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.io_counters import IOCounters, counted_between
+from benchmarks.harness.case import FLOOR
+from benchmarks.harness.io_counters import counts_of, measure
 from benchmarks.harness.memory_cap import cap_memory, lacks_memory
+from benchmarks.harness.settings import option
+from benchmarks.harness.table import mebibytes
 from benchmarks.harness.worker import Reporter
 from offload import OffloadModel, OffloadOptimizer, load_pretrained
 
-FLOOR = "interpreter and torch"
 LEARNING_RATE = 3e-4
 
 
 @dataclass(frozen=True)
-class Shape:
-    """``blocks`` residual blocks of ``8 * dim ** 2`` parameters each, and a batch of ``rows``."""
+class Settings:
+    """The cap, the model (residual blocks of about ``8 * dim ** 2`` parameters each), and its batch."""
 
-    blocks: int
-    dim: int
-    rows: int
-    steps: int
+    cap: int = option(768, "MiB of private memory (RLIMIT_DATA) of the capped cases")
+    dim: int = option(1024, "channels; a block has 8 dim^2 parameters")
+    blocks: int = option(36, "blocks, each of which is one shard")
+    rows: int = option(64, "rows of the batch")
+    steps: int = option(9, "steps of AdamW")
+
+    def wrong(self) -> list[str]:
+        """A model that fits answers nothing."""
+        if self.parameter_bytes > self.cap << 20:
+            return []
+        return [
+            f"expected parameters larger than the cap, got {mebibytes(self.parameter_bytes)} under a cap of "
+            f"{self.cap:,} MiB; pass more --blocks or a smaller --cap"
+        ]
 
     @property
     def parameter_bytes(self) -> int:
@@ -42,12 +53,6 @@ class Shape:
         """The model on the meta device: shapes and no values."""
         with torch.device("meta"):
             return nn.Sequential(*(Residual(self.dim) for _ in range(self.blocks)))
-
-    def batch(self) -> tuple[Tensor, Tensor]:
-        """Input and target."""
-        generator = torch.Generator().manual_seed(0)
-        size = (self.rows, self.dim)
-        return torch.randn(size, generator=generator), torch.randn(size, generator=generator)
 
 
 class Residual(nn.Module):
@@ -65,11 +70,11 @@ class Residual(nn.Module):
         return x + down
 
 
-def write_weights(folder: Path, shape: Shape) -> int:
+def write_weights(folder: Path, settings: Settings) -> int:
     """Writes bfloat16 weights as safetensors files with an index, a block at a time; returns the tensors' bytes."""
     weight_map: dict[str, str] = {}
     total = 0
-    for k, block in enumerate(shape.build()):
+    for k, block in enumerate(settings.build()):
         generator = torch.Generator().manual_seed(k)
         header: dict[str, Any] = {}
         parts: list[bytes] = []
@@ -81,7 +86,7 @@ def write_weights(folder: Path, shape: Shape) -> int:
             end = offset + len(parts[-1])
             header[f"{k}.{name}"] = {"dtype": "BF16", "shape": list(like.shape), "data_offsets": [offset, end]}
             offset = end
-        file = f"model-{k + 1:05d}-of-{shape.blocks:05d}.safetensors"
+        file = f"model-{k + 1:05d}-of-{settings.blocks:05d}.safetensors"
         text = json.dumps(header).encode()
         (folder / file).write_bytes(len(text).to_bytes(8, "little") + text + b"".join(parts))
         weight_map.update(dict.fromkeys(header, file))
@@ -91,71 +96,52 @@ def write_weights(folder: Path, shape: Shape) -> int:
     return total
 
 
-def resident(report: Reporter, shape: dict[str, Any], weights: str, cap_bytes: int | None) -> dict[str, Any]:
+def _resident(settings: Settings, weights: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model in memory, with the same loader and the plain optimizer."""
-
-    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = Shape(**shape).build().to_empty(device="cpu")
-        load_pretrained(model, weights)
-        # The fused kernel, which an OffloadOptimizer uses too.
-        return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-
-    return _train(report, Shape(**shape), make, cap_bytes)
+    model = settings.build().to_empty(device="cpu")
+    load_pretrained(model, weights)
+    # The fused kernel, which an OffloadOptimizer uses too.
+    return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
 
-def offloaded(
-    report: Reporter, shape: dict[str, Any], weights: str, cap_bytes: int | None, home: str
-) -> dict[str, Any]:
+def _offloaded(settings: Settings, weights: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The same model stored in files: each block is a shard, read directly from the files of the weights."""
-
-    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-        layers = list(Shape(**shape).build())
-        model = OffloadModel(layers, "cpu", home, checkpoint_activation=True, pretrained=weights)
-        return model, OffloadOptimizer(model, torch.optim.AdamW, lr=LEARNING_RATE)
-
-    return _train(report, Shape(**shape), make, cap_bytes)
+    home = weights.with_name("home")
+    model = OffloadModel(list(settings.build()), "cpu", home, checkpoint_activation=True, pretrained=weights)
+    return model, OffloadOptimizer(model, torch.optim.AdamW, lr=LEARNING_RATE)
 
 
-def _train(
-    report: Reporter, shape: Shape, make: Callable[[], tuple[nn.Module, torch.optim.Optimizer]], cap_bytes: int | None
-) -> dict[str, Any]:
+def train(report: Reporter, settings: dict[str, Any], weights: str, offloaded: bool, capped: bool) -> dict[str, Any]:
+    """Builds and loads the model, and takes a step in each turn; memory may end it at any time."""
+    chosen = Settings(**settings)
     report.memory(FLOOR)
-    report.total(shape.steps)
+    report.total(chosen.steps)
     try:
-        if cap_bytes is not None:
-            cap_memory(cap_bytes)
+        if capped:
+            cap_memory(chosen.cap << 20)
         report.phase("build")
         started = time.perf_counter()
-        model, optimizer = make()
+        model, optimizer = (_offloaded if offloaded else _resident)(chosen, Path(weights))
         seconds = time.perf_counter() - started
         report.phase("steps")
-        for _, step in zip(report.turns(), _steps(shape, model, optimizer), strict=False):
-            report.step(**step)
+        generator = torch.Generator().manual_seed(0)
+        x, target = (torch.randn(chosen.rows, chosen.dim, generator=generator) for _ in range(2))
+
+        def step() -> Tensor:
+            loss = (model(x) - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if isinstance(optimizer, OffloadOptimizer):
+                optimizer.synchronize()  # so that a step's time holds all of its work
+            return loss.detach()
+
+        for _ in report.turns():
+            loss, values = measure(step, model)
+            report.step(loss=float(loss), **values)
     except (RuntimeError, MemoryError) as error:
         line = str(error).split("\n")[0]
         if not isinstance(error, MemoryError) and not lacks_memory(line):
             raise
         return {"out_of_memory": line.split("DefaultCPUAllocator: ")[-1] or type(error).__name__}
-    return {"load_seconds": seconds, "statistics": _statistics(model) or None}
-
-
-def _steps(shape: Shape, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[dict[str, float]]:
-    x, target = shape.batch()
-    counted = _statistics(model)
-    for _ in range(shape.steps):
-        counters = IOCounters()
-        started = time.perf_counter()
-        loss = (model(x) - target).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if isinstance(optimizer, OffloadOptimizer):
-            optimizer.synchronize()  # so that a step's time holds all of its work
-        seconds = time.perf_counter() - started
-        before, counted = counted, _statistics(model)
-        yield {"loss": float(loss.detach()), "seconds": seconds, **counters.taken(), **counted_between(before, counted)}
-
-
-def _statistics(model: nn.Module) -> dict[str, Any]:
-    """What an OffloadModel counts; nothing for a model in memory."""
-    return asdict(model.statistics()) if isinstance(model, OffloadModel) else {}
+    return {"load_seconds": seconds, "statistics": counts_of(model) or None}

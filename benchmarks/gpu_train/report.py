@@ -8,9 +8,8 @@ from typing import Any
 from benchmarks.gpu_train.methods import FLOOR
 from benchmarks.harness.benchmark import Report, Run
 from benchmarks.harness.case import Outcome, failures
-from benchmarks.harness.limits import Limits
+from benchmarks.harness.limits import Limits, adamw_bytes
 from benchmarks.harness.table import at_most, case_table, limit_columns, mebibytes, reasons
-from benchmarks.harness.work import adamw_bytes
 from benchmarks.models.transformer import Stack
 
 MAXIMUM_DIFFERENCE = 0.05  # of first losses: weights are drawn alike, and bf16 has eight bits

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.work import block_flops
+from benchmarks.harness.limits import block_flops
 from benchmarks.models.dropout import row_keys
 from benchmarks.models.encoder import build_encoder
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+FLOOR = "interpreter and torch"  #: the moment at which a case has imported what it needs, and made nothing
+
 
 @dataclass(frozen=True)
 class Case:
@@ -62,7 +64,7 @@ class Outcome:
         """The most memory that the process held at any time."""
         return max(self.peaks.values(), default=0)
 
-    def above(self, moment: str, phase: str = "steps") -> int:
+    def above(self, moment: str = FLOOR, phase: str = "steps") -> int:
         """Bytes of a phase's peak above what the process held at a moment."""
         return self.peaks[phase] - self.moments[moment]
 
@@ -110,6 +112,11 @@ class Outcome:
         """What :meth:`as_json` wrote, also in the first format, which knew no references."""
         derived = ("case", "rung", "part", "peak_bytes", "ratio")
         return cls(case, **{name: value for name, value in line.items() if name not in derived})
+
+
+def find_done(outcomes: Iterable[Outcome], name: str) -> Outcome | None:
+    """The outcome of that name, if it has a result."""
+    return next((outcome for outcome in outcomes if outcome.name == name and outcome.result is not None), None)
 
 
 def failures(outcomes: Iterable[Outcome]) -> list[str]:

@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.harness.case import FLOOR
+
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-FLOOR = "interpreter and torch"
 
 Line = Mapping[str, Any]
 """What a case reported: one JSON object of a results file."""

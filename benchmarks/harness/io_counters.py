@@ -1,4 +1,4 @@
-"""Bytes that a process reads and writes, as the kernel counts them, and the medium that they pass.
+"""What a step takes: seconds, and the bytes that its process reads and writes, as the kernel counts them.
 
 ``rchar`` and ``wchar`` of ``/proc/self/io`` count calls, served by the page cache or by the disk; ``read_bytes`` and
 ``write_bytes`` count what reached the device. Asynchronous I/O, which a peer may use, is only in the latter two. Bytes
@@ -6,14 +6,17 @@ that a call reads and the device does not deliver were copied from the page cach
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 COUNTERS = {"read": "rchar", "written": "wchar", "from_disk": "read_bytes", "to_disk": "write_bytes"}
 #: The counters of ``offload.Statistics`` that the line of a step holds.
 COUNTED = ("bytes_loaded", "bytes_stored", "bytes_spilled", "update_bytes_read", "update_bytes_written", "wait_seconds")
 
 Steps = Sequence[Mapping[str, Any]]
+T = TypeVar("T")
 
 
 class IOCounters:
@@ -26,6 +29,30 @@ class IOCounters:
         """Bytes since the last call or the beginning: ``read``, ``written``, ``from_disk`` and ``to_disk``."""
         before, self._before = self._before, _counters()
         return {name: count - before[name] for name, count in self._before.items()}
+
+
+def measure(step: Callable[[], T], model: object = None, device: str = "cpu") -> tuple[T, dict[str, float]]:
+    """What ``step`` returns, and what it took: seconds and processor time, bytes, and what an OffloadModel counted."""
+    before, counters = counts_of(model), IOCounters()
+    _wait_for(device)
+    started, processor = time.perf_counter(), time.process_time()
+    value = step()
+    _wait_for(device)
+    seconds, processor = time.perf_counter() - started, time.process_time() - processor
+    moved = counters.taken()
+    return value, {"seconds": seconds, "processor": processor, **moved, **counted_between(before, counts_of(model))}
+
+
+def counts_of(model: object) -> dict[str, Any]:
+    """The statistics of an OffloadModel; nothing for other models."""
+    return asdict(model.statistics()) if hasattr(model, "statistics") else {}
+
+
+def _wait_for(device: str) -> None:
+    if device != "cpu":
+        import torch
+
+        torch.cuda.synchronize(device)
 
 
 def _counters() -> dict[str, int]:

@@ -1,5 +1,6 @@
-"""Rates of the machine (arithmetic, copies, disk) and the least time that they allow for a step.
+"""Rates of the machine (arithmetic, copies, disk), the least work of a step, and the least time that they allow for it.
 
+The least work is counted from shapes: a forward and a backward with nothing recomputed, every parameter touched once.
 A step cannot be shorter than its arithmetic at the rate of a large matrix product, nor than its bytes at the bandwidth
 of the medium that they pass. A rate is the best of several tries, measured in the same run as the steps. The disk is
 measured through ``O_DIRECT`` where the file system takes it, and through a page cache without the file's pages.
@@ -204,3 +205,25 @@ def _pass(descriptor: int, block: mmap.mmap, nbytes: int, *, write: bool) -> flo
     if write:
         os.fsync(descriptor)
     return nbytes / (time.perf_counter() - started)
+
+
+def block_flops(dim: int, tokens: int, positions: int) -> float:
+    """Floating point operations of one transformer block's forward; a backward takes twice as many.
+
+    Four square matrices of attention and eight of the perceptron see every token; scores and what they select are two
+    products over the ``positions`` tokens of its row. A multiply-add counts two.
+    """
+    return float(tokens) * (24 * dim**2 + 4 * positions * dim)
+
+
+def gradient_bytes(parameters: float, itemsize: int = 4) -> float:
+    """Bytes copied at the least by a forward and a backward: each parameter is read, its gradient is written."""
+    return float(itemsize * parameters)
+
+
+def adamw_bytes(parameters: float) -> float:
+    """Bytes copied at the least by AdamW in float32, where a copied byte is one read and one written.
+
+    A parameter, its gradient and both moments are read: 16 bytes. All but the gradient are written: 12.
+    """
+    return 14.0 * parameters

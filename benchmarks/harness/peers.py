@@ -1,19 +1,40 @@
-"""Peers: the libraries that users have today, where each is installed, and why one cannot run here.
+"""Packages that may be missing: those of extras, and peers, the libraries that users have today.
 
 Some need versions that others cannot use: a peer is looked for in the environment whose interpreter the variable
 ``GRADSTREAM_PEER_PYTHON_<NAME>`` names, else in this one. Its case runs there, with ``benchmarks`` on
 its path; it needs torch and psutil. A peer that is not found is a row of the table with the reason, never a failure.
 """
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
 import subprocess
 import sys
 from functools import cache
+from types import ModuleType
 from typing import NamedTuple
 
 ASK_SECONDS = 60.0
+
+
+class MissingExtraError(ImportError):
+    """A package of an extra is not installed."""
+
+
+def require(name: str, extra: str = "bench") -> ModuleType:
+    """The module ``name``, which the extra installs.
+
+    Raises:
+        MissingExtraError: if it cannot be imported; the message holds the command that installs it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"expected the package {name.partition('.')[0]!r} for this benchmark, got {error}; "
+            f"run: python -m pip install 'gradstream[{extra}]'  (in a clone: python -m pip install -e '.[{extra}]')"
+        ) from error
 
 
 class Peer(NamedTuple):

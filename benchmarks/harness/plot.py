@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.environment import Environment
-from benchmarks.harness.extra import require
 from benchmarks.harness.files import write_whole
+from benchmarks.harness.peers import require
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito: readable for everyone
 Panel = Callable[[Any], None]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from benchmarks.harness.case import Case, Outcome
-from benchmarks.harness.extra import require
+from benchmarks.harness.peers import require
 from benchmarks.harness.process import CaseProcess, Listener
 
 MAXIMUM_ERROR = 0.03  # of a median: two runs then rarely differ by a tenth

@@ -6,10 +6,9 @@ from typing import Any
 from benchmarks.harness.benchmark import Report, Run
 from benchmarks.harness.case import Outcome, failures
 from benchmarks.harness.io_counters import engine_bytes, medium_bytes
-from benchmarks.harness.limits import Limits
+from benchmarks.harness.limits import Limits, gradient_bytes
 from benchmarks.harness.plot import COLOURS, Panel
 from benchmarks.harness.table import at_most, case_table, limit_columns, mebibytes, reasons, spread
-from benchmarks.harness.work import gradient_bytes
 from benchmarks.memory_latency.workload import FLOOR
 from benchmarks.models.transformer import Stack
 

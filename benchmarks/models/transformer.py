@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.harness.work import block_flops
+from benchmarks.harness.limits import block_flops
 from benchmarks.models.dropout import RowDropout, row_keys
 
 HEAD_CHANNELS = 64

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.extra import require
+from benchmarks.harness.peers import require
 from benchmarks.harness.worker import Reporter
 from benchmarks.pipe_ladder.workload import STAGES, Shape
 from pipe import Pipe, worker

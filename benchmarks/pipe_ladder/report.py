@@ -7,8 +7,8 @@ from typing import Any
 
 from benchmarks.harness.benchmark import Report, Run
 from benchmarks.harness.case import Outcome, failures
+from benchmarks.harness.limits import gradient_bytes
 from benchmarks.harness.table import at_most, case_table, limit_columns, markdown_table, mebibytes, reasons
-from benchmarks.harness.work import gradient_bytes
 from benchmarks.pipe_ladder.workload import Shape
 
 MAXIMUM_RATIO = 1.0  # of processor time, ours to each ancestor's: geometric mean over the numbers of micro-batches

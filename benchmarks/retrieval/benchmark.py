@@ -17,8 +17,7 @@ from benchmarks.harness.memory_cap import available_bytes
 from benchmarks.harness.schedule import Group
 from benchmarks.retrieval.corpus import build_corpus
 from benchmarks.retrieval.report import NAMES, midway, report
-from benchmarks.retrieval.settings import METHODS, OURS, Settings
-from benchmarks.retrieval.workload import write_tokens
+from benchmarks.retrieval.workload import METHODS, OURS, Settings, write_tokens
 
 # Freed blocks are returned at once, in every case: else peaks and cap would depend on what each heap keeps.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "MALLOC_ARENA_MAX": "1"}
@@ -27,21 +26,20 @@ GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "MALLOC_ARENA_MAX": "1"}
 def plan(settings: Settings, folder: str) -> Plan:
     """The groups: free, and capped if a cap can be named."""
 
-    def case(method: str, suffix: str, cap_bytes: int, **more: int) -> Case:
+    def case(method: str, suffix: str, cap_bytes: int) -> Case:
         home = f"{folder}/{method}{suffix}".replace(", ", "-")
-        arguments = {"method": method, "settings": asdict(settings), "tokens": f"{folder}/tokens.npz", "home": home}
-        target = "benchmarks.retrieval.methods:train"
-        return Case(NAMES[method] + suffix, target, {**arguments, "cap_bytes": cap_bytes, **more}, GIVE_BACK)
+        how = {"method": method, "settings": asdict(settings), "tokens": f"{folder}/tokens.npz", "home": home}
+        how |= {"cap_bytes": cap_bytes, "evaluate": not suffix}
+        return Case(NAMES[method] + suffix, "benchmarks.retrieval.methods:train", how, GIVE_BACK)
 
     available = available_bytes()
     cases = [case(method, "", available) for method in settings.methods]
     free = yield Group("free", cases, "rounds", settings.training_steps)
-    cap_bytes = None if settings.cap is None else int(settings.cap * 2**20)
-    cap_bytes = midway(free) if cap_bytes is None else cap_bytes
+    cap_bytes = midway(free)
     if settings.capped_steps and cap_bytes is not None:
         methods = [method for method in METHODS if method == OURS or method in settings.methods]
-        capped = [case(method, ", capped", cap_bytes, only_steps=settings.capped_steps) for method in methods]
-        yield Group("capped", capped, turns=settings.capped_steps)
+        capped = [case(method, ", capped", cap_bytes) for method in methods]
+        yield Group("capped", capped, turns=min(settings.capped_steps, settings.training_steps))
 
 
 def prepare(settings: Settings, folder: Path) -> Facts:

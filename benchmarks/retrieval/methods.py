@@ -4,10 +4,7 @@ Encoder, data, dropout masks, loss, optimizer and schedule are the same, so that
 """
 
 import importlib
-import itertools
-import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +12,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.harness.io_counters import IOCounters, counted_between
+from benchmarks.harness.case import FLOOR
+from benchmarks.harness.io_counters import counts_of, measure
 from benchmarks.harness.memory_cap import cap_memory
 from benchmarks.harness.worker import Reporter
 from benchmarks.models.encoder import build_encoder
-from benchmarks.retrieval.settings import DESCRIPTION_TOKENS, OURS, SOURCE_TOKENS, TEMPERATURE, WEIGHT_DECAY, Settings
-from benchmarks.retrieval.workload import Batches
+from benchmarks.retrieval.workload import (
+    DESCRIPTION_TOKENS,
+    OURS,
+    SOURCE_TOKENS,
+    TEMPERATURE,
+    WEIGHT_DECAY,
+    Batches,
+    Settings,
+)
 
 RECALL_AT = 10
-FLOOR = "interpreter and torch"
 BEFORE = "before the first step"
 EVALUATION_ROWS = 32  # few: an evaluation must not set the peak that is reported for training
 
 Step = Callable[[Tensor, Tensor], Tensor]
 """Descriptions and sources to the loss, with the gradients accumulated in ``.grad``."""
-Made = tuple[nn.Module, Step]
 
 
 def contrastive_loss(descriptions: Tensor, sources: Tensor, temperature: float) -> Tensor:
@@ -42,46 +45,36 @@ def contrastive_loss(descriptions: Tensor, sources: Tensor, temperature: float) 
     return (functional.cross_entropy(scores, answers) + functional.cross_entropy(scores.T, answers)) / 2
 
 
-def whole_batch(encoder: nn.Sequential, settings: Settings, home: Path) -> Made:
-    """Both sides in one piece, everything in memory."""
+def make(method: str, encoder: nn.Sequential, settings: Settings, home: str) -> tuple[nn.Module, Step]:
+    """The model and the step of a method: the whole batch in one piece; in chunks; in chunks over a model on disk."""
+    if method == "whole":
 
-    def step(descriptions: Tensor, sources: Tensor) -> Tensor:
-        loss = contrastive_loss(encoder(descriptions), encoder(sources), TEMPERATURE)
-        loss.backward()
-        return loss.detach()
+        def step(descriptions: Tensor, sources: Tensor) -> Tensor:
+            loss = contrastive_loss(encoder(descriptions), encoder(sources), TEMPERATURE)
+            loss.backward()
+            return loss.detach()
 
-    return encoder, step
-
-
-def cached(encoder: nn.Sequential, settings: Settings, home: Path) -> Made:
-    """GradCache: activations of one chunk at a time; the model in memory."""
-    return encoder, _cache_over(encoder, settings)
-
-
-def cached_and_offloaded(encoder: nn.Sequential, settings: Settings, home: Path) -> Made:
-    """GradCache over an OffloadModel: parameters, gradients and the optimizer's moments in files as well.
-
-    Only one shard's activations exist at a time, so several chunks run together where GradCache alone takes one.
-    """
+        return encoder, step
+    from gradcache import GradCache
+    from gradcache.loss import SimpleContrastiveLoss
     from offload import OffloadModel
 
-    model = OffloadModel(
-        encoder,
-        "cpu",
-        offload_device=home,
-        num_slices=settings.slices,
-        checkpoint_activation=True,
-        boundary_bytes=settings.boundary_bytes,
-        activation_bytes=settings.activation_bytes,
-    )
-    return model, _cache_over(model, settings)
-
-
-METHODS: dict[str, Callable[[nn.Sequential, Settings, Path], Made]] = {
-    "whole": whole_batch,
-    "gradcache": cached,
-    OURS: cached_and_offloaded,
-}
+    model: nn.Module = encoder
+    if method == OURS:
+        # Only one shard's activations exist at a time: several chunks run together where GradCache alone takes one.
+        model = OffloadModel(
+            encoder,
+            "cpu",
+            offload_device=home,
+            num_slices=settings.slices,
+            checkpoint_activation=True,
+            boundary_bytes=settings.boundary_bytes,
+            activation_bytes=settings.activation_bytes,
+        )
+    # By tiles: the scores of all rows against all rows would outgrow the encoder when the batch is large.
+    loss_fn = SimpleContrastiveLoss(temperature=TEMPERATURE, symmetric=True, tile_rows=settings.loss_rows)
+    cache = GradCache([model, model], chunk_sizes=settings.chunk, loss_fn=loss_fn)
+    return model, lambda descriptions, sources: cache(descriptions, sources)
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
@@ -96,60 +89,44 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
 
 
 def train(
-    report: Reporter,
-    method: str,
-    settings: dict[str, Any],
-    tokens: str,
-    home: str,
-    cap_bytes: int | None = None,
-    only_steps: int | None = None,
+    report: Reporter, method: str, settings: dict[str, Any], tokens: str, home: str, cap_bytes: int, evaluate: bool
 ) -> dict[str, Any]:
-    """One case, from the first import to the last evaluation; a step of training in each turn.
+    """One case: a step of training in each turn, under a cap of private memory from the beginning.
 
-    Args:
-        report: to the parent.
-        method: a key of :data:`METHODS`.
-        settings: the fields of :class:`Settings`.
-        tokens: the file that ``write_tokens`` wrote.
-        home: a directory on disk for shards.
-        cap_bytes: of private memory that the process may map, from before it does anything.
-        only_steps: the first so many steps of the schedule, and no evaluation.
+    ``tokens`` is the file that ``write_tokens`` wrote, ``home`` a directory on disk for shards.
     """
     importlib.import_module("torch._dynamo")  # every torch optimizer imports it: a part of what torch alone takes
     report.memory(FLOOR)
-    if cap_bytes is not None:
-        cap_memory(cap_bytes)
+    cap_memory(cap_bytes)
     chosen = Settings(**settings)
     batches = Batches(Path(tokens), chosen)
     positions = max(DESCRIPTION_TOKENS, SOURCE_TOKENS)
     sizes: dict[str, Any] = {name: getattr(chosen, name) for name in ("dim", "depth", "dropout", "seed")}
-    Path(home).mkdir(parents=True, exist_ok=True)
-    model, step = METHODS[method](build_encoder(chosen.vocabulary, positions, **sizes), chosen, Path(home))
+    model, step = make(method, build_encoder(chosen.vocabulary, positions, **sizes), chosen, home)
     optimizer = make_optimizer(model, chosen)
-    steps = min(chosen.training_steps, chosen.training_steps if only_steps is None else only_steps)
-    report.total(steps)
-    before = recall(model, *batches.held_out()) if only_steps is None else None
+    before = recall(model, *batches.held_out()) if evaluate else None
     report.memory(BEFORE)
     report.phase("training")
-    counted = _statistics(model)
-    for k in itertools.islice(report.turns(), steps):
-        descriptions, sources = batches.training(k)
+    for k in report.turns():
+        rows = batches.training(k)
         for group in optimizer.param_groups:
             group["lr"] = chosen.learning_rate_at(k)
-        counters, started = IOCounters(), time.perf_counter()
-        optimizer.zero_grad()
-        loss = step(descriptions, sources).item()
-        optimizer.step()
-        seconds = time.perf_counter() - started
-        before_step, counted = counted, _statistics(model)
-        report.step(loss=loss, seconds=seconds, **counters.taken(), **counted_between(before_step, counted))
+
+        def whole(rows: tuple[Tensor, Tensor] = rows) -> float:
+            optimizer.zero_grad()
+            loss = step(*rows).item()
+            optimizer.step()
+            return loss
+
+        loss, values = measure(whole, model)
+        report.step(loss=loss, **values)
     report.phase("evaluation")
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "recall_before": before,
-        "recall_after": recall(model, *batches.held_out()) if only_steps is None else None,
+        "recall_after": recall(model, *batches.held_out()) if evaluate else None,
         "held_out": len(batches.held_out()[0]),
-        "statistics": _statistics(model) or None,
+        "statistics": counts_of(model) or None,
     }
 
 
@@ -168,20 +145,3 @@ def recall(model: nn.Module, descriptions: Tensor, sources: Tensor, at: int = RE
     scores = sides[0] @ sides[1].T
     further = (scores < scores.diagonal()[:, None]).sum(dim=1)
     return (further >= len(scores) - at).double().mean().item()
-
-
-def _cache_over(model: nn.Module, settings: Settings) -> Step:
-    from gradcache import GradCache
-    from gradcache.loss import SimpleContrastiveLoss
-
-    # By tiles: the scores of all rows against all rows would outgrow the encoder when the batch is large.
-    loss = SimpleContrastiveLoss(temperature=TEMPERATURE, symmetric=True, tile_rows=settings.loss_rows)
-    cache = GradCache([model, model], chunk_sizes=settings.chunk, loss_fn=loss)
-    return lambda descriptions, sources: cache(descriptions, sources)
-
-
-def _statistics(model: nn.Module) -> dict[str, Any]:
-    """What an OffloadModel counts; nothing for a model in memory."""
-    from offload import OffloadModel
-
-    return asdict(model.statistics()) if isinstance(model, OffloadModel) else {}

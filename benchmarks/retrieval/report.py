@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.harness.benchmark import Report, Run
-from benchmarks.harness.case import Outcome
+from benchmarks.harness.case import FLOOR, Outcome
 from benchmarks.harness.io_counters import medium_bytes
+from benchmarks.harness.limits import adamw_bytes, gradient_bytes
 from benchmarks.harness.memory_cap import died_of_memory
 from benchmarks.harness.table import at_most, case_table, limit_columns, markdown_table, mebibytes, reasons, spread
-from benchmarks.harness.work import adamw_bytes, gradient_bytes
-from benchmarks.retrieval.methods import BEFORE, FLOOR, RECALL_AT
-from benchmarks.retrieval.settings import OURS
+from benchmarks.retrieval.methods import BEFORE, RECALL_AT
+from benchmarks.retrieval.workload import OURS
 
 NAMES = {"whole": "whole batch", "gradcache": "GradCache", OURS: "GradCache + offload"}
 TOLERANCE = 1e-4  # of losses

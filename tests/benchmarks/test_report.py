@@ -19,8 +19,8 @@ from benchmarks.harness.case import Case, Outcome
 from benchmarks.harness.claims import RESULTS, benchmark_of, read_lines
 from benchmarks.harness.compare import Earlier, ratios_of
 from benchmarks.harness.environment import Environment, filesystem_of, here
-from benchmarks.harness.extra import MissingExtraError, require
 from benchmarks.harness.files import cache_directory, write_once, write_whole
+from benchmarks.harness.peers import MissingExtraError, require
 from benchmarks.harness.report import markdown_page, publish
 from benchmarks.harness.schedule import Group
 from benchmarks.harness.settings import add_options, option, parse_command, settings_of
