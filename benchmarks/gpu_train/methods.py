@@ -5,20 +5,18 @@ peak is measured from outside.
 """
 
 import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness.case import FLOOR
+from benchmarks.harness.io_counters import counts_of, measure
 from benchmarks.harness.worker import Reporter
 from benchmarks.memory_latency.methods import METHODS
 from benchmarks.models.transformer import Block, Stack
 
-FLOOR = "interpreter and torch"
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}  # fused: one pass over parameter, gradient and both moments
 
 
@@ -65,24 +63,21 @@ def train(report: Reporter, method: str, stack: dict[str, Any], device: str) -> 
     chosen = Stack(**stack)
     report.memory(FLOOR)
     run, optimizer = _ours(chosen, device) if method == "ours" else _theirs(chosen, device, method)
-    statistics: Callable[[], dict[str, Any]] = (lambda: asdict(run.statistics())) if method == "ours" else dict
     batch = chosen.batch().to(device)
-    report.phase("steps")
-    on_gpu = torch.device(device).type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
-    counted: dict[str, Any] = {}
-    for _ in report.turns():
-        before = statistics()
-        started = time.perf_counter()
+
+    def step() -> Tensor:
         loss = run(batch).float().square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - started
-        counted = statistics()
-        moved = {name: counted[name] - before[name] for name in ("bytes_loaded", "bytes_stored") if name in counted}
-        report.step(seconds=seconds, loss=float(loss.detach()), **moved)
-    return {"device_peak": torch.cuda.max_memory_allocated(device) if on_gpu else 0, "statistics": counted}
+        return loss.detach()
+
+    report.phase("steps")
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    for _ in report.turns():
+        loss, values = measure(step, run, device)
+        report.step(loss=float(loss), **values)
+    device_peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
+    return {"device_peak": device_peak, "statistics": counts_of(run)}

@@ -5,7 +5,6 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.gpu_train.methods import FLOOR
 from benchmarks.harness.benchmark import Report, Run
 from benchmarks.harness.case import Outcome, failures
 from benchmarks.harness.limits import Limits, adamw_bytes
@@ -22,7 +21,7 @@ def report(run: Run[Any]) -> Report:
     stack = Stack(**outcomes[0].case.arguments["stack"])
     columns = {
         "device peak": lambda o: mebibytes(o.done["device_peak"]),
-        "host peak": lambda o: mebibytes(o.above(FLOOR)),
+        "host peak": lambda o: mebibytes(o.above()),
         "s/step": lambda o: f"{_seconds(o):.3g}",
         "tokens/s": lambda o: f"{stack.tokens / _seconds(o):,.0f}",
         **limit_columns(limits, lambda o: limit_seconds(o, stack, limits), _seconds),

@@ -10,6 +10,10 @@ from typing import Any
 FLOOR = "interpreter and torch"  #: the moment at which a case has imported what it needs, and made nothing
 
 
+class CannotRunError(RuntimeError):
+    """Raised by a case where this machine lacks what it needs; the message says what."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One method: a name for the tables, ``package.module:function``, and the function's arguments (JSON).

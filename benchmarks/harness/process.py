@@ -154,9 +154,7 @@ class CaseProcess:
         outcome.data_peak_bytes = self._meter.data_peak_bytes
         outcome.seconds = time.perf_counter() - self._started
         with self._errors:
-            if outcome.skipped is not None:
-                outcome.result = None
-            elif outcome.result is None:
+            if outcome.result is None and outcome.skipped is None:
                 self._errors.seek(0)
                 outcome.failure = _reason(code, self._errors.read())
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.harness.case import CannotRunError
 from benchmarks.harness.memory import resident_bytes
 
 
@@ -39,10 +40,6 @@ class Reporter:
             yield k
             k += 1
 
-    def skip(self, reason: str) -> None:
-        """This case cannot run on this machine. What the function returns after this is ignored."""
-        self.event("skip", reason=reason)
-
     def step(self, **values: Any) -> None:
         """One step is done, and this is what it measured."""
         self.event("step", values=values)
@@ -62,8 +59,11 @@ def main() -> None:
     report = Reporter(os.dup(1))
     os.dup2(2, 1)
     module, _, function = order["target"].partition(":")
-    result = getattr(importlib.import_module(module), function)(report, **order["arguments"])
-    report.event("result", values=result)
+    try:
+        result = getattr(importlib.import_module(module), function)(report, **order["arguments"])
+        report.event("result", values=result)
+    except CannotRunError as reason:
+        report.event("skip", reason=str(reason))
 
 
 if __name__ == "__main__":

@@ -5,18 +5,15 @@ A method takes the bare model, a directory for files, a device and its settings.
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness.case import CannotRunError
 from benchmarks.models.transformer import Checkpointed
-
-
-class CannotRunError(RuntimeError):
-    """This machine lacks what the method needs; the message says what."""
 
 
 @dataclass
@@ -24,7 +21,7 @@ class Method:
     """A model that is ready to train.
 
     A step calls ``run`` with each of ``microbatches`` parts of the batch and passes each loss to ``backward``;
-    ``gradients`` then tells the gradients by name. ``statistics`` and ``estimate`` are those of an OffloadModel.
+    ``gradients`` then tells the gradients by name. ``model`` is the OffloadModel, where there is one.
     """
 
     run: Callable[[Tensor], Tensor]
@@ -32,8 +29,7 @@ class Method:
     zero: Callable[[], None]
     microbatches: int = 1
     backward: Callable[[Tensor], None] = torch.Tensor.backward
-    statistics: Callable[[], dict[str, Any]] = dict
-    estimate: Callable[[int], dict[str, Any]] = field(default=lambda rows: {})
+    model: Any = None
 
 
 def _method(model: nn.Module, run: Callable[[Tensor], Tensor] | None = None, **more: Any) -> Method:
@@ -152,14 +148,7 @@ def ours(model: nn.Sequential, home: Path, device: str, disk: bool = True, **set
     from offload import OffloadModel
 
     offloaded = OffloadModel(model, device, home if disk else "cpu", **settings)
-
-    def estimate(rows: int) -> dict[str, Any]:
-        found = asdict(offloaded.estimate(rows))
-        # The tier on disk is named with its path, which only this machine has.
-        found["peak_bytes"] = {tier.split(" (")[0]: nbytes for tier, nbytes in found["peak_bytes"].items()}
-        return found
-
-    return _method(offloaded, statistics=lambda: asdict(offloaded.statistics()), estimate=estimate)
+    return _method(offloaded, model=offloaded)
 
 
 def accelerate_disk(model: nn.Sequential, home: Path, device: str) -> Method:

@@ -6,88 +6,73 @@ started threads and made their scratch memory.
 
 import gc
 import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness.io_counters import IOCounters, counted_between
+from benchmarks.harness.io_counters import counts_of, measure
 from benchmarks.harness.memory import return_freed_memory
 from benchmarks.harness.worker import Reporter
-from benchmarks.memory_latency.methods import FORWARD_METHODS, METHODS, CannotRunError, Method
+from benchmarks.memory_latency.methods import FORWARD_METHODS, METHODS, Method
 from benchmarks.models.transformer import Stack
 
-T = TypeVar("T")
 FLOOR = "after a step of two layers"
 
 
-def train(report: Reporter, method: str, home: str, device: str, asked_after: int, **how: Any) -> dict[str, Any]:
+def train(report: Reporter, asked_after: int, **how: Any) -> dict[str, Any]:
     """Steps (forward, loss, backward). The method "plain" leaves its gradients in ``home`` for the others.
 
     ``asked_after`` so many turns the method is asked for its prediction.
     """
-    chosen = Stack(**how["stack"])
-    prepared = _build(report, METHODS[method], _step, chosen, home, device, how["settings"])
-    if prepared is None:
-        return {}
-    batch = chosen.batch().to(device)
+    prepared, batch = _build(report, METHODS, _step, **how)
+    device, saved = how["device"], Path(how["home"], "gradients.pt")
     report.phase("steps")
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats(device)
     estimate: dict[str, Any] = {}
-    statistics: dict[str, Any] = {}
     for k in report.turns():
-        before, counters = prepared.statistics(), IOCounters()
-        seconds, _ = _timed(lambda: _step(prepared, batch), device)
-        moved, statistics = counters.taken(), prepared.statistics()
-        report.step(seconds=seconds, **moved, **counted_between(before, statistics))
-        if k + 1 == asked_after:
-            estimate = prepared.estimate(chosen.rows)
-        if k == 0 and method == "plain" and prepared.microbatches == 1:
-            torch.save({name: g.cpu() for name, g in prepared.gradients().items()}, Path(home, "gradients.pt"))
+        report.step(**measure(lambda: _step(prepared, batch), prepared.model, device)[1])
+        if k + 1 == asked_after and prepared.model is not None:
+            estimate = asdict(prepared.model.estimate(len(batch)))
+            # The tier on disk is named with its path, which only this machine has.
+            peaks = estimate["peak_bytes"].items()
+            estimate["peak_bytes"] = {tier.split(" (")[0]: nbytes for tier, nbytes in peaks}
+        if k == 0 and how["method"] == "plain" and prepared.microbatches == 1:
+            torch.save({name: g.cpu() for name, g in prepared.gradients().items()}, saved)
     device_peak = torch.cuda.max_memory_allocated(device) if device != "cpu" else 0
     report.phase("end")
-    expected = torch.load(Path(home, "gradients.pt"), mmap=True)
     return {
-        "difference": greatest_difference(prepared.gradients(), expected),
         "estimate": estimate,
-        "statistics": statistics,
+        "statistics": counts_of(prepared.model),
         "device_peak": device_peak,
+        "difference": greatest_difference(prepared.gradients(), torch.load(saved, mmap=True)),
     }
 
 
-def in_use(report: Reporter, method: str, home: str, device: str, **how: Any) -> dict[str, Any]:
+def in_use(report: Reporter, **how: Any) -> dict[str, Any]:
     """One step, for its peak, after another that allocates what is allocated once, in a heap that returns memory."""
-    chosen = Stack(**how["stack"])
-    prepared = _build(report, METHODS[method], _step, chosen, home, device, how["settings"])
-    if prepared is not None:
-        batch = chosen.batch().to(device)
-        report.phase("a first step")
+    prepared, batch = _build(report, METHODS, _step, **how)
+    for phase in ("a first step", "steps"):
+        report.phase(phase)
         _step(prepared, batch)
-        report.phase("steps")
-        _step(prepared, batch)
-        report.phase("end")
+    report.phase("end")
     return {}
 
 
-def forward(report: Reporter, method: str, home: str, device: str, **how: Any) -> dict[str, Any]:
+@torch.no_grad()
+def forward(report: Reporter, **how: Any) -> dict[str, Any]:
     """Forward passes. The method "plain" leaves its output in ``home`` for the others."""
-    chosen = Stack(**how["stack"])
-    prepared = _build(report, FORWARD_METHODS[method], _without_graph, chosen, home, device, how["settings"])
-    if prepared is None:
-        return {}
-    batch, output = chosen.batch().to(device), torch.empty(0)
+    prepared, batch = _build(report, FORWARD_METHODS, lambda method, rows: method.run(rows), **how)
+    output, saved = torch.empty(0), Path(how["home"], "output.pt")
     report.phase("steps")
-    with torch.no_grad():
-        for _ in report.turns():
-            seconds, output = _timed(lambda: prepared.run(batch), device)
-            report.step(seconds=seconds)
+    for _ in report.turns():
+        output, values = measure(lambda: prepared.run(batch), prepared.model, how["device"])
+        report.step(**values)
     report.phase("end")
-    saved = Path(home, "output.pt")
     if not saved.exists():
         torch.save(output.cpu(), saved)
     return {"difference": greatest_difference({"output": output}, {"output": torch.load(saved)})}
@@ -95,29 +80,27 @@ def forward(report: Reporter, method: str, home: str, device: str, **how: Any) -
 
 def _build(
     report: Reporter,
-    make: Callable[..., Method],
+    methods: Mapping[str, Callable[..., Method]],
     use: Callable[[Method, Tensor], object],
-    chosen: Stack,
+    method: str,
     home: str,
     device: str,
+    stack: dict[str, Any],
     settings: dict[str, Any],
-) -> Method | None:
-    """The method, made after the floor was noted; None, which the report tells, if this machine lacks what it needs."""
+) -> tuple[Method, Tensor]:
+    """The method, made after the floor was noted, and its batch."""
+    make, chosen = methods[method], Stack(**stack)
     small = replace(chosen, blocks=2)
     # As far as a model of two layers can have them.
     few = {name: value for name, value in settings.items() if name not in ("num_slots", "memory_budget")}
     few |= {"num_slices": 2} if "num_slices" in settings else {}
-    try:
-        first = make(small.build(), Path(tempfile.mkdtemp(dir=home)), device, **few)
-        use(first, small.batch().to(device))
-        del first
-        gc.collect()
-        return_freed_memory()
-        report.memory(FLOOR)
-        return make(chosen.build(), Path(tempfile.mkdtemp(dir=home)), device, **settings)
-    except CannotRunError as reason:
-        report.skip(str(reason))
-        return None
+    first = make(small.build(), Path(tempfile.mkdtemp(dir=home)), device, **few)
+    use(first, small.batch().to(device))
+    del first
+    gc.collect()
+    return_freed_memory()
+    report.memory(FLOOR)
+    return make(chosen.build(), Path(tempfile.mkdtemp(dir=home)), device, **settings), chosen.batch().to(device)
 
 
 def greatest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -130,27 +113,8 @@ def greatest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -
     )
 
 
-@torch.no_grad()
-def _without_graph(method: Method, batch: Tensor) -> None:
-    method.run(batch)
-
-
 def _step(method: Method, batch: Tensor) -> None:
     method.zero()
     for part in batch.chunk(method.microbatches):
         # Of the mean over the whole batch: the gradients of the parts add up to those of the whole.
         method.backward(method.run(part).float().square().sum() / batch.numel())
-
-
-def _timed(work: Callable[[], T], device: str) -> tuple[float, T]:
-    """Seconds until ``work`` is done, on the device as well; and what it returned."""
-    _wait_for(device)
-    started = time.perf_counter()
-    value = work()
-    _wait_for(device)
-    return time.perf_counter() - started, value
-
-
-def _wait_for(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize(device)

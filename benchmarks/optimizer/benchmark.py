@@ -20,7 +20,7 @@ from benchmarks.harness.settings import option
 from benchmarks.optimizer.report import report
 from benchmarks.optimizer.workload import DEEPSPEED, FROM_META, NAMES, REFERENCE, Training
 
-METHODS = "benchmarks.optimizer.methods"
+TRAIN = "benchmarks.optimizer.methods:train"
 BYTES_AT_REST = 16  # of each parameter: itself, its gradient and two moments
 CHOICES = tuple(method for method in NAMES if method not in (REFERENCE, FROM_META))
 
@@ -59,13 +59,12 @@ def plan(settings: Settings, folder: str) -> Plan:
     def case(method: str) -> Case:
         # Parameters are compared after the first step, a turn that does not count, and the pairs.
         saved = 0 if settings.parameters else 2 + settings.pairs
-        arguments = {"method": method, "training": asdict(training), "folder": folder, "save_after": saved}
-        if method == DEEPSPEED:
-            name = NAMES[method] + (", activations kept" if settings.peer_keeps else "")
-            environment = {"DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1"}
-            arguments["checkpointed"] = not settings.peer_keeps
-            return Case(name, f"{METHODS}:train_deepspeed", arguments, environment, DEEPSPEED)
-        return Case(NAMES[method], f"{METHODS}:train", arguments)
+        how = {"method": method, "training": asdict(training), "folder": folder, "save_after": saved}
+        if method != DEEPSPEED:
+            return Case(NAMES[method], TRAIN, how)
+        name = NAMES[method] + (", activations kept" if settings.peer_keeps else "")
+        environment = {"DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1"}
+        return Case(name, TRAIN, {**how, "checkpointed": not settings.peer_keeps}, environment, DEEPSPEED)
 
     if settings.parameters is None:
         cases = [case(method) for method in (REFERENCE, *settings.ways)]

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.harness.benchmark import Report, Run
-from benchmarks.harness.case import Outcome, failures
+from benchmarks.harness.case import Outcome, failures, find_done
 from benchmarks.harness.io_counters import bytes_of_step, from_disk, medium_bytes
 from benchmarks.harness.table import at_least, at_most, case_table, limit_columns, mebibytes, reasons, spread
-from benchmarks.optimizer.workload import DISK, FLOOR, NAMES, STEPS, Training
+from benchmarks.optimizer.workload import DISK, NAMES, STEPS, Training
 
 MAXIMUM_RATIO = 1.05  # of the step on disk to the resident one
 MAXIMUM_DIFFERENCE = 1e-6  # of any parameter tensor at the end, relative
@@ -49,7 +49,7 @@ def report(run: Run[Any]) -> Report:
         "of it from disk": lambda o: of_parameters(from_disk(o.steps)),
         "written": lambda o: of_parameters(bytes_of_step(o.steps)[1]),
         "peak memory": lambda o: mebibytes(o.peaks[STEPS]),
-        "less torch": lambda o: mebibytes(o.above(FLOOR)),
+        "less torch": lambda o: mebibytes(o.above()),
         "losses" if large else "parameters differ": losses if large else _difference,
         **limit_columns(
             run.limits, lambda o: run.limits.step_seconds(flops=training.training_flops, **medium_bytes(o.steps))
@@ -68,13 +68,9 @@ def _difference(outcome: Outcome) -> str:
     return "-" if difference is None else f"{difference:.0e}" if difference else "0"
 
 
-def _find(outcomes: Sequence[Outcome], name: str) -> Outcome | None:
-    return next((o for o in outcomes if o.name == name and o.result is not None), None)
-
-
 def _pair(outcomes: Sequence[Outcome]) -> tuple[Outcome | None, Outcome | None]:
     """Ours and DeepSpeed, where they ran."""
-    ours = _find(outcomes, NAMES["from meta"]) or _find(outcomes, NAMES[DISK])
+    ours = find_done(outcomes, NAMES["from meta"]) or find_done(outcomes, NAMES[DISK])
     return ours, next((o for o in outcomes if o.case.peer and o.result is not None), None)
 
 

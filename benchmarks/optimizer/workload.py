@@ -6,7 +6,7 @@ from torch import Tensor
 
 from benchmarks.models.transformer import Stack, State
 
-FLOOR, STEPS = "interpreter and torch", "steps"
+STEPS = "steps"
 REFERENCE, DISK, FROM_META, DEEPSPEED = "resident", "disk", "from meta", "deepspeed"
 NAMES = {
     REFERENCE: "resident, checkpointed, fused AdamW",
@@ -26,6 +26,11 @@ class Training(Stack):
     max_norm: float = 1.0
     graphs: int = 512
     slots: int = 3
+
+    @property
+    def options(self) -> dict[str, float]:
+        """Of AdamW."""
+        return {"lr": self.learning_rate, "weight_decay": self.weight_decay}
 
 
 def loss_of(output: State, target: Tensor) -> Tensor:

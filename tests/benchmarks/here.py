@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.harness.benchmark import Benchmark
-from benchmarks.harness.case import Case, Outcome
+from benchmarks.harness.case import CannotRunError, Case, Outcome
 from benchmarks.harness.limits import Limits
 from benchmarks.harness.report import add_arguments, run_benchmark
 from benchmarks.harness.schedule import Group, refer_to_first
@@ -46,8 +46,6 @@ class Recorder(Reporter):
     def event(self, event: str, **values: Any) -> None:
         if event == "step":
             self.outcome.steps.append(values["values"])
-        elif event == "skip":
-            self.outcome.skipped = values["reason"]
         elif event == "phase":
             self.outcome.peaks[values["name"]] = 1 + max(self.outcome.moments.values(), default=0)
         elif event == "memory":
@@ -61,8 +59,10 @@ def run_case(case: Case, turns: int = 0) -> Outcome:
         found.skipped = "peers need a process"
         return found
     module, _, function = case.target.partition(":")
-    result = getattr(importlib.import_module(module), function)(Recorder(found, turns), **case.arguments)
-    found.result = None if found.skipped else result
+    try:
+        found.result = getattr(importlib.import_module(module), function)(Recorder(found, turns), **case.arguments)
+    except CannotRunError as reason:
+        found.skipped = str(reason)
     return found
 
 

@@ -15,10 +15,10 @@ from benchmarks.gradcache_batch.benchmark import PEERS as GRADCACHE_PEERS
 from benchmarks.gradcache_batch.methods import METHODS as GRADCACHE_METHODS
 from benchmarks.gradcache_batch.methods import make, sketch
 from benchmarks.gradcache_batch.workload import Shape as Batch
+from benchmarks.harness.case import CannotRunError
 from benchmarks.harness.peers import PEERS
 from benchmarks.memory_latency.benchmark import OTHERS
 from benchmarks.memory_latency.methods import METHODS as TRAINING_METHODS
-from benchmarks.memory_latency.methods import CannotRunError
 from benchmarks.models.transformer import Stack
 from benchmarks.pipe_ladder import methods as pipe_ladder
 from benchmarks.pipe_ladder.workload import Shape
