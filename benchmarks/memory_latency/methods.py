@@ -148,7 +148,7 @@ def ours(model: nn.Sequential, home: Path, device: str, disk: bool = True, **set
     from offload import OffloadModel
 
     offloaded = OffloadModel(model, device, home if disk else "cpu", **settings)
-    return _method(offloaded, model=offloaded)
+    return Method(offloaded, lambda: _gradients(offloaded), offloaded.zero_grad, model=offloaded)
 
 
 def accelerate_disk(model: nn.Sequential, home: Path, device: str) -> Method:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness.peers import require
 from benchmarks.harness.worker import Reporter
-from benchmarks.pipe_ladder.workload import STAGES, Shape
+from benchmarks.pipe_ladder.workload import STAGES, Settings
 from pipe import Pipe, worker
 from pipe import pipeline as running
 from pipe.checkpoint import Checkpointing
@@ -41,21 +41,21 @@ def _through_autograd(pipe: nn.Module) -> Steps:
     return lambda x: _loss(pipe(x)).backward()
 
 
-def _ours(shape: Shape, chunks: int, checkpoint: str = "except_last") -> Pipe:
-    return Pipe(shape.model(), shape.balance, ["cpu"] * STAGES, chunks=chunks, checkpoint=checkpoint)
+def _ours(settings: Settings, chunks: int, checkpoint: str = "except_last") -> Pipe:
+    return Pipe(settings.model(), settings.balance, ["cpu"] * STAGES, chunks=chunks, checkpoint=checkpoint)
 
 
-def _ancestor(module: str, name: str) -> Callable[[Shape, int], Steps]:
-    def make(shape: Shape, chunks: int) -> Steps:
+def _ancestor(module: str, name: str) -> Callable[[Settings, int], Steps]:
+    def make(settings: Settings, chunks: int) -> Steps:
         pipe = getattr(require(module, "ancestors"), name)
-        return _through_autograd(pipe(shape.model(), shape.balance, devices=["cpu"] * STAGES, chunks=chunks))
+        return _through_autograd(pipe(settings.model(), settings.balance, devices=["cpu"] * STAGES, chunks=chunks))
 
     return make
 
 
-def _scheduled(name: str, checkpoint: str = "except_last") -> Callable[[Shape, int], Steps]:
-    def make(shape: Shape, chunks: int) -> Steps:
-        pipe = _ours(shape, chunks, checkpoint)
+def _scheduled(name: str, checkpoint: str = "except_last") -> Callable[[Settings, int], Steps]:
+    def make(settings: Settings, chunks: int) -> Steps:
+        pipe = _ours(settings, chunks, checkpoint)
         return lambda x: pipe.train_step(x, None, lambda output, target: _loss(output), schedule=name, reduction="mean")
 
     return make
@@ -68,9 +68,9 @@ ABLATIONS: dict[str, tuple[Any, str, Any]] = {  # what is replaced by a function
 }
 
 
-def _ablated(*names: str) -> Callable[[Shape, int], Steps]:
-    def make(shape: Shape, chunks: int) -> Steps:
-        step = _through_autograd(_ours(shape, chunks))
+def _ablated(*names: str) -> Callable[[Settings, int], Steps]:
+    def make(settings: Settings, chunks: int) -> Steps:
+        step = _through_autograd(_ours(settings, chunks))
 
         def run(x: Tensor) -> None:
             with contextlib.ExitStack() as stack:
@@ -83,23 +83,23 @@ def _ablated(*names: str) -> Callable[[Shape, int], Steps]:
     return make
 
 
-METHODS: dict[str, Callable[[Shape, int], Steps]] = {
-    "ours": lambda shape, chunks: _through_autograd(_ours(shape, chunks)),
+METHODS: dict[str, Callable[[Settings, int], Steps]] = {
+    "ours": lambda settings, chunks: _through_autograd(_ours(settings, chunks)),
     "torchgpipe": _ancestor("torchgpipe", "GPipe"),
     "fairscale": _ancestor("fairscale.nn", "Pipe"),
     "ours, 1F1B": _scheduled("1f1b"),
     "ours, 1F1B, nothing recomputed": _scheduled("1f1b", "never"),
-    "ours, nothing recomputed": lambda shape, chunks: _through_autograd(_ours(shape, chunks, "never")),
+    "ours, nothing recomputed": lambda settings, chunks: _through_autograd(_ours(settings, chunks, "never")),
     "ours, in a worker thread": _ablated("in a worker thread"),
     "ours, in a worker thread, no order": _ablated("in a worker thread", "no order"),
     "ours, no order": _ablated("no order"),
     "ours, no early recompute": _ablated("no early recompute"),
 }
-"""By name, what makes a step from a shape and a number of micro-batches."""
+"""By name, what makes a step from settings and a number of micro-batches."""
 
 
 def time_rounds(
-    report: Reporter, shape: dict[str, Any], chunks: int, names: list[str], rounds: int, repeats: int
+    report: Reporter, settings: dict[str, Any], chunks: int, names: list[str], repeats: int
 ) -> dict[str, Any]:
     """Steps of all methods in turn, in one process; which one starts changes from round to round.
 
@@ -107,15 +107,15 @@ def time_rounds(
     ``repeats`` in a row. On a machine that others use as well, only the second says what a method costs.
     """
     warnings.simplefilter("ignore")  # the ancestors were written for older versions of torch
-    sizes = Shape(**shape)
+    sizes = Settings(**settings)
     x = sizes.batch()
     steps = {name: METHODS[name](sizes, chunks) for name in names}
     for _ in range(WARMUP):
         for step in steps.values():
             step(x)
     gc.collect()
-    report.total(rounds)
-    for k in range(rounds):
+    report.total(sizes.rounds)
+    for k in range(sizes.rounds):
         taken: dict[str, float] = {}
         begin = k % len(names)
         for name in names[begin:] + names[:begin]:
@@ -128,11 +128,11 @@ def time_rounds(
     return {"chunks": chunks}
 
 
-def peak(report: Reporter, shape: dict[str, Any], chunks: int, name: str, steps: int) -> dict[str, Any]:
+def peak(report: Reporter, settings: dict[str, Any], name: str, steps: int) -> dict[str, Any]:
     """Steps of one method, and their peak memory above the model: the kernel's high-water mark."""
     warnings.simplefilter("ignore")
-    sizes = Shape(**shape)
-    x = sizes.batch()
+    sizes = Settings(**settings)
+    x, chunks = sizes.batch(), max(sizes.chunks)
     step = METHODS[name](sizes, chunks)
     step(x[:STAGES])  # makes gradients, loads libraries
     gc.collect()
@@ -154,22 +154,13 @@ def _status_bytes(name: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
-class _Stamped(list[StageAction]):
-    """A trace that notes when each action began."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.times: list[float] = []
-
-    def append(self, action: StageAction) -> None:
-        self.times.append(time.perf_counter())
-        super().append(action)
+Spans = list[tuple[StageAction, float, float]]
 
 
 @contextlib.contextmanager
-def _a_processor_each(pipe: Pipe) -> Iterator[list[tuple[float, float]]]:
-    """Gives each stage of ``pipe`` its own worker; yields when each action of a step began and ended."""
-    spans: list[tuple[float, float]] = []
+def _spans() -> Iterator[Spans]:
+    """Yields when each action of a step began and ended."""
+    spans: Spans = []
     act = PipelineStep._act
 
     def timed(self: PipelineStep, action: StageAction) -> Any:
@@ -177,27 +168,33 @@ def _a_processor_each(pipe: Pipe) -> Iterator[list[tuple[float, float]]]:
         try:
             return act(self, action)
         finally:
-            spans.append((began, time.perf_counter()))
+            spans.append((action, began, time.perf_counter()))
 
+    with mock.patch.object(PipelineStep, "_act", timed):
+        yield spans
+
+
+@contextlib.contextmanager
+def _a_processor_each(pipe: Pipe) -> Iterator[Spans]:
+    """:func:`_spans` where each stage of ``pipe`` has its own worker."""
     with contextlib.ExitStack() as stack:
         for j, stage in enumerate(pipe._stages):
             # For torch all of them are the CPU, for the workers they are different devices.
             stack.enter_context(mock.patch.object(stage, "device", torch.device("cpu", j)))
         stack.enter_context(mock.patch.object(worker, "normalize_device", side_effect=lambda device: device))
-        stack.enter_context(mock.patch.object(PipelineStep, "_act", timed))
-        yield spans
+        yield stack.enter_context(_spans())
 
 
-def bubbles(report: Reporter, shape: dict[str, Any], chunks: list[int], rounds: int) -> dict[str, Any]:
+def bubbles(report: Reporter, settings: dict[str, Any], rounds: int) -> dict[str, Any]:
     """The share of their time in which two stages wait, for each schedule: measured and simulated.
 
     Measured with a worker for each stage; the machine needs a processor for each. Simulated from the times of the cells
     when they run one after another, which contain no waits.
     """
-    sizes = Shape(**shape)
+    sizes = Settings(**settings)
     x = sizes.batch()
-    report.total(len(chunks))
-    for count in chunks:
+    report.total(len(sizes.chunks))
+    for count in sizes.chunks:
         pipe = _ours(sizes, count)
         values: dict[str, float] = {}
         for name, make in (("fill-drain", fill_drain), ("1F1B", one_forward_one_backward)):
@@ -209,21 +206,16 @@ def bubbles(report: Reporter, shape: dict[str, Any], chunks: list[int], rounds: 
                 return time.perf_counter() - began
 
             cells: dict[StageAction, list[float]] = {}
-            alone: list[float] = []
+            alone, together, waits = list[float](), list[float](), list[float]()
             for _ in range(rounds + 1):
-                stamped = _Stamped()
-                with pipe.recording(stamped):
+                with _spans() as spans:
                     alone.append(step())
-                ends = [*stamped.times[1:], time.perf_counter()]
-                for action, begin, end in zip(stamped, stamped.times, ends, strict=True):
+                for action, begin, end in spans:
                     cells.setdefault(action, []).append(end - begin)
-            waits: list[float] = []
-            together: list[float] = []
-            for _ in range(rounds + 1):
                 with _a_processor_each(pipe) as spans:
                     together.append(step())
-                whole = max(end for _, end in spans) - min(begin for begin, _ in spans)
-                waits.append(1 - sum(end - begin for begin, end in spans) / (STAGES * whole))
+                whole = max(end for _, _, end in spans) - min(begin for _, begin, _ in spans)
+                waits.append(1 - sum(end - begin for _, begin, end in spans) / (STAGES * whole))
             simulation = simulate(schedule, lambda action, m=cells: min(m[action][1:]))  # type: ignore[misc]
             values[f"{name}: measured"] = statistics.median(waits[1:])
             values[f"{name}: simulated"] = simulation.bubble

@@ -9,7 +9,7 @@ from benchmarks.harness.benchmark import Report, Run
 from benchmarks.harness.case import Outcome, failures
 from benchmarks.harness.limits import gradient_bytes
 from benchmarks.harness.table import at_most, case_table, limit_columns, markdown_table, mebibytes, reasons
-from benchmarks.pipe_ladder.workload import Shape
+from benchmarks.pipe_ladder.workload import Settings
 
 MAXIMUM_RATIO = 1.0  # of processor time, ours to each ancestor's: geometric mean over the numbers of micro-batches
 MAXIMUM_PEAK_RATIO = 1.02  # of the peak above the model; the allocator makes as much difference
@@ -43,8 +43,8 @@ def report(run: Run[Any]) -> Report:
     peaks, (bubble,) = groups["peaks"], groups["bubble"]
 
     def least(outcome: Outcome) -> float:
-        shape = Shape(**outcome.case.arguments["shape"])
-        return limits.step_seconds(flops=shape.training_flops, copied_bytes=gradient_bytes(shape.parameters))
+        sizes = Settings(**outcome.case.arguments["settings"])
+        return limits.step_seconds(flops=sizes.training_flops, copied_bytes=gradient_bytes(sizes.parameters))
 
     def times(outcomes: Sequence[Outcome]) -> str:
         names = _names(outcomes)

@@ -1,21 +1,31 @@
-"""The model in two CPU stages and its mini-batch. Both stages are one device."""
+"""Settings: the model in two CPU stages, which are one device, and its mini-batch."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness.settings import option
+
 STAGES = 2
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Channels of the model, its blocks, and rows of the mini-batch."""
+class Settings:
+    """Sizes, and how often to measure."""
 
-    dim: int
-    blocks: int
-    rows: int
-    threads: int
+    dim: int = option(384, "channels")
+    blocks: int = option(4, "blocks of four layers", least=2)
+    rows: int = option(1024, "rows of the mini-batch")
+    chunks: tuple[int, ...] = option((1, 2, 4, 8, 16), "numbers of micro-batches")
+    rounds: int = option(7, "steps of each pipe")
+    threads: int = option(1, "threads of torch's kernels")
+
+    def wrong(self) -> list[str]:
+        """More micro-batches than rows."""
+        if max(self.chunks) <= self.rows:
+            return []
+        return [f"expected from 1 to {self.rows} micro-batches, got chunks={self.chunks}"]
 
     def model(self) -> nn.Sequential:
         """``blocks`` of four layers each: wide linear layers, between which activations are four times a boundary."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.harness.schedule import rounds_until_known
 from benchmarks.harness.worker import Reporter
-from benchmarks.train_overlap.workload import Shape, Workload
+from benchmarks.train_overlap.workload import Settings, Workload
 
 IN_TURN, PIPELINED = "in turn", "pipelined"  # how the parts of a step run
 OURS, TORCHREC = "ours", "torchrec"  # whose pipeline
@@ -62,28 +62,16 @@ def _torchrec(workload: Workload) -> Any:
 
 
 def measure(
-    report: Reporter,
-    shape: dict[str, Any],
-    home: str,
-    load: float,
-    rows: float,
-    rounds: int,
-    batches: int,
-    pipeline: str = OURS,
+    report: Reporter, settings: dict[str, Any], home: str, load: float, rows: float, pipeline: str
 ) -> dict[str, Any]:
     """Rounds of the three parts alone, of all in turn, and of a pipeline: a slow minute of the machine hits all.
 
-    Args:
-        report: where steps go.
-        shape: of the model and the batch.
-        home: a directory on disk.
-        load, rows: latency added to each, as a share of the time that compute takes alone.
-        rounds: how often all of it is repeated at the least; more often while the median of the ratios is in doubt.
-        batches: timed batches of each in a round.
-        pipeline: whose: :data:`OURS` or :data:`TORCHREC`.
+    ``load`` and ``rows`` are the latencies of each, as shares of the time that compute takes alone. There are more
+    rounds while the median of the ratios is in doubt.
     """
     torch.set_num_threads(1)  # one core computes; the others read and wait
-    chosen = Shape(**shape)
+    chosen = Settings(**settings)
+    batches = chosen.batches
     reference = Workload(chosen, home)
     reference.alone(WARMUP)
     compute = reference.alone(batches)["compute"]
@@ -95,9 +83,9 @@ def measure(
     for workload in (reference, *(workload for workload, _ in methods.values())):
         workload.load_latency, workload.rows_latency = load * compute, rows * compute
     losses: dict[str, list[float]] = {name: [] for name in methods}
-    report.total(rounds)
+    report.total(chosen.rounds)
     ratios: list[float] = []
-    for k in rounds_until_known(lambda: ratios, rounds):
+    for k in rounds_until_known(lambda: ratios, chosen.rounds):
         alone = reference.alone(batches)
         seconds = {}
         for name in sorted(methods, reverse=k % 2 == 1):

@@ -8,7 +8,7 @@ from benchmarks.harness.case import Outcome, failures
 from benchmarks.harness.limits import Limits
 from benchmarks.harness.table import at_most, case_table, limit_columns, reasons, spread
 from benchmarks.train_overlap.methods import IN_TURN, PIPELINED
-from benchmarks.train_overlap.workload import Shape
+from benchmarks.train_overlap.workload import Settings
 
 MAXIMUM_RATIO = 1.10  # of the overlapped step to the slowest part alone
 PARTS = ("load", "rows", "compute")
@@ -41,8 +41,8 @@ def report(run: Run[Any]) -> Report:
 
 def limit_seconds(outcome: Outcome, limits: Limits) -> float:
     """The least seconds of a step in which everything overlaps that can."""
-    shape = Shape(**outcome.case.arguments["shape"])
-    work = limits.step_seconds(flops=shape.training_flops, copied_bytes=outcome.done["bytes_of_rows"])
+    settings = Settings(**outcome.case.arguments["settings"])
+    work = limits.step_seconds(flops=settings.training_flops, copied_bytes=outcome.done["bytes_of_rows"])
     return float(max(work, *outcome.done["latencies"]))
 
 

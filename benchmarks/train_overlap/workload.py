@@ -13,17 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness.settings import option
+
 
 @dataclass(frozen=True)
-class Shape:
-    """A table, a dense part, and a batch."""
+class Settings:
+    """A table, a dense part, a batch, and the number of rounds."""
 
-    table_rows: int
-    table_dim: int
-    bags: int
-    indices: int  # of one bag
-    width: int
-    seed: int = 0
+    table_rows: int = option(200_000, "rows of the table")
+    table_dim: int = option(64, "columns of the table")
+    bags: int = option(512, "rows of the batch")
+    indices: int = option(4, "rows of the table for each of them")
+    width: int = option(768, "channels of the dense part")
+    rounds: int = option(9, "repetitions of each case")
+    batches: int = option(12, "timed batches of each method in a round")
 
     @property
     def training_flops(self) -> float:
@@ -32,16 +35,16 @@ class Shape:
 
 
 class _Model(nn.Module):
-    def __init__(self, shape: Shape, bag: nn.Module) -> None:
+    def __init__(self, settings: Settings, bag: nn.Module) -> None:
         super().__init__()
         self.bag = bag
-        torch.manual_seed(shape.seed + 1)
+        torch.manual_seed(1)
         self.dense = nn.Sequential(
-            nn.Linear(shape.table_dim, shape.width),
+            nn.Linear(settings.table_dim, settings.width),
             nn.GELU(),
-            nn.Linear(shape.width, shape.width),
+            nn.Linear(settings.width, settings.width),
             nn.GELU(),
-            nn.Linear(shape.width, 1),
+            nn.Linear(settings.width, 1),
         )
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -55,7 +58,7 @@ class _Model(nn.Module):
 class Workload:
     """One model and what feeds it; the latencies are set once compute has been timed."""
 
-    def __init__(self, shape: Shape, home: str) -> None:
+    def __init__(self, settings: Settings, home: str) -> None:
         from offload import OffloadEmbeddingBag, RowWiseAdagrad
 
         workload = self
@@ -66,21 +69,21 @@ class Workload:
                 return super()._read(*arguments)
 
         self.load_latency = self.rows_latency = 0.0
-        self._shape = shape
-        torch.manual_seed(shape.seed)
-        self.bag = SlowRows(shape.table_rows, shape.table_dim, "sum", offload_device=home)
-        self.model = _Model(shape, self.bag)
+        self._settings = settings
+        torch.manual_seed(0)
+        self.bag = SlowRows(settings.table_rows, settings.table_dim, "sum", offload_device=home)
+        self.model = _Model(settings, self.bag)
         dense = torch.optim.SGD(self.model.dense.parameters(), 0.01)
         self.optimizers = (RowWiseAdagrad(self.bag.parameters(), 0.01), dense)
         self.loader = self._batches()
 
     def _batches(self) -> Iterator[dict[str, Tensor]]:
-        shape = self._shape
-        generator = torch.Generator().manual_seed(shape.seed + 2)
+        settings = self._settings
+        generator = torch.Generator().manual_seed(2)
         while True:
             time.sleep(self.load_latency)
-            indices = torch.randint(shape.table_rows, (shape.bags, shape.indices), generator=generator)
-            yield {"indices": indices, "labels": torch.randn(shape.bags, 1, generator=generator)}
+            indices = torch.randint(settings.table_rows, (settings.bags, settings.indices), generator=generator)
+            yield {"indices": indices, "labels": torch.randn(settings.bags, 1, generator=generator)}
 
     def compute(self, request: Any, batch: dict[str, Tensor]) -> None:
         """All of a step but the loader and the rows."""
@@ -92,8 +95,8 @@ class Workload:
             optimizer.step()
 
     def alone(self, batches: int) -> dict[str, float]:
-        """Seconds for each of the three, with nothing beside it; medians over some batches."""
-        seconds: dict[str, list[float]] = {"load": [], "rows": [], "compute": []}
+        """Seconds for each of the three, with nothing beside it; means over some batches."""
+        seconds = {"load": 0.0, "rows": 0.0, "compute": 0.0}
         for _ in range(batches):
             marks = [time.perf_counter()]
             batch = next(self.loader)
@@ -102,6 +105,6 @@ class Workload:
             marks.append(time.perf_counter())
             self.compute(request, batch)
             marks.append(time.perf_counter())
-            for k, name in enumerate(seconds):
-                seconds[name].append(marks[k + 1] - marks[k])
-        return {name: sum(values) / len(values) for name, values in seconds.items()}
+            for name, begin, end in zip(seconds, marks, marks[1:], strict=False):
+                seconds[name] += (end - begin) / batches
+        return seconds

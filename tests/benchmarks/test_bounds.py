@@ -282,9 +282,9 @@ def test_the_cap_is_midway_between_ours_and_the_least_of_the_others() -> None:
 
 
 def overlapped(ratio: float, undistributed: dict[str, str] | None = None, peer: str = "") -> Outcome:
-    shape = {"table_rows": 300, "table_dim": 4, "bags": 16, "indices": 2, "width": 8}
+    settings = {"table_rows": 300, "table_dim": 4, "bags": 16, "indices": 2, "width": 8}
     result = {"undistributed": undistributed or {}, "latencies": [0.001, 0.005], "bytes_of_rows": 8.0}
-    return outcome("even", result, arguments={"shape": shape}, steps=[{"ratio": ratio}] * 3, peer=peer)
+    return outcome("even", result, arguments={"settings": settings}, steps=[{"ratio": ratio}] * 3, peer=peer)
 
 
 def test_train_overlap() -> None:

@@ -21,13 +21,13 @@ from benchmarks.memory_latency.benchmark import OTHERS
 from benchmarks.memory_latency.methods import METHODS as TRAINING_METHODS
 from benchmarks.models.transformer import Stack
 from benchmarks.pipe_ladder import methods as pipe_ladder
-from benchmarks.pipe_ladder.workload import Shape
+from benchmarks.pipe_ladder.workload import Settings
 from benchmarks.registry import BENCHMARKS
 from pipe.step import PipelineStep
 from tests.benchmarks.here import Recorder, outcome
 
 TINY = Batch(vocabulary=300, positions=4, dim=64, depth=2, pairs=4, chunk=2, kept=1, graphs=1, together=1)
-PIPE = Shape(dim=4, blocks=2, rows=6, threads=torch.get_num_threads())
+PIPE = Settings(dim=4, blocks=2, rows=6, rounds=3, threads=torch.get_num_threads())
 OURS = [name for name in pipe_ladder.METHODS if name.startswith("ours")]
 
 
@@ -58,13 +58,13 @@ def test_every_pipe_of_ours_gives_the_gradients_of_the_bare_model(
     name: str, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models: list[nn.Sequential] = []
-    build = Shape.model
+    build = Settings.model
 
-    def kept(shape: Shape) -> nn.Sequential:
+    def kept(shape: Settings) -> nn.Sequential:
         models.append(build(shape))
         return models[-1]
 
-    monkeypatch.setattr(Shape, "model", kept)
+    monkeypatch.setattr(Settings, "model", kept)
     pipe_ladder.METHODS[name](PIPE, chunks)(PIPE.batch())
     (stepped,) = models
     bare = build(PIPE)
@@ -79,7 +79,7 @@ def test_a_turn_of_several_steps_tells_the_time_of_one(monkeypatch: pytest.Monke
     for clock in ("perf_counter", "process_time"):
         monkeypatch.setattr(f"benchmarks.pipe_ladder.methods.time.{clock}", lambda: 8.0 * len(taken))
     recorder = Recorder(outcome("a"), 0)
-    pipe_ladder.time_rounds(recorder, asdict(PIPE), 2, ["counted"], 3, 4)
+    pipe_ladder.time_rounds(recorder, asdict(PIPE), 2, ["counted"], 4)
     assert recorder.outcome.steps == [{"counted: clock": 8.0, "counted: processor": 8.0}] * 3
     assert len(taken) == pipe_ladder.WARMUP + 3 * 4
 
