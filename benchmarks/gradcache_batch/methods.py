@@ -11,7 +11,8 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,20 @@ import torch._dynamo  # torch imports it in the middle of a first checkpoint, an
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.gradcache_batch.workload import FLOOR, TEMPERATURE, Shape
+from benchmarks.harness.case import FLOOR
+from benchmarks.harness.io_counters import measure
+from benchmarks.harness.limits import block_flops
 from benchmarks.harness.memory import data_bytes
 from benchmarks.harness.memory_cap import cap_memory, lacks_memory
 from benchmarks.harness.worker import Reporter
+from benchmarks.models.dropout import row_keys
+from benchmarks.models.encoder import build_encoder
 from benchmarks.models.transformer import Checkpointed
 from gradcache import GradCache
 from gradcache.loss import SimpleContrastiveLoss
 from offload import OffloadModel
 
+TEMPERATURE = 0.05
 TILE_ROWS = 256
 SKETCH_PIECE = 4096
 MEBIBYTE = 1 << 20
@@ -37,6 +43,50 @@ Step = Callable[[Tensor, Tensor], Tensor]
 """Rows of both towers to the loss, with the gradients accumulated in ``.grad``."""
 Made = tuple[nn.Module, Step]
 """The model whose parameters take the gradient, and the step."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An encoder, pairs of texts, and chunks. A pair is two rows, one for each tower; the towers are one encoder."""
+
+    vocabulary: int
+    positions: int  #: tokens of a row
+    dim: int
+    depth: int
+    pairs: int
+    chunk: int  #: rows of a chunk
+    kept: int  #: MiB that ours may keep between its passes, layers in memory
+    graphs: int  #: MiB of graphs that ours may keep over an OffloadModel
+    together: int  #: MiB of activations of chunks that run together there
+    dropout: float = 0.1
+    seed: int = 0
+
+    def build(self) -> nn.Sequential:
+        """The encoder, the same for the same shape."""
+        return build_encoder(
+            self.vocabulary, self.positions, dim=self.dim, depth=self.depth, dropout=self.dropout, seed=self.seed
+        )
+
+    def batch(self, pairs: int | None = None) -> tuple[Tensor, Tensor]:
+        """Rows of both towers, int64 of shape (pairs, 1 + positions): the row's key for dropout, then its tokens."""
+        count = self.pairs if pairs is None else pairs
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def side(tower: int) -> Tensor:
+            tokens = torch.randint(2, self.vocabulary, (count, self.positions), generator=generator)
+            return torch.cat([row_keys(self.seed, 0, tower, count)[:, None], tokens], dim=1)
+
+        return side(0), side(1)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return 2 * self.pairs * self.positions
+
+    @property
+    def training_flops(self) -> float:
+        """Of the blocks' matrix products in a forward and a backward, nothing recomputed."""
+        return 3 * self.depth * block_flops(self.dim, self.tokens, self.positions)
 
 
 def contrastive_loss(queries: Tensor, passages: Tensor) -> Tensor:
@@ -57,35 +107,26 @@ def _in_one_piece(model: nn.Module) -> Step:
     return step
 
 
-def _upstream(encoder: nn.Sequential, shape: Shape, model: nn.Module) -> Made:
-    """The package GradCache over ``model``."""
-    cache = upstream_class()(models=[model, model], chunk_sizes=shape.chunk, loss_fn=contrastive_loss)
-    return encoder, lambda queries, passages: cache(queries, passages)
-
-
-class ChunkByChunk(GradCache):
+class _ChunkByChunk(GradCache):
     """GradCache without its fused walk: a replaced hook around the model is called for every chunk."""
 
     def model_call(self, model: nn.Module, model_input: Any) -> Any:
-        """Unchanged."""
         return super().model_call(model, model_input)
 
 
-def _sentence_transformers(encoder: nn.Sequential, shape: Shape) -> Made:
+def _sentence_transformers(encoder: nn.Sequential, shape: Shape, home: Path) -> Made:
     """The cached ranking loss of sentence-transformers, over checkpointed layers."""
     losses = importlib.import_module("sentence_transformers.sentence_transformer.losses")
     transformer = importlib.import_module("sentence_transformers").SentenceTransformer
-    layers = Checkpointed(encoder)
 
     class Adapter(nn.Module):
         """The encoder with the interface of a SentenceTransformer."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.layers = layers
+            self.layers = Checkpointed(encoder)
 
         def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-            """Features in, features with an embedding out."""
             return {**features, "sentence_embedding": self.layers(features["input_ids"])}
 
     model = transformer(modules=[Adapter()], device="cpu")
@@ -99,13 +140,20 @@ def _sentence_transformers(encoder: nn.Sequential, shape: Shape) -> Made:
     return encoder, step
 
 
-def _ours(encoder: nn.Sequential, shape: Shape, regroup: bool = True) -> Made:
-    """Fused over the layers, which are in memory; with ``regroup`` chunks run together."""
+def _cached(encoder: nn.Sequential, shape: Shape, home: Path, checkpointed: bool) -> Made:
+    """The package GradCache; ``checkpointed``: over ``torch.utils.checkpoint``."""
+    model = Checkpointed(encoder) if checkpointed else encoder
+    cache = upstream_class()(models=[model, model], chunk_sizes=shape.chunk, loss_fn=contrastive_loss)
+    return encoder, lambda queries, passages: cache(queries, passages)
+
+
+def _ours(encoder: nn.Sequential, shape: Shape, home: Path, together: bool) -> Made:
+    """Fused over the layers, which are in memory; ``together``: several chunks at a time."""
     kept = shape.kept * MEBIBYTE
-    return encoder, GradCache([encoder, encoder], shape.chunk, _tiled_loss(), boundary_bytes=kept, regroup=regroup)
+    return encoder, GradCache([encoder, encoder], shape.chunk, _tiled_loss(), boundary_bytes=kept, regroup=together)
 
 
-def _over_offload(encoder: nn.Sequential, shape: Shape, home: Path, together: bool = True) -> Made:
+def _over_offload(encoder: nn.Sequential, shape: Shape, home: Path, together: bool) -> Made:
     """Fused over an OffloadModel that is stored on disk. A chunk apart has its own gradients beside the sum of all."""
     graphs = shape.graphs if together else shape.graphs * 7 // 8
     options: dict[str, Any] = {"graph_bytes": graphs * MEBIBYTE or None, "boundary_bytes": shape.kept * MEBIBYTE}
@@ -118,7 +166,7 @@ def _over_offload(encoder: nn.Sequential, shape: Shape, home: Path, together: bo
 def _chunk_by_chunk(encoder: nn.Sequential, shape: Shape, home: Path) -> Made:
     """GradCache's two passes over an OffloadModel: each chunk loads every shard three times."""
     model = _offloaded(encoder, home)
-    return model, ChunkByChunk([model, model], shape.chunk, contrastive_loss)
+    return model, _ChunkByChunk([model, model], shape.chunk, contrastive_loss)
 
 
 def _offloaded(encoder: nn.Sequential, home: Path, **options: Any) -> OffloadModel:
@@ -128,13 +176,13 @@ def _offloaded(encoder: nn.Sequential, home: Path, **options: Any) -> OffloadMod
 METHODS: dict[str, Callable[[nn.Sequential, Shape, Path], Made]] = {
     "plain torch": lambda encoder, shape, home: (encoder, _in_one_piece(encoder)),
     "torch.utils.checkpoint": lambda encoder, shape, home: (encoder, _in_one_piece(Checkpointed(encoder))),
-    "upstream GradCache": lambda encoder, shape, home: _upstream(encoder, shape, Checkpointed(encoder)),
-    "upstream GradCache, nothing checkpointed": lambda encoder, shape, home: _upstream(encoder, shape, encoder),
-    "sentence-transformers": lambda encoder, shape, home: _sentence_transformers(encoder, shape),
-    "ours": lambda encoder, shape, home: _ours(encoder, shape),
-    "ours over OffloadModel": _over_offload,
-    "ours, chunks apart": lambda encoder, shape, home: _ours(encoder, shape, regroup=False),
-    "ours over OffloadModel, chunks apart": lambda encoder, shape, home: _over_offload(encoder, shape, home, False),
+    "upstream GradCache": partial(_cached, checkpointed=True),
+    "upstream GradCache, nothing checkpointed": partial(_cached, checkpointed=False),
+    "sentence-transformers": _sentence_transformers,
+    "ours": partial(_ours, together=True),
+    "ours over OffloadModel": partial(_over_offload, together=True),
+    "ours, chunks apart": partial(_ours, together=False),
+    "ours over OffloadModel, chunks apart": partial(_over_offload, together=False),
     "OffloadModel, chunk by chunk": _chunk_by_chunk,
 }
 
@@ -174,9 +222,7 @@ def in_turn(report: Reporter, method: str, shape: dict[str, Any], home: str) -> 
     rows = chosen.batch()
     report.phase("steps")
     for _ in report.turns():
-        processor = time.process_time()
-        seconds, loss = _timed(model, step, rows)
-        report.step(seconds=seconds, processor=time.process_time() - processor, loss=loss)
+        report.step(**_take(model, step, rows))
     report.phase("end")
     return {"parameters": sum(parameter.numel() for parameter in model.parameters()), "sketch": sketch(model)}
 
@@ -191,7 +237,7 @@ def growing(
     """
     chosen = Shape(**shape)
     small = replace(chosen, pairs=2, chunk=1)
-    _timed(*make(method, small, Path(home)), small.batch())
+    _take(*make(method, small, Path(home)), small.batch())
     report.memory(FLOOR)
     held = data_bytes(os.getpid())
     if not held:
@@ -202,11 +248,11 @@ def growing(
     try:
         model, step = make(method, chosen, Path(home))
         while pairs <= most_pairs:
-            seconds, loss = _timed(model, step, chosen.batch(pairs))
+            values = _take(model, step, chosen.batch(pairs))
             if pairs <= 4 * chosen.chunk:
                 sketches[pairs] = sketch(model)
             fitted = pairs
-            report.step(pairs=pairs, seconds=seconds, loss=loss)
+            report.step(pairs=pairs, **values)
             pairs *= 2
     except (MemoryError, RuntimeError, OSError) as error:
         ended = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
@@ -221,18 +267,16 @@ def ladder(
     """Steps with the batch in more and more chunks, a fresh model for each number of them."""
     chosen = Shape(**shape)
     report.total(len(chunks) * steps)
-    loads: dict[str, int | None] = {}
+    loads: dict[str, float | None] = {}
     for count in chunks:
         finer = replace(chosen, chunk=max(2 * chosen.pairs // count, 1))
         model, step = make(method, finer, Path(home))
         rows = finer.batch()
-        _timed(model, step, rows)
-        before = _loaded(model)
+        _take(model, step, rows)
         for _ in range(steps):
-            seconds, loss = _timed(model, step, rows)
-            report.step(chunks=count, seconds=seconds, loss=loss)
-        after = _loaded(model)
-        loads[str(count)] = None if after is None or before is None else (after - before) // steps
+            values = _take(model, step, rows)
+            report.step(chunks=count, **values)
+            loads[str(count)] = values.get("bytes_loaded")
         del model, step
     return {"bytes_loaded": loads}
 
@@ -269,12 +313,8 @@ def sketch(model: nn.Module) -> list[float]:
     return found
 
 
-def _timed(model: nn.Module, step: Step, rows: tuple[Tensor, Tensor]) -> tuple[float, float]:
+def _take(model: nn.Module, step: Step, rows: tuple[Tensor, Tensor]) -> dict[str, float]:
+    """The loss of a step, and what the step took."""
     model.zero_grad()
-    started = time.perf_counter()
-    loss = step(*rows)
-    return time.perf_counter() - started, loss.item()
-
-
-def _loaded(model: nn.Module) -> int | None:
-    return model.statistics().bytes_loaded if isinstance(model, OffloadModel) else None
+    loss, values = measure(lambda: step(*rows).item(), model)
+    return {"loss": loss, **values}

@@ -14,11 +14,10 @@ from typing import Any, Generic, TypeVar
 
 from benchmarks.harness.case import Outcome
 from benchmarks.harness.claims import pair_steps, read_lines
-from benchmarks.harness.compare import Earlier, ratios_of
 from benchmarks.harness.environment import Environment, filesystem_of, here
 from benchmarks.harness.files import write_whole
 from benchmarks.harness.limits import Limits, measure_limits
-from benchmarks.harness.plot import Panel, ratio_panels
+from benchmarks.harness.plot import Panel
 from benchmarks.harness.schedule import Group, refer_to_first, run_group
 from benchmarks.harness.settings import parse_command, settings_of
 
@@ -50,7 +49,7 @@ class Report:
     sections: list[str]  #: tables and paragraphs in Markdown, in their order
     broken: list[str] = field(default_factory=list)  #: bounds that do not hold, a line each: they make the run fail
     panels: list[Panel] | None = None  #: of the picture; by default the ratios
-    ratios: dict[str, float] | None = None  #: what another run must repeat; by default :func:`ratios_of` all outcomes
+    ratios: dict[str, float] | None = None  #: what another run must repeat; by default of all outcomes
 
 
 @dataclass(frozen=True)
@@ -114,14 +113,6 @@ class Benchmark(Generic[S]):
             return settings_of(self.settings, header["settings"])
         return parse_command(self.settings, header["environment"]["command"])
 
-    def earlier(self, path: Path) -> Earlier | None:
-        """What a new run is compared with; None if the file holds no ratios."""
-        try:
-            header, _ = read_lines(path)
-            return Earlier(Environment.from_json(header["environment"]), self.settings_in(header), header["ratios"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
-
 
 def drive(plan: Plan, take: Callable[[Group], list[Outcome]]) -> dict[str, list[Outcome]]:
     """The outcomes of a plan's groups by name; ``take`` measures a group, or reads it."""
@@ -173,14 +164,6 @@ def write_lines(path: Path, name: str, run: Run[Any], ratios: Mapping[str, float
     )
     text = "".join(json.dumps(line) + "\n" for line in (header, *lines))
     return write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-
-
-def report_of(benchmark: Benchmark[S], run: Run[S]) -> Report:
-    """The report, with its ratios and its picture."""
-    report = benchmark.report(run)
-    report.ratios = ratios_of(run.outcomes) if report.ratios is None else report.ratios
-    report.panels = ratio_panels(report.ratios) if report.panels is None else report.panels
-    return report
 
 
 def _print_facts(facts: Facts) -> None:

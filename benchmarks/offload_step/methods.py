@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness.case import FLOOR
 from benchmarks.harness.worker import Reporter
 from benchmarks.models.transformer import Checkpointed, Stack
 from offload import DiskHome, OffloadModel
 
-FLOOR = "interpreter and torch"
 READ_BYTES = 16 << 20
 
 

@@ -9,17 +9,32 @@ than its memory, in turn with DeepSpeed. While DeepSpeed waits it holds memory t
 It recomputes each block; with ``--peer-keeps`` it keeps its activations, which takes less arithmetic and more memory.
 """
 
+import math
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from benchmarks.harness.benchmark import Benchmark, Facts, Plan
-from benchmarks.harness.case import Case
+from benchmarks.harness.benchmark import Benchmark, Facts, Plan, Report, Run
+from benchmarks.harness.case import Case, Outcome, failures, find_done
+from benchmarks.harness.io_counters import bytes_of_step, from_disk, medium_bytes
 from benchmarks.harness.schedule import Group
 from benchmarks.harness.settings import option
-from benchmarks.optimizer.report import report
-from benchmarks.optimizer.workload import DEEPSPEED, FROM_META, NAMES, REFERENCE, Training
+from benchmarks.harness.table import at_least, at_most, case_table, limit_columns, mebibytes, reasons, spread
+from benchmarks.optimizer.methods import DEEPSPEED, DISK, FROM_META, NAMES, REFERENCE, STEPS, Training
 
+MAXIMUM_RATIO = 1.05  # of the step on disk to the resident one
+MAXIMUM_DIFFERENCE = 1e-6  # of any parameter tensor at the end, relative
+MINIMUM_SPEEDUP = 1.5  # over DeepSpeed
+MAXIMUM_MEMORY_SHARE = 0.25  # of DeepSpeed's
+MAXIMUM_LARGE_BYTES = 2 << 30  # for a billion parameters
+WORDS = (
+    "Ratios are medians of the steps in turn (least to greatest). `kernel` is the time in which the kernel wrote out "
+    "afterwards what was left in its page cache. Bytes are what passed read and write (or reached the device, where "
+    "that is more), for each parameter and step, boundaries between blocks included; what is read, but not from disk, "
+    "is from the page cache. The default allocator is used."
+)
 TRAIN = "benchmarks.optimizer.methods:train"
 BYTES_AT_REST = 16  # of each parameter: itself, its gradient and two moments
 CHOICES = tuple(method for method in NAMES if method not in (REFERENCE, FROM_META))
@@ -84,6 +99,84 @@ def prepare(settings: Settings, folder: Path) -> Facts:
             f"got {room / 1e9:.0f} GB in home={folder.parent}"
         )
     return []
+
+
+def report(run: Run[Any]) -> Report:
+    """One table."""
+    outcomes = run.outcomes
+    large = run.settings.parameters is not None
+    training = Training(**outcomes[0].case.arguments["training"])
+    words = (
+        f"{training.parameters / 1e6:,.0f} M parameters in {training.blocks} blocks, fp32: "
+        f"{16 * training.parameters / 1e9:.1f} GB of parameters, gradients and moments. {training.tokens:,} tokens a "
+        f"step, AdamW, gradients clipped to a global norm of {training.max_norm:g}."
+    )
+
+    def of_parameters(count: float) -> str:
+        return f"{count / training.parameters:.1f}"
+
+    def losses(outcome: Outcome) -> str:
+        return f"{outcome.done['first']['loss']:.1f} to {outcome.steps[-1]['loss']:.1f}" if outcome.steps else "-"
+
+    columns = {
+        "s/step": lambda o: f"{o.median():.2f}",
+        "to ours" if large else "to the resident": lambda o: spread(o.ratios()) if o is not outcomes[0] else "1",
+        "kernel": lambda o: f"{o.median('kernel', 0.0):.2f} s",
+        "waiting": lambda o: f"{o.median('waited', 0.0) / o.median():.1%}",
+        "read B/parameter": lambda o: of_parameters(bytes_of_step(o.steps)[0]),
+        "of it from disk": lambda o: of_parameters(from_disk(o.steps)),
+        "written": lambda o: of_parameters(bytes_of_step(o.steps)[1]),
+        "peak memory": lambda o: mebibytes(o.peaks[STEPS]),
+        "less torch": lambda o: mebibytes(o.above()),
+        "losses" if large else "parameters differ": losses if large else _difference,
+        **limit_columns(
+            run.limits, lambda o: run.limits.step_seconds(flops=training.training_flops, **medium_bytes(o.steps))
+        ),
+    }
+    sections = [words, case_table(outcomes, columns, "method"), WORDS, reasons(outcomes)]
+    ours, theirs = _pair(outcomes)
+    if ours is not None and theirs is not None:
+        speedup, share = _advantage(ours, theirs)
+        sections.append(f"Ours takes 1/{speedup:.2f} of the time of {theirs.title} and {share:.2f} of its memory.")
+    return Report(sections, broken_bounds(outcomes, large))
+
+
+def _difference(outcome: Outcome) -> str:
+    difference = outcome.done.get("difference")
+    return "-" if difference is None else f"{difference:.0e}" if difference else "0"
+
+
+def _pair(outcomes: Sequence[Outcome]) -> tuple[Outcome | None, Outcome | None]:
+    """Ours and DeepSpeed, where they ran."""
+    ours = find_done(outcomes, NAMES["from meta"]) or find_done(outcomes, NAMES[DISK])
+    return ours, next((o for o in outcomes if o.case.peer and o.result is not None), None)
+
+
+def _advantage(ours: Outcome, theirs: Outcome) -> tuple[float, float]:
+    """How many times as fast ours is, and its share of the memory."""
+    return theirs.ratio() / ours.ratio(), ours.peaks[STEPS] / theirs.peaks[STEPS]
+
+
+def broken_bounds(outcomes: Sequence[Outcome], large: bool) -> list[str]:
+    """Bounds that do not hold, one line each."""
+    broken = failures(outcomes)
+    ours, theirs = _pair(outcomes)
+    if ours is None:
+        return broken
+    if (difference := ours.done.get("difference")) is not None:
+        what = f"{ours.name}: the difference of parameters from the resident model's"
+        broken += at_most(what, difference, MAXIMUM_DIFFERENCE, "{:.0e}".format)
+    if large:
+        losses = [ours.done["first"]["loss"], *(step["loss"] for step in ours.steps)]
+        broken += [] if all(map(math.isfinite, losses)) else [f"{ours.name}: losses must be numbers, are {losses}"]
+        broken += at_most(f"{ours.name}: the peak", ours.peak_bytes, MAXIMUM_LARGE_BYTES, mebibytes)
+    else:
+        broken += at_most(f"{ours.name}: the ratio of times", ours.ratio(), MAXIMUM_RATIO, "{:.3f}".format)
+    if theirs is not None:
+        speedup, share = _advantage(ours, theirs)
+        broken += at_least(f"the speed-up over {theirs.name}", speedup, MINIMUM_SPEEDUP, "{:.2f}".format)
+        broken += at_most(f"the share of the memory of {theirs.name}", share, MAXIMUM_MEMORY_SHARE, "{:.2f}".format)
+    return broken
 
 
 BENCHMARK = Benchmark(Settings, plan, report, prepare)

@@ -5,17 +5,44 @@ ratios of their times, for cells of milliseconds and for tiny cells. For each pi
 taken away, another case gives the peak memory. One more gives each stage a worker and measures the bubble.
 """
 
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
-from benchmarks.harness.benchmark import Benchmark, Plan
-from benchmarks.harness.case import Case
+from benchmarks.harness.benchmark import Benchmark, Plan, Report, Run
+from benchmarks.harness.case import Case, Outcome, failures
+from benchmarks.harness.limits import gradient_bytes
 from benchmarks.harness.peers import Found, find_peer
 from benchmarks.harness.schedule import Group
-from benchmarks.pipe_ladder.methods import METHODS
-from benchmarks.pipe_ladder.report import PIPES, TINY, report
-from benchmarks.pipe_ladder.workload import Settings
+from benchmarks.harness.table import at_most, case_table, limit_columns, markdown_table, mebibytes, reasons
+from benchmarks.pipe_ladder.methods import METHODS, Settings
 
+MAXIMUM_RATIO = 1.0  # of processor time, ours to each ancestor's: geometric mean over the numbers of micro-batches
+MAXIMUM_PEAK_RATIO = 1.02  # of the peak above the model; the allocator makes as much difference
+PIPES = ["ours", "torchgpipe", "fairscale"]
+TINY = {"dim": 16, "rows": 64}  # layers take next to no time: nearly all of a step is what a pipe adds
+KINDS = ("processor", "clock")
+SCHEDULES = ("fill-drain", "1F1B")
+TIME = (
+    "Time: steps of the pipes in turn, in one process; medians. `processor` is processor time, which other work on the "
+    "machine does not change; `clock` is time by the clock. The bound is on processor time of the first table. glibc "
+    "keeps freed memory here, so that no pipe pays for pages that another one returned. The limit of a step counts a "
+    "forward and a backward with nothing recomputed, at the rate of a large product with as many threads; the distance "
+    "is of ours by the clock."
+)
+TINY_TIME = f"The same with {TINY['dim']} channels and {TINY['rows']} rows: what a pipe itself costs. No bound."
+PEAK = (
+    "Memory and time of each method at the largest number of micro-batches, each in its own process and with freed "
+    "memory returned at once, which takes time. Below the first three: ours with another schedule, or with a mechanism "
+    "taken away."
+)
+BUBBLE = (
+    "Bubble: the share of their time in which two stages wait for each other, in `train_step`. Measured with a worker "
+    "for each stage on its own processor; simulated from the times of the cells one after another. Speed-up: the step "
+    "with one worker, to the step with two."
+)
 MODULE = "benchmarks.pipe_ladder.methods"
 #: Of tiny cells: as many times the rounds, and steps in a row until a turn has so many micro-batches. A step of a
 #: millisecond differs by a third from the next one, and takes next to no time.
@@ -49,6 +76,118 @@ def plan(settings: Settings, folder: str) -> Plan:
     yield Group("tiny cells", timed("tiny cells", tiny, TURN_MICROBATCHES))
     yield Group("peaks", [case(name, "peak", {"name": name, "steps": 5}, GIVE_BACK, settings) for name in METHODS])
     yield Group("bubble", [case("bubble", "bubbles", {"rounds": 5}, {}, settings)])
+
+
+def report(run: Run[Any]) -> Report:
+    """Times, peaks, bubble."""
+    groups, limits = run.groups, run.limits
+    peaks, (bubble,) = groups["peaks"], groups["bubble"]
+
+    def least(outcome: Outcome) -> float:
+        sizes = Settings(**outcome.case.arguments["settings"])
+        return limits.step_seconds(flops=sizes.training_flops, copied_bytes=gradient_bytes(sizes.parameters))
+
+    def times(outcomes: Sequence[Outcome]) -> str:
+        names = _names(outcomes)
+        columns: dict[str, Callable[[Outcome], str]] = {}
+        for name in names:
+            columns[f"{name}, ms"] = partial(_milliseconds, name)
+        for name in names[1:]:
+            columns |= {f"ours / {name}, {kind}": partial(_shown_ratio, name, kind) for kind in KINDS}
+        columns |= limit_columns(limits, least, lambda o: o.median("ours: clock"))
+        means = [
+            f"{name}, {kind}: {mean_ratio(outcomes, name, kind):.3f}"
+            for name in names[1:]
+            for kind in KINDS
+            if not any(outcome.reason for outcome in outcomes)
+        ]
+        table = case_table(outcomes, columns)
+        return f"{table}\n\nGeometric means of ours to {'; '.join(means)}." if means else table
+
+    held = {
+        "micro-batches": lambda o: str(o.done["chunks"]),
+        "peak above the model": lambda o: mebibytes(_above(o)),
+        "to ours": lambda o: f"{_above(o) / _above(peaks[0]):.2f}x" if peaks[0].result else "-",
+        "ms/step": lambda o: f"{1e3 * o.median():.0f}",
+        **limit_columns(limits, least),
+    }
+    sections = [TIME, times(groups["time"]), TINY_TIME, times(groups["tiny cells"])]
+    sections += [PEAK, case_table(peaks, held, "method"), BUBBLE, _bubble_table(bubble), reasons(run.outcomes)]
+    return Report(sections, broken_bounds(groups), ratios=_ratios(run))
+
+
+def _milliseconds(name: str, outcome: Outcome) -> str:
+    return f"{1e3 * outcome.median(f'{name}: processor'):.1f}"
+
+
+def _shown_ratio(name: str, kind: str, outcome: Outcome) -> str:
+    return f"{ratio_of(outcome, name, kind):.3f}"
+
+
+def _above(outcome: Outcome) -> int:
+    """Peak bytes above the model; a tiny model may need no page more."""
+    return max(1, int(outcome.done["above_model"]))
+
+
+def _names(outcomes: Sequence[Outcome]) -> list[str]:
+    """The pipes that were timed: those that the first finished case reports."""
+    done = next((outcome for outcome in outcomes if outcome.steps), None)
+    return [name for name in PIPES if done is not None and f"{name}: clock" in done.steps[0]]
+
+
+def ratio_of(outcome: Outcome, other: str, kind: str = "processor") -> float:
+    """Median over the rounds of our time to another pipe's."""
+    return float(statistics.median(step[f"ours: {kind}"] / step[f"{other}: {kind}"] for step in outcome.steps))
+
+
+def mean_ratio(timed: Sequence[Outcome], other: str, kind: str = "processor") -> float:
+    """Geometric mean over the numbers of micro-batches of :func:`ratio_of`."""
+    return statistics.geometric_mean(ratio_of(outcome, other, kind) for outcome in timed)
+
+
+def _ratios(run: Run[Any]) -> dict[str, float]:
+    """Processor time of ours to each ancestor's, and peaks to ours."""
+    found: dict[str, float] = {}
+    for title in ("time", "tiny cells"):
+        done = [outcome for outcome in run.groups[title] if outcome.result is not None]
+        for other in _names(done)[1:]:
+            found |= {f"{outcome.name}: ours / {other}": ratio_of(outcome, other) for outcome in done}
+            found[f"{title}, geometric mean: ours / {other}"] = mean_ratio(done, other)
+    ours, *others = run.groups["peaks"]
+    for outcome in others:
+        if ours.result is not None and outcome.result is not None:
+            found[f"{outcome.name}: peak to ours"] = _above(outcome) / _above(ours)
+    return found
+
+
+def _bubble_table(bubble: Outcome) -> str:
+    shares = [f"{name}: {what}" for name in SCHEDULES for what in ("measured", "simulated")]
+    speed_ups = [f"{name}: speed-up" for name in SCHEDULES]
+    rows = [
+        [
+            str(step["chunks"]),
+            *(f"{step[name]:.1%}" for name in ("ideal", *shares)),
+            *(f"{step[name]:.2f}x" for name in speed_ups),
+        ]
+        for step in bubble.steps
+    ]
+    return markdown_table(["micro-batches", "(p-1)/(m+p-1)", *shares, *speed_ups], rows)
+
+
+def broken_bounds(groups: dict[str, list[Outcome]]) -> list[str]:
+    """Bounds that do not hold, one line each."""
+    broken = failures(outcome for outcomes in groups.values() for outcome in outcomes)
+    if broken:
+        return broken
+    timed, (ours, *others) = groups["time"], groups["peaks"]
+    for name in _names(timed)[1:]:
+        what = f"processor time, ours / {name}:"
+        broken += at_most(what, mean_ratio(timed, name), MAXIMUM_RATIO, "{:.3f}".format)
+    for outcome in others:
+        if outcome.case.peer and outcome.result is not None:
+            ratio = _above(ours) / _above(outcome)
+            broken += at_most(f"peak, ours / {outcome.name}:", ratio, MAXIMUM_PEAK_RATIO, "{:.3f}".format)
+    return broken
 
 
 BENCHMARK = Benchmark(Settings, plan, report, rates=lambda settings: {"threads": settings.threads})

@@ -10,6 +10,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,16 +19,65 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness.peers import require
+from benchmarks.harness.settings import option
 from benchmarks.harness.worker import Reporter
-from benchmarks.pipe_ladder.workload import STAGES, Settings
 from pipe import Pipe, worker
 from pipe import pipeline as running
 from pipe.checkpoint import Checkpointing
 from pipe.schedule import Schedule, StageAction, fill_drain, one_forward_one_backward, simulate
 from pipe.step import PipelineStep
 
+STAGES = 2
 FLOOR = "model and batch alone"
 WARMUP = 2  # steps of each method: pages, threads and the first growth of the heap
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes, and how often to measure."""
+
+    dim: int = option(384, "channels")
+    blocks: int = option(4, "blocks of four layers", least=2)
+    rows: int = option(1024, "rows of the mini-batch")
+    chunks: tuple[int, ...] = option((1, 2, 4, 8, 16), "numbers of micro-batches")
+    rounds: int = option(7, "steps of each pipe")
+    threads: int = option(1, "threads of torch's kernels")
+
+    def wrong(self) -> list[str]:
+        """More micro-batches than rows."""
+        if max(self.chunks) <= self.rows:
+            return []
+        return [f"expected from 1 to {self.rows} micro-batches, got chunks={self.chunks}"]
+
+    def model(self) -> nn.Sequential:
+        """``blocks`` of four layers each: wide linear layers, between which activations are four times a boundary."""
+        torch.manual_seed(0)
+        torch.set_num_threads(self.threads)
+        layers: list[nn.Module] = []
+        for _ in range(self.blocks):
+            layers += [nn.Linear(self.dim, 4 * self.dim), nn.GELU(), nn.Linear(4 * self.dim, self.dim)]
+            layers.append(nn.LayerNorm(self.dim))
+        return nn.Sequential(*layers)
+
+    def batch(self) -> Tensor:
+        """The mini-batch; it needs no gradient."""
+        return torch.randn(self.rows, self.dim, generator=torch.Generator().manual_seed(1))
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in all blocks: two matrices, their biases, a norm."""
+        return self.blocks * (8 * self.dim**2 + 7 * self.dim)
+
+    @property
+    def training_flops(self) -> float:
+        """Of the matrix products of a forward and a backward, nothing recomputed; the batch needs no gradient."""
+        return 2.0 * self.rows * (3 * 8 * self.dim**2 * self.blocks - 4 * self.dim**2)
+
+    @property
+    def balance(self) -> list[int]:
+        """Layers of each stage."""
+        first = 4 * (self.blocks // STAGES)
+        return [first, 4 * self.blocks - first]
 
 
 def _loss(output: Tensor) -> Tensor:

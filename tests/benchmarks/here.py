@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from benchmarks.__main__ import find
 from benchmarks.harness.benchmark import Benchmark
 from benchmarks.harness.case import CannotRunError, Case, Outcome
 from benchmarks.harness.limits import Limits
 from benchmarks.harness.report import add_arguments, run_benchmark
 from benchmarks.harness.schedule import Group, refer_to_first
 from benchmarks.harness.worker import Reporter
-from benchmarks.registry import find
 
 __all__ = ["RATES", "Recorder", "lines_of", "outcome", "run_case", "run_here"]
 

@@ -11,19 +11,19 @@ from typing import Any, cast
 import pytest
 import torch
 
-from benchmarks.build_huge import report as build_huge
-from benchmarks.gpu_train import report as gpu_train
-from benchmarks.gradcache_batch import report as gradcache_batch
+from benchmarks.build_huge import benchmark as build_huge
+from benchmarks.gpu_train import benchmark as gpu_train
+from benchmarks.gradcache_batch import benchmark as gradcache_batch
 from benchmarks.harness.case import Outcome
 from benchmarks.harness.limits import Limits
-from benchmarks.memory_latency import report as memory_latency
+from benchmarks.memory_latency import benchmark as memory_latency
 from benchmarks.models.transformer import Stack
-from benchmarks.offload_step import report as offload_step
-from benchmarks.optimizer import report as optimizer
-from benchmarks.optimizer.workload import DISK, FROM_META, NAMES, REFERENCE
-from benchmarks.pipe_ladder import report as pipe_ladder
-from benchmarks.retrieval import report as retrieval
-from benchmarks.train_overlap import report as train_overlap
+from benchmarks.offload_step import benchmark as offload_step
+from benchmarks.optimizer import benchmark as optimizer
+from benchmarks.optimizer.methods import DISK, FROM_META, NAMES, REFERENCE
+from benchmarks.pipe_ladder import benchmark as pipe_ladder
+from benchmarks.retrieval import benchmark as retrieval
+from benchmarks.train_overlap import benchmark as train_overlap
 from tests.benchmarks.here import RATES, outcome
 
 TORCH = "interpreter and torch"

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.__main__ import BENCHMARKS
 from benchmarks.gradcache_batch.benchmark import PEERS as GRADCACHE_PEERS
 from benchmarks.gradcache_batch.methods import METHODS as GRADCACHE_METHODS
+from benchmarks.gradcache_batch.methods import Shape as Batch
 from benchmarks.gradcache_batch.methods import make, sketch
-from benchmarks.gradcache_batch.workload import Shape as Batch
 from benchmarks.harness.case import CannotRunError
 from benchmarks.harness.peers import PEERS
 from benchmarks.memory_latency.benchmark import OTHERS
 from benchmarks.memory_latency.methods import METHODS as TRAINING_METHODS
 from benchmarks.models.transformer import Stack
 from benchmarks.pipe_ladder import methods as pipe_ladder
-from benchmarks.pipe_ladder.workload import Settings
-from benchmarks.registry import BENCHMARKS
+from benchmarks.pipe_ladder.methods import Settings
 from pipe.step import PipelineStep
 from tests.benchmarks.here import Recorder, outcome
 

@@ -12,20 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import main
+from benchmarks.__main__ import BENCHMARKS, find, main
 from benchmarks.harness import environment
 from benchmarks.harness.benchmark import Benchmark, Plan, Report, Run
 from benchmarks.harness.case import Case, Outcome
 from benchmarks.harness.claims import RESULTS, benchmark_of, read_lines
-from benchmarks.harness.compare import Earlier, ratios_of
 from benchmarks.harness.environment import Environment, filesystem_of, here
 from benchmarks.harness.files import cache_directory, write_once, write_whole
 from benchmarks.harness.peers import MissingExtraError, require
-from benchmarks.harness.report import markdown_page, publish
+from benchmarks.harness.report import Earlier, markdown_page, publish, ratios_of
 from benchmarks.harness.schedule import Group
 from benchmarks.harness.settings import add_options, option, parse_command, settings_of
 from benchmarks.harness.table import at_least, at_most, case_table, markdown_table, mebibytes, reasons, spread
-from benchmarks.registry import BENCHMARKS, find
 from tests.benchmarks.here import RATES, outcome
 
 ROOT = Path(__file__).parents[2]

@@ -17,10 +17,9 @@ import psutil
 import pytest
 import torch
 
-from benchmarks.__main__ import main
+from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.harness.case import Case
 from benchmarks.harness.schedule import Group
-from benchmarks.registry import BENCHMARKS
 from benchmarks.retrieval.corpus import build_corpus
 from tests.benchmarks.here import RATES, lines_of, run_here
 
@@ -106,9 +105,8 @@ def test_build_huge_trains_to_the_losses_of_the_resident_model() -> None:
 
 
 def test_gradcache_batch_runs_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.gradcache_batch.benchmark import PEERS
+    from benchmarks.gradcache_batch.benchmark import FUSED, PEERS
     from benchmarks.gradcache_batch.methods import METHODS
-    from benchmarks.gradcache_batch.report import FUSED
 
     time = "--dim 64 --depth 2 --vocabulary 300 --positions 8 --pairs 4 --chunk 2 --rounds 1"
     memory = "--limit 64 --most 64 --small-dim 64 --chunks 1 4 --chunked-dim 64 --loss-rows 512"
