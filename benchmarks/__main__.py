@@ -121,7 +121,7 @@ def _report(words: Sequence[str]) -> int:
     parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="what --out wrote")
     parser.add_argument("--out", type=Path, metavar="STEM", help="writes STEM.md and STEM.png")
     arguments = parser.parse_args(words)
-    entry = find(claims.benchmark_of(claims.read_lines(arguments.file)[0]))
+    entry = find(claims.read_lines(arguments.file)[0]["benchmark"])
     benchmark = entry.load()
     from benchmarks.harness.report import publish
 

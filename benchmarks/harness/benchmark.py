@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from benchmarks.harness.case import Outcome
-from benchmarks.harness.claims import pair_steps, read_lines
+from benchmarks.harness.claims import read_lines
 from benchmarks.harness.environment import Environment, filesystem_of, here
 from benchmarks.harness.files import write_whole
 from benchmarks.harness.limits import Limits, measure_limits
 from benchmarks.harness.plot import Panel
 from benchmarks.harness.schedule import Group, refer_to_first, run_group
-from benchmarks.harness.settings import parse_command, settings_of
+from benchmarks.harness.settings import settings_of
 
 S = TypeVar("S")
 Plan = Generator[Group, list[Outcome], None]
@@ -89,29 +89,27 @@ class Benchmark(Generic[S]):
         header, lines = read_lines(path)
 
         def take(group: Group) -> list[Outcome]:
-            """The next lines: of this group by their names, which the first format has alone, and never one twice."""
-            block: dict[str, Mapping[str, Any]] = {}
-            names = {case.name for case in group.cases}
-            while lines and lines[0]["case"] in names - block.keys() and lines[0].get("part", group.name) == group.name:
+            """The next lines, if they are of this group; a case that is newer than the file is left out."""
+            found: dict[str, Mapping[str, Any]] = {}
+            while lines and lines[0]["part"] == group.name and lines[0]["case"] in {case.name for case in group.cases}:
                 line = lines.pop(0)
-                block[line["case"]] = line
-            return _outcomes(group, block)
+                found[line["case"]] = line
+            outcomes = [Outcome.from_json(case, found[case.name]) for case in group.cases if case.name in found]
+            if group.order == "rounds":
+                refer_to_first(outcomes)
+            elif group.order == "pairs" and outcomes:
+                outcomes[0].reference = outcomes[0].steps
+            return outcomes
 
-        settings = self.settings_in(header)
+        settings = settings_of(self.settings, header["settings"])
         groups = drive(self.plan(settings, ""), take)
         if lines:
             raise ValueError(
                 f"{path.name}: expected the cases of {settings}, got {lines[0]['case']!r} after {groups.keys()}"
             )
-        facts = [(name, words) for name, words in header.get("facts", [])]
+        facts = [(name, words) for name, words in header["facts"]]
         environment = Environment.from_json(header["environment"])
         return Run(settings, environment, Limits(**header["limits"]), facts, groups)
-
-    def settings_in(self, header: Mapping[str, Any]) -> S:
-        """The settings of a results file's header; the first format has them in its command only."""
-        if "settings" in header:
-            return settings_of(self.settings, header["settings"])
-        return parse_command(self.settings, header["environment"]["command"])
 
 
 def drive(plan: Plan, take: Callable[[Group], list[Outcome]]) -> dict[str, list[Outcome]]:
@@ -126,32 +124,9 @@ def drive(plan: Plan, take: Callable[[Group], list[Outcome]]) -> dict[str, list[
         return groups
 
 
-def _outcomes(group: Group, lines: Mapping[str, Mapping[str, Any]]) -> list[Outcome]:
-    """The outcomes of a group from their lines, in the order of its cases; a case that is newer than the file is left
-    out."""
-    outcomes = []
-    for case in group.cases:
-        if case.name not in lines:
-            continue
-        line = lines[case.name]
-        outcome = Outcome.from_json(case, line)
-        # The first format knew no references, and its pairs begin with steps that do not count.
-        if group.order == "pairs" and "reference" not in line:
-            if case is group.cases[0]:
-                outcome.steps = outcome.reference = outcome.steps[1:]
-            else:
-                pairs = list(pair_steps(list(lines.values()), case.name))
-                outcome.steps, outcome.reference = [dict(mine) for mine, _ in pairs], [dict(own) for _, own in pairs]
-        outcomes.append(outcome)
-    if group.order == "rounds":
-        refer_to_first(outcomes)
-    return outcomes
-
-
 def write_lines(path: Path, name: str, run: Run[Any], ratios: Mapping[str, float]) -> Path:
     """Writes the results file of a run: a header, and a line for each case."""
     header = {
-        "format": 2,
         "benchmark": name,
         "settings": asdict(run.settings),
         "environment": run.environment.as_json(),

@@ -113,8 +113,8 @@ class Outcome:
 
     @classmethod
     def from_json(cls, case: Case, line: Mapping[str, Any]) -> Outcome:
-        """What :meth:`as_json` wrote, also in the first format, which knew no references."""
-        derived = ("case", "rung", "part", "peak_bytes", "ratio")
+        """What :meth:`as_json` wrote."""
+        derived = ("case", "part", "peak_bytes", "ratio")
         return cls(case, **{name: value for name, value in line.items() if name not in derived})
 
 

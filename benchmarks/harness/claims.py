@@ -23,31 +23,7 @@ Lines = Sequence[Line]
 def read_lines(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The header of a results file (environment, limits, ratios) and a line for each case."""
     header, *lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-    return header, [line | {"case": line.get("case", line.get("rung"))} for line in lines]
-
-
-def benchmark_of(header: Mapping[str, Any]) -> str:
-    """The name of the benchmark that wrote a results file."""
-    return str(header.get("benchmark") or header["environment"]["command"].split()[3])
-
-
-def pair_steps(lines: Lines, name: str) -> Iterator[tuple[Line, Line]]:
-    """The steps of case ``name`` that were timed in turn with the reference, each with the reference's step.
-
-    ``lines`` begin with the reference, followed by the cases in the order in which they were timed. A file of the first
-    format holds all steps of the reference in one list, and a first step of every process that does not count.
-    """
-    reference, *others = lines
-    begin = 1
-    for line in others:
-        if line["case"] != name:
-            # Beside a case that ended before its time the reference took one step that has no partner.
-            begin += max(len(line["steps"]) - 1, 0) + bool(line.get("skipped") or line.get("failure"))
-        elif "reference" in line:
-            return zip(line["steps"], line["reference"], strict=True)
-        else:
-            return zip(line["steps"][1:], reference["steps"][begin:], strict=False)
-    raise KeyError(f"expected a case {name!r}, got {[line['case'] for line in lines]}")
+    return header, lines
 
 
 Ratios = Callable[[Lines], "list[float]"]
@@ -82,18 +58,18 @@ def _line(lines: Lines, name: str) -> Line:
     return next(line for line in lines if line["case"] == name)
 
 
-def _seconds(pairs: Iterable[tuple[Line, Line]]) -> list[float]:
-    return [mine["seconds"] / theirs["seconds"] for mine, theirs in pairs]
+def _ratios(steps: Iterable[Line], others: Iterable[Line]) -> list[float]:
+    return [mine["seconds"] / theirs["seconds"] for mine, theirs in zip(steps, others, strict=False)]
 
 
 def _in_rounds(ours: str, peer: str) -> Ratios:
     """Steps of two cases, one of each in a round."""
-    return lambda lines: _seconds(zip(_line(lines, ours)["steps"], _line(lines, peer)["steps"], strict=False))
+    return lambda lines: _ratios(_line(lines, ours)["steps"], _line(lines, peer)["steps"])
 
 
 def _in_pairs(ours: str) -> Ratios:
     """Steps of a case in turn with those of the first one."""
-    return lambda lines: _seconds(pair_steps(lines, ours))
+    return lambda lines: _ratios(_line(lines, ours)["steps"], _line(lines, ours)["reference"])
 
 
 def _peaks(ours: str, peer: str, phase: str = "", floor: str = "") -> Memory:

@@ -66,7 +66,8 @@ def read_earlier(benchmark: Benchmark[Any], path: Path) -> Earlier | None:
     """What a new run is compared with; None if the file holds no ratios."""
     try:
         header, _ = read_lines(path)
-        return Earlier(Environment.from_json(header["environment"]), benchmark.settings_in(header), header["ratios"])
+        settings = settings_of(benchmark.settings, header["settings"])
+        return Earlier(Environment.from_json(header["environment"]), settings, header["ratios"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -6,7 +6,6 @@ error, before anything is measured.
 
 import argparse
 import dataclasses
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -75,11 +74,3 @@ def settings_of(settings: type[S], values: Mapping[str, Any]) -> S:
     if wrong:
         raise ValueError("; ".join(wrong))
     return made
-
-
-def parse_command(settings: type[S], command: str) -> S:
-    """The settings of a recorded command, ``python -m benchmarks NAME ...``, without the options of the harness."""
-    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
-    add_options(parser, settings)
-    known, _ = parser.parse_known_args(shlex.split(command)[4:])
-    return settings_of(settings, vars(known))
