@@ -25,6 +25,8 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = ["Accumulation"]
 
+Reduce = Callable[[list[Tensor | None]], list[Tensor | None]]
+
 
 class Accumulation:
     """A context manager that collects the gradients of one step separately from earlier ones.
@@ -36,7 +38,8 @@ class Accumulation:
 
     def __init__(self, parameters: Iterable[Tensor], at_home: Iterable[Tensor] = ()) -> None:
         unique = {id(parameter): parameter for parameter in parameters if parameter.requires_grad}
-        self._parameters = list(unique.values())
+        #: The trainable parameters of this step, each once.
+        self.parameters = list(unique.values())
         self._at_home = {id(parameter) for parameter in at_home}
         self._before: list[Tensor | None] = []
         self._sums: dict[int, Tensor] = {}
@@ -44,7 +47,7 @@ class Accumulation:
         self._committed = False
 
     def __enter__(self) -> Accumulation:
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             self._before.append(parameter.grad)
             parameter.grad = None
             if parameter.dtype in (torch.bfloat16, torch.float16) and id(parameter) not in self._at_home:
@@ -69,7 +72,7 @@ class Accumulation:
             gradient, parameter.grad = parameter.grad, None
         return gradient
 
-    def commit(self, reduce: Callable[[list[Tensor | None]], list[Tensor | None]] | None = None) -> None:
+    def commit(self, reduce: Reduce | None = None) -> None:
         """Adds this step's gradients to the earlier ones.
 
         Args:
@@ -77,39 +80,28 @@ class Accumulation:
         """
         self.postponed(reduce)()
 
-    def postponed(
-        self, reduce: Callable[[list[Tensor | None]], list[Tensor | None]] | None = None
-    ) -> Callable[[], None]:
+    def postponed(self, reduce: Reduce | None = None) -> Callable[[], None]:
         """Returns a function that does what :meth:`commit` does; until it is called, every ``.grad`` is the old one."""
         self._remove_hooks()
-        gradients = [self.take(parameter) for parameter in self._parameters]
+        gradients = [self.take(parameter) for parameter in self.parameters]
         self._restore()
         self._committed = True
         return partial(self._add, gradients, reduce)
 
-    def _add(
-        self,
-        gradients: list[Tensor | None],
-        reduce: Callable[[list[Tensor | None]], list[Tensor | None]] | None,
-    ) -> None:
+    def _add(self, gradients: list[Tensor | None], reduce: Reduce | None) -> None:
         if reduce is not None:
             gradients = reduce(gradients)
-        for k, parameter in enumerate(self._parameters):
+        for k, parameter in enumerate(self.parameters):
             gradient, before = gradients[k], parameter.grad
             gradients[k] = None  # a sum of 32 bits is freed as soon as it is rounded
             if gradient is None:
-                parameter.grad = before
-            elif before is None:
+                continue
+            if before is None:
                 parameter.grad = gradient.to(parameter.dtype)
             elif before.layout == gradient.layout:
-                parameter.grad = before.add_(gradient)  # in place, as autograd does: .grad stays the user's tensor
+                before.add_(gradient)  # in place, as autograd does: .grad stays the user's tensor
             else:
                 parameter.grad = (gradient + before).to(parameter.dtype)
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The trainable parameters of this step, each once."""
-        return self._parameters
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -125,5 +117,5 @@ class Accumulation:
             self._restore()
 
     def _restore(self) -> None:
-        for parameter, before in zip(self._parameters, self._before, strict=True):
+        for parameter, before in zip(self.parameters, self._before, strict=True):
             parameter.grad = before

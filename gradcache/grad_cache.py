@@ -231,14 +231,12 @@ class GradCache:
         """
         step = self._step(model_inputs, no_sync_except_last)
         heads = self._heads("get_reps", "processed", "compute_loss", given=loss_kwargs)
-        with step.gradients(heads) as commit:
-            self._check = step.reduction.check
+        with step.gradients(heads) as (commit, self._check):
             encoded = step.encode()
             if torch.is_grad_enabled():
-                self._wants_gradient = step.wants_gradient
+                self._wants_gradient = [tower.wants_gradient for tower in step.towers]
                 cache, loss = self.build_cache(*encoded, **loss_kwargs)
                 self._second_pass(step, cache, no_sync_except_last)
-                step.inputs.backward()
                 commit()
             else:
                 loss = self._loss(encoded, loss_kwargs).detach()
@@ -261,20 +259,21 @@ class GradCache:
             return tuple(encoded)
 
         def second_pass(cache: list[Any]) -> list[Tensor | None]:
-            with step.gradients(self._heads("get_reps", "processed"), in_backward=True) as commit:
-                self._check = step.reduction.check
+            with step.gradients(self._heads("get_reps", "processed"), in_backward=True) as (commit, self._check):
                 self._second_pass(step, cache, False)
-                step.inputs.backward()
                 commit()
             return [leaves[id(tensor)].grad for tensor in outer]
 
-        return cast(tuple[Any, ...], attach(encoded, step.wants_gradient, outer, second_pass))
+        return cast(
+            tuple[Any, ...], attach(encoded, [tower.wants_gradient for tower in step.towers], outer, second_pass)
+        )
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def _second_pass(self, step: Step, cache: Sequence[Any], no_sync_except_last: bool) -> None:
         self._inputs, self._difference = step.inputs, 0.0
         step.backward(cache, no_sync_except_last)
+        step.inputs.backward()
 
     def _step(self, model_inputs: Sequence[Any], no_sync_except_last: bool) -> Step:
         self._check_towers()

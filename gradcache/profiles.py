@@ -11,13 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from gradcache.trial import treats_rows_apart
-from offload.engine.regroup import rows_in, runs_alike
+from offload.engine.regroup import joined, rows_in, runs_alike
 from offload.engine.resident import ResidentRunner
-from pipe.nested import flatten
+from pipe.microbatch import rows_of
+from pipe.nested import flatten, tensors_in
 from pipe.recompute.dead_code import DeadCode
+from pipe.recompute.input_writes import copy_of
+from pipe.recompute.replay import Replay, devices_of
 from pipe.recompute.rerun import Rerun
 
 __all__ = ["Profile", "Profiles"]
@@ -36,14 +39,14 @@ class LayerProfile:
     """Bytes of its input, or 0 if that need not be kept."""
     dead_code: DeadCode | None
     """The operations that a recomputation may leave out."""
-    moves_buffers: bool
+    writes_buffers: bool
     """Whether it wrote a buffer."""
 
     @classmethod
     def of(cls, runner: ResidentRunner, rerun: Rerun, entering_bytes: int) -> LayerProfile:
         """The measurements of the layer that has just run."""
-        moves = rerun.module_state is not None and rerun.module_state.moved
-        return cls(runner.activation_bytes, runner.graph_bytes, entering_bytes, rerun.dead_code, moves)
+        writes = rerun.module_state is not None and rerun.module_state.moved
+        return cls(runner.activation_bytes, runner.graph_bytes, entering_bytes, rerun.dead_code, writes)
 
 
 @dataclass(frozen=True)
@@ -108,12 +111,7 @@ class Profiles:
         """The profile of chunks of this kind in the present ``training`` modes, or None."""
         return self._known.get(self._key(chunk))
 
-    def learn(
-        self,
-        chunk: Any,
-        layers: Sequence[LayerProfile],
-        further: Callable[[], Sequence[Any]],
-    ) -> None:
+    def learn(self, chunk: Any, layers: Sequence[LayerProfile], further: Callable[[], Sequence[Any]]) -> None:
         """Stores the profile of a chunk that has just run.
 
         Args:
@@ -126,7 +124,7 @@ class Profiles:
         self._known[self._key(chunk)] = Profile(rows_in(chunk) or 0, together, layers)
 
     def _may_join(self, layers: Sequence[LayerProfile], further: Callable[[], Sequence[Any]]) -> bool:
-        if not self._regroup or any(layer.moves_buffers for layer in layers):
+        if not self._regroup or any(layer.writes_buffers for layer in layers):
             return False
         pair = further()
         if runs_alike(pair, sum(rows_in(chunk) or 0 for chunk in pair)) != [[0, 1]]:
@@ -134,7 +132,7 @@ class Profiles:
         modes = self._modes()
         if modes not in self._apart:
             calls = [runner.call(None) for runner in self._runners]
-            self._apart[modes] = treats_rows_apart(calls, self._modules, pair)
+            self._apart[modes] = _treats_rows_apart(calls, self._modules, pair)
         return self._apart[modes]
 
     def _modes(self) -> tuple[bool, ...]:
@@ -150,3 +148,44 @@ def _kind_of(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.dtype, leaf.device, leaf.dim(), leaf.shape[1:], leaf.requires_grad
+
+
+def _treats_rows_apart(
+    calls: Sequence[Callable[[Any], Any]], modules: Sequence[nn.Module], pair: Sequence[Any]
+) -> bool:
+    """Whether layers compute the same for a pair of chunks, concatenated, as for each of them separately.
+
+    Layers do not declare this, so they run on both in evaluation mode, where none updates a buffer. A layer that mixes
+    rows only in training is detected by the buffers that it updates (batch normalisation); one that updates none is not
+    detected.
+    """
+    modes = [module.training for module in modules]
+    rows = rows_of(pair[0]) + rows_of(pair[1])
+    try:
+        for module in modules:
+            module.training = False
+        parameters = [parameter for module in modules for parameter in module.parameters(recurse=False)]
+        with torch.no_grad(), Replay.capture(devices_of(list(pair), parameters)).again():
+            alone, together = [copy_of(chunk) for chunk in pair], copy_of(joined(pair))
+            for call in calls:
+                alone, together = [call(value) for value in alone], call(together)
+                if runs_alike(alone, rows) != [[0, 1]] or rows_in(together) != rows:
+                    return False
+                if not _close(joined(alone), together):
+                    return False
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+    return True
+
+
+def _close(a: Any, b: Any) -> bool:
+    for x, y in zip(tensors_in(a), tensors_in(b), strict=True):
+        if x.is_floating_point() or x.is_complex():
+            # Kernels may add in another order for another shape; a layer that mixes rows differs by much more.
+            tolerance = 16 * torch.finfo(x.dtype).eps ** 0.5
+            if not torch.allclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True):
+                return False
+        elif not torch.equal(x, y):
+            return False
+    return True

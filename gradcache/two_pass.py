@@ -42,7 +42,7 @@ class InputGradients:
     def __init__(self) -> None:
         self._links: list[tuple[Tensor, Tensor]] = []
 
-    def detach(self, chunk: Any) -> Any:
+    def as_leaves(self, chunk: Any) -> Any:
         """The chunk with its tensors replaced by new leaves, whose gradients are collected."""
 
         def leaf_of(tensor: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def backward(
     for chunk, gradient, state in zip(chunks, gradients, states, strict=True):
         if not representations.has_gradient(gradient):
             continue
-        chunk = inputs.detach(chunk)
+        chunk = inputs.as_leaves(chunk)
         if isinstance(state, ChunkState):
             difference = max(difference, state.second_pass(chunk, encoder, gradient, check))
             check = None

@@ -67,7 +67,6 @@ ORDERS = {
         "used_modules",
         "accumulation",
         "context_managers",
-        "trial",
         "features",
         "jax",
         "audit",

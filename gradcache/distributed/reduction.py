@@ -35,7 +35,7 @@ from pipe.nested import tensors_in
 from pipe.recompute.module_hooks import EngineHook
 from pipe.torch_private import at_end_of_backward
 
-__all__ = ["Reduction", "after_backward", "unwrapped", "watch", "wrappers_in"]
+__all__ = ["Reduction", "after_backward", "broadcast_buffers", "unwrapped", "watch", "wrappers_in"]
 
 _BUCKET_BYTES = 25 << 20
 # For each wrapper, the number of forwards whose backward has not run.
@@ -89,6 +89,13 @@ def after_backward(function: Callable[[], None]) -> None:
     at_end_of_backward(lambda: at_end_of_backward(function))
 
 
+def broadcast_buffers(modules: Iterable[nn.Module]) -> None:
+    """Copies rank 0's buffers to every process, as DistributedDataParallel does before a training forward."""
+    for wrapper in wrappers_in(modules):
+        for buffer in wrapper.module.buffers() if wrapper.broadcast_buffers else ():
+            dist.broadcast(buffer, dist.get_global_rank(wrapper.process_group, 0), wrapper.process_group)
+
+
 class Reduction:
     """The single reduction of a step.
 
@@ -106,32 +113,31 @@ class Reduction:
         if len(groups) > 1:
             raise ValueError("expected all towers in one process group, got several; wrap them with the same one")
         self._group: dist.ProcessGroup | None = next(iter(groups.values()), None)
+        #: The averaged tensors, by ``id``, and all that are expected in a graph.
         self._members: set[int] = set()
         for model in self._wrapped:
             ignored = set(getattr(model, "parameters_to_ignore", ()))
-            named = model.module.named_parameters()
-            self._members |= {id(parameter) for name, parameter in named if name not in ignored}
-        self._known = set(self._members)
+            self._members |= {id(p) for name, p in model.module.named_parameters() if name not in ignored}
         if self._wrapped:
             self._members |= {id(tensor) for tensor in heads.parameters()}
-            self._known |= self._members | {id(p) for model in models for p in model.parameters()}
-            self._known |= {id(tensor) for model in models for tensor in getattr(model, "tensors", ())}
+        self._known = self._members | {id(p) for model in models for p in model.parameters()}
+        self._known |= {id(tensor) for model in models for tensor in getattr(model, "tensors", ())}
 
     def __bool__(self) -> bool:
         return bool(self._wrapped)
 
     @contextlib.contextmanager
-    def silenced(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         """A context in which the wrappers do not reduce, in case a subclass calls them (``no_sync``)."""
         with contextlib.ExitStack() as stack:
             for model in self._wrapped:
                 stack.enter_context(model.no_sync())
-            if self.awaited:
+            if self.has_pending_forwards:
                 stack.enter_context(representations.past_accumulation_hooks())
             yield
 
     @property
-    def awaited(self) -> bool:
+    def has_pending_forwards(self) -> bool:
         """Whether a wrapper ran a forward of the caller's own whose backward has not run.
 
         It then takes the first gradient of each parameter for that backward's, so its hooks must not run in the step.
@@ -160,14 +166,6 @@ class Reduction:
                 f"get_rep_fn or process_fn, so that processes would drift apart; make the function an nn.Module that "
                 f"has them as parameters"
             )
-
-    def broadcast_buffers(self) -> None:
-        """Copies rank 0's buffers to every process, as DistributedDataParallel does before a training forward."""
-        for model in self._wrapped:
-            if model.broadcast_buffers:
-                first = dist.get_global_rank(self._group, 0) if self._group is not None else 0
-                for buffer in model.module.buffers():
-                    dist.broadcast(buffer, src=first, group=self._group)
 
     def average(self, parameters: Sequence[Tensor], gradients: list[Tensor | None]) -> list[Tensor | None]:
         """The gradients, averaged over processes for the parameters that take part, unchanged for the others."""

@@ -127,7 +127,7 @@ class SuspendedForward:
 
     def begin_backward(self, inputs: InputGradients) -> None:
         """To be called before the two methods below; ``inputs`` collects the gradients of the chunk itself."""
-        self._chunk = inputs.detach(self._chunk)
+        self._chunk = inputs.as_leaves(self._chunk)
 
     def backward(self, gradient: Any, first: Any) -> float:
         """Repeats the forward with a graph, and runs backward from the representation to the outputs of calls.

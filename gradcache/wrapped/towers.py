@@ -100,8 +100,8 @@ class WrappedTowers:
 
     # --- forward ------------------------------------------------------------------------------------------------
 
-    def encode(self) -> list[Any]:
-        """The first pass: the representations of each tower."""
+    def encode(self) -> list[tuple[Any, bool]]:
+        """The first pass: the representations of each tower, and whether they need a gradient."""
         with self._reset_on_failure() as forwards:
             for forward in forwards:
                 forward.advance()
@@ -111,19 +111,15 @@ class WrappedTowers:
                 for forward in group:
                     forward.advance()
         self._warn()
-        encoded: list[Any] = []
+        encoded: list[tuple[Any, bool]] = []
         for tower in self._towers:
             self._rows.append([representations.rows_in(forward.representation) for forward in tower])
-            encoded.append(representations.concatenated([forward.representation for forward in tower]))
+            together = representations.concatenated([forward.representation for forward in tower])
+            encoded.append((together, any(forward.requires_grad for forward in tower)))
             if not self._audit:
                 for forward in tower:
                     forward.representation = None
         return encoded
-
-    @property
-    def requires_grad(self) -> list[bool]:
-        """After :meth:`encode`: for each tower, whether its representations need a gradient."""
-        return [any(forward.requires_grad for forward in tower) for tower in self._towers]
 
     @staticmethod
     def _next(waiting: Sequence[SuspendedForward], forwards: Iterable[SuspendedForward]) -> list[SuspendedForward]:
