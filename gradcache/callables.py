@@ -61,6 +61,5 @@ class Towers:
 
 def _same_modules(tower: CallableModel) -> bool:
     """Whether the function still uses the modules and tensors that it used when the tower was made."""
-    found = UsedModules(tower.function)
-    pairs: list[tuple[list[Any], list[Any]]] = [(list(tower.used), found.modules), (tower.tensors, found.tensors)]
-    return all(len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True)) for a, b in pairs)
+    now = UsedModules(tower.function)
+    return [*map(id, now.modules), *map(id, now.tensors)] == [*map(id, tower.used), *map(id, tower.tensors)]

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from gradcache.chunks import call_arguments
-from gradcache.context_managers import devices_in_use
+from gradcache.context_managers import device_of, devices_in_use
 from gradcache.nested import map_tensors, tensors_in
-from gradcache.streamed import StreamedModel
 from pipe.microbatch import rows_of
 from pipe.recompute.module_state import WatchedModule
 from pipe.recompute.replay import Replay
@@ -122,11 +121,7 @@ def _as_if_trained(model: nn.Module) -> Iterator[None]:
 
 
 def _free_bytes(model: nn.Module) -> int:
-    # The parameters of a model that streams its shards are offloaded, on another device than it computes on.
-    device = getattr(model, "device", None) if isinstance(model, StreamedModel) else None
-    if device is None:
-        device = next((parameter.device for parameter in model.parameters()), None)
-    if device is None or torch.device(device).type == "cpu":
+    device = device_of(model)
+    if device.type == "cpu":
         return int(psutil.virtual_memory().available)
-    free, _ = torch.get_device_module(device).mem_get_info(device)
-    return int(free)
+    return int(torch.get_device_module(device).mem_get_info(device)[0])

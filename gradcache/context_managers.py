@@ -13,14 +13,28 @@ Guarantees
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch import nn
 
+from gradcache.nested import tensors_in
 from pipe.recompute.replay import Replay, devices_of
 
-__all__ = ["RandContext", "devices_in_use"]
+__all__ = ["RandContext", "device_of", "devices_in_use"]
+
+
+def device_of(*owners: Any) -> torch.device:
+    """The device that the first module computes on, or that the first tensor is on; the CPU if there is neither."""
+    for owner in owners:
+        stated = getattr(owner, "device", None) if isinstance(owner, nn.Module) else None
+        if isinstance(stated, (torch.device, str)):  # an offloaded model's parameters are on another device
+            return torch.device(stated)
+        for tensor in owner.parameters() if isinstance(owner, nn.Module) else tensors_in(owner):
+            return tensor.device
+    return torch.device("cpu")
 
 
 def devices_in_use(*values: Any) -> set[torch.device]:
@@ -51,7 +65,7 @@ class RandContext:
 
     def __init__(self, *tensors: Any, generators: Iterable[Any] = (), replay: Replay | None = None) -> None:
         self._replay = Replay.capture(devices_in_use(*tensors), generators) if replay is None else replay
-        self._entered: list[Any] = []
+        self._entered = ExitStack()
 
     def record_changes(self) -> RandContext:
         """Drops generators whose state has not changed; call it after the first forward. Returns itself."""
@@ -64,11 +78,9 @@ class RandContext:
         return self._replay.drawn
 
     def __enter__(self) -> None:
-        again = self._replay.again()
-        again.__enter__()
-        self._entered.append(again)
+        self._entered.enter_context(self._replay.again())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._entered.pop().__exit__(kind, error, trace)
+        self._entered.__exit__(kind, error, trace)

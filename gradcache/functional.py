@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from gradcache import representations
 from gradcache.distributed.gather import gather_own
-from gradcache.two_pass import ChunkState, FirstPass
+from gradcache.two_pass import first_pass, repeatable
 from gradcache.used_modules import UsedModules
 from pipe.nested import flatten
 
@@ -54,29 +54,25 @@ def cached(func: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
     """
 
     @wraps(func)
-    def first_pass(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        modules = nn.ModuleList(UsedModules(args, kwargs, func).modules)
-        first = FirstPass(modules)
+    def encode(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        def call(chunk: Any) -> Any:
+            return func(*chunk[0], **chunk[1])
+
         # The arguments are treated as a chunk: copied if func writes into them in place.
-        output, state = first.run((args, kwargs), lambda chunk: func(*chunk[0], **chunk[1]))
+        layers = repeatable(nn.ModuleList(UsedModules(args, kwargs, func).modules))
+        output, state = first_pass(layers, (args, kwargs), call)
         leaves = representations.as_leaves(output)
 
         @wraps(func)
-        def second_pass(*cached_representations: Any) -> None:
+        def again(*cached_representations: Any) -> None:
             given = cached_representations[0] if len(cached_representations) == 1 else cached_representations
-            _second_pass(func, args, kwargs, state, _matching_gradient(output, given))
+            gradient = _matching_gradient(output, given)
+            if representations.has_gradient(gradient):
+                state.second_pass((args, kwargs), call, gradient)
 
-        return (*leaves, second_pass) if isinstance(leaves, (tuple, list)) else (leaves, second_pass)
+        return (*leaves, again) if isinstance(leaves, (tuple, list)) else (leaves, again)
 
-    return first_pass
-
-
-def _second_pass(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], state: ChunkState, gradient: Any
-) -> None:
-    if not representations.has_gradient(gradient):
-        return
-    state.second_pass((args, kwargs), lambda chunk: func(*chunk[0], **chunk[1]), gradient)
+    return encode
 
 
 def _matching_gradient(output: Any, given: Any) -> Any:

@@ -28,6 +28,7 @@ from gradcache import chunks as chunking
 from gradcache import representations, two_pass
 from gradcache.callables import CallableModel, Towers
 from gradcache.chunk_size import ChunkSizes, kept_by_a_shard, kept_bytes
+from gradcache.context_managers import device_of
 from gradcache.deferred import attach
 from gradcache.distributed.reduction import unwrapped, watch
 from gradcache.distributed.sharded import check_equal_chunks
@@ -180,10 +181,7 @@ class GradCache:
 
     def forward_no_grad(self, model: nn.Module, model_inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
         """The first pass: representations of all chunks together, and one random state per chunk."""
-        encoder = self.encoder_of(model)
-        states: list[Any]
-        encoded, states = two_pass.encode(model, model_inputs, encoder, self.get_input_tensors, self.audit)
-        return encoded, states
+        return two_pass.encode(model, model_inputs, self.encoder_of(model), self.get_input_tensors, self.audit)
 
     def build_cache(self, *reps: Any, **loss_kwargs: Any) -> tuple[list[Any], Tensor]:
         """The loss, and its gradient with respect to each tower's representations (None if unused)."""
@@ -212,9 +210,8 @@ class GradCache:
         no_sync_except_last: bool = False,
     ) -> None:
         """The second pass: runs each chunk again with a graph, and backward from its rows of the gradient cache."""
-        encoder = self.encoder_of(model)
         difference = two_pass.backward(
-            model_inputs, cached_gradients, random_states, encoder, self._inputs, self._check
+            model_inputs, cached_gradients, random_states, self.encoder_of(model), self._inputs, self._check
         )
         self._difference = max(self._difference, difference)
 
@@ -379,23 +376,7 @@ class GradCache:
         """The autocast context of ``precision`` for the device of these modules or tensors."""
         if self.precision is None:
             return contextlib.nullcontext()
-        device = _device_of(*owners)
+        device = device_of(*owners)
         # Inside the user's autocast the weight cache would outlive this block, with casts made under no_grad.
         nested = torch.is_autocast_enabled(device.type)
         return torch.autocast(device.type, dtype=self.precision, cache_enabled=not nested)
-
-
-def _device_of(*owners: Any) -> torch.device:
-    """The device that the first module computes on, or that the first tensor is on."""
-    for owner in owners:
-        if isinstance(owner, nn.Module):
-            stated = getattr(owner, "device", None)
-            if isinstance(stated, (torch.device, str)):
-                return torch.device(stated)
-            first = next(iter(owner.parameters()), None)
-            if first is not None:
-                return first.device
-        else:
-            for tensor in tensors_in(owner):
-                return tensor.device
-    return torch.device("cpu")

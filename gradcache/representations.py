@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from gradcache.used_modules import leaves_of
-from pipe.microbatch import gather_nested, rows_of
+from pipe.microbatch import rows_of
 from pipe.nested import TreeSpec, flatten, map_tensors, tensors_in, unflatten
 
 __all__ = [
     "as_leaves",
     "backward",
-    "concatenated",
     "detached",
     "gradients",
     "greatest_difference",
@@ -67,11 +66,6 @@ def rows_in(representation: Any) -> int:
             "expected representations of shape (rows, ...), got a 0-dimensional tensor; return one per row"
         )
     return rows_of(tensors)
-
-
-def concatenated(chunks: Sequence[Any]) -> Any:
-    """The rows of all chunks in one representation of the same structure."""
-    return gather_nested(list(chunks))
 
 
 def as_leaves(representation: Any) -> Any:

@@ -20,6 +20,7 @@ from gradcache import representations
 from gradcache.audit import LayerAudit
 from gradcache.chunk_inputs import processing
 from gradcache.chunks import call_arguments
+from pipe.microbatch import gather_nested
 from pipe.nested import tensors_in
 
 __all__ = ["StreamedModel", "StreamedTowers", "Tape"]
@@ -97,7 +98,7 @@ class StreamedTowers:
         for size in self._sizes:
             mine = [representations.detached(next(remaining)) for _ in range(size)]
             self._rows.append([representations.rows_in(output) for output in mine])
-            encoded.append(representations.concatenated(mine))
+            encoded.append(gather_nested(mine))
         return encoded
 
     def _without_parameters(self, output: Any) -> Any:

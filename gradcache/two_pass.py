@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from gradcache import representations
 from gradcache.context_managers import RandContext, devices_in_use
 from gradcache.nested import map_tensors, tensors_in
+from pipe.microbatch import gather_nested
 from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.module_state import WatchedModule
 from pipe.recompute.rerun import RepeatableLayers, Rerun
 
-__all__ = ["ChunkState", "FirstPass", "InputGradients", "backward", "encode", "is_trainable", "repeatable"]
+__all__ = ["ChunkState", "InputGradients", "backward", "encode", "first_pass", "is_trainable", "repeatable"]
 
 Encoder = Callable[[Any], Any]
 Check = Callable[[Any, Any], None]
@@ -95,29 +96,28 @@ def repeatable(model: nn.Module) -> RepeatableLayers:
     return RepeatableLayers(WatchedModule(model), (), inputs)
 
 
-class FirstPass:
-    """Runs the chunks of one model without a graph and records the state that each second pass needs."""
+def first_pass(
+    layers: RepeatableLayers, chunk: Any, encoder: Encoder, tensors: Any = None, with_graph: bool = False
+) -> tuple[Any, ChunkState]:
+    """One chunk's representation, detached, and the state that its second pass needs.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = list(model.parameters())
-        self._layers = repeatable(model)
-
-    def run(
-        self, chunk: Any, encoder: Encoder, tensors: Any = None, with_graph: bool = False
-    ) -> tuple[Any, ChunkState]:
-        """One chunk's representation, detached, and its state. ``with_graph``: find out whether it needs a gradient."""
-        layers = self._layers
-        # All devices in use, since a wrapper may move the chunk to any of them.
-        layers.devices = devices_in_use(tensors_in(chunk) if tensors is None else tensors, self._parameters)
-        rerun = layers.rerun()
-        with rerun.first(), torch.set_grad_enabled(with_graph):
-            output, _ = layers.run(encoder, chunk, rerun=rerun)
-        state = ChunkState(rerun)
-        if with_graph:
-            state.requires_grad = any(tensor.requires_grad for tensor in tensors_in(output))
-        output = representations.detached(output)
-        state.rows = representations.rows_in(output)
-        return output, state
+    Args:
+        layers: from :func:`repeatable`.
+        chunk: the input of ``encoder``.
+        encoder: the function from chunk to representation.
+        tensors: those of the chunk.
+        with_graph: find out whether the representation needs a gradient.
+    """
+    # All devices in use, since a wrapper may move the chunk to any of them.
+    layers.devices = devices_in_use(tensors_in(chunk) if tensors is None else tensors) | layers.watched.devices
+    rerun = layers.rerun()
+    with rerun.first(), torch.set_grad_enabled(with_graph):
+        output, _ = layers.run(encoder, chunk, rerun=rerun)
+    state = ChunkState(rerun)
+    state.requires_grad = not with_graph or any(tensor.requires_grad for tensor in tensors_in(output))
+    output = representations.detached(output)
+    state.rows = representations.rows_in(output)
+    return output, state
 
 
 def is_trainable(model: nn.Module, chunks: Sequence[Any]) -> bool:
@@ -128,23 +128,23 @@ def is_trainable(model: nn.Module, chunks: Sequence[Any]) -> bool:
 
 def encode(
     model: nn.Module, chunks: Sequence[Any], encoder: Encoder, tensors_of: Callable[[Any], list[Tensor]], audit: bool
-) -> tuple[Any, list[ChunkState]]:
+) -> tuple[Any, list[Any]]:
     """The first pass: all representations, detached, and one state per chunk.
 
     A model without trainable parameters runs its first chunk with grad mode on (its graph then saves nothing) to find
     out whether ``get_rep_fn`` has trainable parameters; if not, ``requires_grad`` is False in all states.
     """
     frozen = torch.is_grad_enabled() and not is_trainable(model, chunks)
-    first_pass = FirstPass(model)
+    layers = repeatable(model)
     outputs: list[Any] = []
-    states: list[ChunkState] = []
+    states: list[Any] = []
     for i, chunk in enumerate(chunks):
-        output, state = first_pass.run(chunk, encoder, tensors_of(chunk), with_graph=frozen and i == 0)
+        output, state = first_pass(layers, chunk, encoder, tensors_of(chunk), with_graph=frozen and i == 0)
         state.first = output if audit else None
         state.requires_grad = states[0].requires_grad if states else state.requires_grad
         outputs.append(output)
         states.append(state)
-    return representations.concatenated(outputs), states
+    return gather_nested(outputs), states
 
 
 def backward(

@@ -29,12 +29,13 @@ import torch
 from torch import nn
 
 from gradcache import representations
-from gradcache.context_managers import devices_in_use
+from gradcache.context_managers import device_of, devices_in_use
 from gradcache.streamed import Tape
 from gradcache.two_pass import InputGradients
 from gradcache.wrapped.call_state import Observer
 from gradcache.wrapped.calls import CallResult, Receiver
 from gradcache.wrapped.suspended import SuspendedForward, TowerState
+from pipe.microbatch import gather_nested
 from pipe.nested import flatten, unflatten
 
 __all__ = ["WrappedTowers", "streamed_inside", "warn_once"]
@@ -78,8 +79,7 @@ class WrappedTowers:
         audit: bool = False,
     ) -> None:
         self._models = {id(part): part for model, _ in towers for part in streamed_inside(model)}
-        kinds = {key: torch.device(getattr(part, "device", "cpu")).type for key, part in self._models.items()}
-        observers = {key: Observer(part, [kinds[key]]) for key, part in self._models.items()}
+        observers = {key: Observer(part, [device_of(part).type]) for key, part in self._models.items()}
         self._inputs = inputs
         self._audit = audit
         #: The tapes of calls that ran together, and the forwards of each with the number of its call.
@@ -114,7 +114,7 @@ class WrappedTowers:
         encoded: list[tuple[Any, bool]] = []
         for tower in self._towers:
             self._rows.append([representations.rows_in(forward.representation) for forward in tower])
-            together = representations.concatenated([forward.representation for forward in tower])
+            together = gather_nested([forward.representation for forward in tower])
             encoded.append((together, any(forward.requires_grad for forward in tower)))
             if not self._audit:
                 for forward in tower:
