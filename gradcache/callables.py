@@ -9,7 +9,7 @@ from torch import nn
 
 from gradcache.used_modules import UsedModules
 
-__all__ = ["CallableModel", "Towers"]
+__all__ = ["CallableModel", "as_modules"]
 
 
 class CallableModel(nn.Module):
@@ -28,35 +28,25 @@ class CallableModel(nn.Module):
         return self.function(*args, **kwargs)
 
 
-class Towers:
-    """Converts the models of a step to modules; the same callable gives the same module, also in later steps."""
+def as_modules(models: Sequence[Any], earlier: Sequence[nn.Module]) -> list[nn.Module]:
+    """The models of a step as modules; the same callable gives the same module as in the ``earlier`` step.
 
-    def __init__(self) -> None:
-        self._made: list[CallableModel] = []
-
-    def of(self, models: Sequence[Any]) -> list[nn.Module]:
-        """The modules themselves; callables wrapped in a :class:`CallableModel`.
-
-        Raises:
-            TypeError: for anything else.
-        """
-        made: list[CallableModel] = []
-        towers: list[nn.Module] = []
-        for k, model in enumerate(models):
-            if isinstance(model, nn.Module):
-                towers.append(model)
-                continue
-            if not callable(model) or isinstance(model, type):
-                raise TypeError(
-                    f"expected torch modules or callables, got {type(model).__name__} among models (models[{k}])"
-                )
-            # Each access makes a new bound method object, so methods are compared by equality, not by identity.
-            known = [tower for tower in [*made, *self._made] if tower.function == model]
-            tower = known[0] if known and _same_modules(known[0]) else CallableModel(model)
-            made.append(tower)
-            towers.append(tower)
-        self._made = made
-        return towers
+    Raises:
+        TypeError: for a model that is neither a module nor callable.
+    """
+    towers: list[nn.Module] = []
+    for k, model in enumerate(models):
+        if isinstance(model, nn.Module):
+            towers.append(model)
+            continue
+        if not callable(model) or isinstance(model, type):
+            raise TypeError(
+                f"expected torch modules or callables, got {type(model).__name__} among models (models[{k}])"
+            )
+        # Each access makes a new bound method object, so methods are compared by equality, not by identity.
+        made = [tower for tower in [*towers, *earlier] if isinstance(tower, CallableModel) and tower.function == model]
+        towers.append(made[0] if made and _same_modules(made[0]) else CallableModel(model))
+    return towers
 
 
 def _same_modules(tower: CallableModel) -> bool:

@@ -18,17 +18,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from gradcache.autograd_node import Gradients, with_backward
 from gradcache.representations import with_leaves
 from pipe.nested import flatten, unflatten
 
 __all__ = ["attach"]
 
-SecondPass = Callable[[Any], Sequence[Tensor | None]]
 
-
-def attach(encoded: Any, differentiable: Sequence[bool], inputs: Sequence[Tensor], second_pass: SecondPass) -> Any:
+def attach(
+    encoded: Any,
+    differentiable: Sequence[bool],
+    inputs: Sequence[Tensor],
+    second_pass: Callable[[Any], Gradients] | None,
+) -> Any:
     """The representations ``encoded``, one nested value per tower, with a graph.
 
     Args:
@@ -47,32 +50,19 @@ def attach(encoded: Any, differentiable: Sequence[bool], inputs: Sequence[Tensor
     if not chosen:
         return tuple(encoded)
 
-    def run(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def backward(gradients: Gradients) -> Gradients:
+        nonlocal second_pass
+        if second_pass is None:
+            raise RuntimeError("expected one backward through representations in chunks; encode the batch again")
+        run, second_pass = second_pass, None  # frees the states of the first pass
         given, wants = iter(gradients), iter(wanted)
         parts = [[next(given) if next(wants) else None for _ in flatten(tower)[0]] for tower in encoded]
-        return second_pass([with_leaves(part, flatten(tower)[1]) for part, tower in zip(parts, encoded, strict=True)])
+        cache = [with_leaves(part, flatten(tower)[1]) for part, tower in zip(parts, encoded, strict=True)]
+        return None, *run(cache)
 
     # An input that needs a gradient, so that the node is in a graph even if no other input needs one.
     root = torch.empty(0, requires_grad=True)
-    attached = iter(_Encoded.apply(run, chosen, root, *inputs))  # type: ignore[no-untyped-call]
+    attached = iter(with_backward([value.detach() for value in chosen], [root, *inputs], backward))
     return tuple(
         unflatten([next(attached) if wants else leaf for leaf, wants in zip(leaves, wanted, strict=True)], spec)
     )
-
-
-class _Encoded(torch.autograd.Function):
-    """Returns views of the values; backward runs the second pass."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Any, values: list[Tensor], root: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.run = run
-        return tuple(value.view_as(value) for value in values)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if ctx.run is None:
-            raise RuntimeError("expected one backward through representations in chunks; encode the batch again")
-        run, ctx.run = ctx.run, None
-        return None, None, None, *run(gradients)

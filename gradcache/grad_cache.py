@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from gradcache import chunks as chunking
 from gradcache import representations, two_pass
-from gradcache.callables import CallableModel, Towers
+from gradcache.callables import CallableModel, as_modules
 from gradcache.chunk_size import ChunkSizes, kept_by_a_shard, kept_bytes
 from gradcache.context_managers import device_of
 from gradcache.deferred import attach
@@ -141,9 +141,9 @@ class GradCache:
         self._auxiliary: tuple[Any, ...] = ()
         #: Checks a graph of the current step, see ``distributed.Reduction.check``.
         self._check: Callable[[Any, Any], None] | None = None
-        self._adapters = Towers()
         self._difference = 0.0
         self.layered: WeakKeyDictionary[nn.Module, SequentialModel] = WeakKeyDictionary()
+        self.towers: list[nn.Module] = []
         self._check_towers()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -335,7 +335,7 @@ class GradCache:
                 )
             self.chunk_sizes = [self.chunk_sizes[0]] * len(self.models)
         self.chunk_sizes = [chunking.chunk_size_of(size) for size in self.chunk_sizes]
-        self.towers: Sequence[nn.Module] = self._adapters.of(self.models)
+        self.towers = as_modules(self.models, self.towers)
         watch(self.towers)
 
     # -- how a model is called ----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ al. (2025), arXiv 2503.04812, equation 5.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,25 +32,6 @@ __all__ = ["DIRECTIONS", "HARDNESS_MODES", "PARTITION_MODES", "Ranking"]
 DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 PARTITION_MODES = ("joint", "per_direction")
 HARDNESS_MODES = (None, "in_batch_negatives", "hard_negatives", "all_negatives")
-
-
-def _check(directions: Collection[str], partition_mode: str, hardness_mode: str | None, strength: float) -> None:
-    wrong = [name for name in directions if name not in DIRECTIONS]
-    if wrong or "query_to_doc" not in directions:
-        raise ValueError(
-            f"expected directions among {DIRECTIONS}, 'query_to_doc' with its positives among them, got {directions!r}"
-        )
-    if partition_mode not in PARTITION_MODES:
-        raise ValueError(f"expected partition_mode in {PARTITION_MODES}, got {partition_mode!r}")
-    if partition_mode == "per_direction" and {"query_to_query", "doc_to_doc"} & set(directions):
-        raise ValueError(
-            f"expected directions that contain the positive pair with partition_mode='per_direction', got "
-            f"{directions!r}; drop 'query_to_query' and 'doc_to_doc', or pass partition_mode='joint'"
-        )
-    if hardness_mode not in HARDNESS_MODES:
-        raise ValueError(f"expected hardness_mode in {HARDNESS_MODES}, got {hardness_mode!r}")
-    if strength < 0:
-        raise ValueError(f"expected hardness_strength >= 0, got {strength}")
 
 
 @dataclass(frozen=True)
@@ -71,7 +52,22 @@ class Ranking:
     gather: bool
 
     def __post_init__(self) -> None:
-        _check(self.directions, self.partition_mode, self.hardness_mode, self.hardness_strength)
+        if not {"query_to_doc"} <= set(self.directions) <= set(DIRECTIONS):
+            raise ValueError(
+                f"expected directions among {DIRECTIONS}, 'query_to_doc' with its positives among them, got "
+                f"{self.directions!r}"
+            )
+        if self.partition_mode not in PARTITION_MODES:
+            raise ValueError(f"expected partition_mode in {PARTITION_MODES}, got {self.partition_mode!r}")
+        if self.partition_mode == "per_direction" and {"query_to_query", "doc_to_doc"} & set(self.directions):
+            raise ValueError(
+                f"expected directions that contain the positive pair with partition_mode='per_direction', got "
+                f"{self.directions!r}; drop 'query_to_query' and 'doc_to_doc', or pass partition_mode='joint'"
+            )
+        if self.hardness_mode not in HARDNESS_MODES:
+            raise ValueError(f"expected hardness_mode in {HARDNESS_MODES}, got {self.hardness_mode!r}")
+        if self.hardness_strength < 0:
+            raise ValueError(f"expected hardness_strength >= 0, got {self.hardness_strength}")
         if self.scale <= 0:
             raise ValueError(f"expected a positive scale, got {self.scale}")
 

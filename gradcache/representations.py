@@ -96,7 +96,9 @@ def has_gradient(gradient: Any) -> bool:
 
 
 def split_gradients(gradient: Any, rows: Sequence[int]) -> list[Any]:
-    """Splits the gradient of a whole batch into chunks with these numbers of ``rows``."""
+    """Splits the gradient of a whole batch by these numbers of ``rows``; a list of None if there is no gradient."""
+    if not has_gradient(gradient):
+        return [None] * len(rows)
     leaves, spec = flatten(gradient)
     columns = [leaf.split(list(rows)) if isinstance(leaf, Tensor) else (leaf,) * len(rows) for leaf in leaves]
     return [with_leaves([column[i] for column in columns], spec) for i in range(len(rows))]

@@ -27,6 +27,11 @@ from gradcache.used_modules import leaves_of
 
 __all__ = ["CachedMultipleNegativesRankingLoss", "cos_sim"]
 
+_CONFIG = (
+    *("scale", "similarity_fct", "mini_batch_size", "mini_batch_num_tokens", "gather_across_devices"),
+    *("directions", "partition_mode", "hardness_mode", "hardness_strength"),
+)
+
 
 def cos_sim(a: Tensor, b: Tensor) -> Tensor:
     """Cosine of every pair of rows, (rows of a, rows of b)."""
@@ -128,10 +133,7 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
         _refuse_restored_forwards(self.model, reps)
         if "calculate_loss" not in vars(self) or not torch.is_grad_enabled():
             return self.calculate_loss([[rep] for rep in reps], labels)
-        return self._decorated_loss(reps, labels)
-
-    def _decorated_loss(self, reps: list[Tensor], labels: Tensor | None) -> Tensor:
-        """The loss if a wrapper replaced ``calculate_loss`` by a function that computes gradients immediately."""
+        # A wrapper replaced the method by a function that computes gradients immediately.
         leaves = [rep.detach().requires_grad_() for rep in reps]
         value = self.calculate_loss([[leaf] for leaf in leaves], labels, with_backward=True)
         return with_known_gradients(
@@ -163,17 +165,7 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
 
     def get_config_dict(self) -> dict[str, Any]:
         """The arguments, for a model card."""
-        return {
-            "scale": self.scale,
-            "similarity_fct": _name_of(self.similarity_fct),
-            "mini_batch_size": self.mini_batch_size,
-            "mini_batch_num_tokens": self.mini_batch_num_tokens,
-            "gather_across_devices": self.gather_across_devices,
-            "directions": self.directions,
-            "partition_mode": self.partition_mode,
-            "hardness_mode": self.hardness_mode,
-            "hardness_strength": self.hardness_strength,
-        }
+        return {name: getattr(self, name) for name in _CONFIG} | {"similarity_fct": _name_of(self.similarity_fct)}
 
     @property
     def temperature(self) -> float:

@@ -117,12 +117,9 @@ class StreamedTowers:
         tape, self._tape = self._tape, None
         if tape is None or not any(representations.has_gradient(gradient) for gradient in gradients):
             return
-        per_chunk: list[Any] = []
-        for gradient, rows in zip(gradients, self._rows, strict=True):
-            for part in representations.split_gradients(gradient, rows):
-                per_chunk.append(part if representations.has_gradient(part) else None)
+        split = map(representations.split_gradients, gradients, self._rows)
         with self._audit.listening(compares=True):
-            tape.backward(per_chunk)
+            tape.backward([part for parts in split for part in parts])
 
     @property
     def greatest_difference(self) -> float:

@@ -15,14 +15,14 @@ Limits: not differentiable twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from gradcache.autograd_node import Gradients, with_backward
 from gradcache.used_modules import leaves_of
 from pipe.nested import flatten, map_tensors, unflatten
 
@@ -53,9 +53,6 @@ def tiled(
 
     @wraps(loss_fn, updated=())
     def by_tiles(x: Tensor, *others: Any, **kwargs: Any) -> Tensor:
-        given: dict[str | int, Any] = {0: x}
-        given.update(enumerate(others, start=1))
-        given.update(kwargs)
         rows = x.size(0)
         arguments: list[_Argument] = []
 
@@ -63,21 +60,25 @@ def tiled(
             arguments.append(_Argument(tensor, is_cut))
             return arguments[-1]
 
-        for name, value in given.items():
-            if isinstance(value, Tensor) and (name == 0 or name in cut):
-                if value.dim() == 0 or value.size(0) != rows:
-                    raise ValueError(
-                        f"expected {rows} rows in argument {name!r}, one for each row of the first, got shape "
-                        f"{tuple(value.shape)}; pass equal rows, or remove it from cut=..."
-                    )
-                given[name] = argument(value, is_cut=True)
-            else:
-                given[name] = map_tensors(argument, value)
+        def read(name: str | int, value: Any) -> Any:
+            if not isinstance(value, Tensor) or (name != 0 and name not in cut):
+                return map_tensors(argument, value)
+            if value.dim() == 0 or value.size(0) != rows:
+                raise ValueError(
+                    f"expected {rows} rows in argument {name!r}, one for each row of the first, got shape "
+                    f"{tuple(value.shape)}; pass equal rows, or remove it from cut=..."
+                )
+            return argument(value, is_cut=True)
+
+        positional = [read(k, value) for k, value in enumerate((x, *others))]
+        leaves, spec = flatten((positional, {name: read(name, value) for name, value in kwargs.items()}))
         total: Tensor | None = None
         captured: dict[int, _Argument] = {}
         for start in range(0, max(rows, 1), tile_rows):
             stop = min(start + tile_rows, rows)
-            loss = _call(loss_fn, given, start, stop)
+            parts = [leaf.cut_to(start, stop) if isinstance(leaf, _Argument) else leaf for leaf in leaves]
+            args, keywords = unflatten(parts, spec)
+            loss = loss_fn(*args, **keywords)
             if loss.numel() != 1:
                 raise ValueError(f"expected a scalar loss of a tile, got shape {tuple(loss.shape)}; reduce it")
             value = loss.detach().to(wide(loss.dtype))
@@ -131,15 +132,6 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _call(loss_fn: Callable[..., Tensor], given: Mapping[str | int, Any], start: int, stop: int) -> Tensor:
-    def part(value: Any) -> Any:
-        leaves, spec = flatten(value)
-        return unflatten([x.cut_to(start, stop) if isinstance(x, _Argument) else x for x in leaves], spec)
-
-    positional = [part(value) for name, value in given.items() if isinstance(name, int)]
-    return loss_fn(*positional, **{name: part(value) for name, value in given.items() if isinstance(name, str)})
-
-
 def _add_gradients(
     loss: Tensor, arguments: list[_Argument], captured: dict[int, _Argument], start: int, stop: int
 ) -> None:
@@ -162,19 +154,10 @@ def with_known_gradients(value: Tensor, known: Sequence[tuple[Tensor, Tensor]]) 
     if not known:
         return value
     gradients = [gradient.to(tensor.dtype) for tensor, gradient in known]
-    result: Tensor = _KnownGradients.apply(value, gradients, *(tensor for tensor, _ in known))  # type: ignore[no-untyped-call]
-    return result
 
+    def backward(of_value: Gradients) -> Gradients:
+        (factor,) = of_value
+        assert factor is not None
+        return [gradient * factor.to(gradient.dtype) for gradient in gradients]
 
-class _KnownGradients(torch.autograd.Function):
-    """A value whose gradients with respect to ``inputs`` were computed together with it."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return value.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(known * gradient.to(known.dtype) for known in ctx.gradients)
+    return with_backward([value], [tensor for tensor, _ in known], backward)[0]

@@ -64,6 +64,7 @@ ORDERS = {
     ],
     "gradcache": [
         "nested",
+        "autograd_node",
         "used_modules",
         "accumulation",
         "context_managers",

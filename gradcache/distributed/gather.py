@@ -6,11 +6,11 @@ removed afterwards. So a last batch that does not divide evenly needs no special
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from gradcache.autograd_node import Gradients, with_backward
 
 __all__ = ["gather_own", "gather_rows", "rows_per_rank"]
 
@@ -43,22 +43,6 @@ def gather_own(tensor: Tensor, axis: int = 0, group: dist.ProcessGroup | None = 
     return joined.movedim(0, axis) if tensor.dim() else joined
 
 
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, rows: list[int], group: dist.ProcessGroup | None) -> Tensor:
-        ctx.rows, ctx.group = rows, group
-        return torch.cat(_gathered(tensor, rows, group))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        # Every process computed a part of every row's gradient: the sum of all parts is the gradient.
-        summed = gradient.contiguous().clone()
-        dist.all_reduce(summed, group=ctx.group)
-        rank = dist.get_rank(ctx.group)
-        start = sum(ctx.rows[:rank])
-        return summed[start : start + ctx.rows[rank]].clone(), None, None
-
-
 def gather_rows(tensor: Tensor, rows: list[int], group: dist.ProcessGroup | None = None) -> Tensor:
     """All processes' rows; the gradient of a row is the sum over the losses of all processes.
 
@@ -66,5 +50,14 @@ def gather_rows(tensor: Tensor, rows: list[int], group: dist.ProcessGroup | None
         tensor: (rows of this process, ...).
         rows: rows of every process, from :func:`rows_per_rank`.
     """
-    gathered: Tensor = _GatherRows.apply(tensor, rows, group)  # type: ignore[no-untyped-call]
-    return gathered
+
+    def backward(gradients: Gradients) -> Gradients:
+        # Every process computed a part of every row's gradient: the sum of all parts is the gradient.
+        (gradient,) = gradients
+        assert gradient is not None
+        summed = gradient.contiguous().clone()
+        dist.all_reduce(summed, group=group)
+        start = sum(rows[: dist.get_rank(group)])
+        return [summed[start : start + rows[dist.get_rank(group)]].clone()]
+
+    return with_backward([torch.cat(_gathered(tensor.detach(), rows, group))], [tensor], backward)[0]

@@ -7,18 +7,18 @@ gradients that are computed there are summed until all users of the outputs have
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from gradcache import representations
+from gradcache.autograd_node import Gradients, with_backward
 from gradcache.wrapped.call_state import CallState
 from pipe.nested import TreeSpec, flatten, unflatten
 from pipe.phony import get_phony
 
-__all__ = ["Call", "CallResult", "Receiver", "versions_of"]
+__all__ = ["Call", "Receiver"]
 
 
 class Receiver:
@@ -29,98 +29,99 @@ class Receiver:
     """
 
     def __init__(self) -> None:
-        #: One for each tensor of :meth:`attach`, None for a tensor without a gradient.
+        #: One for each leaf of :meth:`attach`, None for a leaf without a gradient.
         self.gradients: list[Tensor | None] = []
 
-    def attach(self, tensors: Sequence[Tensor], *, copy: bool) -> list[Tensor]:
-        """The same values as outputs of a node that stores their gradients here; ``copy``: with memory of their own."""
-        self.gradients = [None] * len(tensors)
-        if not tensors:
-            return []
-        with torch.enable_grad():
-            phony = get_phony(tensors[0].device, requires_grad=True)
-            values = [tensor.detach() for tensor in tensors]
-            return list(_Receive.apply(self, copy, phony, *values))  # type: ignore[no-untyped-call]
+    def attach(self, leaves: Sequence[Any], wanted: Sequence[bool], *, copy: bool) -> list[Any]:
+        """Detached ``leaves``, of which those that are ``wanted`` become outputs of the node; or copies of them all."""
+        self.gradients = [None] * len(leaves)
+        positions = [k for k, wants in enumerate(wanted) if wants]
+        attached = [
+            x.clone() if copy and isinstance(x, Tensor) and k not in positions else x for k, x in enumerate(leaves)
+        ]
+        values = [leaves[k].clone() if copy else leaves[k].detach() for k in positions]
+
+        def store(gradients: Gradients) -> Gradients:
+            for k, gradient in zip(positions, gradients, strict=True):
+                self.gradients[k] = gradient
+            return (None,)
+
+        if values:
+            with torch.enable_grad():
+                values = with_backward(values, [get_phony(values[0].device, requires_grad=True)], store)
+        for k, value in zip(positions, values, strict=True):
+            attached[k] = value
+        return attached
 
 
-class _Receive(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, receiver: Receiver, copy: bool, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.receiver = receiver
-        return tuple(tensor.clone() if copy else tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.receiver.gradients = list(gradients)
-        return (None,) * (3 + len(gradients))
-
-
-@dataclass(eq=False)
 class Call:
-    """The pending call of a streamed model, at which a forward is suspended."""
+    """A call of a streamed model, at which a forward is suspended until it has run.
 
-    model: Any
-    #: The arguments of all micro-batches, flat and detached.
-    inputs: list[Any]
-    spec: TreeSpec
-    #: Which of the inputs need a gradient.
-    requires: list[bool]
-    state: CallState
-    versions: list[int]
+    Args:
+        model: the model.
+        inputs: the arguments of all micro-batches, flat.
+        spec: their structure.
+        requires: which of them need a gradient.
+        state: the state around the call.
+    """
+
+    def __init__(self, model: Any, inputs: list[Any], spec: TreeSpec, requires: list[bool], state: CallState) -> None:
+        self.model = model
+        self.input_spec = spec
+        self.requires = requires
+        #: The state around the call, until it runs.
+        self.state: CallState | None = state
+        self._inputs = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
+        self._versions = _versions_of(inputs)
+        #: Whether it ran with gradients.
+        self.records = False
+        #: Receives the gradients of the inputs.
+        self.entered = Receiver()
+        #: The outputs, flat and detached.
+        self.outputs: list[Any] = []
+        self._spec: TreeSpec | None = None
+        self._differentiable: list[bool] = []
+        self._gradients: list[Tensor | None] = []
 
     @property
     def overwritten(self) -> bool:
         """Whether an argument was written in place since the call."""
-        return versions_of(self.inputs) != self.versions
+        return _versions_of(self._inputs) != self._versions
 
-
-@dataclass(eq=False)
-class CallResult:
-    """The outputs of a call of a streamed model, and the gradients of its inputs and outputs."""
-
-    model: Any
-    input_spec: TreeSpec
-    requires: list[bool]
-    records: bool
-    #: Receives the gradients of the inputs that require one.
-    entered: Receiver
-    #: Flat and detached.
-    outputs: list[Any] = field(default_factory=list)
-    spec: TreeSpec | None = None
-    #: Which of the outputs need a gradient.
-    differentiable: list[bool] = field(default_factory=list)
-    #: Of the outputs, summed over all their users.
-    gradients: list[Tensor | None] = field(default_factory=list)
+    def enter(self) -> list[Any]:
+        """The micro-batches for the run of the call, which is about to begin."""
+        self.records, self.state = torch.is_grad_enabled(), None
+        inputs, self._inputs = self._inputs, []
+        micro_batches: list[Any] = unflatten(self.entered.attach(inputs, self.requires, copy=False), self.input_spec)
+        return micro_batches
 
     def fill(self, outputs: Sequence[Any], differentiable: Sequence[bool]) -> None:
-        """Stores the outputs of all micro-batches."""
-        self.outputs, self.spec = flatten(list(outputs))
-        self.differentiable = list(differentiable)
-        self.gradients = [None] * len(self.outputs)
+        """Stores the outputs of all micro-batches, and which of their leaves need a gradient."""
+        self.outputs, self._spec = flatten(list(outputs))
+        self._differentiable = list(differentiable)
+        self._gradients = [None] * len(self.outputs)
 
     def attach(self) -> tuple[list[Any], Receiver]:
         """Copies of the outputs, with a new graph if they need a gradient; and the receiver of that gradient."""
-        assert self.spec is not None
-        receiver = Receiver()
-        records = torch.is_grad_enabled()
-        wanted = [leaf for leaf, wants in zip(self.outputs, self.differentiable, strict=True) if wants and records]
-        attached = iter(receiver.attach(wanted, copy=True))
-        leaves = [
-            next(attached) if wants and records else leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-            for leaf, wants in zip(self.outputs, self.differentiable, strict=True)
-        ]
-        return unflatten(leaves, self.spec), receiver
+        assert self._spec is not None
+        receiver, records = Receiver(), torch.is_grad_enabled()
+        wanted = [wants and records for wants in self._differentiable]
+        return unflatten(receiver.attach(self.outputs, wanted, copy=True), self._spec), receiver
 
     def collect(self, receiver: Receiver) -> None:
         """Adds the gradients of a receiver of :meth:`attach`."""
-        positions = [k for k, wants in enumerate(self.differentiable) if wants]
-        for k, gradient in zip(positions, receiver.gradients, strict=False):
-            before = self.gradients[k]
-            self.gradients[k] = gradient if before is None else before if gradient is None else before + gradient
+        for k, gradient in enumerate(receiver.gradients):
+            before = self._gradients[k]
+            self._gradients[k] = gradient if before is None else before if gradient is None else before + gradient
+
+    def take_gradients(self) -> list[Any]:
+        """The collected gradients of the outputs, one per micro-batch (None if it has none). Drops them."""
+        assert self._spec is not None
+        gradients, self._gradients = self._gradients, []
+        parts: list[Any] = unflatten(list(gradients), self._spec)
+        return [part if representations.has_gradient(part) else None for part in parts]
 
 
-def versions_of(leaves: Sequence[Any]) -> list[int]:
+def _versions_of(leaves: Sequence[Any]) -> list[int]:
     """The version counters of the tensors that have one (all except inference tensors)."""
     return [x._version for x in leaves if isinstance(x, Tensor) and not x.is_inference()]

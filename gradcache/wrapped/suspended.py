@@ -35,7 +35,7 @@ from gradcache import representations
 from gradcache.nested import map_tensors, tensors_in
 from gradcache.two_pass import InputGradients, repeatable
 from gradcache.wrapped.call_state import CallState, Observer, set_modes, why_not_deferred
-from gradcache.wrapped.calls import Call, CallResult, Receiver, versions_of
+from gradcache.wrapped.calls import Call, Receiver
 from pipe.interception import intercepting
 from pipe.nested import TreeSpec, flatten
 from pipe.recompute.phase import enable_recomputing
@@ -85,8 +85,8 @@ class SuspendedForward:
         self.tower = tower
         self._thread_state = ThreadState.capture(device.type for device in tower.layers.devices)
         self._segments: list[Rerun] = []
-        #: By number of the call; None if the model runs the call itself, inside the forward.
-        self.results: list[CallResult | None] = []
+        #: Those that have run, by number; None if the model runs the call itself, inside the forward.
+        self.calls: list[Call | None] = []
         #: The call at which the forward is suspended, if it is.
         self.call: Call | None = None
         self.representation: Any = None
@@ -100,7 +100,7 @@ class SuspendedForward:
         self._in_backward = False
         self._suspended = False
         self._entering: list[Any] = []
-        self._given: list[tuple[CallResult, Receiver]] = []
+        self._given: list[tuple[Call, Receiver]] = []
         self._segment = contextlib.ExitStack()
 
     # --- the first pass -----------------------------------------------------------------------------------------
@@ -145,17 +145,15 @@ class SuspendedForward:
 
         Frees the stored outputs of call ``k``.
         """
-        result = self.results[k]
-        assert result is not None
-        positions = [position for position, wants in enumerate(result.requires) if wants]
-        arrived = dict(zip(positions, result.entered.gradients, strict=False))
-        result.entered.gradients = []
-        if any(gradient is not None for gradient in arrived.values()):
+        call = self.calls[k]
+        assert call is not None
+        gradients, call.entered.gradients = call.entered.gradients, []
+        if any(gradient is not None for gradient in gradients):
             with self._repeated(k):
                 entering, self._entering = self._entering, []
-                pairs = [(entering[position], g) for position, g in arrived.items() if g is not None]
+                pairs = [(x, g) for x, g in zip(entering, gradients, strict=True) if g is not None]
                 torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
-        result.outputs = []
+        call.outputs = []
 
     @contextlib.contextmanager
     def _repeated(self, stop_at: int | None) -> Iterator[Any]:
@@ -175,8 +173,8 @@ class SuspendedForward:
                     assert segment.module_state is not None
                     self._segment.enter_context(segment.module_state.again(strict=False))
                 yield output
-                for result, receiver in given:
-                    result.collect(receiver)
+                for call, receiver in given:
+                    call.collect(receiver)
         finally:
             self._stop_at, self._in_backward, self._given, self._entering = None, False, [], []
             self.reset()
@@ -232,28 +230,27 @@ class SuspendedForward:
         self._end()
         if k == self._stop_at:
             self._entering = inputs
-        elif k < len(self.results):
-            result = self.results[k]
+        elif k < len(self.calls):
+            call = self.calls[k]
             self._begin(k + 1)
-            if result is None:
+            if call is None:
                 return None
-            self._check_repeated(result, model, spec, requires)
-            outputs, receiver = result.attach()
-            self._given.append((result, receiver))
+            self._check_repeated(call, model, spec, requires)
+            outputs, receiver = call.attach()
+            self._given.append((call, receiver))
             return outputs
         elif self._in_backward:
             raise self._differs(f"calls {type(model).__name__} once more than")
         else:
-            detached = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
-            self.call = Call(model, detached, spec, requires, CallState(observer), versions_of(detached))
+            self.call = Call(model, inputs, spec, requires, CallState(observer))
         self._suspended = True
         raise _Suspend(self)
 
-    def _check_repeated(self, result: CallResult, model: Any, spec: TreeSpec, requires: list[bool]) -> None:
-        if model is not result.model or spec != result.input_spec:
+    def _check_repeated(self, call: Call, model: Any, spec: TreeSpec, requires: list[bool]) -> None:
+        if model is not call.model or spec != call.input_spec:
             raise self._differs(f"calls {type(model).__name__} in another order, or with other arguments, than")
         # A call that ran without gradients in the first pass cannot return gradients.
-        if torch.is_grad_enabled() != result.records or requires != result.requires:
+        if torch.is_grad_enabled() != call.records or requires != call.requires:
             raise self._differs(f"calls {type(model).__name__} with inputs that need other gradients than")
 
     def _differs(self, what: str) -> RuntimeError:

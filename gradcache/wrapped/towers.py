@@ -33,10 +33,9 @@ from gradcache.context_managers import device_of, devices_in_use
 from gradcache.streamed import Tape
 from gradcache.two_pass import InputGradients
 from gradcache.wrapped.call_state import Observer
-from gradcache.wrapped.calls import CallResult, Receiver
 from gradcache.wrapped.suspended import SuspendedForward, TowerState
 from pipe.microbatch import gather_nested
-from pipe.nested import flatten, unflatten
+from pipe.nested import flatten
 
 __all__ = ["WrappedTowers", "streamed_inside", "warn_once"]
 
@@ -127,6 +126,7 @@ class WrappedTowers:
         groups: dict[Any, list[SuspendedForward]] = {}
         for forward in waiting:
             assert forward.call is not None
+            assert forward.call.state is not None
             groups.setdefault((id(forward.call.model), forward.call.state.key), []).append(forward)
         unfinished = [forward for forward in forwards if not forward.finished]
         for (model, _), group in groups.items():
@@ -139,6 +139,7 @@ class WrappedTowers:
         together: list[SuspendedForward] = []
         for forward in group:
             assert forward.call is not None
+            assert forward.call.state is not None
             if forward.call.state.changed:
                 reason = "the tower changes its state only during the call"
             elif forward.call.overwritten:
@@ -147,13 +148,14 @@ class WrappedTowers:
                 together.append(forward)
                 continue
             forward.tower.not_deferred[id(forward.call.model)] = reason
-            forward.results.append(None)
+            forward.calls.append(None)
         if together:
             self._run_together(together)
 
     def _run_together(self, group: Sequence[SuspendedForward]) -> None:
         calls = [forward.call for forward in group if forward.call is not None]
         model, state = calls[0].model, calls[0].state
+        assert state is not None
         flags: list[list[bool]] = []
 
         def record_flags(output: Any) -> Any:
@@ -161,31 +163,20 @@ class WrappedTowers:
             flags.append([isinstance(x, torch.Tensor) and x.requires_grad for x in flatten(output)[0]])
             return output
 
-        chunks: list[Any] = []
-        counts: list[int] = []
-        results: list[CallResult] = []
         with state.again():
-            for call in calls:
-                entered = Receiver()
-                wanted = [x for x, wants in zip(call.inputs, call.requires, strict=True) if wants]
-                attached = iter(entered.attach(wanted, copy=False))
-                pairs = zip(call.inputs, call.requires, strict=True)
-                micro_batches = unflatten([next(attached) if wants else x for x, wants in pairs], call.spec)
-                chunks.extend(micro_batches)
-                counts.append(len(micro_batches))
-                results.append(CallResult(model, call.spec, call.requires, torch.is_grad_enabled(), entered))
-                call.inputs.clear()
+            entering = [call.enter() for call in calls]
+            chunks = [micro_batch for micro_batches in entering for micro_batch in micro_batches]
             outputs, tape = model.forward_chunks(chunks, output_fn=record_flags)
         self._visits[id(model)] += 1
-        remaining = iter(zip(outputs, flags[: len(outputs)], strict=True))
-        members: list[tuple[SuspendedForward, int]] = []
-        for forward, result, count in zip(group, results, counts, strict=True):
-            mine = [next(remaining) for _ in range(count)]
-            result.fill([output for output, _ in mine], [flag for _, row in mine for flag in row])
-            members.append((forward, len(forward.results)))
-            forward.results.append(result)
-        if any(any(row) for row in flags):
-            self._joint_calls.append((tape, members))
+        differentiable = any(any(row) for row in flags)
+        start = 0
+        for forward, call, micro_batches in zip(group, calls, entering, strict=True):
+            stop = start + len(micro_batches)
+            call.fill(outputs[start:stop], [flag for row in flags[start:stop] for flag in row])
+            forward.calls.append(call)
+            start = stop
+        if differentiable:
+            self._joint_calls.append((tape, [(forward, len(forward.calls) - 1) for forward in group]))
 
     # --- backward -----------------------------------------------------------------------------------------------
 
@@ -198,7 +189,7 @@ class WrappedTowers:
                 for forward, part in zip(tower, representations.split_gradients(gradient, rows), strict=True):
                     forward.begin_backward(self._inputs)
                     first, forward.representation = forward.representation, None
-                    if representations.has_gradient(part):
+                    if part is not None:
                         self.greatest_difference = max(self.greatest_difference, forward.backward(part, first))
             while self._joint_calls:
                 self._backward_through(*self._joint_calls.pop())
@@ -206,14 +197,8 @@ class WrappedTowers:
     @staticmethod
     def _backward_through(tape: Tape, members: Sequence[tuple[SuspendedForward, int]]) -> None:
         """Runs backward through the calls of a model that ran together, and through the code before each call."""
-        gradients: list[Any] = []
-        for forward, k in members:
-            result = forward.results[k]
-            assert result is not None
-            assert result.spec is not None
-            nested = unflatten(list(result.gradients), result.spec)
-            gradients.extend(part if representations.has_gradient(part) else None for part in nested)
-            result.gradients = []
+        calls = [forward.calls[k] for forward, k in members]
+        gradients = [gradient for call in calls if call is not None for gradient in call.take_gradients()]
         if any(gradient is not None for gradient in gradients):
             tape.backward(gradients)
             gradients.clear()
@@ -239,7 +224,7 @@ class WrappedTowers:
             for key, reason in tower_state.not_deferred.items():
                 warn_once(self._models[key], tower_state.name, reason)
         for key, visits in self._visits.items():
-            calls = [sum(a is not None and id(a.model) == key for a in f.results) for t in self._towers for f in t]
+            calls = [sum(a is not None and id(a.model) == key for a in f.calls) for t in self._towers for f in t]
             if visits > max(calls, default=0):
                 names = " and ".join(dict.fromkeys(n.name for n in self._tower_states.values() if key in n.observers))
                 warn_once(

@@ -1,0 +1,40 @@
+"""An autograd node with given outputs, whose backward is a function from their gradients to those of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = ["Gradients", "with_backward"]
+
+Gradients = Sequence[Tensor | None]
+
+
+def with_backward(
+    values: Sequence[Tensor], inputs: Sequence[Tensor], backward: Callable[[Gradients], Gradients]
+) -> list[Tensor]:
+    """``values`` with a graph, if an input needs a gradient.
+
+    Args:
+        values: tensors without a graph, which nothing else uses.
+        inputs: any tensors.
+        backward: given the gradients of the values, returns those of the inputs. Not differentiable itself.
+    """
+    return list(_Node.apply(backward, values, *inputs))  # type: ignore[no-untyped-call]
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Any, values: Sequence[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.function = function
+        return tuple(values)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.function(gradients)
