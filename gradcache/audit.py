@@ -78,7 +78,7 @@ def _difference(first: Sequence[list[Tensor]], second: list[Tensor]) -> float:
 
 
 def _compared(run: Sequence[list[Tensor]], second: list[Tensor]) -> float | None:
-    """The greatest difference from a run of results; infinite if the run is too short, None if it is too long."""
+    """The greatest difference from some results; infinite if they have too few rows, None if they have too many."""
     if any(len(result) != len(second) for result in run):
         return None
     worst = 0.0

@@ -28,10 +28,7 @@ def has_graph(process_fn: InputFn | None, chunks: Sequence[Any]) -> bool:
 
 
 def processing(process_fn: InputFn) -> InputFn:
-    """A function from a raw chunk to the first layer's (args, kwargs).
-
-    It raises ValueError if a result of ``process_fn`` needs a gradient.
-    """
+    """A function from a raw chunk to the first layer's (args, kwargs); raises ValueError if these need a gradient."""
 
     def process(chunk: Any) -> Any:
         with torch.enable_grad():
@@ -82,9 +79,8 @@ class ChunkInputs:
             return map_tensors(torch.Tensor.detach, self._chunks[i])
         if i in self._ahead:
             return self._ahead.pop(i)
-        replay = self._replays.get(i)
-        if replay is not None:
-            with replay.again():
+        if i in self._replays:
+            with self._replays[i].again():
                 return self._input_fn(self._chunks[i])
         replay = Replay.capture(self._devices)
         value = self._input_fn(self._chunks[i])

@@ -32,13 +32,9 @@ def attach(
     inputs: Sequence[Tensor],
     second_pass: Callable[[Any], Gradients] | None,
 ) -> Any:
-    """The representations ``encoded``, one nested value per tower, with a graph.
+    """The representations ``encoded``, one nested value per tower, with a graph if the tower is ``differentiable``.
 
-    Args:
-        encoded: detached representations.
-        differentiable: for each tower, whether it needs a gradient.
-        inputs: tensors that need a gradient, which ``second_pass`` returns.
-        second_pass: given the gradient of ``encoded`` (None where there is none), returns the gradients of ``inputs``.
+    ``second_pass`` gets the gradient of ``encoded`` (None where there is none), and returns those of ``inputs``.
     """
     leaves, spec = flatten(list(encoded))
     wanted: list[bool] = []

@@ -34,8 +34,8 @@ from gradcache.distributed.reduction import unwrapped, watch
 from gradcache.distributed.sharded import check_equal_chunks
 from gradcache.nested import map_tensors, tensors_in
 from gradcache.sequential import SequentialModel
-from gradcache.step import Step, Tower
-from gradcache.streamed import StreamedModel
+from gradcache.step import Step
+from gradcache.streamed import StreamedModel, Tower
 from gradcache.used_modules import UsedModules
 
 __all__ = ["GradCache", "StepResult"]

@@ -92,12 +92,7 @@ class Profile:
 
 
 class Profiles:
-    """The profiles of the layers of one model, by kinds of chunks.
-
-    Args:
-        runners: the layers.
-        regroup: whether chunks may run together.
-    """
+    """The profiles of the layers of one model, by kinds of chunks."""
 
     def __init__(self, runners: Sequence[ResidentRunner], regroup: bool) -> None:
         self._runners = runners
@@ -112,13 +107,7 @@ class Profiles:
         return self._known.get(self._key(chunk))
 
     def learn(self, chunk: Any, layers: Sequence[LayerProfile], further: Callable[[], Sequence[Any]]) -> None:
-        """Stores the profile of a chunk that has just run.
-
-        Args:
-            chunk: the input of the first layer.
-            layers: of the layers.
-            further: returns two further chunks for a trial; called only if needed.
-        """
+        """Stores the profile of a chunk that has just run; ``further`` returns two other chunks for a trial."""
         alone = [layer.activation_bytes for layer in layers]
         together = max(sum(alone) // max(*alone, 1), 1) if self._may_join(layers, further) else 1
         self._known[self._key(chunk)] = Profile(rows_in(chunk) or 0, together, layers)

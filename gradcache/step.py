@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,12 +25,11 @@ from torch import nn
 from gradcache import representations
 from gradcache.accumulation import Accumulation
 from gradcache.callables import CallableModel
-from gradcache.chunk_inputs import has_graph
 from gradcache.distributed.reduction import Reduction, after_backward, broadcast_buffers
 from gradcache.nested import tensors_in
 from gradcache.sequential import SequentialModel, is_plain_sequential
-from gradcache.streamed import StreamedModel, StreamedTowers
-from gradcache.two_pass import InputGradients, is_trainable
+from gradcache.streamed import StreamedModel, StreamedTowers, Tower
+from gradcache.two_pass import InputGradients
 from gradcache.used_modules import UsedModules
 from gradcache.wrapped.towers import WrappedTowers, streamed_inside, warn_once
 from pipe.microbatch import rows_of
@@ -39,24 +37,10 @@ from pipe.microbatch import rows_of
 if TYPE_CHECKING:
     from gradcache.grad_cache import GradCache
 
-__all__ = ["Step", "Tower"]
+__all__ = ["Step"]
 
 #: If a subclass replaces one of these hooks, its models run chunk by chunk.
 _CHUNK_HOOKS = ("model_call", "forward_no_grad", "forward_backward")
-
-
-@dataclass(eq=False)
-class Tower:
-    """One model with its chunks and results in a step."""
-
-    model: nn.Module
-    chunks: list[Any]
-    encoded: Any = None
-    #: One per chunk; None if the tower is run together with others.
-    states: list[Any] | None = None
-    #: Whether its representations need a gradient, and that gradient.
-    wants_gradient: bool = True
-    gradient: Any = None
 
 
 class Step:
@@ -66,7 +50,7 @@ class Step:
         self._owner = owner
         self.towers = towers
         self.inputs = InputGradients()
-        self._shared: list[tuple[StreamedTowers | WrappedTowers, list[Tower]]] = []
+        self._shared: list[StreamedTowers | WrappedTowers] = []
         #: Greatest difference between the two passes of streamed towers, with ``audit``.
         self.greatest_difference = 0.0
 
@@ -74,14 +58,10 @@ class Step:
     def gradients(
         self, heads: UsedModules, in_backward: bool = False
     ) -> Iterator[tuple[Callable[[], None], Callable[[Any, Any], None]]]:
-        """A context that collects this step's gradients.
+        """A context that collects the gradients of this step's towers and ``heads``.
 
         Yields a function that adds them to ``.grad``, averaged over processes (if it is not called, no ``.grad``
         changes), and :meth:`gradcache.distributed.reduction.Reduction.check`.
-
-        Args:
-            heads: trainable modules and tensors besides towers.
-            in_backward: whether the step runs inside a backward of the caller.
         """
         own = [tower.model for tower in self.towers] + heads.modules
         # A streamed model offloads its gradients itself.
@@ -106,14 +86,18 @@ class Step:
         for tower in self.towers:
             if tower in wrapped:
                 if tower is wrapped[0]:
-                    self._encode_wrapped(wrapped)
+                    self._shared.append(WrappedTowers(self._owner, wrapped, self.inputs))
+                    self._shared[0].encode()
             elif self._streamed(tower.model) is not None:
                 groups.setdefault(id(tower.model), []).append(tower)
             else:
                 tower.encoded, tower.states = self._owner.forward_no_grad(tower.model, tower.chunks)
                 tower.wants_gradient = any(getattr(state, "requires_grad", True) for state in tower.states)
         for group in groups.values():
-            self._encode_together(group)
+            model = self._streamed(group[0].model)
+            assert model is not None
+            self._shared.append(StreamedTowers(self._owner, model, group, self.inputs))
+            self._shared[-1].encode()
         return [tower.encoded for tower in self.towers]
 
     def _wrapped(self) -> list[Tower]:
@@ -129,32 +113,6 @@ class Step:
         shared = {id(model) for tower in around for model in inside[id(tower)]}
         return [tower for tower in self.towers if any(id(model) in shared for model in inside[id(tower)])]
 
-    def _encode_wrapped(self, towers: list[Tower]) -> None:
-        owner = self._owner
-        chunks = [(tower.model, tower.chunks) for tower in towers]
-        shared = WrappedTowers(chunks, owner.encoder_of, owner.get_input_tensors, self.inputs, audit=owner.audit)
-        for tower, (encoded, requires_grad) in zip(towers, shared.encode(), strict=True):
-            tower.encoded = encoded
-            tower.wants_gradient = requires_grad or is_trainable(tower.model, tower.chunks)
-        self._shared.append((shared, towers))
-
-    def _encode_together(self, group: list[Tower]) -> None:
-        model, owner = group[0].model, self._owner
-        chunks = [tower.chunks for tower in group]
-        lazy = (owner.process_fn is not None or owner.replaced("processed")) and not has_graph(owner.process_fn, chunks)
-        if not lazy:
-            chunks = [[self.inputs.as_leaves(owner.processed(chunk)) for chunk in tower] for tower in chunks]
-        trainable = is_trainable(model, () if lazy else chunks)
-        streamed = self._streamed(model)
-        assert streamed is not None
-        audit = list(model.children()) if owner.audit else None
-        shared = StreamedTowers(streamed, chunks, owner.get_reps, owner.processed if lazy else None, audit)
-        with self._owner.autocast(model):
-            encoded = shared.encode(trainable)
-        for tower, value in zip(group, encoded, strict=True):
-            tower.encoded, tower.wants_gradient = value, trainable
-        self._shared.append((shared, group))
-
     def backward(self, cache: Sequence[Any], no_sync_except_last: bool) -> None:
         """The second pass; ``cache``: the gradient of each tower's representations."""
         for tower, gradient in zip(self.towers, cache, strict=True):
@@ -166,8 +124,8 @@ class Step:
             self._owner.forward_backward(
                 tower.model, tower.chunks, per_chunk, tower.states, no_sync_except_last=no_sync_except_last
             )
-        for shared, group in self._shared:
-            shared.backward([tower.gradient for tower in group])
+        for shared in self._shared:
+            shared.backward()
             self.greatest_difference = max(self.greatest_difference, shared.greatest_difference)
 
     @staticmethod

@@ -11,19 +11,24 @@ pass their chunks in one call, so each shard is loaded for all of them at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from gradcache import representations
 from gradcache.audit import LayerAudit
-from gradcache.chunk_inputs import processing
+from gradcache.chunk_inputs import has_graph, processing
 from gradcache.chunks import call_arguments
+from gradcache.two_pass import InputGradients, is_trainable
 from pipe.microbatch import gather_nested
 from pipe.nested import tensors_in
 
-__all__ = ["StreamedModel", "StreamedTowers", "Tape"]
+if TYPE_CHECKING:
+    from gradcache.grad_cache import GradCache
+
+__all__ = ["StreamedModel", "StreamedTowers", "Tape", "Tower"]
 
 
 class Tape(Protocol):
@@ -51,55 +56,58 @@ class StreamedModel(Protocol):
         """
 
 
-class StreamedTowers:
-    """Runs all towers that are the same streamed model together."""
+@dataclass(eq=False)
+class Tower:
+    """One model with its chunks and results in a step."""
 
-    def __init__(
-        self,
-        model: StreamedModel,
-        towers: Sequence[Sequence[Any]],
-        output_fn: Callable[[Any], Any],
-        process_fn: Callable[[Any], Any] | None = None,
-        audit: Sequence[nn.Module] | None = None,
-    ) -> None:
-        """
-        Args:
-            model: the model of the towers.
-            towers: the chunks of each tower.
-            output_fn: selects the representations from an output.
-            process_fn: converts a chunk to the model's input directly before the model runs, in both passes.
-            audit: compare the outputs of these layers, and of ``output_fn``, in the two passes.
-        """
+    model: nn.Module
+    chunks: list[Any]
+    encoded: Any = None
+    #: One per chunk; None if the tower is run together with others.
+    states: list[Any] | None = None
+    #: Whether its representations need a gradient, and that gradient.
+    wants_gradient: bool = True
+    gradient: Any = None
+
+
+class StreamedTowers:
+    """Runs all towers of a step that are the same streamed model together."""
+
+    def __init__(self, owner: GradCache, model: StreamedModel, towers: Sequence[Tower], inputs: InputGradients) -> None:
+        self._owner = owner
         self._model = model
-        chunks = [chunk for tower in towers for chunk in tower]
-        self._calls = [call_arguments(chunk) for chunk in chunks] if process_fn is None else chunks
-        self._input = {} if process_fn is None else {"input_fn": processing(process_fn)}
-        self._sizes = [len(chunks) for chunks in towers]
-        self._audit = LayerAudit(audit or (), output_fn)
-        self._output_fn = output_fn if audit is None else self._audit.output_fn
+        self._towers = towers
+        self._inputs = inputs
+        self._audit = LayerAudit(list(towers[0].model.children()) if owner.audit else (), owner.get_reps)
+        self._output_fn = self._audit.output_fn if owner.audit else owner.get_reps
         self._wants_gradient = torch.is_grad_enabled()
         self._rows: list[list[int]] = []
         self._tape: Tape | None = None
 
-    def encode(self, trainable: bool) -> list[Any]:
-        """The representations of each tower, all chunks together.
+    def encode(self) -> None:
+        """The first pass: writes the representations of each tower, all chunks together.
 
         Raises:
-            ValueError: if the model has no trainable parameters, but ``output_fn`` has.
+            ValueError: if the model has no trainable parameters, but ``get_reps`` has.
         """
-        keeps_tape = trainable and torch.is_grad_enabled()
+        owner, module = self._owner, self._towers[0].model
+        chunks = [tower.chunks for tower in self._towers]
+        lazy = (owner.process_fn is not None or owner.replaced("processed")) and not has_graph(owner.process_fn, chunks)
+        if not lazy:
+            chunks = [[self._inputs.as_leaves(owner.processed(chunk)) for chunk in tower] for tower in chunks]
+        trainable = is_trainable(module, () if lazy else chunks)
+        calls = [chunk if lazy else call_arguments(chunk) for tower in chunks for chunk in tower]
+        input_fn = {"input_fn": processing(owner.processed)} if lazy else {}
+        keeps_tape = trainable and self._wants_gradient
         output_fn = self._output_fn if keeps_tape else self._without_parameters
-        with torch.set_grad_enabled(keeps_tape), self._audit.listening(compares=False):
-            outputs, tape = self._model.forward_chunks(self._calls, output_fn=output_fn, **self._input)
-        self._calls = []
+        with owner.autocast(module), torch.set_grad_enabled(keeps_tape), self._audit.listening(compares=False):
+            outputs, tape = self._model.forward_chunks(calls, output_fn=output_fn, **input_fn)
         self._tape = tape if keeps_tape else None
         remaining = iter(outputs)
-        encoded: list[Any] = []
-        for size in self._sizes:
-            mine = [representations.detached(next(remaining)) for _ in range(size)]
+        for tower in self._towers:
+            mine = [representations.detached(next(remaining)) for _ in tower.chunks]
             self._rows.append([representations.rows_in(output) for output in mine])
-            encoded.append(gather_nested(mine))
-        return encoded
+            tower.encoded, tower.wants_gradient = gather_nested(mine), trainable
 
     def _without_parameters(self, output: Any) -> Any:
         """``output_fn`` of a forward without a second pass; raises ValueError if it has trainable parameters."""
@@ -112,12 +120,12 @@ class StreamedTowers:
             )
         return representation
 
-    def backward(self, gradients: Sequence[Any]) -> None:
+    def backward(self) -> None:
         """Runs the model's backward from the gradients of all towers' representations, loading each shard once."""
         tape, self._tape = self._tape, None
-        if tape is None or not any(representations.has_gradient(gradient) for gradient in gradients):
+        if tape is None or not any(representations.has_gradient(tower.gradient) for tower in self._towers):
             return
-        split = map(representations.split_gradients, gradients, self._rows)
+        split = map(representations.split_gradients, (tower.gradient for tower in self._towers), self._rows)
         with self._audit.listening(compares=True):
             tape.backward([part for parts in split for part in parts])
 

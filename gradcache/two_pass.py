@@ -101,12 +101,7 @@ def first_pass(
 ) -> tuple[Any, ChunkState]:
     """One chunk's representation, detached, and the state that its second pass needs.
 
-    Args:
-        layers: from :func:`repeatable`.
-        chunk: the input of ``encoder``.
-        encoder: the function from chunk to representation.
-        tensors: those of the chunk.
-        with_graph: find out whether the representation needs a gradient.
+    ``with_graph``: find out whether the representation needs a gradient.
     """
     # All devices in use, since a wrapper may move the chunk to any of them.
     layers.devices = devices_in_use(tensors_in(chunk) if tensors is None else tensors) | layers.watched.devices

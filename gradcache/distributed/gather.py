@@ -44,12 +44,7 @@ def gather_own(tensor: Tensor, axis: int = 0, group: dist.ProcessGroup | None = 
 
 
 def gather_rows(tensor: Tensor, rows: list[int], group: dist.ProcessGroup | None = None) -> Tensor:
-    """All processes' rows; the gradient of a row is the sum over the losses of all processes.
-
-    Args:
-        tensor: (rows of this process, ...).
-        rows: rows of every process, from :func:`rows_per_rank`.
-    """
+    """All processes' ``rows`` of ``tensor``; the gradient of a row is the sum over the losses of all processes."""
 
     def backward(gradients: Gradients) -> Gradients:
         # Every process computed a part of every row's gradient: the sum of all parts is the gradient.

@@ -145,20 +145,11 @@ class Reduction:
         return any(_pending.get(model, 0) for model in self._wrapped)
 
     def check(self, output: Any, given: Any) -> None:
-        """Checks that all trainable leaves of a graph are known.
-
-        Args:
-            output: the outputs of the graph.
-            given: its inputs; gradients of the caller's tensors among them are not averaged.
-
-        Raises:
-            ValueError: if the gradient of a trainable tensor would not be averaged.
-        """
+        """Raises ValueError if the gradient of a trainable leaf of ``output`` that is not ``given`` is not averaged."""
         if not self._wrapped:
             return
         known = self._known | {id(tensor) for tensor in tensors_in(given)}
-        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        unknown = [tuple(leaf.shape) for leaf in leaves_of(*outputs) if id(leaf) not in known]
+        unknown = [tuple(leaf.shape) for leaf in leaves_of(*tensors_in(output)) if id(leaf) not in known]
         if unknown:
             raise ValueError(
                 f"expected to find all that a step over DistributedDataParallel trains, got trainable tensors "

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradcache.context_managers import device_of
 from pipe.recompute.first_write import FirstWrites
 from pipe.recompute.thread_state import ThreadState
 from pipe.torch_private import DISPATCH_MODES, saved_tensor_hooks, transform_of_functions_under_way
@@ -28,17 +29,13 @@ __all__ = ["CallState", "Observer", "set_modes", "why_not_deferred"]
 
 
 class Observer:
-    """Records the state at the calls of one model.
+    """Reads the state at the calls of one streamed model."""
 
-    Args:
-        model: the streamed model.
-        devices: device types whose autocast settings are recorded.
-    """
-
-    def __init__(self, model: nn.Module, devices: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         # The model's own attributes change whenever it runs; a caller's changes are in its layers.
         self.modules = [module for child in model.children() for module in child.modules()]
-        self.devices = devices
+        #: The device types whose autocast settings matter.
+        self.devices = [device_of(model).type]
         self._last: list[Any] = []
 
     def state(self) -> list[Any]:

@@ -57,12 +57,7 @@ class Receiver:
 class Call:
     """A call of a streamed model, at which a forward is suspended until it has run.
 
-    Args:
-        model: the model.
-        inputs: the arguments of all micro-batches, flat.
-        spec: their structure.
-        requires: which of them need a gradient.
-        state: the state around the call.
+    ``inputs`` are the flat arguments of all micro-batches; ``requires`` tells which of them need a gradient.
     """
 
     def __init__(self, model: Any, inputs: list[Any], spec: TreeSpec, requires: list[bool], state: CallState) -> None:

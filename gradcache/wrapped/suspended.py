@@ -54,30 +54,20 @@ class _Suspend(BaseException):
 
 
 class TowerState:
-    """State shared by the forwards of all chunks of one tower.
-
-    Args:
-        model: the tower.
-        observers: of the streamed models whose calls are intercepted, by the model's ``id``.
-    """
+    """State shared by the forwards of all chunks of one tower."""
 
     def __init__(self, model: nn.Module, observers: Mapping[int, Observer]) -> None:
         self.name = type(model).__name__
         self.modules = list(model.modules())
         self.layers = repeatable(model)
+        #: Of the streamed models whose calls are intercepted, by the model's ``id``.
         self.observers = observers
         #: The reason why calls run inside the forward, chunk by chunk, by the model's ``id``.
         self.not_deferred: dict[int, str] = {}
 
 
 class SuspendedForward:
-    """The forward of one chunk through a tower, from the raw chunk to its representation.
-
-    Args:
-        chunk: of the tower's input.
-        encoder: the function from chunk to representation; calls the tower.
-        tower: the state shared by all chunks of the tower.
-    """
+    """The forward of one chunk through a tower, from the raw chunk to its representation."""
 
     def __init__(self, chunk: Any, encoder: Callable[[Any], Any], tower: TowerState) -> None:
         self._chunk = chunk

@@ -21,21 +21,24 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from gradcache import representations
-from gradcache.context_managers import device_of, devices_in_use
-from gradcache.streamed import Tape
-from gradcache.two_pass import InputGradients
+from gradcache.context_managers import devices_in_use
+from gradcache.streamed import Tape, Tower
+from gradcache.two_pass import InputGradients, is_trainable
 from gradcache.wrapped.call_state import Observer
 from gradcache.wrapped.suspended import SuspendedForward, TowerState
 from pipe.microbatch import gather_nested
 from pipe.nested import flatten
+
+if TYPE_CHECKING:
+    from gradcache.grad_cache import GradCache
 
 __all__ = ["WrappedTowers", "streamed_inside", "warn_once"]
 
@@ -59,48 +62,37 @@ def streamed_inside(model: nn.Module) -> list[nn.Module]:
 
 
 class WrappedTowers:
-    """Runs the two passes of all towers that contain streamed models.
+    """Runs the two passes of all towers of a step that contain streamed models."""
 
-    Args:
-        towers: each tower's model and chunks.
-        encoder_of: given a model, returns the function from a raw chunk to its representation.
-        tensors_of: tensors of a chunk; the random states of their devices are recorded.
-        inputs: collects the gradients of chunks that need one.
-        audit: compare the representations of the two passes.
-    """
-
-    def __init__(
-        self,
-        towers: Sequence[tuple[nn.Module, Sequence[Any]]],
-        encoder_of: Callable[[nn.Module], Callable[[Any], Any]],
-        tensors_of: Callable[[Any], Sequence[torch.Tensor]],
-        inputs: InputGradients,
-        audit: bool = False,
-    ) -> None:
-        self._models = {id(part): part for model, _ in towers for part in streamed_inside(model)}
-        observers = {key: Observer(part, [device_of(part).type]) for key, part in self._models.items()}
+    def __init__(self, owner: GradCache, towers: Sequence[Tower], inputs: InputGradients) -> None:
+        self._models = {id(part): part for tower in towers for part in streamed_inside(tower.model)}
+        observers = {key: Observer(part) for key, part in self._models.items()}
+        self._towers = towers
         self._inputs = inputs
-        self._audit = audit
+        self._audit = owner.audit
         #: The tapes of calls that ran together, and the forwards of each with the number of its call.
         self._joint_calls: list[tuple[Tape, list[tuple[SuspendedForward, int]]]] = []
         self._visits: dict[int, int] = dict.fromkeys(self._models, 0)
-        self._towers: list[list[SuspendedForward]] = []
+        #: By tower and chunk.
+        self._forwards: list[list[SuspendedForward]] = []
         self._rows: list[list[int]] = []
         self._tower_states: dict[int, TowerState] = {}
-        for model, chunks in towers:
+        for tower in towers:
+            model, chunks = tower.model, tower.chunks
             if id(model) not in self._tower_states:
                 inside = {id(part): observers[id(part)] for part in streamed_inside(model)}
                 self._tower_states[id(model)] = TowerState(model, inside)
-            tower_state = self._tower_states[id(model)]
-            devices = devices_in_use(list(model.parameters()), [list(tensors_of(chunk)) for chunk in chunks])
-            tower_state.layers.devices = devices.union(tower_state.layers.devices)
-            self._towers.append([SuspendedForward(chunk, encoder_of(model), tower_state) for chunk in chunks])
+            state = self._tower_states[id(model)]
+            state.layers.devices = devices_in_use(
+                list(model.parameters()), [list(owner.get_input_tensors(chunk)) for chunk in chunks]
+            ).union(state.layers.devices)
+            self._forwards.append([SuspendedForward(chunk, owner.encoder_of(model), state) for chunk in chunks])
         self.greatest_difference = 0.0
 
     # --- forward ------------------------------------------------------------------------------------------------
 
-    def encode(self) -> list[tuple[Any, bool]]:
-        """The first pass: the representations of each tower, and whether they need a gradient."""
+    def encode(self) -> None:
+        """The first pass: writes the representations of each tower."""
         with self._reset_on_failure() as forwards:
             for forward in forwards:
                 forward.advance()
@@ -110,15 +102,14 @@ class WrappedTowers:
                 for forward in group:
                     forward.advance()
         self._warn()
-        encoded: list[tuple[Any, bool]] = []
-        for tower in self._towers:
-            self._rows.append([representations.rows_in(forward.representation) for forward in tower])
-            together = gather_nested([forward.representation for forward in tower])
-            encoded.append((together, any(forward.requires_grad for forward in tower)))
+        for tower, chunks in zip(self._towers, self._forwards, strict=True):
+            self._rows.append([representations.rows_in(forward.representation) for forward in chunks])
+            tower.encoded = gather_nested([forward.representation for forward in chunks])
+            requires_grad = any(forward.requires_grad for forward in chunks)
+            tower.wants_gradient = requires_grad or is_trainable(tower.model, tower.chunks)
             if not self._audit:
-                for forward in tower:
+                for forward in chunks:
                     forward.representation = None
-        return encoded
 
     @staticmethod
     def _next(waiting: Sequence[SuspendedForward], forwards: Iterable[SuspendedForward]) -> list[SuspendedForward]:
@@ -180,13 +171,13 @@ class WrappedTowers:
 
     # --- backward -----------------------------------------------------------------------------------------------
 
-    def backward(self, gradients: Sequence[Any]) -> None:
-        """The second pass; ``gradients``: of each tower's representations, None if there is none."""
-        if not any(representations.has_gradient(gradient) for gradient in gradients):
+    def backward(self) -> None:
+        """The second pass."""
+        if not any(representations.has_gradient(tower.gradient) for tower in self._towers):
             return
         with self._reset_on_failure():
-            for tower, rows, gradient in zip(self._towers, self._rows, gradients, strict=True):
-                for forward, part in zip(tower, representations.split_gradients(gradient, rows), strict=True):
+            for tower, chunks, rows in zip(self._towers, self._forwards, self._rows, strict=True):
+                for forward, part in zip(chunks, representations.split_gradients(tower.gradient, rows), strict=True):
                     forward.begin_backward(self._inputs)
                     first, forward.representation = forward.representation, None
                     if part is not None:
@@ -208,7 +199,7 @@ class WrappedTowers:
     @contextlib.contextmanager
     def _reset_on_failure(self) -> Iterator[list[SuspendedForward]]:
         """Yields the forwards; cleans up all of them on failure, as an interrupt may have stopped their own cleanup."""
-        forwards = [forward for tower in self._towers for forward in tower]
+        forwards = [forward for chunks in self._forwards for forward in chunks]
         try:
             yield forwards
         except BaseException:
@@ -224,7 +215,7 @@ class WrappedTowers:
             for key, reason in tower_state.not_deferred.items():
                 warn_once(self._models[key], tower_state.name, reason)
         for key, visits in self._visits.items():
-            calls = [sum(a is not None and id(a.model) == key for a in f.calls) for t in self._towers for f in t]
+            calls = [sum(a is not None and id(a.model) == key for a in f.calls) for t in self._forwards for f in t]
             if visits > max(calls, default=0):
                 names = " and ".join(dict.fromkeys(n.name for n in self._tower_states.values() if key in n.observers))
                 warn_once(
