@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from offload import DiskHome, OffloadModel, OffloadOptimizer
 from pipe.recompute.phase import is_recomputing
+from tests.offload.parameters_outside import ActNorm, Custom, TiedHead
 
 WIDTH = 8
 
@@ -72,11 +73,6 @@ class Block(nn.Module):
         return torch.tanh(self.linear(value[0])), value[1]
 
 
-class TiedHead(nn.Module):
-    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
-        return value[0] @ value[1].t()
-
-
 class Queries(nn.Module):
     """Learned queries: a view of a parameter beside the input."""
 
@@ -109,33 +105,10 @@ def test_a_parameter_that_a_layer_returns_does_not_change_with_the_slot(
     assert_same(train(wrap(bare), batch(1), batch(2)), train(copy.deepcopy(bare), batch(1), batch(2)))
 
 
-class KeepsTransposed(torch.autograd.Function):
-    """Keeps a view of the weight as an attribute, past autograd's saved tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.transposed = weight.t()
-        return x @ ctx.transposed
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return gradient @ ctx.transposed.t(), gradient.t() @ ctx.saved_tensors[0]
-
-
-class Custom(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(KeepsTransposed.apply(x, self.weight))  # type: ignore[no-untyped-call]
-
-
 @pytest.mark.parametrize("slots", [2, 3, 4])
 def test_a_view_of_a_weight_that_outlives_its_visit_keeps_its_values(home: str, slots: int) -> None:
     torch.manual_seed(0)
-    bare = nn.Sequential(*(Custom() for _ in range(4)))
+    bare = nn.Sequential(*(Custom(WIDTH) for _ in range(4)))
     model = OffloadModel(copy.deepcopy(bare), "cpu", home, 4, num_slots=slots)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -201,30 +174,14 @@ def test_an_in_place_write_that_shows_in_another_input_is_refused(wrap: Callable
 # --- writes to weights ------------------------------------------------------------------------------------------------
 
 
-class ActNorm(nn.Module):
-    """Initialises itself from the first batch that it sees, through ``.data``."""
-
-    def __init__(self, *, assigns: bool) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(WIDTH))
-        self.register_buffer("ready", torch.tensor(0))
-        self.assigns = assigns
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.ready:
-            if self.assigns:
-                self.shift.data = -x.detach().mean(0)
-            else:
-                self.shift.data.copy_(-x.detach().mean(0))
-            self.ready.fill_(1)
-        return x + self.shift
-
-
 @pytest.mark.parametrize("assigns", [False, True])
 def test_an_initialisation_from_data_stays(wrap: Callable[..., OffloadModel], assigns: bool) -> None:
     torch.manual_seed(0)
     bare = nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), ActNorm(assigns=assigns), nn.Linear(WIDTH, WIDTH), ActNorm(assigns=assigns)
+        nn.Linear(WIDTH, WIDTH),
+        ActNorm(WIDTH, assigns=assigns),
+        nn.Linear(WIDTH, WIDTH),
+        ActNorm(WIDTH, assigns=assigns),
     )
     model, results = wrap(bare), []
     for run in (bare, model):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.offload.fuzz.trips import Trip
+from tests.offload.parameters_outside import ActNorm, Custom, TiedHead
 
 __all__ = ["IDS", "MODELS", "RANDOM", "ROWS", "ROWWISE", "STATEFUL", "WIDTH", "WRITERS", "build"]
 
@@ -40,11 +41,6 @@ class OnFirst(nn.Module):
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return torch.tanh(self.linear(pair[0])), pair[1]
-
-
-class TiedHead(nn.Module):
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        return pair[0] @ pair[1].t()
 
 
 class Queries(nn.Module):
@@ -83,21 +79,6 @@ class WithParameter(nn.Module):
         return self.linear(x), self.linear.weight
 
 
-class ActNorm(nn.Module):
-    """Initialises itself from its first batch, through ``.data``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loc = nn.Parameter(torch.zeros(WIDTH))
-        self.register_buffer("ready", torch.tensor(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.ready:
-            self.loc.data.copy_(-x.detach().mean(0))
-            self.ready.fill_(1)
-        return x + self.loc
-
-
 class Renormed(nn.Module):
     """Gives its weight another ``.data`` in each forward of training."""
 
@@ -133,29 +114,6 @@ class Residual(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.gain * super().forward(x)
-
-
-class Transposed(torch.autograd.Function):
-    """Keeps a view of its weight as an attribute of the context."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.transposed = weight.t()
-        return x @ ctx.transposed
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient @ ctx.transposed.t(), gradient.t() @ ctx.saved_tensors[0]
-
-
-class Custom(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(Transposed.apply(x, self.weight))
 
 
 class Hooked(nn.Module):
@@ -327,12 +285,12 @@ MODELS: dict[str, Callable[[], Sequence[nn.Module]]] = {
     "table": lambda: [Tables(), OnFirst(), OnFirst(), TiedHead()],
     "queries": lambda: [linear(), Queries(), Attend(), Attend(), Sum(), linear()],
     "parameter": lambda: [linear(), nn.Tanh(), linear(), WithParameter()],
-    "actnorm": lambda: [ActNorm(), linear(), ActNorm(), linear()],
+    "actnorm": lambda: [ActNorm(WIDTH), linear(), ActNorm(WIDTH), linear()],
     "renormed": lambda: [linear(), Renormed(), linear(), Renormed()],
     "clamped": lambda: [linear(), Clamped(), linear(), Clamped()],
     "residual": lambda: [linear(), nn.Tanh(), linear()],
     "residual_inside": lambda: [linear(), Residual(linear(), nn.Tanh()), linear(), Residual(linear())],
-    "custom": lambda: [Custom(), Custom(), linear(), Custom()],
+    "custom": lambda: [Custom(WIDTH), Custom(WIDTH), linear(), Custom(WIDTH)],
     "closure": lambda: [Hooked(), linear(), Hooked(), nn.Tanh()],
     "routed": lambda: [Routed(), linear(), Routed(), linear()],
     "branching": lambda: [linear(), Branching(), Branching(), linear()],
