@@ -48,9 +48,9 @@ def test_auto_takes_as_many_rows_as_the_budget_holds(rows_that_fit: int, assert_
 def test_a_chunk_of_the_chosen_size_keeps_no_more_than_the_budget() -> None:
     model = tower()
     x = torch.randn(12, 8)
-    step = GradCache([model], "auto", energy, memory_budget=500)
-    step(x)
-    chosen = step.budget.rows_for(model, lambda n: list(x.split(n)), lambda chunk: kept_bytes(model, chunk, model))
+    runs = rows_run(model)
+    GradCache([model], "auto", energy, memory_budget=500)(x)
+    chosen = runs[2]  # after two trials
     kept = kept_bytes(model, x[:chosen], model)
     assert kept == chosen * BYTES_PER_ROW
     assert 500 - BYTES_PER_ROW < kept <= 500
@@ -124,9 +124,23 @@ def test_measuring_an_offloaded_model_leaves_no_trace_and_measures_a_frozen_one_
     x = torch.randn(12, 8)
     state = torch.get_rng_state()
     assert model.activation_bytes(x) == 0
-    step = GradCache([model], "auto", energy, memory_budget=4 * 64, process_fn=lambda chunk: chunk + 0 * torch.rand(()))
-    with torch.no_grad():
-        assert 1 < step._rows(model, x, "auto") < 8  # a row of the norm's input takes 32 bytes at least
+    sizes: list[int] = []
+
+    class Measured(Exception):
+        pass
+
+    class OnlyMeasures(GradCache):
+        def split_inputs(self, model_input: Any, chunk_size: int) -> list[Any]:
+            sizes.append(chunk_size)
+            if len(sizes) == 3:
+                raise Measured
+            return super().split_inputs(model_input, chunk_size)
+
+    process = {"process_fn": lambda chunk: chunk + 0 * torch.rand(())}
+    with torch.no_grad(), pytest.raises(Measured):
+        OnlyMeasures([model], "auto", energy, memory_budget=4 * 64, **process)(x)
+    assert sizes[:2] == [2, 4]
+    assert 1 < sizes[2] < 8  # a row of the norm's input takes 32 bytes at least
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(parameter.requires_grad for parameter in model.parameters())

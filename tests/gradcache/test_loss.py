@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,6 +20,7 @@ from gradcache.loss import (
     SigmoidContrastiveLoss,
     SimpleContrastiveLoss,
 )
+from tests.gradcache.allocated import Allocated
 
 
 def representations(rows: int, targets: int, seed: int = 0, width: int = 5) -> tuple[Tensor, Tensor]:
@@ -110,30 +110,12 @@ def test_no_tensor_of_a_tiled_loss_is_larger_than_a_tile_of_scores(kind: str) ->
     assert largest.elements == 64 * 64
 
 
-class Allocated(TorchDispatchMode):
-    """Notes the storages of all tensors that operations return, without keeping them alive, and their bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.storages: list[tuple[StorageWeakRef, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self.storages.append((StorageWeakRef(storage), storage.nbytes()))
-        return out
-
-
 def test_a_tiled_loss_saves_no_more_for_backward_than_the_representations() -> None:
     x, y = representations(64, 64, width=4)
     with Allocated() as allocated:
         loss = SimpleContrastiveLoss(tile_rows=8)(x, y)
-    given = {tensor.untyped_storage()._cdata for tensor in (x, y, loss)}
-    alive = {ref.cdata: size for ref, size in allocated.storages if not ref.expired() and ref.cdata not in given}
     gradients = x.nbytes + y.nbytes
-    assert gradients <= sum(alive.values()) < gradients + 64  # and some scalars
+    assert gradients <= allocated.alive(x, y, loss) < gradients + 64  # and some scalars
     loss.backward(retain_graph=True)
     first = x.grad.clone()
     loss.backward()

@@ -18,9 +18,9 @@ from gradcache import GradCache
 from gradcache.loss import SimpleContrastiveLoss
 from gradcache.sequential import SequentialModel, is_plain_sequential
 from offload import OffloadModel
-from offload.engine.chunks_in_turn import nbytes_of
 from offload.engine.regroup import runs_alike
 from pipe import is_recomputing
+from tests.gradcache.allocated import Allocated
 
 PLENTY = 1 << 30
 
@@ -361,8 +361,10 @@ def test_the_budget_is_never_exceeded_and_graphs_that_fit_are_kept() -> None:
     x = torch.randn(8, 8)
     for budget, kept in [(0, 0), (63, 0), (64, 64), (200, 192)]:
         model = SequentialModel(layers("linear", "tanh", "linear"), budget, regroup=False)
-        _, tape = model.forward_chunks(list(x.split(2)))
-        assert sum(nbytes_of(tape._walk.store.get(key)) for key in tape._walk.plan.inputs) == kept
+        with Allocated() as allocated:
+            outputs, tape = model.forward_chunks(list(x.split(2)))
+        assert allocated.alive(x, *outputs, *model.parameters) == kept
+        del tape
 
 
 def test_chunks_run_together_from_the_second_step_on_as_many_as_one_chunk_s_activations_take() -> None:
