@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,15 +55,13 @@ class Accumulation:
         return self
 
     def _add_to_sum(self, parameter: Tensor) -> None:
-        gradient = parameter.grad
+        gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
-        total = self._sums.get(id(parameter))
-        if total is None:
-            self._sums[id(parameter)] = gradient.float()
+        if id(parameter) in self._sums:
+            self._sums[id(parameter)].add_(gradient)
         else:
-            total.add_(gradient)
-        parameter.grad = None
+            self._sums[id(parameter)] = gradient.float()
 
     def take(self, parameter: Tensor) -> Tensor | None:
         """Removes and returns this step's gradient of a parameter, in the widest type that it was summed in."""
@@ -108,9 +106,7 @@ class Accumulation:
             hook.remove()
         self._hooks.clear()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._remove_hooks()
         self._sums.clear()
         if not self._committed:

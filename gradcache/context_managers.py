@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -80,7 +79,5 @@ class RandContext:
     def __enter__(self) -> None:
         self._entered.enter_context(self._replay.again())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)

@@ -31,7 +31,7 @@ def attach(
     differentiable: Sequence[bool],
     inputs: Sequence[Tensor],
     second_pass: Callable[[Any], Gradients] | None,
-) -> Any:
+) -> tuple[Any, ...]:
     """The representations ``encoded``, one nested value per tower, with a graph if the tower is ``differentiable``.
 
     ``second_pass`` gets the gradient of ``encoded`` (None where there is none), and returns those of ``inputs``.

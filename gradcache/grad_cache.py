@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from gradcache import chunks as chunking
 from gradcache import representations, two_pass
-from gradcache.callables import CallableModel, as_modules
 from gradcache.chunk_size import ChunkSizes, kept_by_a_shard, kept_bytes
 from gradcache.context_managers import device_of
 from gradcache.deferred import attach
@@ -36,7 +35,7 @@ from gradcache.nested import map_tensors, tensors_in
 from gradcache.sequential import SequentialModel
 from gradcache.step import Step
 from gradcache.streamed import StreamedModel, Tower
-from gradcache.used_modules import UsedModules
+from gradcache.used_modules import CallableModel, UsedModules, as_modules
 
 __all__ = ["GradCache", "StepResult"]
 
@@ -261,9 +260,7 @@ class GradCache:
                 commit()
             return [leaves[id(tensor)].grad for tensor in outer]
 
-        return cast(
-            tuple[Any, ...], attach(encoded, [tower.wants_gradient for tower in step.towers], outer, second_pass)
-        )
+        return attach(encoded, [tower.wants_gradient for tower in step.towers], outer, second_pass)
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -365,12 +362,8 @@ class GradCache:
         """The modules and tensors that these hooks train, and parameters passed to them in ``given``."""
         functions = {"get_reps": self.get_rep_fn, "processed": self.process_fn, "compute_loss": self.loss_fn}
         used = [getattr(self, hook) if self.replaced(hook) else functions[hook] for hook in hooks]
-        kept = [
-            value
-            for value in (given or {}).values()
-            if not isinstance(value, Tensor) or isinstance(value, nn.Parameter)
-        ]
-        return UsedModules(*used, *kept)
+        values = given.values() if given is not None else ()
+        return UsedModules(*used, *(v for v in values if not isinstance(v, Tensor) or isinstance(v, nn.Parameter)))
 
     def autocast(self, *owners: Any) -> contextlib.AbstractContextManager[Any]:
         """The autocast context of ``precision`` for the device of these modules or tensors."""

@@ -43,8 +43,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         if not isinstance(leaf, (dict, UserDict)):
             return members
         made: Any = copy.copy(leaf)
-        for key, item in members.items():
-            made[key] = item
+        made.update(members)
         return made
 
     return pytree.tree_map(mapped, value)

@@ -24,13 +24,12 @@ from torch import nn
 
 from gradcache import representations
 from gradcache.accumulation import Accumulation
-from gradcache.callables import CallableModel
 from gradcache.distributed.reduction import Reduction, after_backward, broadcast_buffers
 from gradcache.nested import tensors_in
 from gradcache.sequential import SequentialModel, is_plain_sequential
 from gradcache.streamed import StreamedModel, StreamedTowers, Tower
 from gradcache.two_pass import InputGradients
-from gradcache.used_modules import UsedModules
+from gradcache.used_modules import CallableModel, UsedModules
 from gradcache.wrapped.towers import WrappedTowers, streamed_inside, warn_once
 from pipe.microbatch import rows_of
 

@@ -162,9 +162,8 @@ def backward(
         if isinstance(state, ChunkState):
             difference = max(difference, state.second_pass(chunk, encoder, gradient, check))
             check = None
-            continue
-        with torch.enable_grad():  # a state from a user's own forward_no_grad replays only random states
-            with state:
+        else:  # a state from a user's own forward_no_grad replays only random states
+            with torch.enable_grad(), state:
                 output = encoder(chunk)
             representations.backward(output, gradient)
     return difference

@@ -72,7 +72,6 @@ ORDERS = {
         "jax",
         "audit",
         "chunks",
-        "callables",
         "representations",
         "tiled_loss",
         "profiles",

@@ -302,7 +302,7 @@ def other_forward_of_the_wrapper(rank: int, how: str) -> float:
 
 
 def sharded(rank: int) -> Report:
-    """FSDP towers, of which only the layers are sharded or the whole as well, with and without a walk by layers."""
+    """FSDP towers, of which only the layers are sharded or the whole as well, chunk by chunk and layer by layer."""
     from torch.distributed.fsdp import fully_shard
 
     expected, x, y = tower(1), batch(8, 3), batch(8, 4)

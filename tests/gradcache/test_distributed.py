@@ -131,7 +131,7 @@ def test_another_forward_of_the_wrapper_takes_part_in_the_same_backward(
 def test_sharded_towers_get_the_whole_batch_s_gradient_or_are_refused_before_anything_ran(
     reports: list[dict[str, Any]],
 ) -> None:
-    """Unequal numbers of chunks aborted the job; a walk by layers over sharded layers crashed."""
+    """Unequal numbers of chunks aborted the job; running layer by layer over sharded layers crashed."""
     for report in reports:
         for how, found in report["sharded"].items():
             if not how.startswith("uneven"):

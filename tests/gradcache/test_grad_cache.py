@@ -121,7 +121,7 @@ def test_subclass_that_replaces_model_call_is_obeyed_over_a_streamed_model(strea
 
 
 def test_subclass_hooks_of_the_peer_take_part_in_a_step(assert_same_gradients: Any) -> None:
-    """A subclass written for the peer: its own walk with its own random states, through the same signatures."""
+    """A subclass written for the peer: its own two passes with its own random states, through the same signatures."""
     called: list[str] = []
 
     class Own(GradCache):

@@ -55,8 +55,8 @@ def test_a_model_that_writes_over_a_tokenizer_s_mapping_meets_a_copy_in_both_pas
     assert all(torch.equal(each["x"], old) for each, old in zip(inputs, before, strict=True))
 
 
-@pytest.mark.parametrize("walk", ["chunks", "layers"])
-def test_inputs_in_a_mapping_of_any_type_take_gradients(walk: str) -> None:
+@pytest.mark.parametrize("execution", ["chunks", "layers"])
+def test_inputs_in_a_mapping_of_any_type_take_gradients(execution: str) -> None:
     torch.manual_seed(0)
     encoder = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).double()
     given = torch.randn(2, 6, 8, dtype=torch.float64)
@@ -68,7 +68,7 @@ def test_inputs_in_a_mapping_of_any_type_take_gradients(walk: str) -> None:
         4,
         SimpleContrastiveLoss(),
         split_input_fn=lambda x, size: [UserDict({"input": x["input"][i : i + size]}) for i in range(0, 6, size)],
-        boundary_bytes=1 << 20 if walk == "layers" else None,
+        boundary_bytes=1 << 20 if execution == "layers" else None,
     )(UserDict({"input": actual[0] * 1}), UserDict({"input": actual[1] * 1}))
     torch.testing.assert_close(actual.grad, expected.grad)
 
@@ -208,12 +208,12 @@ class Fields(nn.Module):
         return Output(hidden=x * 2, pooled=x.tanh(), absent=None)
 
 
-@pytest.mark.parametrize("walk", ["chunks", "layers", "shards", "encode"])
-def test_an_output_with_a_field_that_the_loss_ignores(walk: str, assert_same_gradients: Any) -> None:
+@pytest.mark.parametrize("execution", ["chunks", "layers", "shards", "encode"])
+def test_an_output_with_a_field_that_the_loss_ignores(execution: str, assert_same_gradients: Any) -> None:
     torch.manual_seed(0)
     bare = nn.Sequential(nn.Linear(8, 6), Fields())
     model: nn.Module = copy.deepcopy(bare)
-    if walk == "shards":
+    if execution == "shards":
         model = OffloadModel(model, "cpu", num_slices=2, checkpoint_activation=True)
 
     def loss(a: Output, b: Output) -> Tensor:
@@ -221,8 +221,8 @@ def test_an_output_with_a_field_that_the_loss_ignores(walk: str, assert_same_gra
 
     x, y = torch.randn(2, 6, 8)
     loss(bare(x), bare(y)).backward()
-    cache = GradCache([model, model], 2, loss, boundary_bytes=1 << 20 if walk == "layers" else None)
-    if walk == "encode":
+    cache = GradCache([model, model], 2, loss, boundary_bytes=1 << 20 if execution == "layers" else None)
+    if execution == "encode":
         loss(*cache.encode(x, y)).backward()
     else:
         cache(x, y)
@@ -264,7 +264,7 @@ def test_reach_finds_what_a_function_names() -> None:
     assert [id(m) for m in UsedModules(function).modules] == [id(m) for m in used.modules]
 
 
-WALKS: dict[str, tuple[Any, dict[str, Any]]] = {
+EXECUTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "chunks": (lambda net: net.forward, {}),
     "layers": (lambda net: net, {"boundary_bytes": 1 << 20}),
     "layers, nothing kept": (lambda net: net, {"boundary_bytes": 0, "process_fn": lambda x: x * 1}),
@@ -274,15 +274,17 @@ WALKS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("given", ["plain", "inference"])
-def test_inference_mode_returns_the_loss_as_no_grad_does(walk: str, given: str, assert_same_gradients: Any) -> None:
+def test_inference_mode_returns_the_loss_as_no_grad_does(
+    execution: str, given: str, assert_same_gradients: Any
+) -> None:
     def model(how: Any) -> tuple[nn.Sequential, Any]:
         torch.manual_seed(0)
         net = nn.Sequential(InPlace(), nn.Linear(8, 8), nn.BatchNorm1d(8), InPlace(), nn.Dropout(0.2), nn.Linear(8, 4))
         return net, how(net)
 
-    wrap, options = WALKS[walk]
+    wrap, options = EXECUTIONS[execution]
     x, y = torch.randn(2, 8, 8)
     losses, nets = [], []
     for mode in (torch.no_grad(), torch.inference_mode()):

@@ -132,7 +132,7 @@ def test_evaluation_under_no_grad_loads_each_shard_once_and_writes_no_gradient()
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_hooks_of_a_subclass_win_over_the_streamed_walk(assert_same_gradients: Any) -> None:
+def test_hooks_of_a_subclass_win_over_streaming(assert_same_gradients: Any) -> None:
     class Doubled(GradCache):
         def model_call(self, model: nn.Module, model_input: Any) -> Any:
             return 2 * super().model_call(model, model_input)

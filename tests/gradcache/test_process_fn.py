@@ -1,4 +1,4 @@
-"""``process_fn`` runs on a chunk when it enters the model, in both passes, whichever walk the model takes."""
+"""``process_fn`` runs on a chunk when it enters the model, in both passes, however the model runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradcache import GradCache
 from offload import OffloadModel
 from pipe import is_recomputing
 
-WALKS = ["two passes", "layered", "offloaded"]
+EXECUTIONS = ["two passes", "layered", "offloaded"]
 
 
 def layers() -> nn.Sequential:
@@ -22,17 +22,19 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
 
 
-def make(walk: str, bare: nn.Sequential, process_fn: Any, size: int = 2, **options: Any) -> tuple[nn.Module, GradCache]:
+def make(
+    execution: str, bare: nn.Sequential, process_fn: Any, size: int = 2, **options: Any
+) -> tuple[nn.Module, GradCache]:
     model: nn.Module = bare
-    if walk == "layered":
+    if execution == "layered":
         options = {"boundary_bytes": 0, "regroup": False, **options}
-    if walk == "offloaded":
+    if execution == "offloaded":
         model = OffloadModel(bare, "cpu", num_slices=3, checkpoint_activation=True)
     return model, GradCache([model], size, lambda rep: rep.square().sum(), process_fn=process_fn, **options)
 
 
-@pytest.mark.parametrize("walk", WALKS)
-def test_a_chunk_is_processed_when_it_enters_and_no_two_results_are_alive(walk: str) -> None:
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_a_chunk_is_processed_when_it_enters_and_no_two_results_are_alive(execution: str) -> None:
     events: list[str] = []
     alive: list[weakref.ref[Tensor]] = []
     most = 0
@@ -48,11 +50,11 @@ def test_a_chunk_is_processed_when_it_enters_and_no_two_results_are_alive(walk: 
     bare = layers()
 
     def entered(_: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        if not is_recomputing():  # as when a walk learns from its first chunk
+        if not is_recomputing():  # as in the measurement from its first chunk
             events.append(f"layer {int(args[0][0, 0].round())}")
 
     bare[0].register_forward_hook(entered)
-    _, step = make(walk, bare, process)
+    _, step = make(execution, bare, process)
     x = torch.zeros(8, 8)
     x[:, 0] = torch.arange(8)
     step(x)
@@ -64,9 +66,9 @@ def test_a_chunk_is_processed_when_it_enters_and_no_two_results_are_alive(walk: 
     assert most <= 2
 
 
-@pytest.mark.parametrize("walk", WALKS)
-def test_random_numbers_of_process_fn_repeat_in_the_second_pass(walk: str) -> None:
-    _, step = make(walk, layers(), lambda chunk: nn.functional.dropout(chunk, 0.5), audit=True)
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_random_numbers_of_process_fn_repeat_in_the_second_pass(execution: str) -> None:
+    _, step = make(execution, layers(), lambda chunk: nn.functional.dropout(chunk, 0.5), audit=True)
     for _ in range(2):
         step(torch.randn(7, 8))
         assert step.step_result is not None
@@ -74,9 +76,9 @@ def test_random_numbers_of_process_fn_repeat_in_the_second_pass(walk: str) -> No
         assert step.step_result.greatest_difference < 1e-6
 
 
-@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("trains", ["input", "module"])
-def test_gradients_flow_through_process_fn_to_what_it_trains_and_to_the_input(walk: str, trains: str) -> None:
+def test_gradients_flow_through_process_fn_to_what_it_trains_and_to_the_input(execution: str, trains: str) -> None:
     bare = layers()
     x = torch.randn(7, 8)
     processes = [nn.Linear(8, 8), nn.Linear(8, 8)]
@@ -85,7 +87,7 @@ def test_gradients_flow_through_process_fn_to_what_it_trains_and_to_the_input(wa
         process.requires_grad_(trains == "module")
     inputs = [x.clone().requires_grad_(trains == "input") for _ in range(2)]
     bare(processes[0](inputs[0])).square().sum().backward()
-    _, step = make(walk, copy.deepcopy(bare), processes[1])
+    _, step = make(execution, copy.deepcopy(bare), processes[1])
     step(inputs[1])
     for mine, theirs in ((inputs[1], inputs[0]), (processes[1].weight, processes[0].weight)):
         if theirs.grad is None:
@@ -94,10 +96,10 @@ def test_gradients_flow_through_process_fn_to_what_it_trains_and_to_the_input(wa
             torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-@pytest.mark.parametrize("walk", ["layered", "offloaded"])
-def test_a_function_that_trains_something_unseen_is_refused_before_any_gradient_is_written(walk: str) -> None:
+@pytest.mark.parametrize("execution", ["layered", "offloaded"])
+def test_a_function_that_trains_something_unseen_is_refused_before_any_gradient_is_written(execution: str) -> None:
     hidden = nn.Linear(8, 8)
-    model, step = make(walk, layers(), lambda chunk: hidden(chunk))
+    model, step = make(execution, layers(), lambda chunk: hidden(chunk))
     with pytest.raises(ValueError, match="process_fn without trainable parameters"):
         step(torch.randn(4, 8))
     assert all(parameter.grad is None for parameter in (*model.parameters(), *hidden.parameters()))

@@ -1,4 +1,4 @@
-"""Layers in memory, walked by the engine: the numbers of the two-pass walk, one forward less than with checkpoints."""
+"""Layers in memory, run by the engine: the results of chunk by chunk, with one forward less than with checkpoints."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Watch:
     tied=st.booleans(),
     steps=st.integers(1, 2),
 )
-def test_layered_walk_equals_the_two_pass_walk_for_every_combination_of_layers(
+def test_layer_by_layer_equals_chunk_by_chunk_for_every_combination_of_layers(
     assert_same_gradients: Any,
     kinds: list[str],
     rows: int,
@@ -251,7 +251,7 @@ def test_a_layer_that_is_thawed_after_a_step_gets_its_gradient(assert_same_gradi
     assert_same_gradients([bare], [ours], tolerance=1e-5)
 
 
-def test_a_layer_whose_operations_differ_from_its_survey_is_recomputed_in_full_after_one_wasted_attempt(
+def test_a_layer_whose_operations_differ_from_the_measured_ones_is_recomputed_in_full_after_one_wasted_attempt(
     assert_same_gradients: Any,
 ) -> None:
     class Fickle(nn.Sequential):
@@ -326,13 +326,13 @@ class Counts(nn.Module):
         return hidden
 
 
-@pytest.mark.parametrize("walk", ["two passes", "layers", "shards"])
-def test_a_layer_that_counts_its_calls_counts_every_chunk_once(walk: str) -> None:
+@pytest.mark.parametrize("execution", ["two passes", "layers", "shards"])
+def test_a_layer_that_counts_its_calls_counts_every_chunk_once(execution: str) -> None:
     model = nn.Sequential(Counts(), Counts())
     counted = list(model)
-    if walk == "shards":
+    if execution == "shards":
         model = OffloadModel(model, "cpu", num_slices=2, checkpoint_activation=True)
-    budget = {} if walk == "two passes" else {"boundary_bytes": 64}
+    budget = {} if execution == "two passes" else {"boundary_bytes": 64}
     GradCache([model], 2, energy, regroup=False, **budget)(torch.randn(6, 8))
     assert [layer.calls for layer in counted] == [3, 3]
 
@@ -488,7 +488,7 @@ def test_tape_is_used_once_and_only_after_a_forward_with_gradients() -> None:
         tape.backward(outputs)
 
 
-def test_only_sequentials_that_do_nothing_else_are_walked_by_layer() -> None:
+def test_only_sequentials_that_do_nothing_else_run_layer_by_layer() -> None:
     class Own(nn.Sequential):
         def forward(self, x: Tensor) -> Any:
             return super().forward(x) + 1
@@ -578,9 +578,9 @@ def test_what_entered_a_layer_and_was_changed_before_backward_raises_and_is_not_
     model = layers("linear", "linear")
     seen: list[Tensor] = []
     model[1].register_forward_pre_hook(lambda _m, args: seen.append(args[0]) if not is_recomputing() else None)
-    walked = SequentialModel(model, PLENTY, regroup=False)
+    model_of_layers = SequentialModel(model, PLENTY, regroup=False)
     for _ in range(2):  # a first run of a layer is on a copy
-        outputs, tape = walked.forward_chunks([torch.randn(2, 8)])
+        outputs, tape = model_of_layers.forward_chunks([torch.randn(2, 8)])
     with torch.no_grad():
         seen[-1].add_(1)
     with pytest.raises(RuntimeError, match="changed in place"):

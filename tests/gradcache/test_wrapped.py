@@ -23,7 +23,7 @@ from tests.gradcache.wrapped_towers import (
     TwoBodies,
     assert_same,
     bodies,
-    in_waves,
+    layer_by_layer,
     layers,
     loads,
     offloaded,
@@ -103,7 +103,7 @@ def test_dropout_draws_the_same_masks_in_both_passes_and_batch_norm_counts_each_
     ours = with_offload(plain, home, checkpoint_activation=recompute)
     x = rows(11)
     torch.manual_seed(1)
-    square(in_waves(plain, x.split(3))).backward()
+    square(layer_by_layer(plain, x.split(3))).backward()
     expected = torch.get_rng_state()
     torch.manual_seed(1)
     GradCache([ours], 3, square)(x)

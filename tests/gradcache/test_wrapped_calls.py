@@ -20,7 +20,7 @@ from tests.gradcache.wrapped_towers import (
     Residual,
     TwoBodies,
     assert_same,
-    in_waves,
+    layer_by_layer,
     layers,
     loads,
     rows,
@@ -151,7 +151,7 @@ def test_encode_leaves_the_second_pass_to_the_callers_backward() -> None:
     plain = Embedding(dropout=0.4)
     ours = with_offload(plain)
     torch.manual_seed(1)
-    square(in_waves(plain, rows(6).split(2))).backward()
+    square(layer_by_layer(plain, rows(6).split(2))).backward()
     torch.manual_seed(1)
     (encoded,) = GradCache([ours], 2, square).encode(rows(6))
     loss = square(encoded)
@@ -193,7 +193,7 @@ def test_a_checkpoint_around_batch_norm_in_the_prefix_counts_each_chunk_once() -
     assert max(loads(ours)) <= 2 * SHARDS
 
 
-def test_hooks_that_do_not_walk_keep_their_meaning_and_the_number_of_loads() -> None:
+def test_hooks_that_do_not_call_models_keep_their_meaning_and_the_number_of_loads() -> None:
     class Own(GradCache):
         def split_inputs(self, model_input: Any, chunk_size: int) -> list[Any]:
             return list(model_input.split([1, 3, 2]))
@@ -213,14 +213,14 @@ def test_hooks_that_do_not_walk_keep_their_meaning_and_the_number_of_loads() -> 
 
 
 def test_a_tower_may_keep_things_in_attributes_between_prefix_and_suffix() -> None:
-    class Stash(Residual):
+    class KeepsMask(Residual):
         mask: Tensor
 
         def forward(self, x: Tensor) -> Tensor:
             self.mask = (x > 0).double()
             return self.body(self.first(x)) * self.mask
 
-    plain = Stash()
+    plain = KeepsMask()
     ours = with_offload(plain)
     square(plain(rows(6))).backward()
     GradCache([ours], 2, square)(rows(6))
@@ -299,29 +299,23 @@ class ReadsMask(nn.Module):
         return x * self.mask
 
 
-class TellsLayers(nn.Module):
+class SetsMaskOfLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(*layers(), ReadsMask())
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.body[len(list(self.body.children())) - 1].mask = (x > 0).double()
-        return self.body(x)
-
-
-class TellsOffloaded(TellsLayers):
     def forward(self, x: Tensor) -> Tensor:
         list(self.body.children())[-1].mask = (x > 0).double()  # type: ignore[assignment]
         return self.body(x)
 
 
 def test_layers_configured_for_one_call_run_in_that_call_with_one_warning() -> None:
-    plain = TellsOffloaded()
+    plain = SetsMaskOfLayer()
     ours = with_offload(plain)
     square(plain(rows(6))).backward()
     step = GradCache([ours], 2, square)
     with pytest.warns(
-        RuntimeWarning, match=r"OffloadModel in TellsOffloaded .* changes its state only during the call"
+        RuntimeWarning, match=r"OffloadModel in SetsMaskOfLayer .* changes its state only during the call"
     ):
         step(rows(6))
     assert_same(plain, ours)
@@ -331,7 +325,7 @@ def test_layers_configured_for_one_call_run_in_that_call_with_one_warning() -> N
 
 
 def test_arguments_that_the_next_chunk_overwrites_are_used_in_their_call_with_one_warning() -> None:
-    class Static(nn.Module):
+    class CopiesIntoBuffer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.body = layers()
@@ -342,7 +336,7 @@ def test_arguments_that_the_next_chunk_overwrites_are_used_in_their_call_with_on
             self.place.copy_(x)
             return self.body(self.place)
 
-    plain = Static()
+    plain = CopiesIntoBuffer()
     ours = with_offload(plain)
     square(torch.cat([copy.deepcopy(plain).body(part) for part in rows(6).split(2)]))
     square(plain.body(rows(6))).backward()

@@ -25,7 +25,7 @@ from tests.gradcache.wrapped_towers import (
 # --- small towers at random ----------------------------------------------------------------------------------------
 
 
-class Drawn(nn.Module):
+class RandomTower(nn.Module):
     """A tower of pieces: a letter each. ``b`` and ``B`` are bodies, the others what stands around them."""
 
     def __init__(self, pieces: str, skips: bool) -> None:
@@ -58,8 +58,8 @@ class Drawn(nn.Module):
             x = getattr(self, piece)(x) if piece in "bB" else self.step(piece, x)
         return x + first * x if self.skips else x
 
-    def in_waves(self, chunks: Sequence[Tensor]) -> Iterator[Tensor]:
-        """The same for many chunks, in the order of a walk."""
+    def layer_by_layer(self, chunks: Sequence[Tensor]) -> Iterator[Tensor]:
+        """The same for many chunks, each piece for all chunks before the next."""
         values = list(chunks)
         segments: list[str] = [""]
         for piece in self.pieces:
@@ -98,7 +98,7 @@ def test_any_small_tower_equals_the_plain_one_run_in_the_same_order(
 
     if microbatches > 1:
         pieces = pieces.replace("b", "B")  # whose layers draw nothing, so that the order of the cells shows nowhere
-    plain = Drawn(pieces, skips)
+    plain = RandomTower(pieces, skips)
     ours = with_offload(plain, checkpoint_activation=recompute, num_microbatches=microbatches)
     if not any(parameter.requires_grad for parameter in plain.parameters()):
         return
@@ -106,7 +106,7 @@ def test_any_small_tower_equals_the_plain_one_run_in_the_same_order(
         leaves = [rows(sum(sizes), seed).requires_grad_(needs_input) for _ in range(2)]
         inputs = [leaf * 1 for leaf in leaves]
         torch.manual_seed(seed)
-        expected = square(torch.cat(list(plain.in_waves(inputs[0].split(sizes)))))
+        expected = square(torch.cat(list(plain.layer_by_layer(inputs[0].split(sizes)))))
         if expected.requires_grad:
             expected.backward()
         state = torch.get_rng_state()

@@ -18,7 +18,7 @@ from tests.gradcache.wrapped_towers import (
     Residual,
     TwoBodies,
     assert_same,
-    in_waves,
+    layer_by_layer,
     layers,
     rows,
     square,
@@ -125,13 +125,13 @@ def test_an_interrupt_in_the_suffix_leaves_the_model_usable() -> None:
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the n-th line that the walk around streamed models runs."""
+    """Raises KeyboardInterrupt at the n-th line that the code around streamed models runs."""
 
     def __init__(self, line: int) -> None:
         self.remaining = line
 
     def __call__(self, frame: Any, event: str, argument: Any) -> Any:
-        ours = frame.f_globals.get("__name__") in _WALK
+        ours = frame.f_globals.get("__name__") in _INTERRUPTED
         if ours and event == "line":
             self.remaining -= 1
             if self.remaining == 0:
@@ -139,16 +139,16 @@ class Interrupt:
         return self if ours else None
 
 
-_WALK = {f"gradcache.wrapped.{name}" for name in ("towers", "suspended", "calls", "call_state")}
-_WALK.add("pipe.interception")
+_INTERRUPTED = {f"gradcache.wrapped.{name}" for name in ("towers", "suspended", "calls", "call_state")}
+_INTERRUPTED.add("pipe.interception")
 
 
-def test_after_an_interrupt_at_any_line_of_the_walk_the_next_step_is_that_of_the_plain_tower() -> None:
+def test_after_an_interrupt_at_any_line_the_next_step_is_that_of_the_plain_tower() -> None:
     plain = Embedding(dropout=0.3)
     ours = with_offload(plain)
     start = copy.deepcopy(plain.state_dict())
     torch.manual_seed(5)
-    square(in_waves(plain, rows(6).split(3))).backward()
+    square(layer_by_layer(plain, rows(6).split(3))).backward()
     state = torch.get_rng_state()
     buffers = list(ours.buffers())
     line, finished = 1, False
@@ -162,7 +162,7 @@ def test_after_an_interrupt_at_any_line_of_the_walk_the_next_step_is_that_of_the
             pass
         finally:
             sys.settrace(tracer)
-        line += 173  # a prime, so that over the versions of the walk no line is always left out
+        line += 173  # a prime, so that over the versions of the code no line is always left out
         if not finished:
             assert all(parameter.grad is None for parameter in ours.parameters())
         assert all(module.training for module in ours.modules())

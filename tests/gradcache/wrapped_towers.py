@@ -154,7 +154,7 @@ def assert_same(expected: nn.Module, actual: nn.Module, tolerance: float = 1e-12
         torch.testing.assert_close(buffer, buffers[name], rtol=1e-12, atol=1e-12)
 
 
-def in_waves(tower: Embedding, chunks: Sequence[Tensor]) -> Tensor:
+def layer_by_layer(tower: Embedding, chunks: Sequence[Tensor]) -> Tensor:
     """All chunks through the prefix, through each layer, through the suffix, in one graph."""
     values = [tower.prefix(chunk) for chunk in chunks]
     for layer in tower.body:
