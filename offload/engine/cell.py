@@ -144,7 +144,7 @@ class ShardRunner:
 
         def drop(tensor: Tensor) -> None:
             listener.saved(tensor)
-            recorder.record(tensor)
+            recorder.add(tensor)
             # The graph of a first run only shows which outputs need a gradient, and how much it would have saved.
             if tensor.layout is torch.strided:
                 reference = count(tensor)

@@ -30,7 +30,7 @@ class MemoryProfileRecorder:
         self._saved: list[tuple[int | StorageWeakRef, int]] = []
         self._nbytes: dict[StorageWeakRef, int] = {}
 
-    def record(self, tensor: Tensor) -> None:
+    def add(self, tensor: Tensor) -> None:
         """Called for each tensor that autograd saves."""
         if tensor.layout is not torch.strided or not tensor.numel():
             return

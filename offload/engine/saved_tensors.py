@@ -114,7 +114,7 @@ def weights_by_reference(
             return recipes.pack(tensor)
         saved = reference(tensor)
         if saved is None or saved.cast is None:
-            recorder.record(tensor)
+            recorder.add(tensor)
         if saved is not None:
             return saved
         if tensor.layout is not torch.strided or not tensor.numel():

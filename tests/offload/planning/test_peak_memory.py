@@ -279,7 +279,7 @@ def test_what_is_saved_twice_is_kept_once_and_boundaries_are_not_counted(monkeyp
         boundary, activation = torch.randn(8), torch.randn(8)
         weight = shard.parameters[-2]
         for saved in (boundary, weight, activation, torch.arange(3), weight.t(), activation[:4]):
-            notes.record(saved)
+            notes.add(saved)
         saved_tensors = notes.saved_tensors(elsewhere=[boundary])
     streamer.release()
     nbytes = weight.numel() * 4
