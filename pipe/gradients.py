@@ -85,9 +85,6 @@ class StepGradients:
         with torch.no_grad():
             if self.scale is not None:
                 gradient.mul_(self.scale.to(gradient.device))
-            for hook in hooks.on_gradient:
-                changed = hook(gradient)
-                gradient = gradient if changed is None else changed
+            gradient = hooks.changed(gradient)
             parameter.grad = gradient if before is None else before.add_(gradient)
-            for after in hooks.after_accumulation:
-                after(parameter)
+            hooks.run_after_accumulation()

@@ -142,11 +142,7 @@ def accumulates_everywhere() -> bool:
 
 
 def is_requested(node: Any) -> bool:
-    """Within ``torch.autograd.grad`` or ``backward(inputs=...)``: whether a leaf's gradient was requested.
-
-    Args:
-        node: the leaf's ``AccumulateGrad``.
-    """
+    """Within ``torch.autograd.grad`` or ``backward(inputs=...)``: whether a leaf's node was requested."""
     try:
         return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined, unused-ignore]
     except RuntimeError:
@@ -175,26 +171,29 @@ class HiddenHooks:
         self._leaf: Any = leaf
         self._hooks = self._leaf._backward_hooks, self._leaf._post_accumulate_grad_hooks
 
-    @property
-    def on_gradient(self) -> list[Callable[[Tensor], Any]]:
-        """Those of ``register_hook``."""
-        return list((self._hooks[0] or {}).values())
+    def changed(self, gradient: Tensor) -> Tensor:
+        """Runs those of ``register_hook``; returns the gradient that they return."""
+        for hook in list((self._hooks[0] or {}).values()):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        return gradient
 
-    @property
-    def after_accumulation(self) -> list[Callable[[Tensor], Any]]:
-        """Those of ``register_post_accumulate_grad_hook``."""
-        return list((self._hooks[1] or {}).values())
+    def run_after_accumulation(self) -> None:
+        """Runs those of ``register_post_accumulate_grad_hook``."""
+        for hook in list((self._hooks[1] or {}).values()):
+            hook(self._leaf)
 
     def hide(self) -> None:
         """Removes them, if there are any."""
         if any(self._hooks):
-            # An empty mapping: None would clear the attribute, but not the hooks that the engine runs.
             self._leaf._backward_hooks, self._leaf._post_accumulate_grad_hooks = OrderedDict(), OrderedDict()
 
     def restore(self) -> None:
         """Restores them."""
         if any(self._hooks):
-            self._leaf._backward_hooks, self._leaf._post_accumulate_grad_hooks = self._hooks
+            # An empty mapping: None would clear the attribute, but not the hooks that the engine runs.
+            self._leaf._backward_hooks = self._hooks[0]
+            self._leaf._post_accumulate_grad_hooks = self._hooks[1] or OrderedDict()
 
 
 @contextlib.contextmanager
@@ -216,29 +215,23 @@ def run_hooks_with_gradient_only(leaf: Tensor) -> None:
     Autograd runs the hooks of every leaf that it reaches, even if there is no gradient for it.
     """
     leaf_: Any = leaf
-    on_gradient, after_accumulation = leaf_._backward_hooks, leaf_._post_accumulate_grad_hooks
+    hooks = HiddenHooks(leaf)
     received: list[Tensor] = []
 
     def gradient_hooks(gradient: Tensor | None) -> Tensor | None:
-        if gradient is not None:
-            received.append(gradient)
-            for hook in list((on_gradient or {}).values()):
-                changed = hook(gradient)
-                gradient = gradient if changed is None else changed
-        return gradient
+        if gradient is None:
+            return None
+        received.append(gradient)
+        return hooks.changed(gradient)
 
     def accumulation_hooks(parameter: Tensor) -> None:
         if received:
             received.clear()
-            for hook in list((after_accumulation or {}).values()):
-                hook(parameter)
-
-    def restore() -> None:
-        leaf_._backward_hooks, leaf_._post_accumulate_grad_hooks = on_gradient, after_accumulation or OrderedDict()
+            hooks.run_after_accumulation()
 
     leaf_._backward_hooks = OrderedDict({0: gradient_hooks})
     leaf_._post_accumulate_grad_hooks = OrderedDict({0: accumulation_hooks})
-    at_end_of_backward(restore)
+    at_end_of_backward(hooks.restore)
 
 
 # --- modes, compilers and transforms ----------------------------------------------------------------------------------
