@@ -26,13 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipe.stream import normalize_device
 from pipe.train.batch import move, pageable_bytes, record_stream
 from pipe.train.lane import InlineLane, Lanes
 from pipe.train.reader import PendingBatch, Reader, SkippedStage
 from pipe.train.schedule import Stage, StageRun, TrainSchedule
 from pipe.train.source import Kind, Read
 from pipe.train.statistics import Statistics
-from pipe.train.window import Window
+from pipe.train.window import Window, checked_pair
 
 __all__ = ["TrainPipelineBase"]
 
@@ -108,9 +109,7 @@ class TrainPipelineBase:
         execute_all_batches: bool = True,
         enqueue_batch_after_forward: bool = False,
     ) -> None:
-        self._device = torch.device(device)
-        if self._device.type == "cuda" and self._device.index is None:
-            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._device = normalize_device(device)
         scaled = amp_dtype is torch.float16 and grad_scaling
         scaler = torch.amp.GradScaler(self._device.type) if scaled else None
         self._window = Window(model, optimizer, grad_accum, scaler, forward_only=self._forward_only)
@@ -176,10 +175,7 @@ class TrainPipelineBase:
         micro = pending.micro
         with contextlib.nullcontext() if micro is None else self._window.synchronization(micro), self._autocast():
             returned = self._call_model(pending)
-        if not isinstance(returned, tuple) or len(returned) != 2:
-            got = type(returned).__name__ + (f" of {len(returned)}" if isinstance(returned, tuple) else "")
-            raise TypeError(f"expected the model to return a tuple (losses, output), got {got}")
-        pending.losses, pending.output = returned
+        pending.losses, pending.output = checked_pair(returned)
         pending.computing = False
 
     def _call_model(self, pending: PendingBatch) -> Any:
@@ -242,10 +238,7 @@ class TrainPipelineBase:
             assert pending.source is not self._reader.source
 
     def _tick(self) -> PendingBatch | None:
-        """Runs one tick of the schedule; returns the pending batch that has now passed all stages.
-
-        None if nothing was run because the loader's end has been read ahead (``execute_all_batches=False``).
-        """
+        """Runs one tick; returns the batch that it completes. None: the end has been read (``execute_all_batches``)."""
         i = self._position
         try:
             if not self._execute_all_batches and self._end_was_read(i):
@@ -335,11 +328,7 @@ class TrainPipelineBase:
             stage.work(pending)
 
     def _is_last(self, i: int) -> bool | None:
-        """Whether the loader ends after batch ``i``, if its next read is under way; waits for that read.
-
-        None if nothing was read beyond ``i``, since the next batch may depend on how this one ends; or if the next
-        read failed.
-        """
+        """Whether the loader ends after batch ``i``; waits for the next read. None if that failed or may not begin."""
         if self._ahead["load"] and self._may_run_ahead():
             for action in self._schedule.reach("load", i + 1):
                 self._run(action)

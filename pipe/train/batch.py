@@ -117,11 +117,7 @@ def walk(batch: Any) -> Iterator[tuple[tuple[PathStep, ...], Any]]:
 
 
 def follow(batch: Any, path: tuple[PathStep, ...]) -> Any:
-    """The object at ``path``.
-
-    Raises:
-        LookupError or AttributeError: if this batch has no such path.
-    """
+    """The object at ``path``; LookupError or AttributeError if this batch has no such path."""
     for step in path:
         batch = getattr(batch, step.key) if step.attribute else batch[step.key]
     return batch

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -30,7 +30,7 @@ from torch import nn
 from pipe.train.batch import PathStep, follow, record_stream, walk
 from pipe.train.lane import Lane
 
-__all__ = ["Distributes", "Distribution", "Request"]
+__all__ = ["Distributes", "Distribution", "Request", "children_of"]
 
 
 @runtime_checkable
@@ -74,10 +74,10 @@ class Request:
     kwargs: dict[str, Any]
     context: Any
     awaitable: Any
-    exchanging: bool = field(default=False)  # whether the first wait has returned
-    distributed: bool = field(default=False)  # whether the second wait has returned as well
+    exchanging: bool = False  # whether the first wait has returned
+    distributed: bool = False  # whether the second wait has returned as well
     dist_input: Any = None  # the result of the second wait
-    prefetched: bool = field(default=False)  # whether the module's prefetch was called for it
+    prefetched: bool = False  # whether the module's prefetch was called for it
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether these are the same objects that were distributed."""
@@ -149,11 +149,7 @@ class Distribution:
         return self._calls is not None
 
     def check_caches(self) -> None:
-        """Refuses modules whose row caches do not track which rows were fetched for which batch.
-
-        Raises:
-            ValueError: if a table is cached (UVM caching) and was made with ``prefetch_pipeline=False``.
-        """
+        """Refuses cached tables (UVM caching) that do not track which rows were fetched for which batch."""
         for name, module in self._modules.items():
             for part in _parts(module):
                 cache = getattr(part, "lxu_cache_weights", None)
@@ -197,9 +193,7 @@ class Distribution:
     def prefetch(self, requests: list[Request], forward_stream: torch.cuda.Stream | None) -> None:
         """Calls ``prefetch`` of each module that has it, to fetch the rows of its request. Called on the prefetch lane.
 
-        Args:
-            requests: of one batch, exchanged.
-            forward_stream: the stream that will use the rows; None on the CPU.
+        ``forward_stream`` will use the rows; it is None on the CPU.
         """
         for request in requests:
             prefetch = getattr(self._modules[request.name], "prefetch", None)
@@ -286,12 +280,15 @@ def _outermost(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Modu
         yield from _outermost(child, f"{name}.{key}" if name else key)
 
 
+def children_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The children of a module, those in plain list attributes included, where torchrec keeps its lookups."""
+    yield from module.children()
+    for value in vars(module).values():
+        if isinstance(value, (list, tuple)):
+            yield from (item for item in value if isinstance(item, nn.Module))
+
+
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """All modules inside, those in plain list attributes included, where torchrec keeps its lookups."""
-    for part in module.modules():
-        yield part
-        for value in vars(part).values():
-            if isinstance(value, (list, tuple)):
-                for item in value:
-                    if isinstance(item, nn.Module):
-                        yield from _parts(item)
+    yield module
+    for child in children_of(module):
+        yield from _parts(child)

@@ -36,12 +36,7 @@ __all__ = ["Draws"]
 
 
 class Draws:
-    """Records which random generators the reads of one iterator use, and which the caller's thread uses.
-
-    Args:
-        iterator: the iterator that is read.
-        device: its generator is watched beside those of the host.
-    """
+    """Records which random generators (of ``device`` and the host) the reads of one iterator use, and the caller."""
 
     def __init__(self, iterator: Iterator[Any], device: torch.device) -> None:
         self._seeds_first = isinstance(iterator, DataLoaderIterator)

@@ -28,9 +28,6 @@ def refuse_updates_in_backward(
         optimizers: those of the pipeline.
         because: for the error, what makes gradients incomplete: ``f"this pipeline {because}"``.
         deferred: whether optimizers with an ``accumulate()`` context are allowed, because the caller enters it.
-
-    Raises:
-        ValueError: if there are any.
     """
     reasons = [
         f"{type(optimizer).__name__}(update_in_backward=True)"
@@ -46,11 +43,7 @@ def refuse_updates_in_backward(
 
 
 def refuse_updates_between_micro_batches(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """The same for each :class:`~pipe.pipe.Pipe` in ``model`` that runs several micro-batches in one backward.
-
-    Raises:
-        ValueError: if an optimizer would update a parameter of such a pipe after each of its micro-batches.
-    """
+    """The same for each :class:`~pipe.pipe.Pipe` in ``model`` that runs several micro-batches in one backward."""
     for module in model.modules():
         if isinstance(module, Pipe) and module.chunks > 1:
             own = {id(parameter) for parameter in module.parameters()}

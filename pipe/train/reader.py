@@ -60,12 +60,8 @@ class Reader:
     Args:
         window: holds the model; batches are read for the mode that it is in.
         device: the device whose generator loaders may draw from.
-        ranks: the process group whose ranks agree about each read, or None, and what they do when one loader ends
-            early; see :class:`~pipe.train.source.Agreement`.
+        ranks: ``group`` and ``uneven`` of :class:`~pipe.train.source.Agreement`.
         beside_compute: whether reads may run while the model computes.
-
-    Attributes:
-        source: the present source; None before the first iterator, and after an iterator's end has been reported.
     """
 
     def __init__(
@@ -76,6 +72,7 @@ class Reader:
         *,
         beside_compute: bool,
     ) -> None:
+        #: None before the first iterator, and after an iterator's end has been reported.
         self.source: Source | None = None
         self._window = window
         self._ranks = ranks
@@ -92,14 +89,7 @@ class Reader:
         return self.source is not None and self.source.in_turn
 
     def connect(self, iterator: Iterator[Any], pending: Collection[PendingBatch]) -> bool:
-        """Makes ``iterator`` the present source.
-
-        Returns:
-            whether it continues a loaded state.
-
-        Raises:
-            ValueError: if batches in flight were requested in another mode (``train`` or ``eval``).
-        """
+        """Makes ``iterator`` the present source; returns whether it continues a loaded state."""
         trains, training = self._window.trains(), self._window.model.training
         restored, self._restored = self._restored, None
         if restored is not None:
@@ -116,7 +106,7 @@ class Reader:
                 )
             self.source = self._new_source(iterator)
             self._training = training
-        elif trains is not self._trained and self.source.draws:
+        elif trains is not self._trained and self.source.drew:
             # The model may use other generators in this mode: wait for the reads ahead, then observe again.
             for each in pending:
                 each.kind()

@@ -62,8 +62,7 @@ class TrainSchedule:
     An action counts as done when the next one is requested. If its execution raises, it is yielded again later.
 
     Raises:
-        ValueError: if names repeat, a stage waits for an unknown one or for itself in a circle, or ``ahead`` is
-            negative.
+        ValueError: if names repeat, a stage waits for an unknown one or in a circle, or ``ahead`` is negative.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:

@@ -1,12 +1,8 @@
 """Reads a data loader ahead of training, keeping the order of its batches, its end and its exceptions.
 
-The loader is read while earlier batches compute. The result of each read is kept as one :class:`Read` until its batch
-is due: a batch, the end, or (as an exception of the read's ticket) the loader's failure.
-
 Guarantees
     * After its end or a failure the loader is not read again until this has been reported to the caller.
-    * The end is reported once; reads that were already queued behind it are ``NOTHING``.
-    * A source is identified by the iterator object it holds, never by its ``id``, which may be reused.
+    * The end is reported once; reads that were already queued behind it, or behind a failure, are ``NOTHING``.
 
 With several processes, ranks whose loaders have different lengths would wait for each other's collectives for ever.
 With an :class:`Agreement`, all ranks exchange the result of each read before any of them trains on it. They also agree
@@ -31,12 +27,12 @@ from pipe.train.draws import Draws
 __all__ = ["Agreement", "Kind", "Read", "Source"]
 
 
-class Kind(enum.Enum):
-    """The kinds of result of one read."""
+class Kind(enum.IntEnum):
+    """The result of one read, also as sent to other ranks: a batch, the loader's end, or nothing because it failed."""
 
-    BATCH = "a batch"
-    END = "the end of the loader"
-    NOTHING = "nothing: the loader had ended or failed before"
+    END = 0
+    BATCH = 1
+    NOTHING = 2
 
 
 @dataclass(frozen=True)
@@ -47,21 +43,13 @@ class Read:
     batch: Any = None
 
 
-class _State(enum.IntEnum):
-    """The result of a rank's read, as sent to the other ranks."""
-
-    ENDED = 0
-    BATCH = 1
-    FAILED = 2
-
-
 class Agreement:
     """Checks over all ranks, for each read, that all have a batch or all have reached the end.
 
     Args:
-        group: a process group with a CPU backend that is used for nothing else: the agreement runs beside the
-            collectives of the model, in another thread. None: a group over the world, made when it is first needed.
-        uneven: behaviour when some loaders end before others. ``"raise"``: a ``ValueError`` on every rank, after
+        group: a process group with a CPU backend, used for nothing else, since the agreement runs in another thread
+            than the model's collectives. None: a group over the world, made when it is first needed.
+        uneven: what ranks do when some loaders end before others. ``"raise"``: a ``ValueError`` on every rank, after
             the last batch that all ranks have. ``"stop"``: every rank ends there, and surplus batches are not run.
         training_only: whether agreement is skipped in evaluation, in which ranks do not communicate.
     """
@@ -107,31 +95,26 @@ class Agreement:
         Returns:
             the read of this rank (``END`` if another rank's loader ended and ``uneven="stop"``), and whether the next
             read must not run ahead because it must not do so on some rank.
-
-        Raises:
-            RuntimeError: if the loader of another rank failed.
-            ValueError: if loaders have different lengths and ``uneven="raise"``.
         """
         assert self.group is not None
-        state = _State.FAILED if read is None else _State.BATCH if read.kind is Kind.BATCH else _State.ENDED
+        kind = Kind.NOTHING if read is None else read.kind
         told = [torch.zeros(2, dtype=torch.int64) for _ in range(self.group.size())]
-        dist.all_gather(told, torch.tensor([int(state), int(in_turn)]), group=self.group)
-        states = [_State(int(t[0])) for t in told]
+        dist.all_gather(told, torch.tensor([kind, in_turn], dtype=torch.int64), group=self.group)
         in_turn = any(bool(t[1]) for t in told)
-        ranks = {s: [rank for rank, other in enumerate(states) if other is s] for s in _State}
+        ranks = {kind: [rank for rank, t in enumerate(told) if int(t[0]) == kind] for kind in Kind}
         batches, self._reads = self._reads, self._reads + 1
         if read is None:
             return Read(Kind.NOTHING), in_turn  # the loader's own exception is being raised
-        if ranks[_State.FAILED]:
+        if ranks[Kind.NOTHING]:
             raise RuntimeError(
-                f"the data loader of rank(s) {ranks[_State.FAILED]} failed at batch {batches}; see the error there"
+                f"the data loader of rank(s) {ranks[Kind.NOTHING]} failed at batch {batches}; see the error there"
             )
-        if ranks[_State.ENDED] and ranks[_State.BATCH]:
+        if ranks[Kind.END] and ranks[Kind.BATCH]:
             if self._uneven == "stop":
                 return Read(Kind.END), in_turn
             raise ValueError(
                 f"expected data loaders of one length on all ranks, got the end after {batches} batches on rank(s) "
-                f"{ranks[_State.ENDED]} and another batch on rank(s) {ranks[_State.BATCH]}; make them equally long "
+                f"{ranks[Kind.END]} and another batch on rank(s) {ranks[Kind.BATCH]}; make them equally long "
                 f"(DistributedSampler with drop_last or padding), or pass uneven='stop' to end with the shortest"
             )
         if read.kind is Kind.END:
@@ -149,11 +132,7 @@ def _group_of(module: nn.Module) -> dist.ProcessGroup | None:
 class Source:
     """The iterator of one loader, whether it may still be read, and whether it may be read ahead.
 
-    Args:
-        iterator: the iterator that is read.
-        agreement: between ranks, or None.
-        draws: decides which reads may run ahead; None where reads never run beside the compute.
-        stopped: whether the iterator has ended.
+    ``draws`` decides which reads may run ahead; None where reads never run beside the compute.
     """
 
     def __init__(
@@ -169,7 +148,8 @@ class Source:
         self._agreement = agreement
         self._draws = draws
         self._observed = False
-        self._drew = False  # on any rank
+        #: Whether an observed read, on any rank, drew random numbers, so that the generators of the model matter.
+        self.drew = False
         self.stopped = stopped
 
     @property
@@ -177,16 +157,11 @@ class Source:
         """Whether the next read must run while nothing else does."""
         return self._draws is not None and not self.stopped and (self.in_turn or not self._observed)
 
-    @property
-    def draws(self) -> bool:
-        """Whether an observed read drew random numbers, so that the generators of the model matter."""
-        return self._drew
-
     def change_mode(self) -> None:
         """Observes again which generators the caller's thread uses. Called while no read is under way."""
         if self._draws is not None:
             self._draws.forget_caller()
-            self.in_turn, self._observed = self._drew, False
+            self.in_turn, self._observed = self.drew, False
 
     def read(self) -> Read:
         """Reads the next batch, unless this source has ended or failed. Called by one lane, in order."""
@@ -209,6 +184,6 @@ class Source:
         except BaseException:
             self.stopped = True
             raise
-        self.in_turn, self._observed, self._drew = in_turn, True, self._drew or in_turn
+        self.in_turn, self._observed, self.drew = in_turn, True, self.drew or in_turn
         self.stopped = read.kind is not Kind.BATCH
         return read

@@ -1,13 +1,11 @@
 """Gradient accumulation: a window of several batches, loss scaling, and one optimizer step at its end.
 
 A window ends with its ``size``-th batch, or with the loader's last batch if that is earlier. The optimizer then steps
-with the *mean* gradient over the batches that the window holds. A batch is known to be the loader's last one before
-its backward only if the next read is under way. If it is not, because batches are read on demand, the window is closed
-when the loader raises ``StopIteration``.
+with the *mean* gradient over the batches that the window holds. Where batches are read on demand, so that the last one
+is not known before its backward, the window is closed when the loader raises ``StopIteration``.
 
 Guarantees
-    * Gradients are zeroed when a window opens, so that no earlier gradient is added, and only then, so that no
-      gradient is lost while the pipeline waits for the loader.
+    * Gradients are zeroed when a window opens, and only then: none is lost while the pipeline waits for the loader.
     * A partial window is scaled by its true size, and its all-reduce happens as in a full one.
     * Replicas communicate once per window: all backwards except the last run in the models' ``no_sync``. A backward
       that may be the last communicates too; a gradient that is a mean over replicas is not changed by the next
@@ -29,9 +27,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipe.nested import tensors_in
+from pipe.train.distribute import children_of
 from pipe.train.in_backward import refuse_updates_between_micro_batches, refuse_updates_in_backward
 
-__all__ = ["MicroStep", "Window"]
+__all__ = ["MicroStep", "Window", "checked_pair"]
 
 
 @dataclass(frozen=True)
@@ -50,18 +49,15 @@ class MicroStep:
 class Window:
     """Accumulates, scales and steps.
 
+    Refuses an optimizer that updates inside backward with part of a window's gradient or with a scaled one. One with an
+    ``accumulate()`` context, as that of ``offload``, is deferred instead.
+
     Args:
         model: trained in ``train`` mode. Its replicas do not communicate before the last backward of a window.
         optimizer: one, or several that are zeroed and stepped together.
         size: batches per optimizer step; None means 1.
         scaler: scales losses and steps the optimizer (fp16 only), or None.
         forward_only: whether nothing is trained, whatever the model's mode; there may be no optimizer.
-
-    Raises:
-        TypeError: if ``size`` is no integer, or ``optimizer`` is no optimizer.
-        ValueError: if ``size`` is not positive, or an optimizer updates inside backward with part of a window's
-            gradient or with a scaled one; :meth:`open` checks again. An optimizer with an ``accumulate()`` context, as
-            that of ``offload``, is deferred instead.
     """
 
     def __init__(
@@ -93,12 +89,7 @@ class Window:
         self.attach(model)
 
     def attach(self, model: nn.Module) -> None:
-        """Replaces the model.
-
-        Raises:
-            ValueError: if an optimizer would update inside backward before gradients are complete; the old model is
-                kept.
-        """
+        """Replaces the model, unless an optimizer would update inside backward before gradients are complete."""
         refuse_updates_between_micro_batches(model, self.optimizers)
         self._refuse_updates_in_backward(model)
         self.model = model
@@ -124,8 +115,7 @@ class Window:
     def open(self, *, last: bool | None) -> MicroStep:
         """The position of the next batch; zeroes the gradients if it is the first of its window.
 
-        Args:
-            last: whether it is the last batch of its loader; None if that is not known yet.
+        ``last``: whether it is the last batch of its loader; None if that is not known yet.
         """
         self._refuse_updates_in_backward(self.model)  # hooks may have been added since construction
         if self.position == 0:
@@ -153,10 +143,7 @@ class Window:
     def backward(self, micro: MicroStep, losses: Any, before_step: Callable[[], None] | None = None) -> None:
         """Accumulates the gradient of one batch's losses (the sum of all their elements), and steps at the end.
 
-        Args:
-            micro: the batch's position.
-            losses: tensors of any shape, nested or not.
-            before_step: called between the backward that closes the window and the step.
+        ``before_step`` is called between the backward that closes the window and the step.
         """
         weight = 1.0 / self.size
         if micro.closes and micro.number < self.size:
@@ -234,12 +221,7 @@ class Window:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues the window of a :meth:`state_dict`.
-
-        Raises:
-            ValueError: if the state belongs to a window of another size, other parameters, or other scaling; nothing
-                is changed then.
-        """
+        """Continues the window of a :meth:`state_dict`; refuses one of another size, parameters, or scaling."""
         parameters = self._parameters()
         wrong = []
         if state["size"] != self.size:
@@ -261,6 +243,14 @@ class Window:
         self.position, self.steps = state["position"], state["steps"]
 
 
+def checked_pair(returned: Any) -> tuple[Any, Any]:
+    """What a model has returned, if that is ``(losses, output)``; else raises."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        got = type(returned).__name__ + (f" of {len(returned)}" if isinstance(returned, tuple) else "")
+        raise TypeError(f"expected the model to return a tuple (losses, output), got {got}")
+    return returned
+
+
 def _total(losses: Any) -> Tensor:
     """The sum of all elements of all loss tensors, alone or nested."""
     tensors = tensors_in(losses)
@@ -276,10 +266,7 @@ def _total(losses: Any) -> Tensor:
 
 
 def _replicated(model: nn.Module) -> list[Any]:
-    """The modules that all-reduce in backward: every DDP module, and the outermost of other kinds (FSDP).
-
-    A sharded embedding collection of torchrec keeps DDP modules in a plain list, where ``modules()`` does not look.
-    """
+    """The modules that all-reduce in backward: every DDP module, and the outermost of other kinds (FSDP)."""
     found: dict[int, nn.Module] = {}  # by id, while the list below keeps each module alive
 
     def visit(module: nn.Module, inside: bool) -> None:
@@ -287,13 +274,8 @@ def _replicated(model: nn.Module) -> list[Any]:
         silent = ddp or any(callable(getattr(module, f, None)) for f in ("no_sync", "set_requires_gradient_sync"))
         if ddp or (silent and not inside):
             found.setdefault(id(module), module)
-        for child in module.children():
+        for child in children_of(module):
             visit(child, inside or (silent and not ddp))
-        for value in vars(module).values():
-            if isinstance(value, (list, tuple)):
-                for item in value:
-                    if isinstance(item, nn.Module):
-                        visit(item, inside or (silent and not ddp))
 
     visit(model, False)
     return list(found.values())
