@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from offload.engine.regroup import joined, rows_in, runs_alike
 from offload.engine.resident import ResidentRunner
 from pipe.microbatch import rows_of
-from pipe.nested import flatten, tensors_in
+from pipe.nested import flatten, map_distinct, tensors_in
 from pipe.recompute.dead_code import DeadCode
-from pipe.recompute.input_writes import copy_of
 from pipe.recompute.replay import Replay, devices_of
 from pipe.recompute.rerun import Rerun
 
@@ -155,7 +154,8 @@ def _treats_rows_apart(
             module.training = False
         parameters = [parameter for module in modules for parameter in module.parameters(recurse=False)]
         with torch.no_grad(), Replay.capture(devices_of(list(pair), parameters)).again():
-            alone, together = [copy_of(chunk) for chunk in pair], copy_of(joined(pair))
+            alone = [map_distinct(Tensor.clone, chunk) for chunk in pair]
+            together = map_distinct(Tensor.clone, joined(pair))
             for call in calls:
                 alone, together = [call(value) for value in alone], call(together)
                 if runs_alike(alone, rows) != [[0, 1]] or rows_in(together) != rows:

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from pipe.microbatch import Batch
-from pipe.nested import TreeSpec, flatten, unflatten
+from pipe.nested import flatten, unflatten
 from pipe.phony import get_phony
 from pipe.recompute.input_writes import refuse_writes
 from pipe.recompute.module_state import WatchedModule
@@ -75,11 +75,10 @@ def checkpoint(function: Callable[[Any], Any], input: Any) -> Any:
 
 
 def refuse_double_backward(name: str) -> None:
-    """To be called first in a backward that recomputes the forward of ``name``.
+    """Refuses ``create_graph=True`` in a backward that recomputes the forward of ``name``.
 
-    Raises:
-        RuntimeError: under ``create_graph=True``. The gradients are computed by another graph, which is freed
-            afterwards: a second derivative would silently lack their contribution.
+    The gradients are computed by another graph, which is freed afterwards: a second derivative would silently lack
+    their contribution.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(
@@ -119,14 +118,13 @@ class Checkpointing:
     def checkpoint(self) -> Batch:
         """Runs the function and returns its output as the result of :class:`Checkpoint`.
 
-        With grad mode off nothing will be recomputed, and the function is called directly.
-
         Raises:
             RuntimeError: if the function changed its input in place.
         """
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # nothing will be recomputed
             return self.batch.call(self.function)
-        cell, inputs = _Cell.of(self.function, self.batch.value, self._watched)
+        cell = _Cell(self.function, self.batch.value, self._watched)
+        inputs = list({id(tensor): tensor for tensor in self.batch}.values())
         leaves, spec = flatten(cell.compute(inputs))
         cell.differentiable = [k for k, y in enumerate(leaves) if isinstance(y, Tensor) and y.requires_grad]
         if cell.differentiable:
@@ -174,51 +172,25 @@ def _never(_: None) -> Tensor:
 
 
 class _Cell:
-    """State shared by the two halves: the function, the input's structure, and the state for its second run."""
+    """State shared by the two halves."""
 
-    __slots__ = (
-        "_leaves",
-        "_positions",
-        "_rerun",
-        "_spec",
-        "differentiable",
-        "function",
-        "recomputed",
-    )
+    __slots__ = ("_leaves", "_positions", "_rerun", "_spec", "differentiable", "function", "recomputed")
 
-    def __init__(
-        self,
-        function: Callable[[Any], Any],
-        leaves: list[Any],
-        positions: list[tuple[int, int]],
-        spec: TreeSpec,
-        rerun: Rerun,
-    ) -> None:
+    def __init__(self, function: Callable[[Any], Any], input: Any, watched: WatchedModule | None) -> None:
         self.function = function
-        self._leaves = leaves
-        self._positions = positions
-        self._spec = spec
-        self._rerun = rerun
+        self._leaves, self._spec = flatten(input)
+        order: dict[int, int] = {}
+        #: (position among the leaves, index among the distinct tensors)
+        self._positions: list[tuple[int, int]] = []
+        devices = set() if watched is None else set(watched.devices)
+        for position, leaf in enumerate(self._leaves):
+            if isinstance(leaf, Tensor):
+                devices.add(leaf.device)
+                self._positions.append((position, order.setdefault(id(leaf), len(order))))
+                self._leaves[position] = None
+        self._rerun = Rerun(watched, devices)
         self.differentiable: list[int] = []
         self.recomputed: tuple[list[Tensor], list[Tensor]] | None = None
-
-    @classmethod
-    def of(
-        cls, function: Callable[[Any], Any], input: Any, watched: WatchedModule | None
-    ) -> tuple[_Cell, list[Tensor]]:
-        """The cell of a call, and its distinct input tensors."""
-        leaves, spec = flatten(input)
-        tensors: dict[int, Tensor] = {}
-        order: dict[int, int] = {}
-        positions: list[tuple[int, int]] = []  # (position among the leaves, index among the distinct tensors)
-        for position, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                tensors[id(leaf)] = leaf
-                positions.append((position, order.setdefault(id(leaf), len(order))))
-                leaves[position] = None
-        inputs = list(tensors.values())
-        devices = {tensor.device for tensor in inputs} | (watched.devices if watched else set())
-        return cls(function, leaves, positions, spec, Rerun(watched, devices)), inputs
 
     def compute(self, inputs: list[Tensor]) -> Any:
         """The first run."""
@@ -227,11 +199,7 @@ class _Cell:
             return self._run(_as_leaves(inputs))
 
     def recompute(self, inputs: tuple[Tensor, ...]) -> None:
-        """The second run; stores its outputs, with their graph, in ``recomputed``.
-
-        Raises:
-            RuntimeError: if the output differs in structure or in what needs a gradient, or the module has changed.
-        """
+        """The second run; stores its outputs, with their graph, in ``recomputed``. Raises if it differs."""
         leaves = _as_leaves(inputs)
         with self._rerun.again(strict=True), torch.enable_grad():
             outputs = flatten(self._run(leaves))[0]
@@ -279,12 +247,7 @@ class Checkpoint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Accumulates the gradients of parameters, and returns those of the inputs.
-
-        Raises:
-            RuntimeError: under ``create_graph=True``; and under ``torch.autograd.grad`` or ``backward(inputs=...)``,
-                which would write ``.grad`` of parameters that were not requested.
-        """
+        """Accumulates the gradients of parameters, and returns those of the inputs."""
         refuse_double_backward("a checkpointed forward")
         cell: _Cell = ctx.cell
         nothing = (None,) * (2 + len(ctx.needs_input_grad[2:]))

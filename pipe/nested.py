@@ -17,6 +17,7 @@ from pipe.torch_private import pytree
 __all__ = ["COMPRESSED", "TreeSpec", "flatten", "map_distinct", "map_tensors", "parts_of", "tensors_in", "unflatten"]
 
 TreeSpec = pytree.TreeSpec
+MapTensors = Callable[[Callable[[Tensor], Any], Any], Any]
 
 # Fast paths for the two structures that most cells pass to each other: one tensor, and one tensor with an empty list
 # (of skip tensors). The general flattening takes as long as a small layer.
@@ -82,21 +83,17 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
-def map_distinct(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """:func:`map_tensors` that applies ``function`` once to a tensor that occurs several times.
+def map_distinct(function: Callable[[Tensor], Any], value: Any, mapping: MapTensors = map_tensors) -> Any:
+    """``mapping`` that applies ``function`` once to a tensor that occurs several times.
 
     All occurrences get the same result object, so an in-place write to one is visible in the others, as it is in
     ``value``.
     """
-    if isinstance(value, Tensor):
-        return function(value)
     mapped: dict[int, Any] = {}
 
-    def once(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) not in mapped:
-            mapped[id(leaf)] = function(leaf)
-        return mapped[id(leaf)]
+    def once(tensor: Tensor) -> Any:
+        if id(tensor) not in mapped:
+            mapped[id(tensor)] = function(tensor)
+        return mapped[id(tensor)]
 
-    return pytree.tree_map(once, value)
+    return mapping(once, value)

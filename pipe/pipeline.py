@@ -49,6 +49,7 @@ from pipe.checkpoint import Checkpointing
 from pipe.copy import Copy, Wait
 from pipe.dependency import fork, join
 from pipe.microbatch import Batch
+from pipe.recompute.module_state import WatchedModule
 from pipe.refusals import check_hooks
 from pipe.schedule import StageAction, clock_cycles, coming_turns, forward_clocks
 from pipe.skip.namespace import Key
@@ -97,7 +98,7 @@ def depend(fork_from: Batch, join_to: Batch) -> None:
 
 
 class Pipeline:
-    """One forward of all micro-batches over all stages.
+    """One forward of all micro-batches over all stages. Refuses hooks on parameters of checkpointed micro-batches.
 
     Args:
         batches: the micro-batches; :meth:`run` replaces their values by the outputs.
@@ -107,9 +108,6 @@ class Pipeline:
         checkpoint_stop: the micro-batches before this one are checkpointed.
         in_order: whether the cells of a clock run one after another, whatever their devices.
         record: called with each action when it begins, those of backward included.
-
-    Raises:
-        RuntimeError: if parameters of checkpointed micro-batches have hooks.
     """
 
     def __init__(
@@ -132,7 +130,7 @@ class Pipeline:
         self._streams = [current_stream(stage.device) for stage in stages]
         self._skips: list[dict[Key, Batch]] = [{} for _ in batches]
         #: For each stage, the layers whose structure its checkpoints verify.
-        self._watched = [stage.watched() for stage in stages] if self.checkpoint_stop else []
+        self._watched = [WatchedModule(stage.layers) for stage in stages] if self.checkpoint_stop else []
         if len(batches) > 1:
             check_hooks(parameter for watched in self._watched for _, parameter in watched.parameters)
         self._places = tuple(range(len(stages)) if places is None else places)
@@ -144,13 +142,10 @@ class Pipeline:
         self._next_turn: dict[int, tuple[int, int]] = {}
         self._turn_phonies: dict[tuple[int, int], Tensor] = {}
         if len(set(self._places)) < len(stages):
-            self._plan_turns()
-
-    def _plan_turns(self) -> None:
-        numbers = [self._places.index(place) for place in self._places]
-        for first, following in coming_turns(self._clocks, numbers).items():
-            self._coming[first.micro_batch, first.stage] = self.stages[following.stage]
-            self._next_turn[first.stage] = (following.micro_batch, following.stage)
+            numbers = [self._places.index(place) for place in self._places]
+            for first, following in coming_turns(self._clocks, numbers).items():
+                self._coming[first.micro_batch, first.stage] = stages[following.stage]
+                self._next_turn[first.stage] = (following.micro_batch, following.stage)
 
     def run(self) -> None:
         """Runs all cells."""

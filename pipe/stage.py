@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from pipe.nested import map_tensors
-from pipe.recompute.module_state import WatchedModule
 from pipe.skip.layout import SkipLayout
 from pipe.skip.namespace import Key
 from pipe.skip.tracker import SkipTracker, use_skip_tracker
@@ -39,14 +38,7 @@ def writes_input(layers: nn.Module) -> bool:
 
 
 class Stage:
-    """Layers on a device.
-
-    Args:
-        layers: the layers.
-        device: their device.
-        index: the number of the stage.
-        layout: the skip connections between stages.
-    """
+    """Layers on a device; stage number ``index`` of those that the skip connections of ``layout`` join."""
 
     def __init__(self, layers: nn.Sequential, device: torch.device, index: int, layout: SkipLayout) -> None:
         self.layers = layers
@@ -74,19 +66,8 @@ class Stage:
         for taker in self._takers:
             taker.prefetch(backward=backward)
 
-    def watched(self) -> WatchedModule:
-        """The modules and parameters of the layers, recorded so that a recomputation can verify them."""
-        return WatchedModule(self.layers)
-
     def __call__(self, input: tuple[Any, Sequence[Any]]) -> tuple[Any, list[Any]]:
-        """Runs the layers.
-
-        Args:
-            input: the value, and the skip tensors of ``arriving`` in that order.
-
-        Returns:
-            The value, and the skip tensors of ``leaving`` in that order.
-        """
+        """Runs the layers on a value and the skip tensors of ``arriving``; returns one and those of ``leaving``."""
         value, popped = input
         if self._copies_input:
             # An in-place operation on a micro-batch would write into the storage of the mini-batch, and on a saved

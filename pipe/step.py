@@ -64,15 +64,10 @@ class _Boundary:
 
 
 class PipelineStep:
-    """One step over all micro-batches.
+    """One step over all micro-batches, with input, target, loss and number of rows of each.
 
     Args:
-        stages: the stages, in order.
-        schedule: a valid schedule for them.
-        inputs: the micro-batches.
-        targets: for each micro-batch, the target of the loss.
-        losses: for each micro-batch, its loss.
-        rows: of each micro-batch.
+        schedule: a valid schedule for the stages.
         gradients: those of all parameters that do not take turns.
         checkpoint_stop: the micro-batches before this one are checkpointed.
         in_order: whether the cells of a clock run one after another, whatever their devices.
@@ -177,7 +172,7 @@ class PipelineStep:
         # A cell whose backward follows directly would be recomputed at once: checkpointing would only cost time.
         if i < self.checkpoint_stop and not self.schedule.follows_at_once(j, i):
             if j not in self._watched:
-                self._watched[j] = stage.watched()
+                self._watched[j] = WatchedModule(stage.layers)
             # Without its Recompute half: the gradient is already computed when this cell's backward begins.
             value, stashed = Checkpointing(stage, batch, watched=self._watched[j]).checkpoint().value
         else:
@@ -276,15 +271,7 @@ class PipelineStep:
 
 
 def split_target(target: Any, rows: Sequence[int]) -> list[Any]:
-    """The target, split as the input was.
-
-    Args:
-        target: a nested value.
-        rows: of each micro-batch.
-
-    Raises:
-        ValueError: if it has another number of rows, and there is more than one micro-batch.
-    """
+    """The target, split as the input was, into micro-batches of ``rows`` rows."""
     if len(rows) > 1 and tensors_in(target) and rows_of(target) != sum(rows):
         raise ValueError(
             f"expected a target of {sum(rows)} rows as the input has, got {rows_of(target)}; pass one target for each "

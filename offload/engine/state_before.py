@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from pipe.recompute.module_hooks import HookAttributes
 from pipe.recompute.module_state import WatchedModule
-from pipe.recompute.phase import phase_of_thread, set_phase_of_thread
 from pipe.recompute.replay import Replay
 from pipe.recompute.thread_state import ThreadState
 
@@ -30,7 +29,6 @@ class StateBefore:
     """
 
     def __init__(self, device: torch.device, recomputed: Iterable[WatchedModule] = ()) -> None:
-        self._phase = phase_of_thread()
         self._modes: list[tuple[nn.Module, bool]] = []
         self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
         found = list(recomputed)
@@ -44,7 +42,6 @@ class StateBefore:
     def restore(self) -> None:
         """Restores the state. May be called again after an interrupt."""
         self._settings.restore()
-        set_phase_of_thread(self._phase)
         for module, training in self._modes:
             if module.training != training:
                 module.training = training

@@ -1,12 +1,8 @@
 """Saves and restores plain Python attributes that modules change in forward: a hidden state, a counter, a list.
 
-A recomputation must start from the state of the first forward, and its changes of state must not be applied twice.
-:mod:`pipe.recompute.module_state` does this for buffers; this module does it for ordinary Python attributes.
-
-Guarantees
-    * Inside :meth:`Attributes.again` an attribute that the forward rebound, and a list, dict or set that it changed,
-      has its value from before the forward; afterwards it has its value from before the recomputation.
-    * Modules that changed no attribute in their first forwards cost nothing.
+Guarantee: inside :meth:`Attributes.again` an attribute that the forward rebound, and a list, dict or set that it
+changed, has its value from before the forward; afterwards it has its value from before the recomputation. Modules that
+changed no attribute in their first forwards cost nothing.
 
 Limits: changes inside objects that attributes refer to, and attributes that a module begins to change later, are not
 detected.
@@ -30,20 +26,12 @@ _MISSING = object()
 
 
 class Stateful:
-    """The modules of a model that may change their attributes, narrowed down by its first forwards.
-
-    Args:
-        modules: names and modules.
-    """
+    """The modules of a model that may change their attributes, narrowed down by its first forwards."""
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
-        self._modules = list(modules)
+        self.modules = list(modules)
         self._forwards = 0
         self._seen: set[nn.Module] = set()
-
-    def candidates(self) -> list[tuple[str, nn.Module]]:
-        """The modules whose attributes are to be saved before a forward."""
-        return self._modules
 
     def learn(self, changed: set[nn.Module]) -> None:
         """To be called after a forward with the modules that changed attributes."""
@@ -51,7 +39,7 @@ class Stateful:
             self._forwards += 1
             self._seen |= changed
             if self._forwards == FORWARDS_NOTED:
-                self._modules = [(name, module) for name, module in self._modules if module in self._seen]
+                self.modules = [(name, module) for name, module in self.modules if module in self._seen]
 
 
 class Attributes:
@@ -63,17 +51,13 @@ class Attributes:
         self._stateful = stateful
         self._before = [
             (name, module, {k: (v, _copy(v)) for k, v in vars(module).items() if k not in _OF_TORCH})
-            for name, module in stateful.candidates()
+            for name, module in stateful.modules
         ]
         #: For each changed attribute: the module's attributes, its name, its value and the content of that.
         self._changed: list[tuple[dict[str, Any], str, Any, Any]] = []
 
     def record_changes(self) -> None:
-        """To be called after the forward: keeps the old values of changed attributes.
-
-        Raises:
-            RuntimeError: if it changed a tensor in place, whose old value is lost.
-        """
+        """To be called after the forward: keeps the old values of changed attributes."""
         changed: set[nn.Module] = set()
         for name, module, key, value, content in self._differences():
             if isinstance(value, Tensor) and _changed(value, content):

@@ -43,11 +43,7 @@ class _Operation:
     versions: tuple[int, ...]
 
     def compute(self) -> Tensor:
-        """The result, computed again.
-
-        Raises:
-            RuntimeError: if an argument was changed in place since.
-        """
+        """The result, computed again."""
         if _versions((self.args, self.kwargs)) != self.versions:
             raise RuntimeError(
                 f"a tensor that {self.func} needs for its backward was changed in place after it was used; clone it "
@@ -82,11 +78,7 @@ class Kept:
     version: int
 
     def resolve(self) -> Tensor:
-        """The tensor.
-
-        Raises:
-            RuntimeError: if it was changed in place since.
-        """
+        """The tensor."""
         if self.tensor._version != self.version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self.tensor.shape)} that a kept graph needs for its backward was changed in "

@@ -12,11 +12,8 @@ calls the operation, but with a result of the right shape and type that has no v
 
 The first run is recorded: which storages each operation read and wrote, and which of them autograd saved. Going
 backwards from the saved tensors, the arguments of each needed operation are alive; results that no needed operation
-reads are dead.
-
-The recomputation may have another data flow than the first run: a layer may read values on the host (``tolist()``,
-NumPy) and branch on them, or swap two branches at random. So :mod:`pipe.recompute.elimination` checks that the
-recomputation runs the same operations.
+reads are dead. A recomputation may have another data flow (a layer may branch on values that it reads on the host);
+:mod:`pipe.recompute.elimination` checks for that.
 
 Guarantees
     * Only operations whose result depends only on their arguments' values, and whose behaviour depends on no value,

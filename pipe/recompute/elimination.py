@@ -4,11 +4,9 @@ They were found in the first run, and the recomputation may have another data fl
 is a :class:`LeftOut`, a tensor without values: any use of its values raises instead of computing wrong numbers, and the
 recomputation then runs again in full.
 
-Guarantees
-    * A recomputation with a relevant difference runs again in full, before any gradient is computed: if it runs another
-      operation, or passes a left-out value to an operation that is not skipped; if it reads such a value on the host
-      (``tolist()``, NumPy, another library); if autograd saves one, or a layer keeps one (as an attribute, in a
-      closure).
+Guarantee: it runs again in full, before any gradient is computed, if it runs another operation, or passes a left-out
+value to an operation that is not skipped; if it reads such a value on the host (``tolist()``, NumPy, another library);
+if autograd saves one, or a layer keeps one (as an attribute, in a closure).
 
 A layer's result itself may be left out. If the layer keeps it as an attribute, that is a :class:`LeftOut` after
 backward; see :class:`set_dead_code_elimination`.
@@ -117,10 +115,7 @@ class _OtherFlow(BaseException):
 def leaving_out(code: DeadCode | None, run: Callable[[contextlib.AbstractContextManager[Any]], T]) -> tuple[T, bool]:
     """Calls ``run(mode)``, which runs its operations inside the context ``mode``; ``mode`` skips dead code.
 
-    Args:
-        code: the operations that may be skipped; None: none.
-        run: recomputes a cell. It is called a second time, with a null context, if the first time differs from the run
-            in which ``code`` was found.
+    ``run`` is called again, with a null context, if it differs from the run in which ``code`` was found.
 
     Returns:
         The result, in which tensors may be :class:`LeftOut`, and False if a second run was necessary.
@@ -135,17 +130,14 @@ def leaving_out(code: DeadCode | None, run: Callable[[contextlib.AbstractContext
     except _OtherFlow:
         pass
     except Exception:
-        if not skipper.left_out:
+        if not skipper.results:
             raise
         # Probably a read of a left-out value; if not, the second run raises the same exception.
     return run(contextlib.nullcontext()), False
 
 
 def stop_leaving_out(mode: contextlib.AbstractContextManager[Any]) -> None:
-    """To be called if the run inside ``mode`` ended by an exception.
-
-    An interrupt may have prevented the exit of the mode; operations that run until it is removed must not be skipped.
-    """
+    """To be called after an exception inside ``mode``, whose exit an interrupt may have prevented."""
     if isinstance(mode, _Skipper):
         mode.stopped = True
 
@@ -160,12 +152,7 @@ class _Skipper(OperationMode):
         self._same = True
         self.stopped = False
         # All left-out results, to find those that are still referenced after the run.
-        self._results: list[ref[LeftOut]] = []
-
-    @property
-    def left_out(self) -> bool:
-        """Whether any operation was skipped."""
-        return bool(self._results)
+        self.results: list[ref[LeftOut]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -176,12 +163,12 @@ class _Skipper(OperationMode):
             return func(*args, **kwargs)
         k, self._count = self._count, self._count + 1
         self._same &= k < len(self._code.operations) and func is self._code.operations[k]
-        if self._results and not self._same:
+        if self.results and not self._same:
             raise _OtherFlow
         dead = self._same and k in self._code.dead  # if not the same, nothing was skipped yet, and all operations run
         if LeftOut in types:
             return self._with_left_out_arguments(k, dead, func, args, kwargs)
-        return self._leave_out(func, args, kwargs) if dead else func(*args, **kwargs)
+        return self._leave_out(*_shape_of_result(func, args, kwargs)) if dead else func(*args, **kwargs)
 
     def _with_left_out_arguments(
         self, k: int, dead: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -192,36 +179,29 @@ class _Skipper(OperationMode):
         if func in IN_PLACE and dead and isinstance(args[0], LeftOut):
             return args[0]
         if dead or func in VIEWS:
-            return self._leave_out(func, args, kwargs)
+            return self._leave_out(*_shape_of_result(func, args, kwargs))
         if func is not DROPOUT and func is not EMPTY:
             raise _OtherFlow
         # Only draws random numbers: the contents of its argument do not matter.
         result = func(*pytree.tree_map_only(LeftOut, _memory_like, args), **kwargs)
         if func is EMPTY:
             return result
-        return self._stand_in(result[0], result[0].device), result[1]
+        return self._leave_out(result[0], result[0].device), result[1]
 
-    def _leave_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LeftOut:
-        return self._stand_in(*_shape_of_result(func, args, kwargs))
-
-    def _stand_in(self, like: Tensor, device: torch.device) -> LeftOut:
+    def _leave_out(self, like: Tensor, device: torch.device) -> LeftOut:
         result = LeftOut(like, device)
-        self._results.append(ref(result))
+        self.results.append(ref(result))
         return result
 
     def check(self, result: Any) -> None:
-        """To be called at the end, with the result of the run.
-
-        Raises:
-            _OtherFlow: if fewer operations ran than in the first run, or left-out values are kept outside the result.
-        """
-        if not self._results:
+        """Raises if fewer operations ran than in the first run, or left-out values are kept outside the result."""
+        if not self.results:
             return
         if self._count != len(self._code.operations):
             raise _OtherFlow
         tensors = tensors_in(result)
         known = {id(tensor) for tensor in tensors} | {id(x._base) for x in tensors if isinstance(x, LeftOut)}
-        kept = (reference() for reference in self._results)
+        kept = (reference() for reference in self.results)
         if any(tensor is not None and id(tensor) not in known for tensor in kept):
             raise _OtherFlow
 

@@ -22,11 +22,7 @@ __all__ = ["FirstWrites"]
 
 
 class FirstWrites(OperationMode):
-    """Calls a function before the first operation inside the context that writes to the memory of a tensor.
-
-    Args:
-        watched: pairs of a tensor and its function.
-    """
+    """Calls the function of each watched tensor before the first operation that writes to its memory."""
 
     def __init__(self, watched: Sequence[tuple[Tensor, Callable[[], None]]]) -> None:
         super().__init__()

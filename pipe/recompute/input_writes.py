@@ -1,12 +1,9 @@
 """Detects layers that write into their input in place, and runs them on copies, so that they can run again.
 
-The second run starts from the input of the first one, which may be the caller's own tensor. So
-
-* no run changes its input: layers that write into their input run on a copy of it, every time;
-* whether they write is detected in their first run (for each combination of ``training`` flags), which uses a copy;
-* if layers begin to write later, they have changed a value of which there is no copy: that run raises, later ones copy.
-
-Inference tensors have no version counter, so writes cannot be detected; they are always copied.
+The second run starts from the input of the first one, which may be the caller's own tensor. So layers that write into
+their input run on a copy of it. Whether they write is detected in their first run (for each combination of ``training``
+flags), which uses a copy; if they begin to write later, that run raises, and later ones copy. Inference tensors have no
+version counter: they are always copied.
 
 A function that runs only twice has no earlier run to detect writes in, and its input is part of the caller's graph; for
 it, writes are refused (:func:`refuse_writes`).
@@ -23,36 +20,16 @@ from torch import Tensor
 
 from pipe import nested
 
-__all__ = ["InputWrites", "copy_of", "refuse_writes"]
-
-MapTensors = Callable[[Callable[[Tensor], Any], Any], Any]
-
-
-def copy_of(value: Any, map_tensors: MapTensors = nested.map_tensors) -> Any:
-    """A copy of a nested value. A tensor that occurs several times is one tensor in the copy as well."""
-    copies: dict[int, Tensor] = {}
-
-    def copied(tensor: Tensor) -> Tensor:
-        if id(tensor) not in copies:
-            copies[id(tensor)] = tensor.clone()
-        return copies[id(tensor)]
-
-    return map_tensors(copied, value)
+__all__ = ["InputWrites", "refuse_writes"]
 
 
 class InputWrites:
-    """Records whether some layers write into their input.
-
-    Args:
-        name: of the layers, in errors.
-        map_tensors: maps nested inputs.
-        tensors_in: finds their tensors.
-    """
+    """Records whether some layers, called ``name`` in errors, write into their (nested) input."""
 
     def __init__(
         self,
         name: str,
-        map_tensors: MapTensors = nested.map_tensors,
+        map_tensors: nested.MapTensors = nested.map_tensors,
         tensors_in: Callable[[Any], list[Tensor]] = nested.tensors_in,
     ) -> None:
         self._name = name
@@ -66,16 +43,11 @@ class InputWrites:
 
     def copy(self, value: Any) -> Any:
         """A copy for one run."""
-        return copy_of(value, self._map)
+        return nested.map_distinct(Tensor.clone, value, self._map)
 
     @contextlib.contextmanager
     def survived(self, value: Any, kind: Hashable) -> Iterator[Any]:
-        """Yields the input for one run of the layers: ``value`` or a copy of it; ``value`` is not to be changed.
-
-        Raises:
-            RuntimeError: if ``value`` was changed nevertheless; or if the layers wrote into a tensor that shares memory
-                with another tensor of the input, since copies do not share memory.
-        """
+        """Yields the input for one run of the layers: ``value`` or a copy of it. Raises if ``value`` was changed."""
         copies = self.copies(kind)
         given = self.copy(value) if copies else value
         tensors = self._tensors_in(given)
@@ -115,11 +87,7 @@ class InputWrites:
 
 @contextlib.contextmanager
 def refuse_writes(name: str, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """A context in which ``name`` runs on ``tensors``, or on views of them.
-
-    Raises:
-        RuntimeError: if it wrote into one in place.
-    """
+    """A context in which ``name`` runs on ``tensors``, or on views of them; raises if it wrote into one in place."""
     before = [tensor._version for tensor in tensors]
     yield
     for k, (tensor, version) in enumerate(zip(tensors, before, strict=True)):

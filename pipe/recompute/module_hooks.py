@@ -64,11 +64,7 @@ class HookAttributes:
 
 
 class Hooks:
-    """The hooks of some modules in one forward; made before it.
-
-    Args:
-        modules: all modules that run.
-    """
+    """The hooks of some modules in one forward; made before it."""
 
     __slots__ = ("_global", "_modules", "_recorded")
 
@@ -80,9 +76,8 @@ class Hooks:
     def record_changes(self, *, add: bool) -> None:
         """To be called after the forward. Hooks that the forward removed stay recorded, since they ran.
 
-        Args:
-            add: whether a recomputation also runs the hooks that were registered by the forward. A recomputation that
-                starts from the attributes of before the forward registers them again itself.
+        ``add``: whether a recomputation also runs the hooks that the forward registered. One that starts from the
+        attributes of before the forward registers them again itself.
         """
         for module, (after, _) in _record(self._modules).items() if add else ():
             before, forward = self._recorded.get(module, _NOTHING)
@@ -91,11 +86,7 @@ class Hooks:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """A context for a recomputation, with the recorded hooks.
-
-        Raises:
-            RuntimeError: if global module hooks were registered or removed since :meth:`record_changes`.
-        """
+        """A context for a recomputation, with the recorded hooks. Raises if global module hooks have changed."""
         if self._global != _global_hooks():
             raise RuntimeError(
                 "hooks for all modules (register_module_forward_hook and its like) were registered or removed between "

@@ -1,9 +1,8 @@
 """Saves and restores the module state that a recomputation depends on: buffers, attributes, hooks, training modes.
 
-Besides random numbers, a second forward may differ from the first for other reasons. If a parameter is updated in
-between, its gradient is silently wrong; a layer switched to ``eval()`` computes another function; and buffers that the
-forward itself updates (running statistics, the vectors of spectral norm) would be read in their new state and be
-updated twice.
+If a parameter is updated between the two forwards, its gradient is silently wrong; a layer switched to ``eval()``
+computes another function; and buffers that the forward itself updates (running statistics, the vectors of spectral
+norm) would be read in their new state and be updated twice.
 
 Invariants
     * A recomputation uses the modules, parameters and modes of the forward, or :class:`RuntimeError` names what
@@ -150,18 +149,7 @@ class WatchedModule:
 class _Buffer:
     """One buffer before a forward: a copy of it, or the buffer itself, to be copied before the first write."""
 
-    __slots__ = (
-        "copied",
-        "copied_ahead",
-        "known",
-        "memory",
-        "name",
-        "owner",
-        "tensor",
-        "training",
-        "value",
-        "version",
-    )
+    __slots__ = ("copied", "copied_ahead", "known", "memory", "name", "owner", "tensor", "training", "value", "version")
 
     def __init__(self, owner: nn.Module, name: str, known: _Known, tensor: Tensor, compiled: bool) -> None:
         self.owner, self.name, self.known, self.tensor = owner, name, known, tensor
@@ -187,11 +175,7 @@ class _Buffer:
             self.value, self.copied = self.value.clone(), True
 
     def was_written(self, compared: set[tuple[_Known, bool]]) -> bool:
-        """To be called after the forward: whether it changed the buffer.
-
-        Raises:
-            RuntimeError: if the buffer was written before it could be copied.
-        """
+        """To be called after the forward: whether it changed the buffer. Raises if it could not be copied before."""
         now = self.owner._buffers.get(self.name)
         replaced = now is not self.tensor or (self.memory is not None and _memory_of(self.tensor) != self.memory)
         if replaced and not self.copied and self.value._version == self.version:
@@ -223,11 +207,7 @@ class _Buffer:
         return True
 
     def take_back(self) -> None:
-        """Restores the buffer after a trial forward: its old value, in the same tensor object.
-
-        Raises:
-            RuntimeError: see :meth:`was_written`.
-        """
+        """Restores the buffer after a trial forward: its old value, in the same tensor object."""
         if self.copied_ahead:
             self.owner._buffers[self.name] = self.tensor
         elif self.was_written(set()):
@@ -298,11 +278,7 @@ class ModuleState:
                 buffer.take_back()
 
     def record_changes(self) -> ModuleState:
-        """To be called after the forward: drops the copies of unchanged buffers. Returns itself.
-
-        Raises:
-            RuntimeError: if a buffer was written that was not copied, see :meth:`running`.
-        """
+        """To be called after the forward: drops the copies of unchanged buffers. Returns itself."""
         if self._attributes is not None:
             self._attributes.record_changes()
         self._hooks.record_changes(add=self._attributes is None)

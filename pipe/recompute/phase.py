@@ -15,14 +15,7 @@ from collections.abc import Iterator
 
 from pipe.torch_private import in_backward
 
-__all__ = [
-    "enable_checkpointing",
-    "enable_recomputing",
-    "is_checkpointing",
-    "is_recomputing",
-    "phase_of_thread",
-    "set_phase_of_thread",
-]
+__all__ = ["enable_checkpointing", "enable_recomputing", "is_checkpointing", "is_recomputing", "phase"]
 
 
 class _Phase(threading.local):
@@ -30,44 +23,33 @@ class _Phase(threading.local):
     recomputing = False
 
 
-_phase = _Phase()
+#: The flags of this thread.
+phase = _Phase()
 
 
 @contextlib.contextmanager
-def enable_checkpointing(enabled: bool = True) -> Iterator[None]:
+def _enabled(flag: str, value: bool) -> Iterator[None]:
+    before = getattr(phase, flag)
+    setattr(phase, flag, value)
+    try:
+        yield
+    finally:
+        setattr(phase, flag, before)
+
+
+def enable_checkpointing(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
     """A context in which :func:`is_checkpointing` returns ``enabled`` in this thread."""
-    before = _phase.checkpointing
-    _phase.checkpointing = enabled
-    try:
-        yield
-    finally:
-        _phase.checkpointing = before
+    return _enabled("checkpointing", enabled)
 
 
-@contextlib.contextmanager
-def enable_recomputing(enabled: bool = True) -> Iterator[None]:
+def enable_recomputing(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
     """A context in which :func:`is_recomputing` returns ``enabled`` in this thread (always True inside a backward)."""
-    before = _phase.recomputing
-    _phase.recomputing = enabled
-    try:
-        yield
-    finally:
-        _phase.recomputing = before
-
-
-def phase_of_thread() -> tuple[bool, bool]:
-    """The flags of this thread's phase, for :func:`set_phase_of_thread`."""
-    return _phase.checkpointing, _phase.recomputing
-
-
-def set_phase_of_thread(phase: tuple[bool, bool]) -> None:
-    """Restores the flags if an exception prevented a context from doing so."""
-    _phase.checkpointing, _phase.recomputing = phase
+    return _enabled("recomputing", enabled)
 
 
 def is_checkpointing() -> bool:
     """Whether this forward keeps only its input, and will run again during backward."""
-    return _phase.checkpointing
+    return phase.checkpointing
 
 
 def is_recomputing() -> bool:
@@ -80,4 +62,4 @@ def is_recomputing() -> bool:
                 self.calls += 1
             return input
     """
-    return _phase.recomputing or in_backward()
+    return phase.recomputing or in_backward()

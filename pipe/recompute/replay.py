@@ -4,18 +4,14 @@ A recomputed forward is only the same function if it draws the same random numbe
 (autocast, default device, modes, saved-tensor hooks: see :mod:`pipe.recompute.thread_state`).
 
 Guarantees
-    * Inside :meth:`Replay.again` every saved generator repeats the draws of the first forward.
-    * Afterwards every generator has the state from before the recomputation, so the user's draws do not change.
-    * A generator that the forward did not draw from is dropped by :meth:`Replay.record_changes` and not used again: a
-      deterministic forward is recomputed without reading or writing any generator.
-    * Recomputations in several threads do not interleave on the generators that a process shares (torch's CPU
-      generator, Python's and NumPy's, generators that layers hold): they take turns.
+    * Inside :meth:`Replay.again` every saved generator repeats the draws of the first forward. Afterwards it has the
+      state from before the recomputation, so the user's draws do not change.
+    * A generator that the forward did not draw from is dropped by :meth:`Replay.record_changes`: a deterministic
+      forward is recomputed without reading or writing any generator.
+    * Recomputations in several threads that draw from generators of the process or of layers run one at a time.
 
 Assumes
     * Nothing else draws from a shared generator *while* a recomputation that draws from it runs.
-
-``checkpoint``, ``offload`` and ``gradcache`` all use this module; with :mod:`pipe.recompute.numpy_state` and
-:mod:`pipe.recompute.generators` it is the only one that touches generator states.
 """
 
 from __future__ import annotations
@@ -81,13 +77,7 @@ class Replay:
 
     @classmethod
     def capture(cls, devices: Iterable[torch.device], generators: Iterable[Any] = ()) -> Replay:
-        """Saves the state before a forward.
-
-        Args:
-            devices: the devices that it runs on; the CPU is always included.
-            generators: generators that it may draw from besides those of the process and of ``devices``, such as the
-                result of :func:`pipe.recompute.generators.held_generators`.
-        """
+        """Saves the state before a forward that runs on ``devices`` and may draw from ``generators`` of layers."""
         devices = set(devices)
         states = [(generator, generator.get()) for generator in generators_of(devices, generators)]
         return cls(states, ThreadState.capture(device.type for device in devices))

@@ -1,19 +1,9 @@
 """Runs layers a second time with the state of their first forward, so that the result is the same.
 
-All recomputations use these two objects: checkpointing, the two passes of GradCache, and the executor that streams
-shards.
-
-===================  =============================================================================================
-state                how it is made the same in both runs
-===================  =============================================================================================
-generators, casts    :class:`pipe.recompute.replay.Replay`
-modes, buffers,      :class:`pipe.recompute.module_state.ModuleState`: a running mean counts each micro-batch once, and
-attributes           a power iteration starts again from the same vector
-input, in place      :class:`pipe.recompute.input_writes.InputWrites`
-operations           :mod:`pipe.recompute.elimination` leaves out those that no gradient needs
-===================  =============================================================================================
-
-::
+Checkpointing, the two passes of GradCache, and the executor that streams shards all use it. Generators and casts are
+restored by :class:`~pipe.recompute.replay.Replay`; modes, buffers and attributes by
+:class:`~pipe.recompute.module_state.ModuleState`; an input that layers write in place by
+:class:`~pipe.recompute.input_writes.InputWrites`. ::
 
     layers = RepeatableLayers(watched, devices, InputWrites("layer 3"))
     rerun = layers.rerun()
@@ -27,14 +17,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from pipe.nested import tensors_in
+from pipe.nested import map_distinct, tensors_in
 from pipe.recompute.dead_code import DeadCode, Listener
 from pipe.recompute.elimination import leaving_out, stop_leaving_out
-from pipe.recompute.input_writes import InputWrites, copy_of
+from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.phase import enable_checkpointing
 from pipe.recompute.replay import Replay, autocast_without_cache
@@ -49,7 +41,7 @@ class Rerun:
     """The state of one forward, besides its input, that is needed to repeat it.
 
     Args:
-        watched: the modules that run; None if they are not known.
+        watched: the modules that run; None if not known.
         devices: the devices that they run on.
         attributes: whether plain attributes of the modules are restored as well.
     """
@@ -63,18 +55,13 @@ class Rerun:
         self.module_state = None if watched is None else ModuleState(watched, attributes=attributes)
         #: Whether the layers write into their input, so that each run needs a copy of it.
         self.copies_input = False
-        self.copy: Callable[[Any], Any] = copy_of
+        self.copy: Callable[[Any], Any] = partial(map_distinct, Tensor.clone)
         #: The operations that the second run may leave out.
         self.dead_code: DeadCode | None = None
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
-        """A context for the first forward, to be entered directly after construction.
-
-        Raises:
-            RuntimeError: at its end, if the forward changed a value that was not saved; see
-                :class:`pipe.recompute.module_state.ModuleState`.
-        """
+        """A context for the first forward. Raises RuntimeError if it changed a value that could not be saved."""
         with contextlib.nullcontext() if self.module_state is None else self.module_state.running():
             yield
         self.replay.record_changes()
@@ -88,10 +75,8 @@ class Rerun:
         """A context with the state from the start of the forward; restores the present state at its end.
 
         Args:
-            strict: raise if parameters were written, or modes changed, since; see
-                :meth:`pipe.recompute.module_state.ModuleState.again`.
-            until: if given, modes, buffers and attributes are restored at the end of this stack instead, for a backward
-                that reads them.
+            strict: raise if parameters or modes have changed.
+            until: restores modes, buffers and attributes instead of this context, for a backward that reads them.
             settings: see :meth:`pipe.recompute.replay.Replay.again`.
         """
         with contextlib.ExitStack() as stack:
@@ -109,14 +94,7 @@ class Rerun:
         *,
         until: contextlib.ExitStack | None = None,
     ) -> Any:
-        """``call(value)`` again, with the graph of ``value`` if grad mode is on. ``value`` is not changed.
-
-        Args:
-            call: runs the layers.
-            value: the input of the first run.
-            mode: a context around the layers.
-            until: see :meth:`again`.
-        """
+        """``call(value)`` again, inside the context ``mode``; ``value`` is not changed."""
         mode = contextlib.nullcontext() if mode is None else mode
         with self.again(until=until):
             given = self.copy(value) if self.copies_input else value
@@ -130,11 +108,7 @@ class Rerun:
     def repeat_for_gradients(
         self, call: Call, value: Any, *, until: contextlib.ExitStack | None = None
     ) -> tuple[Any, bool]:
-        """The same with a graph, and without operations that no gradient needs; their values may be left out.
-
-        Returns:
-            The result, and False if the operations differed from those of the first run.
-        """
+        """The same with a graph, without operations that no gradient needs. False: it ran others than the first run."""
 
         def run(mode: contextlib.AbstractContextManager[Any]) -> Any:
             with torch.enable_grad():
@@ -159,13 +133,7 @@ def trial(layers: Iterable[RepeatableLayers], devices: Collection[torch.device])
 
 
 class RepeatableLayers:
-    """Layers that can run again, with knowledge from their earlier runs.
-
-    Args:
-        watched: their modules and buffers.
-        devices: the devices that they run on.
-        inputs: detects writes into their input.
-    """
+    """Layers that can run again, with knowledge from their earlier runs."""
 
     def __init__(
         self, watched: WatchedModule, devices: Collection[torch.device], inputs: InputWrites | None = None
@@ -204,7 +172,7 @@ class RepeatableLayers:
             call: runs the layers.
             value: their input.
             around: contexts around the layers only.
-            listener: entered inside these contexts; finds operations that a second run may leave out.
+            listener: finds operations that a second run may leave out.
             rerun: told whether it has to copy the value as well.
 
         Returns:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from pipe.recompute.phase import phase
 from pipe.torch_private import (
     DISPATCH_MODES,
     FUNCTION_MODES,
@@ -79,6 +80,7 @@ class ThreadState:
     hooks: SavedTensorHooks | None
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
+    phase: tuple[bool, bool]
 
     @classmethod
     def capture(cls, device_types: Iterable[str] = ()) -> ThreadState:
@@ -92,6 +94,7 @@ class ThreadState:
             # The default device is one of these modes, whether set by set_default_device or by a context.
             function_modes=tuple(FUNCTION_MODES.active()),
             dispatch_modes=tuple(DISPATCH_MODES.active()),
+            phase=(phase.checkpointing, phase.recomputing),
         )
 
     @contextlib.contextmanager
@@ -123,8 +126,7 @@ class ThreadState:
     def restore(self) -> None:
         """Restores the saved settings in this thread if an exception prevented a context from doing so.
 
-        To be called in the thread of :meth:`capture`, after all contexts that were entered since have ended. May be
-        called again after it was interrupted itself.
+        To be called in the thread of :meth:`capture`; again, if it was interrupted itself.
         """
         while (hooks := saved_tensor_hooks()) is not None and hooks != self.hooks:
             pop_saved_tensor_hooks()
@@ -142,6 +144,7 @@ class ThreadState:
                 torch.set_autocast_dtype(autocast.device_type, autocast.dtype)
         torch.set_autocast_cache_enabled(self.cache_casts)
         set_grad_enabled(self.grad)
+        phase.checkpointing, phase.recomputing = self.phase
 
 
 def _enter(stack: contextlib.ExitStack, kind: ModeStack, modes: tuple[Any, ...]) -> None:

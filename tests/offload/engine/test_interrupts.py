@@ -23,7 +23,7 @@ import offload
 from offload import OffloadModel, OffloadOptimizer
 from offload.engine.executor import Executor
 from pipe import Pipe
-from pipe.recompute.phase import phase_of_thread
+from pipe.recompute.phase import is_checkpointing, is_recomputing
 from tests.offload.interrupts import Line, interrupted, lines_of
 from tests.offload.zoo import WIDTH, build
 
@@ -128,7 +128,8 @@ class Run:
         assert torch.is_grad_enabled()
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         assert not dispatch._get_current_dispatch_mode_stack()
-        assert phase_of_thread() == (False, False)
+        assert not is_checkpointing()
+        assert not is_recomputing()
 
 
 _seen: set[tuple[str, int]] = set()

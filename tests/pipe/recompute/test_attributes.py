@@ -98,7 +98,7 @@ def test_modules_that_change_nothing_in_their_first_forwards_are_not_noted_again
         module_state = ModuleState(watched, attributes=True)
         model(torch.randn(2, WIDTH))
         module_state.record_changes()
-    assert [module for _, module in watched.stateful.candidates()] == [model[1]]
+    assert [module for _, module in watched.stateful.modules] == [model[1]]
 
 
 def test_attributes_are_put_back_when_the_recomputation_fails() -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipe.recompute.input_writes import InputWrites, copy_of, refuse_writes
+from pipe.nested import map_distinct
+from pipe.recompute.input_writes import InputWrites, refuse_writes
 from pipe.recompute.module_state import WatchedModule
 from pipe.recompute.rerun import RepeatableLayers
 
@@ -102,7 +103,7 @@ def test_a_write_that_another_tensor_would_see_is_refused_and_no_other(shared: b
 
 def test_a_tensor_that_stands_at_two_places_is_one_in_the_copy() -> None:
     x = torch.ones(2)
-    copied: Any = copy_of({"a": x, "b": [x]})
+    copied: Any = map_distinct(Tensor.clone, {"a": x, "b": [x]})
     assert copied["a"] is copied["b"][0]
     assert copied["a"] is not x
 
