@@ -8,11 +8,8 @@ Where stages share a generator, the cells of a clock therefore run one after ano
 on one device. This loses parallelism, so it is done only where needed. The first mini-batch runs in order and shows
 whether the state of any such generator changed; if none did, later mini-batches of the same kind run in parallel.
 
-Guarantees
-    * The draws of a mini-batch whose cells ran in order are those of stages on a single device.
-    * Cells run in parallel only if no shared generator changed in an earlier mini-batch of the same kind.
-    * If a shared generator changes in a parallel mini-batch (a layer that began to draw later), a
-      :class:`RuntimeWarning` is issued, and the cells run in order from then on.
+If a shared generator changes in a parallel mini-batch (a layer that began to draw later), a :class:`RuntimeWarning` is
+issued, and the cells run in order from then on.
 """
 
 from __future__ import annotations
@@ -42,9 +39,7 @@ class SharedDraws:
     def ordered(self, kind: Hashable, stages: Sequence[Stage]) -> Iterator[bool]:
         """A context for one mini-batch; yields whether its cells must run in order.
 
-        Args:
-            kind: a key, equal for mini-batches that run the same code.
-            stages: the stages that it runs.
+        ``kind`` is equal for mini-batches that run the same code.
         """
         if len({stage.device for stage in stages}) == 1:
             yield False  # one thread

@@ -41,11 +41,6 @@ def intercepting(handler: Handler) -> Iterator[None]:
 
 
 def offered(module: Any, micro_batches: Sequence[Any]) -> list[Any] | None:
-    """Passes a call to the active handler. The module computes the outputs itself if this returns None.
-
-    Args:
-        module: the module that is being called.
-        micro_batches: its arguments, each an (args, kwargs) pair.
-    """
+    """Passes a call to the active handler, with the (args, kwargs) of each micro-batch. None: compute the outputs."""
     handler = _local.handler
     return None if handler is None else handler(module, micro_batches)

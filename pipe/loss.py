@@ -108,9 +108,6 @@ def micro_losses(
         targets: of each micro-batch. Where the divisor depends on them, their values are read; on an accelerator this
             waits until they are computed.
         rows: of each micro-batch.
-
-    Raises:
-        ValueError: if the loss and ``reduction`` contradict each other, or the divisor is unknown.
     """
     declared = _declared(loss_fn)
     found = declared.reduction
@@ -133,11 +130,7 @@ def micro_losses(
 
 
 def sum_and_count(returned: Any) -> tuple[Tensor, Tensor | float] | None:
-    """The parts of ``(sum, count)``, or None if a loss returned something else.
-
-    Raises:
-        ValueError: if it is a pair, but not of a sum and a count.
-    """
+    """The parts of ``(sum, count)``, or None if a loss returned no pair."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         return None
     total, count = returned
@@ -157,11 +150,7 @@ def _described(value: Any) -> str:
 
 
 def _kind(reduction: str | None) -> str | None:
-    """``"mean"`` or ``"sum"``.
-
-    Raises:
-        ValueError: if it is neither.
-    """
+    """``"mean"`` or ``"sum"``, or None."""
     kind = "mean" if reduction == "batchmean" else reduction
     if kind not in ("mean", "sum", None):
         raise ValueError(
@@ -263,11 +252,8 @@ def _defaults(function: Any) -> dict[str, Any]:
 def _check_mean(declared: _Declared) -> None:
     """Refuses a loss that is not torch's, declares a mean, and has options that ignore or weight some rows."""
     options = declared.options or {}
-    suspects = [
-        name
-        for name in ("ignore_index", "padding_idx", "pad_token_id", "weight", "mask")
-        if options.get(name) is not None
-    ]
+    names = "ignore_index", "padding_idx", "pad_token_id", "weight", "mask"
+    suspects = [name for name in names if options.get(name) is not None]
     if suspects:
         raise UndeclaredReductionError(
             f"expected a loss that says what it divides by, got one of reduction='mean' with {', '.join(suspects)}; "

@@ -70,11 +70,7 @@ def map_batch(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def rows_of(value: Any) -> int:
-    """Size of dimension 0 of all tensors of a nested value; 1 if no tensor has a dimension 0.
-
-    Raises:
-        ValueError: if tensors differ in their size of dimension 0.
-    """
+    """Size of dimension 0 of all tensors of a nested value, which must be equal; 1 if no tensor has a dimension 0."""
     sizes = {leaf.size(0) for leaf in flatten(value)[0] if _is_split(leaf)}
     if len(sizes) > 1:
         raise ValueError(
@@ -87,8 +83,7 @@ def rows_of(value: Any) -> int:
 def rows_of_micro_batches(value: Any, chunks: int) -> list[int]:
     """Rows of each micro-batch that :func:`split_nested` makes of ``value``.
 
-    Call it with the mini-batch: in a micro-batch, a tensor that was in :class:`NoChunk` looks like any other. The
-    tensors of a single micro-batch may differ in dimension 0; its rows are the largest one.
+    The tensors of a single micro-batch may differ in dimension 0; its rows are the largest one.
     """
     if chunks == 1:
         return [max((leaf.size(0) for leaf in flatten(value)[0] if _is_split(leaf)), default=1)]
@@ -101,10 +96,6 @@ def split_nested(value: Any, chunks: int) -> list[Any]:
     """Cuts a nested value into at most ``chunks`` micro-batches of nearly equal size (views, never copies).
 
     With fewer rows than ``chunks`` there are as many micro-batches as rows. The first ones are the larger ones.
-
-    Raises:
-        ValueError: if ``chunks`` is not positive; or, with more than one, tensors differ in their size of dimension 0.
-        TypeError: if a sparse or nested tensor would have to be cut.
     """
     if chunks < 1:
         raise ValueError(f"expected at least 1 micro-batch, got chunks={chunks}")
@@ -126,9 +117,6 @@ def gather_nested(values: list[Any]) -> Any:
     """Concatenates the outputs of micro-batches along dimension 0: the inverse of :func:`split_nested`.
 
     Leaves that are not tensors must be equal in all micro-batches.
-
-    Raises:
-        ValueError: if structures differ, or an output cannot be concatenated (0-dimensional, or unequal objects).
     """
     if len(values) == 1:
         return values[0]
@@ -181,22 +169,14 @@ class Batch:
 
     @property
     def tensor(self) -> Tensor:
-        """The bare tensor.
-
-        Raises:
-            AttributeError: if the value is nested.
-        """
+        """The bare tensor. A nested value has none."""
         if not isinstance(self.value, Tensor):
             raise AttributeError("expected a batch of one tensor, got a nested value; use .tensors")
         return self.value
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors of a nested value.
-
-        Raises:
-            AttributeError: if the value is one bare tensor.
-        """
+        """All tensors of a nested value. A bare tensor has none."""
         if self.atomic:
             raise AttributeError("expected a batch of a nested value, got one tensor; use .tensor")
         return tuple(tensors_in(self.value))
@@ -244,11 +224,7 @@ class Batch:
 
 
 def check(input: Any) -> None:
-    """Checks that a mini-batch has a tensor.
-
-    Raises:
-        TypeError: if there is no tensor in ``input``.
-    """
+    """Refuses a mini-batch without a tensor."""
     if not any(isinstance(leaf, (Tensor, NoChunk)) for leaf in flatten(input)[0]):
         raise TypeError(
             f"expected a tensor or a nested value with tensors, got {type(input).__name__} without any; "

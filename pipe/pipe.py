@@ -31,11 +31,11 @@ from pipe.placement import (
     partitions_of,
     stages_of,
     updated_stages,
+    without_partitions,
 )
 from pipe.refusals import check_optimizers, check_plain, check_reduced, check_updates, restored_on
 from pipe.schedule import Schedule, StageAction, fill_drain, one_forward_one_backward
 from pipe.skip.skippable import verify_skippables
-from pipe.state_dict import without_partitions
 from pipe.step import PipelineStep, split_target
 from pipe.stream import AbstractStream, new_stream
 from pipe.turn import TakesTurns, frozen_weights, share_places, takers_in

@@ -1,4 +1,4 @@
-"""Splits the layers of a Pipe into stages, assigns their devices, and checks both.
+"""Splits the layers of a Pipe into stages, assigns their devices, and checks both; names parameters as the layers do.
 
 Invariant: errors in layers, balance or number of devices raise before any layer has been moved.
 """
@@ -6,8 +6,10 @@ Invariant: errors in layers, balance or number of devices raise before any layer
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,6 +33,7 @@ __all__ = [
     "partitions_of",
     "stages_of",
     "updated_stages",
+    "without_partitions",
 ]
 
 Device = torch.device | int | str
@@ -43,9 +46,6 @@ class BalanceError(ValueError):
 def check_convertible(module: nn.Module) -> None:
     """Refuses BatchNorm layers inside modules that take turns: their parameters are stored already, so that a layer
     replaced now would not run.
-
-    Raises:
-        ValueError: naming the layer.
     """
     for name, taker in module.named_modules():
         if not takers_in([taker]) or takers_in(taker.children()):
@@ -69,11 +69,7 @@ def devices_of(devices: Iterable[Device] | None, balance: Sequence[int] | None) 
 
 
 def balance_of(module: nn.Sequential, balance: Sequence[int] | None, devices: int) -> list[int]:
-    """Number of layers of each stage: as given, or with parameters spread as evenly in bytes as possible.
-
-    Raises:
-        BalanceError: if it does not match the module.
-    """
+    """Number of layers of each stage: as given, or with parameters spread as evenly in bytes as possible."""
     if balance is None:
         if not len(module):
             return []
@@ -93,11 +89,7 @@ def balance_of(module: nn.Sequential, balance: Sequence[int] | None, devices: in
 def assigned_devices(
     module: nn.Sequential, balance: Sequence[int], devices: list[torch.device], *, automatic_devices: bool
 ) -> list[torch.device]:
-    """The device of each stage: a device each, or round-robin for stages that take turns.
-
-    Raises:
-        IndexError: if there are too few devices.
-    """
+    """The device of each stage: a device each, or round-robin for stages that take turns."""
     if len(balance) <= len(devices):
         return devices[: len(balance)]
     if not devices or not takes_turns(module):
@@ -124,11 +116,7 @@ def partitions_of(module: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequ
 
 
 def stages_of(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> list[Stage]:
-    """The stages, with their layers on their devices.
-
-    Raises:
-        ValueError: if layers on two devices share a parameter.
-    """
+    """The stages, with their layers on their devices. Raises if layers on two devices share a parameter."""
     place: dict[int, tuple[torch.device, str]] = {}
     for partition, device in zip(partitions, devices, strict=True):
         for name, tensor in [*partition.named_parameters(), *partition.named_buffers()]:
@@ -147,17 +135,9 @@ def stages_of(partitions: Sequence[nn.Sequential], devices: Sequence[torch.devic
 
 
 def updated_stages(stages: Sequence[Stage], layers: Mapping[str, nn.Module | None]) -> list[Stage] | None:
-    """New stages for a Pipe whose layers were replaced, or None if no layer was.
+    """New stages for a Pipe whose ``layers`` were replaced, or None if no layer was.
 
-    Args:
-        stages: the present stages.
-        layers: the present layers of the Pipe.
-
-    Raises:
-        RuntimeError: if layers were added, removed, renamed or moved, if they take turns, or if a partition was changed
-            instead of the Pipe.
-        ValueError: as :func:`stages_of` does.
-        TypeError: if skip connections do not match any more.
+    Refuses layers that were added, removed, renamed or moved, that take turns, or that were replaced in a partition.
     """
     wrapped = [item for stage in stages for item in stage.wrapped]
     if not _same_items([item for stage in stages for item in stage.layers._modules.items()], wrapped):
@@ -188,6 +168,28 @@ def updated_stages(stages: Sequence[Stage], layers: Mapping[str, nn.Module | Non
         partition._modules = {name: now[name] for name, _ in stage.wrapped}
         partitions.append(partition)
     return stages_of(partitions, [stage.device for stage in stages])
+
+
+def without_partitions(state_dict: dict[str, Any], prefix: str, layers: Container[str]) -> list[str]:
+    """Renames, in place, the keys that torchgpipe or fairscale saved for a Pipe with these ``layers``.
+
+    They name a parameter ``partitions.<partition>.<layer>.<name>``, with the layer's name in the whole module; a Pipe
+    names it as the bare module does: ``<layer>.<name>``.
+
+    Returns:
+        The keys that cannot be renamed because several would get one name; nothing is renamed then.
+    """
+    if "partitions" in layers:
+        return []
+    old = re.compile(re.escape(prefix) + r"partitions\.\d+\.(?P<name>(?P<layer>[^.]+)\..+)")
+    found = ((key, old.fullmatch(key)) for key in state_dict)
+    names = {key: prefix + match["name"] for key, match in found if match and match["layer"] in layers}
+    twice = {name for name, count in Counter([*state_dict, *names.values()]).items() if count > 1}
+    if twice:
+        return sorted(key for key, name in names.items() if name in twice)
+    for key, name in names.items():
+        state_dict[name] = state_dict.pop(key)
+    return []
 
 
 def _same_items(a: Sequence[tuple[str, object]], b: Sequence[tuple[str, object]]) -> bool:

@@ -40,11 +40,7 @@ register_module_module_registration_hook(_record_wrapper)
 
 
 def check_plain(module: nn.Sequential) -> None:
-    """Refuses a Sequential with state or behaviour of its own, since a Pipe takes over only its layers.
-
-    Raises:
-        TypeError: if it has a forward, parameters, buffers or hooks of its own.
-    """
+    """Refuses a Sequential with state or behaviour of its own, since a Pipe takes over only its layers."""
     own = beyond_layers(module)
     if own:
         raise TypeError(
@@ -55,22 +51,17 @@ def check_plain(module: nn.Sequential) -> None:
 
 def beyond_layers(module: nn.Sequential) -> list[str]:
     """The names of what a Sequential has besides its layers: a forward, parameters, buffers or hooks of its own."""
-    hooks = any(value for name, value in vars(module).items() if name.endswith("_hooks"))
     found = {
         "a forward": type(module).forward is not nn.Sequential.forward or "forward" in vars(module),
         "parameters": any(p is not None for p in module._parameters.values()),
         "buffers": any(b is not None for b in module._buffers.values()),
-        "hooks": hooks,
+        "hooks": any(value for name, value in vars(module).items() if name.endswith("_hooks")),
     }
     return [name for name, there in found.items() if there]
 
 
 def check_reduced(module: nn.Module) -> None:
-    """Refuses ``train_step`` under DistributedDataParallel: it bypasses DDP's forward, so no gradient is reduced.
-
-    Raises:
-        RuntimeError: if DDP wraps the module on several ranks and is not in ``no_sync``.
-    """
+    """Refuses ``train_step`` under DistributedDataParallel: it bypasses DDP's forward, so no gradient is reduced."""
     for wrapper in _wrappers:
         reduces = wrapper.require_backward_grad_sync and wrapper.process_group.size() > 1
         if reduces and any(inner is module for inner in wrapper.module.modules()):
@@ -82,14 +73,7 @@ def check_reduced(module: nn.Module) -> None:
 
 
 def check_updates(takers: Iterable[TakesTurns]) -> None:
-    """Refuses modules that update their weights in backward: they would use the gradient of one micro-batch.
-
-    Args:
-        takers: modules that take turns. An attribute ``updates_in_backward`` is True if they update in backward.
-
-    Raises:
-        RuntimeError: if one updates in backward.
-    """
+    """Refuses modules that update their weights in backward: they would use the gradient of one micro-batch."""
     for taker in takers:
         if getattr(taker, "updates_in_backward", False):
             raise RuntimeError(
@@ -99,11 +83,7 @@ def check_updates(takers: Iterable[TakesTurns]) -> None:
 
 
 def check_optimizers(parameters: Iterable[nn.Parameter]) -> None:
-    """Refuses ``_apply_optimizer_in_backward`` of ``torch.distributed.optim``, which cannot be deferred.
-
-    Raises:
-        RuntimeError: if a parameter has such an optimizer.
-    """
+    """Refuses ``_apply_optimizer_in_backward`` of ``torch.distributed.optim``, which cannot be deferred."""
     if any(getattr(parameter, "_in_backward_optimizers", None) for parameter in parameters):
         raise RuntimeError(
             "expected parameters whose gradients can accumulate over micro-batches, got some of "
@@ -118,9 +98,6 @@ def check_hooks(parameters: Iterable[nn.Parameter]) -> None:
     A checkpointed micro-batch has a backward of its own, so a hook would see the gradient of that micro-batch alone.
     Hooks of ``register_post_accumulate_grad_hook`` are allowed, since they see a sum. If such a hook steps an
     optimizer, it changes a parameter that other micro-batches need, and their recomputation raises.
-
-    Raises:
-        RuntimeError: if a parameter has hooks on its gradient.
     """
     parameters = list(parameters)
     check_optimizers(parameters)

@@ -6,9 +6,8 @@ devices, assigned round-robin (stage ``j`` to device ``j % d``); a device then n
 and for those being prefetched for the next. Each entry of ``devices`` is a place where stages take turns. A stage with
 an entry of its own has that place to itself.
 
-The pipe knows the order of turns and which stages share a device; the module knows how to load its weights.
-:class:`TakesTurns` is the whole interface between the two: this package loads nothing, and any module with these
-methods can be a stage.
+The pipe knows the order of turns and which stages share a device; the module knows how to load its weights. Any module
+with the methods of :class:`TakesTurns` can be such a stage.
 
 Invariant: the pipe changes between the modules of one place as rarely as its schedule allows (see
 :func:`pipe.schedule.fill_drain`), in forward and backward.
@@ -77,11 +76,7 @@ def takes_turns(layers: Iterable[nn.Module]) -> bool:
 def share_places(
     stages: Sequence[Iterable[nn.Module]], devices: Sequence[torch.device], places: Sequence[Hashable]
 ) -> None:
-    """Calls ``share_slots`` for each place, with the modules of all its stages.
-
-    Raises:
-        ValueError: if a module computes on another device than its stage.
-    """
+    """Calls ``share_slots`` for each place, with the modules of all its stages."""
     shared: dict[Hashable, list[list[TakesTurns]]] = {}
     for j, (stage, device, place) in enumerate(zip(stages, devices, places, strict=True)):
         takers = takers_in(stage)

@@ -23,7 +23,6 @@ ORDERS = {
         "stream",
         "schedule",
         "loss",
-        "state_dict",
         "interception",
         "gradients",
         "microbatch",

@@ -47,7 +47,8 @@ def solve(
     """
     n = len(costs)
     weights: list[float] = list(costs) if sizes is None else list(sizes)
-    room = _limits_of_blocks(limits, partitions)
+    of_all = _INFINITY if limits is None else limits
+    room = [of_all] * partitions if isinstance(of_all, (int, float)) else list(of_all)
     _check(costs, weights, room, partitions)
     cost: list[float] = [0, *accumulate(costs)]
     # First the bound, then among the partitions within it the most even one. A single pass could not do both: it would
@@ -176,14 +177,6 @@ def _most_even_within(cost: Sequence[float], size: Sequence[float], room: Sequen
         even = row
         origins.append(origin)
     return origins
-
-
-def _limits_of_blocks(limits: float | Sequence[float] | None, partitions: int) -> list[float]:
-    if limits is None:
-        return [float("inf")] * partitions
-    if isinstance(limits, (int, float)):
-        return [limits] * partitions
-    return list(limits)
 
 
 def _check(costs: Sequence[float], sizes: Sequence[float], room: Sequence[float], partitions: int) -> None:

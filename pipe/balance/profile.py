@@ -63,15 +63,9 @@ def _synchronize(device: torch.device) -> None:
 
 
 def profile_times(module: nn.Sequential, sample: Any, timeout: float, device: torch.device) -> list[int]:
-    """Microseconds of forward and backward of each layer: the median over rounds within ``timeout``, at least one.
+    """Microseconds of forward and backward of each layer: the median over rounds begun within ``timeout`` seconds.
 
-    A warm-up round before them is not counted.
-
-    Args:
-        module: the layers.
-        sample: input of the first layer, of any batch size.
-        timeout: seconds after which no further round begins.
-        device: the device to measure on.
+    There is at least one, after a warm-up round that is not counted.
     """
     layers = list(_on_device(module, device))
     rounds: list[list[float]] = []
@@ -82,7 +76,6 @@ def profile_times(module: nn.Sequential, sample: Any, timeout: float, device: to
             value = map_tensors(lambda t: t.detach().to(device).requires_grad_(t.requires_grad), sample)
             times = []
             with use_skip_tracker(_CuttingTracker()) as tracker:
-                assert isinstance(tracker, _CuttingTracker)
                 for layer in layers:
                     value = _cut(value)
                     _synchronize(device)
@@ -104,18 +97,10 @@ def profile_sizes(
 
     Activations are counted, not measured: the distinct storages that a forward saves for backward or returns, without
     those of parameters and buffers.
-
-    Args:
-        module: the layers.
-        input: a mini-batch.
-        chunks: number of micro-batches that it will be split into.
-        param_scale: bytes of parameters, gradients and optimizer state, per byte of parameters.
-        device: the device to run the layers on.
     """
     sizes: list[int] = []
     replay = Replay.capture([device])
     with replay.again(), torch.enable_grad(), use_skip_tracker(_CuttingTracker()) as tracker:
-        assert isinstance(tracker, _CuttingTracker)
         micro_batch = split_nested(input, chunks)[0]
         value = map_tensors(lambda t: t.detach().to(device).requires_grad_(t.requires_grad), micro_batch)
         for layer in _on_device(module, device):

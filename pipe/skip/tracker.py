@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from pipe.skip.namespace import Key
 
@@ -19,11 +19,7 @@ __all__ = ["SkipTracker", "current_skip_tracker", "use_skip_tracker"]
 
 
 class SkipTracker:
-    """Skip tensors that were stashed and not yet popped.
-
-    Args:
-        arrived: skip tensors of earlier stages.
-    """
+    """Skip tensors that were stashed and not yet popped; those of earlier stages have ``arrived``."""
 
     def __init__(self, arrived: Iterable[tuple[Key, Any]] = ()) -> None:
         self.tensors: dict[Key, Any] = dict(arrived)
@@ -33,11 +29,7 @@ class SkipTracker:
         self.tensors[key] = tensor
 
     def load(self, key: Key) -> Any:
-        """Removes a tensor and returns it.
-
-        Raises:
-            KeyError: if it was not stashed, or popped already.
-        """
+        """Removes a tensor and returns it."""
         return self.tensors.pop(key)
 
 
@@ -49,8 +41,11 @@ class _ThreadLocal(threading.local):
 _thread_local = _ThreadLocal()
 
 
+Tracker = TypeVar("Tracker", bound=SkipTracker)
+
+
 @contextlib.contextmanager
-def use_skip_tracker(tracker: SkipTracker) -> Iterator[SkipTracker]:
+def use_skip_tracker(tracker: Tracker) -> Iterator[Tracker]:
     """A context in which skippable layers of this thread use ``tracker``."""
     before = _thread_local.tracker
     _thread_local.tracker = tracker
