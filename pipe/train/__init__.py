@@ -2,11 +2,10 @@
 
 from pipe.train.base import TrainPipelineBase
 from pipe.train.distribute import Distributes
-from pipe.train.evaluation import EvalPipelineSparseDist
 from pipe.train.lane import InlineLane, Lane, Lanes, ThreadLane, Ticket
 from pipe.train.prefetch import PrefetchTrainPipelineSparseDist
 from pipe.train.schedule import Stage, TrainSchedule, plan
-from pipe.train.sparse import TrainPipelineSparseDist
+from pipe.train.sparse import EvalPipelineSparseDist, TrainPipelineSparseDist
 from pipe.train.statistics import Statistics
 
 __all__ = [

@@ -1,6 +1,6 @@
-"""A training loop that also distributes the sparse features of the next batch over ranks while one batch computes.
+"""Training and evaluation loops that distribute the sparse features of the next batch over ranks while one computes.
 
-It has two stages more than :class:`~pipe.train.base.TrainPipelineBase`. With the defaults a call of ``progress`` runs::
+They have two stages more than :class:`~pipe.train.base.TrainPipelineBase`. By default a call of ``progress`` runs::
 
     load.i+2  copy.i+2  distribute.i+1  forward.i  exchange.i+1  backward.i
 
@@ -22,7 +22,7 @@ from pipe.train.distribute import Distribution
 from pipe.train.reader import PendingBatch
 from pipe.train.schedule import Stage
 
-__all__ = ["TrainPipelineSparseDist"]
+__all__ = ["EvalPipelineSparseDist", "TrainPipelineSparseDist"]
 
 
 class TrainPipelineSparseDist(TrainPipelineBase):
@@ -190,3 +190,51 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         self._reader.attach(model)
         for pending in self._pending.values():
             pending.requests = []  # they were for modules of the old model
+
+
+class EvalPipelineSparseDist(TrainPipelineSparseDist):
+    """Runs forward alone: no gradient is zeroed or computed, and the optimizer never steps, whatever the model's mode.
+
+    Grad mode, ``train`` or ``eval``, and inference mode are the caller's::
+
+        pipeline = EvalPipelineSparseDist(model.eval(), optimizer, device)
+        with torch.no_grad():
+            output = pipeline.progress(batches)
+
+    Args:
+        model: called with one batch, returns ``(losses, output)``; the losses are dropped.
+        optimizer: unused; accepted because torchrec has it. May be None.
+        device: the device that batches are copied to.
+        enable_amp: run forward under autocast to ``amp_dtype``.
+        **options: as for :class:`~pipe.train.sparse.TrainPipelineSparseDist`, except ``grad_accum`` and gradient
+            scaling.
+
+    Source: torchrec's ``EvalPipelineSparseDist`` (Meta, 2022).
+    """
+
+    _forward_only = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+        device: torch.device | str,
+        *,
+        enable_amp: bool = False,
+        amp_dtype: torch.dtype = torch.bfloat16,
+        custom_model_fwd: Callable[[Any], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        unwanted = sorted({"grad_accum", "enable_grad_scaling", "execute_all_batches"} & options.keys())
+        if unwanted:
+            raise TypeError(f"EvalPipelineSparseDist trains nothing and runs every batch: it takes no {unwanted}")
+        super().__init__(
+            model,
+            (),
+            device,
+            enable_amp,
+            False,
+            amp_dtype=amp_dtype,
+            custom_model_fwd=custom_model_fwd,
+            **options,
+        )
