@@ -38,7 +38,7 @@ def writes_input(layers: nn.Module) -> bool:
 
 
 class Stage:
-    """Layers on a device; stage number ``index`` of those that the skip connections of ``layout`` join."""
+    """Layers on a device: stage number ``index`` of a pipe with the skip connections of ``layout``."""
 
     def __init__(self, layers: nn.Sequential, device: torch.device, index: int, layout: SkipLayout) -> None:
         self.layers = layers
@@ -67,7 +67,7 @@ class Stage:
             taker.prefetch(backward=backward)
 
     def __call__(self, input: tuple[Any, Sequence[Any]]) -> tuple[Any, list[Any]]:
-        """Runs the layers on a value and the skip tensors of ``arriving``; returns one and those of ``leaving``."""
+        """Runs the layers on a value and the skip tensors of ``arriving``; returns a value and those of ``leaving``."""
         value, popped = input
         if self._copies_input:
             # An in-place operation on a micro-batch would write into the storage of the mini-batch, and on a saved

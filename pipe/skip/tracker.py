@@ -19,7 +19,7 @@ __all__ = ["SkipTracker", "current_skip_tracker", "use_skip_tracker"]
 
 
 class SkipTracker:
-    """Skip tensors that were stashed and not yet popped; those of earlier stages have ``arrived``."""
+    """Skip tensors that were stashed and not yet popped; ``arrived`` are those of earlier stages."""
 
     def __init__(self, arrived: Iterable[tuple[Key, Any]] = ()) -> None:
         self.tensors: dict[Key, Any] = dict(arrived)
