@@ -108,7 +108,7 @@ class Rerun:
     def repeat_for_gradients(
         self, call: Call, value: Any, *, until: contextlib.ExitStack | None = None
     ) -> tuple[Any, bool]:
-        """The same with a graph, without operations that no gradient needs. False: it ran others than the first run."""
+        """The same with a graph, without operations that no gradient needs; and whether it ran as the first run did."""
 
         def run(mode: contextlib.AbstractContextManager[Any]) -> Any:
             with torch.enable_grad():
