@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness.case import FLOOR
 from benchmarks.harness.io_counters import counts_of, measure
-from benchmarks.harness.memory_cap import cap_memory, lacks_memory
+from benchmarks.harness.memory import cap_memory, lacks_memory
 from benchmarks.harness.settings import option
 from benchmarks.harness.table import mebibytes
 from benchmarks.harness.worker import Reporter
@@ -115,7 +115,6 @@ def train(report: Reporter, settings: dict[str, Any], weights: str, offloaded: b
     """Builds and loads the model, and takes a step in each turn; memory may end it at any time."""
     chosen = Settings(**settings)
     report.memory(FLOOR)
-    report.total(chosen.steps)
     try:
         if capped:
             cap_memory(chosen.cap << 20)

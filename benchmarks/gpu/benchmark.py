@@ -51,21 +51,16 @@ def plan(settings: Settings, folder: str) -> Plan:
         out = [] if name == "tests" else ["--device", device, "--home", folder, "--out", f"{settings.stem}-{name}"]
         return Case(name, "", {"words": ["-m", *words.split(), *out], "seconds": patience * seconds})
 
-    def size(layers: int, dim: int, rows: int, positions: int) -> str:
-        return TINY if dry else f"--layers {layers} --dim {dim} --rows {rows} --positions {positions}"
+    def size(layers: int, dim: int, rows: int, positions: int, more: str = "") -> str:
+        return TINY if dry else f"--layers {layers} --dim {dim} --rows {rows} --positions {positions}{more}"
 
-    curve = f"{size(16, 1024, 16, 256)} --pairs {1 if dry else 3}"
-    largest = size(32, 4096, 8, 512) + ("" if dry else " --only ours --steps 3")
+    curve = f"--pairs {1 if dry else 3} --only torch save_on_cpu FSDP2 fairscale host budget"
     cases = [
         part("tests", f"pytest {TEST_OPTIONS} {' '.join(settings.tests)}", 100),
         part("train-small", f"benchmarks gpu-train {size(12, 1024, 8, 512)}", 60),
         part("train-1b", f"benchmarks gpu-train {size(24, 2048, 8, 512)}", 110),
-        part(
-            "memory-latency",
-            f"benchmarks memory-latency {curve} --only torch save_on_cpu FSDP2 fairscale host budget",
-            150,
-        ),
-        part("train-7b", f"benchmarks gpu-train {largest}", 165),
+        part("memory-latency", f"benchmarks memory-latency {size(16, 1024, 16, 256)} {curve}", 150),
+        part("train-7b", f"benchmarks gpu-train {size(32, 4096, 8, 512, ' --only ours --steps 3')}", 165),
     ]
     yield Group("parts", [case for case in cases if case.name in settings.parts])
 

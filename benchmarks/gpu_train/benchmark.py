@@ -1,25 +1,32 @@
 """``gpu-train``: full AdamW in bf16 over fp32 masters: memory on device and host, and time, of each method.
 
-Made for a GPU; on the CPU the same cases run with a small model, which shows that they work and nothing else.
+Forward and backward are those of ``memory-latency``. Made for a GPU, whose peak is that of torch's allocator; on the
+CPU the same cases run with a small model, which shows that they work and nothing else.
 """
 
 import math
 import statistics
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from benchmarks.harness.benchmark import Benchmark, Facts, Plan, Report, Run
-from benchmarks.harness.case import Case, Outcome, failures
+from benchmarks.harness.case import FLOOR, Case, Outcome, failures
+from benchmarks.harness.io_counters import counts_of, measure
 from benchmarks.harness.limits import Limits, adamw_bytes
 from benchmarks.harness.schedule import Group
 from benchmarks.harness.settings import option
 from benchmarks.harness.table import at_most, case_table, limit_columns, mebibytes, reasons
-from benchmarks.models.transformer import Stack
+from benchmarks.harness.worker import Reporter
+from benchmarks.memory_latency.methods import METHODS
+from benchmarks.models.transformer import Block, Stack
 
+OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}  # fused: one pass over parameter, gradient and both moments
 MAXIMUM_DIFFERENCE = 0.05  # of first losses: weights are drawn alike, and bf16 has eight bits
 HOST_UPDATES = ("ours", "checkpointed torchao", "fairscale_offload")  # their optimizers work in host memory
 NAMED: list[tuple[str, str, str]] = [  # name, method of ``memory-latency`` and optimizer, peer
@@ -49,7 +56,7 @@ def plan(settings: Settings, folder: str) -> Plan:
     stack = Stack(settings.layers, settings.dim, settings.rows, settings.positions)
     common = {"stack": asdict(stack), "device": settings.device}
     cases = [
-        Case(name, "benchmarks.gpu_train.methods:train", {"method": method, **common}, peer=peer)
+        Case(name, "benchmarks.gpu_train.benchmark:train", {"method": method, **common}, peer=peer)
         for name, method, peer in NAMED
         if any(word in name for word in settings.only)
     ]
@@ -69,6 +76,69 @@ def rates(settings: Settings) -> dict[str, Any]:
     """bf16 rates; small sizes on a CPU."""
     size = {"file_bytes": 32 << 20, "side": 256} if settings.device == "cpu" else {"side": 8192}
     return {"device": settings.device, "dtype": torch.bfloat16, **size}
+
+
+def _layers(stack: Stack) -> nn.Sequential:
+    """The blocks with torch's default initialization, which an OffloadModel repeats for layers without memory."""
+    torch.manual_seed(stack.seed)
+    return nn.Sequential(*(Block(stack.dim) for _ in range(stack.blocks)))
+
+
+def _ours(stack: Stack, device: str) -> tuple[Any, Any]:
+    """``OffloadModel`` in host memory with an ``OffloadOptimizer`` that updates during backward."""
+    from offload import OffloadModel, OffloadOptimizer
+
+    with torch.device("meta"):  # given memory shard by shard: the bare model never exists
+        layers = _layers(stack)
+    options: dict[str, Any] = {"checkpoint_activation": True, "param_dtype": torch.bfloat16}
+    model = OffloadModel(layers, device, "cpu", num_slices=stack.blocks, **options)
+    return model, OffloadOptimizer(model, torch.optim.AdamW, update_in_backward=True, **OPTIONS)
+
+
+def _theirs(stack: Stack, device: str, method: str) -> tuple[Any, Any]:
+    """A method of ``memory-latency`` under autocast, with AdamW where its parameters are, or torchao's optimizer."""
+    model = _layers(stack)
+    settings = {"slices": stack.blocks} if method == "fairscale_offload" else {}
+    prepared = METHODS[method.partition(" ")[0]](model, Path(tempfile.gettempdir()), device, **settings)
+    trained = prepared.run if isinstance(prepared.run, nn.Module) else model
+    if method.endswith("torchao"):  # states and gradients in host memory
+        from torchao.optim import CPUOffloadOptimizer
+
+        options = {"offload_gradients": True, **OPTIONS}
+        optimizer: Any = CPUOffloadOptimizer(trained.parameters(), torch.optim.AdamW, **options)
+    else:
+        optimizer = torch.optim.AdamW(trained.parameters(), **OPTIONS)
+
+    def run(batch: Tensor) -> Tensor:
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            return prepared.run(batch)
+
+    return run, optimizer
+
+
+def train(report: Reporter, method: str, stack: dict[str, Any], device: str) -> dict[str, Any]:
+    """A training step in each turn; the first ones also make the states of the optimizer."""
+    chosen = Stack(**stack)
+    report.memory(FLOOR)
+    run, optimizer = _ours(chosen, device) if method == "ours" else _theirs(chosen, device, method)
+    batch = chosen.batch().to(device)
+
+    def step() -> Tensor:
+        loss = run(batch).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    report.phase("steps")
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    for _ in report.turns():
+        loss, values = measure(step, run, device)
+        report.step(loss=float(loss), **values)
+    device_peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
+    return {"device_peak": device_peak, "statistics": counts_of(run)}
 
 
 def report(run: Run[Any]) -> Report:

@@ -24,8 +24,7 @@ from torch.nn import functional
 from benchmarks.harness.case import FLOOR
 from benchmarks.harness.io_counters import measure
 from benchmarks.harness.limits import block_flops
-from benchmarks.harness.memory import data_bytes
-from benchmarks.harness.memory_cap import cap_memory, lacks_memory
+from benchmarks.harness.memory import cap_memory, data_bytes, lacks_memory
 from benchmarks.harness.worker import Reporter
 from benchmarks.models.dropout import row_keys
 from benchmarks.models.encoder import build_encoder

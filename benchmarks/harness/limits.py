@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.harness.io_counters import measure
+
 BLOCK_BYTES = 4 << 20
 
 
@@ -49,12 +51,9 @@ class Limits:
     ) -> float:
         """The least seconds that a step of so much work takes on this machine: the longest of its parts.
 
-        Args:
-            flops: floating point operations in matrix products.
-            copied_bytes: between places in host memory.
-            read_bytes, written_bytes: from and to the disk. The disk has one queue: the two add up.
-            loaded_bytes, drained_bytes: between host and accelerator. The bus has two directions: the two overlap.
-            on_device_bytes: copied in the memory that layers compute in: the host's without an accelerator.
+        ``flops`` are those of matrix products. Bytes are copied in host memory (``copied_bytes``) or in the memory that
+        layers compute in (``on_device_bytes``: the host's without an accelerator). The disk has one queue: bytes read
+        and written add up. The bus to an accelerator has two directions: bytes loaded and drained overlap.
 
         Raises:
             ValueError: if bytes pass to an accelerator and there is none.
@@ -107,13 +106,8 @@ def measure_limits(
 ) -> Limits:
     """Measures for some seconds, in this process; restores the number of torch's threads.
 
-    Args:
-        directory: on the disk to be measured; holds a file of ``file_bytes`` meanwhile.
-        device, dtype: of the matrix product.
-        threads: of torch on the CPU; by default as many as it has.
-        file_bytes: of the file and of the copied memory, a multiple of 4 MiB.
-        side: of the square matrices.
-        tries: of each measurement; the best counts.
+    ``directory`` is on the disk to be measured and holds a file of ``file_bytes`` meanwhile, as many as are copied in
+    memory; ``side`` is that of the square matrices. Of several ``tries`` the best counts.
     """
     if file_bytes < BLOCK_BYTES or file_bytes % BLOCK_BYTES:
         raise ValueError(f"expected a positive multiple of {BLOCK_BYTES} bytes, got file_bytes={file_bytes}")
@@ -156,19 +150,7 @@ def measure_limits(
 
 def _best(work: Callable[[], object], device: torch.device, tries: int) -> float:
     """The least seconds of ``tries``, after one that is not counted."""
-    seconds = []
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    for _ in range(tries + 1):
-        wait()
-        started = time.perf_counter()
-        work()
-        wait()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds[1:])
+    return min([measure(work, device=device.type)[1]["seconds"] for _ in range(tries + 1)][1:])
 
 
 def _measure_disk(name: str, nbytes: int, tries: int) -> tuple[float, float, float, bool]:

@@ -1,17 +1,24 @@
-"""Memory of a process that the kernel cannot take back, sampled from outside some two hundred times a second.
+"""Memory of a process that the kernel cannot take back, sampled from outside; and a cap on it.
 
 Counted are anonymous and shared-anonymous pages (``RssAnon`` and ``RssShmem`` of ``/proc/PID/status``).
 Pages of a file on disk are not counted, mapped or not: the kernel drops them or writes them back when it needs the
 room. Outside of Linux psutil's unique set size is the nearest figure. A peak is the greatest of many samples: it is too
-low by at most what lived for less than the sampling interval.
+low by at most what lived for less than the sampling interval, some four milliseconds.
 """
 
 import ctypes
 import os
+import re
 import threading
 import time
 
 import psutil
+
+from benchmarks.harness.case import Outcome
+
+LACKS_MEMORY = re.compile(
+    r"allocate memory|MemoryError|out of memory|bad_alloc|ENOMEM|start new thread", re.IGNORECASE
+)  # a thread needs a stack, and its error says nothing of memory
 
 
 class ProcessMemory:
@@ -140,3 +147,36 @@ class PeakMeter:
             self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), held)
             self.data_peak_bytes = max(self.data_peak_bytes, mapped)
             return True
+
+
+def lacks_memory(text: str) -> bool:
+    """Whether an error message tells of a failed allocation."""
+    return bool(LACKS_MEMORY.search(text))
+
+
+def died_of_memory(outcome: Outcome) -> bool:
+    """Whether the case ended for want of memory."""
+    return outcome.failure is not None and lacks_memory(outcome.failure)
+
+
+def cap_memory(nbytes: int) -> None:
+    """From here on this process maps at most ``nbytes`` of private memory (``RLIMIT_DATA``).
+
+    Private writable mappings count (heap, large tensors, thread stacks), touched or not; mapped files do not.
+
+    Raises:
+        MemoryError: if it has mapped as much already.
+        OSError: if the system has no such limit, or refuses it.
+    """
+    held = data_bytes(os.getpid())
+    if held >= nbytes:
+        raise MemoryError(
+            f"cannot allocate memory: the cap of {nbytes >> 20:,} MiB is no more than the {held >> 20:,} MiB that the "
+            f"process has mapped before it begins"
+        )
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (nbytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    except (ImportError, OSError, ValueError) as error:
+        raise OSError(f"expected a system that caps a process at {nbytes:,} bytes of private memory") from error

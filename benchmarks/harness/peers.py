@@ -6,8 +6,6 @@ its path; it needs torch and psutil. A peer that is not found is a row of the ta
 """
 
 import importlib
-import importlib.metadata
-import importlib.util
 import os
 import subprocess
 import sys
@@ -87,7 +85,7 @@ def find_peer(name: str) -> Found | Absent:
 @cache
 def _find(name: str, python: str) -> Found | Absent:
     peer = PEERS[name]
-    version = _version_in(python, peer) if python else _version_here(peer)
+    version = _version_in(python or sys.executable, peer)
     if version is None:
         place = f"the environment of {variable_of(name)}" if python else "this environment"
         return Absent(
@@ -97,15 +95,6 @@ def _find(name: str, python: str) -> Found | Absent:
     if peer.needs_accelerator and not _accelerator():
         return Absent("needs an accelerator, and there is none")
     return Found(python or sys.executable, version)
-
-
-def _version_here(peer: Peer) -> str | None:
-    if peer.module and importlib.util.find_spec(peer.module) is None:
-        return None
-    try:
-        return importlib.metadata.version(peer.distribution)
-    except importlib.metadata.PackageNotFoundError:  # a source tree on the path
-        return "of unknown version" if peer.module else None
 
 
 def _version_in(python: str, peer: Peer) -> str | None:

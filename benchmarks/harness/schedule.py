@@ -38,31 +38,47 @@ class Group:
     warmup: int = 0
 
 
-def run_group(group: Group, *, progress: bool = True) -> list[Outcome]:
+def run_group(group: Group) -> list[Outcome]:
     """Runs the cases of a group; their outcomes in the same order."""
     if not group.cases:
         return []
     if group.order == "pairs":
-        return run_pairs(group.cases[0], group.cases[1:], group.turns, warmup=group.warmup, progress=progress)
+        return run_pairs(group.cases[0], group.cases[1:], group.turns, warmup=group.warmup)
     if group.order == "rounds":
-        return run_rounds(group.cases, group.turns, warmup=group.warmup, progress=progress)
-    return [run_alone(case, group.turns, warmup=group.warmup, progress=progress) for case in group.cases]
+        return run_rounds(group.cases, group.turns, warmup=group.warmup)
+    return [run_alone(case, group.turns, warmup=group.warmup) for case in group.cases]
 
 
-def run_alone(case: Case, turns: int = 0, *, warmup: int = 0, progress: bool = True) -> Outcome:
+def run_alone(case: Case, turns: int = 0, *, warmup: int = 0) -> Outcome:
     """Runs one case to its end, whatever that is; the process is gone when this returns or raises."""
-    with _bar(case.name, progress) as bar, CaseProcess(case, _listener(bar)) as process:
-        for _ in range(warmup + turns):
-            process.turn()
-        outcome = process.finish()
-        del outcome.steps[:warmup]
-        _tell(bar, outcome)
-        return outcome
+    return _run([case], turns, warmup)[0]
 
 
-def run_pairs(
-    reference: Case, cases: Sequence[Case], pairs: int, *, warmup: int = 1, progress: bool = True
-) -> list[Outcome]:
+def run_rounds(cases: Sequence[Case], turns: int, *, warmup: int = 0) -> list[Outcome]:
+    """Takes one turn of every case in each round; a case that ends is left out from then on."""
+    outcomes = _run(cases, turns, warmup)
+    refer_to_first(outcomes)
+    return outcomes
+
+
+def _run(cases: Sequence[Case], turns: int, warmup: int) -> list[Outcome]:
+    with contextlib.ExitStack() as stack:
+        bar = stack.enter_context(_bar(", ".join(case.name for case in cases), len(cases) * (warmup + turns)))
+        processes: list[CaseProcess] = []
+        for case in cases:
+            processes.append(stack.enter_context(CaseProcess(case, _listener(bar))))
+            processes[-1].prepare()  # one after the other: building takes time and memory, too
+        for k in range(warmup + turns):
+            begin = k % len(processes)
+            for process in processes[begin:] + processes[:begin]:
+                process.turn()
+        for process in processes:
+            del process.finish().steps[:warmup]
+            _tell(bar, process.outcome)
+        return [process.outcome for process in processes]
+
+
+def run_pairs(reference: Case, cases: Sequence[Case], pairs: int, *, warmup: int = 1) -> list[Outcome]:
     """Runs each case in turn with the reference, which keeps its process; its outcome is the first.
 
     Where ``pairs`` pairs leave the median in doubt, there are more: up to three times as many. A case that ended early
@@ -74,7 +90,7 @@ def run_pairs(
         for _ in range(warmup):
             first.turn()
         for case in cases:
-            with _bar(case.name, progress) as bar, CaseProcess(case, _listener(bar)) as second:
+            with _bar(case.name) as bar, CaseProcess(case, _listener(bar)) as second:
                 found.append(_pair(first, second, pairs, warmup))
                 _tell(bar, found[-1])
         outcome = first.finish()
@@ -100,28 +116,6 @@ def _pair(first: CaseProcess, second: CaseProcess, pairs: int, warmup: int) -> O
     second.finish()
     del outcome.steps[len(reference) :]
     return outcome
-
-
-def run_rounds(cases: Sequence[Case], turns: int, *, warmup: int = 0, progress: bool = True) -> list[Outcome]:
-    """Takes one turn of every case in each round; a case that ends is left out from then on."""
-    with contextlib.ExitStack() as stack:
-        processes: list[CaseProcess] = []
-        for case in cases:
-            processes.append(stack.enter_context(CaseProcess(case)))
-            processes[-1].prepare()  # one after the other: building takes time and memory, too
-        bar = stack.enter_context(_bar(", ".join(case.name for case in cases), progress))
-        bar.reset(warmup + turns)
-        for k in range(warmup + turns):
-            begin = k % len(processes)
-            for process in processes[begin:] + processes[:begin]:
-                process.turn()
-            bar.update()
-        outcomes = [process.finish() for process in processes]
-        for outcome in outcomes:
-            del outcome.steps[:warmup]
-            _tell(bar, outcome)
-        refer_to_first(outcomes)
-        return outcomes
 
 
 def refer_to_first(outcomes: Sequence[Outcome]) -> None:
@@ -151,8 +145,8 @@ def known(ratios: Sequence[float]) -> bool:
     return 1.253 * (high - low) / 1.349 / math.sqrt(len(ratios)) <= MAXIMUM_ERROR * middle
 
 
-def _bar(name: str, progress: bool) -> Any:
-    return require("tqdm").tqdm(desc=name, unit="step", disable=not progress, dynamic_ncols=True)
+def _bar(name: str, total: int = 0) -> Any:
+    return require("tqdm").tqdm(desc=name, total=total or None, unit="step", dynamic_ncols=True)
 
 
 def _tell(bar: Any, outcome: Outcome) -> None:

@@ -18,14 +18,14 @@ from benchmarks.harness.plot import COLOURS, Panel
 from benchmarks.harness.schedule import Group
 from benchmarks.harness.settings import option
 from benchmarks.harness.table import at_most, case_table, limit_columns, mebibytes, reasons, spread
-from benchmarks.memory_latency.workload import FLOOR
+from benchmarks.memory_latency.methods import FLOOR
 from benchmarks.models.transformer import Stack
 
 IN_USE = ", in use"  # ends the name of a case that measures a peak
 MAXIMUM_DIFFERENCE = 1e-4  # of gradients and outputs, relative to the greatest element of the tensor
 Peaks = Mapping[str, int]
 REFERENCE = "torch, all in memory"
-WORKLOAD = "benchmarks.memory_latency.workload"
+METHODS = "benchmarks.memory_latency.methods"
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}  # so that a peak is what is in use
 
 Named = tuple[str, str, dict[str, Any], str]
@@ -60,18 +60,13 @@ def plan(settings: Settings, folder: str) -> Plan:
     common = {"stack": asdict(stack), "home": folder, "device": settings.device}
 
     def cases(function: str, prefix: str, suffix: str, named: list[Named], **more: object) -> list[Case]:
-        chosen = [entry for entry in named if any(word in prefix + entry[0] for word in settings.only)]
-        environment = GIVE_BACK if suffix else {}
-        return [
-            Case(
-                f"{prefix}{name}{suffix}",
-                f"{WORKLOAD}:{function}",
-                {"method": method, "settings": chosen_settings, **common, **more},
-                environment,
-                peer,
-            )
-            for name, method, chosen_settings, peer in ((REFERENCE, "plain", {}, ""), *chosen)
-        ]
+        found = []
+        for name, method, chosen, peer in ((REFERENCE, "plain", {}, ""), *named):
+            if name == REFERENCE or any(word in prefix + name for word in settings.only):
+                how = {"method": method, "settings": chosen, **common, **more}
+                environment = GIVE_BACK if suffix else {}
+                found.append(Case(f"{prefix}{name}{suffix}", f"{METHODS}:{function}", how, environment, peer))
+        return found
 
     training = OTHERS + _ours(settings.layers, 4 * stack.parameters // settings.layers)
     forward: list[Named] = [
@@ -90,21 +85,16 @@ def plan(settings: Settings, folder: str) -> Plan:
 def _ours(most: int, layer_bytes: int) -> list[Named]:
     """Each setting of OffloadModel changed in turn: home, slices, keep or checkpoint, micro-batches, slots, budget."""
     half, few = most // 2, most // 4
-    keep, checkpoint = {"checkpoint_activation": False}, {"checkpoint_activation": True}
-    chosen: dict[str, dict[str, Any]] = {
-        f"host, {few} slices, keep": {"disk": False, "num_slices": few, **keep},
-        f"host, {few} slices, checkpoint": {"disk": False, "num_slices": few, **checkpoint},
-        f"host, {most} slices, checkpoint": {"disk": False, "num_slices": most, **checkpoint},
-        f"disk, {few} slices, keep": {"num_slices": few, **keep},
-        f"disk, {most} slices, keep": {"num_slices": most, **keep},
-        f"disk, {few} slices, checkpoint": {"num_slices": few, **checkpoint},
-        f"disk, {half} slices, checkpoint": {"num_slices": half, **checkpoint},
-        f"disk, {most} slices, checkpoint": {"num_slices": most, **checkpoint},
-        f"disk, {most} slices, checkpoint, {half} slots": {"num_slices": most, "num_slots": half, **checkpoint},
-    }
+    chosen: dict[str, dict[str, Any]] = {}
+    slices = {"host, keep": (few,), "host, checkpoint": (few, most), "disk, keep": (few, most)}
+    for kind, counts in (slices | {"disk, checkpoint": (few, half, most)}).items():
+        place, activations = kind.split(", ")
+        how = {"disk": place == "disk", "checkpoint_activation": activations == "checkpoint"}
+        chosen |= {f"{place}, {count} slices, {activations}": {"num_slices": count, **how} for count in counts}
+    name, checkpoint = f"disk, {most} slices, checkpoint", {"checkpoint_activation": True}
+    chosen[f"{name}, {half} slots"] = {"num_slices": most, "num_slots": half, **checkpoint}
     for count in (2, 4):
-        name = f"disk, {most} slices, checkpoint, {count} micro-batches"
-        chosen[name] = {"num_slices": most, "num_microbatches": count, **checkpoint}
+        chosen[f"{name}, {count} micro-batches"] = {"num_slices": most, "num_microbatches": count, **checkpoint}
     for layers in (5, 8, 16):  # two slots and two sets of gradients of one layer are 4; the rest is for boundaries
         budget = layers * layer_bytes
         chosen[f"disk, budget {budget >> 20} MiB"] = {"num_slices": None, "memory_budget": budget, **checkpoint}

@@ -59,34 +59,27 @@ def plan(settings: Settings, folder: str) -> Plan:
         sizes = {name: getattr(settings, name) for name in ("dim", "rows", "positions", "boundary_bytes")}
         return {"shape": {"shards": shards, "blocks": blocks, **sizes}, "home": folder}
 
-    def peaks(name: str, blocks: dict[int, int]) -> list[Case]:
-        cases = []
-        for shards, count in blocks.items():
-            # A peak is a maximum over visits of shards: deeper models get no more visits than others.
-            steps = 2 if count > 1 else 2 * layers // shards
-            arguments = {**shape(shards, count), "steps": steps}
-            cases.append(Case(f"{name}, {shards} shards", f"{METHODS}:peak", arguments, GIVE_BACK))
-        return cases
+    def peak(name: str, shards: int, blocks: int) -> Case:
+        # A peak is a maximum over visits of shards: deeper models get no more visits than others.
+        steps = 2 if blocks > 1 else 2 * layers // shards
+        return Case(f"{name}, {shards} shards", f"{METHODS}:peak", {**shape(shards, blocks), "steps": steps}, GIVE_BACK)
 
     layers = max(settings.shards)
     timed = {**shape(TIMED_SHARDS, 1), "pairs": settings.pairs, "warmup": 2}
-    deeper = peaks("1 layer each", dict.fromkeys(settings.shards, 1))
+    deeper = [peak("1 layer each", shards, 1) for shards in settings.shards]
     yield Group("time", [Case(f"time, {TIMED_SHARDS} shards", f"{METHODS}:time_pairs", timed)])
-    yield Group("finer", peaks(f"{layers} layers", {shards: layers // shards for shards in settings.shards}))
+    yield Group("finer", [peak(f"{layers} layers", shards, layers // shards) for shards in settings.shards])
     yield Group("deeper", deeper)
     deepest = deeper[-1]
     yield Group("allocator", [Case(f"{deepest.name}, allocator as it comes", deepest.target, deepest.arguments)])
     in_slots = {**timed, "home": "cpu", "slots": TIMED_SHARDS}
     yield Group("engine", [Case("all in slots", f"{METHODS}:time_pairs", in_slots)])
     disk = {"width": settings.width, "layers": 32, "shards": 16, "rows": 1, "pairs": settings.pairs}
-    names = {False: "disk, inputs take gradients", True: "disk, weights take gradients"}
-    yield Group(
-        "disk",
-        [
-            Case(name, f"{METHODS}:stream", {"home": f"{folder}/{train}", "train": train, **disk})
-            for train, name in names.items()
-        ],
-    )
+    cases = []
+    for train, what in ((False, "inputs"), (True, "weights")):
+        how = {"home": f"{folder}/{train}", "train": train, **disk}
+        cases.append(Case(f"disk, {what} take gradients", f"{METHODS}:stream", how))
+    yield Group("disk", cases)
 
 
 def report(run: Run[Any]) -> Report:

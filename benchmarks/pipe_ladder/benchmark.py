@@ -8,7 +8,6 @@ taken away, another case gives the peak memory. One more gives each stage a work
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 from benchmarks.harness.benchmark import Benchmark, Plan, Report, Run
@@ -91,9 +90,10 @@ def report(run: Run[Any]) -> Report:
         names = _names(outcomes)
         columns: dict[str, Callable[[Outcome], str]] = {}
         for name in names:
-            columns[f"{name}, ms"] = partial(_milliseconds, name)
+            columns[f"{name}, ms"] = lambda o, key=f"{name}: processor": f"{1e3 * o.median(key):.1f}"
         for name in names[1:]:
-            columns |= {f"ours / {name}, {kind}": partial(_shown_ratio, name, kind) for kind in KINDS}
+            for kind in KINDS:
+                columns[f"ours / {name}, {kind}"] = lambda o, pair=(name, kind): f"{ratio_of(o, *pair):.3f}"
         columns |= limit_columns(limits, least, lambda o: o.median("ours: clock"))
         means = [
             f"{name}, {kind}: {mean_ratio(outcomes, name, kind):.3f}"
@@ -114,14 +114,6 @@ def report(run: Run[Any]) -> Report:
     sections = [TIME, times(groups["time"]), TINY_TIME, times(groups["tiny cells"])]
     sections += [PEAK, case_table(peaks, held, "method"), BUBBLE, _bubble_table(bubble), reasons(run.outcomes)]
     return Report(sections, broken_bounds(groups), ratios=_ratios(run))
-
-
-def _milliseconds(name: str, outcome: Outcome) -> str:
-    return f"{1e3 * outcome.median(f'{name}: processor'):.1f}"
-
-
-def _shown_ratio(name: str, kind: str, outcome: Outcome) -> str:
-    return f"{ratio_of(outcome, name, kind):.3f}"
 
 
 def _above(outcome: Outcome) -> int:
@@ -163,14 +155,10 @@ def _ratios(run: Run[Any]) -> dict[str, float]:
 def _bubble_table(bubble: Outcome) -> str:
     shares = [f"{name}: {what}" for name in SCHEDULES for what in ("measured", "simulated")]
     speed_ups = [f"{name}: speed-up" for name in SCHEDULES]
-    rows = [
-        [
-            str(step["chunks"]),
-            *(f"{step[name]:.1%}" for name in ("ideal", *shares)),
-            *(f"{step[name]:.2f}x" for name in speed_ups),
-        ]
-        for step in bubble.steps
-    ]
+    rows = []
+    for step in bubble.steps:
+        shown = [f"{step[name]:.1%}" for name in ("ideal", *shares)] + [f"{step[name]:.2f}x" for name in speed_ups]
+        rows.append([str(step["chunks"]), *shown])
     return markdown_table(["micro-batches", "(p-1)/(m+p-1)", *shares, *speed_ups], rows)
 
 

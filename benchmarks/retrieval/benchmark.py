@@ -16,11 +16,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.harness.benchmark import Benchmark, Facts, Plan, Report, Run
 from benchmarks.harness.case import FLOOR, Case, Outcome
 from benchmarks.harness.io_counters import medium_bytes
 from benchmarks.harness.limits import adamw_bytes, gradient_bytes
-from benchmarks.harness.memory_cap import available_bytes, died_of_memory
+from benchmarks.harness.memory import died_of_memory
 from benchmarks.harness.schedule import Group
 from benchmarks.harness.table import at_most, case_table, limit_columns, markdown_table, mebibytes, reasons, spread
 from benchmarks.retrieval.corpus import build_corpus
@@ -42,7 +44,7 @@ def plan(settings: Settings, folder: str) -> Plan:
         how |= {"cap_bytes": cap_bytes, "evaluate": not suffix}
         return Case(NAMES[method] + suffix, "benchmarks.retrieval.methods:train", how, GIVE_BACK)
 
-    available = available_bytes()
+    available = int(0.9 * psutil.virtual_memory().available)  # the rest is for others
     cases = [case(method, "", available) for method in settings.methods]
     free = yield Group("free", cases, "rounds", settings.training_steps)
     cap_bytes = midway(free)

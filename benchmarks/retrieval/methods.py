@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from benchmarks.harness.case import FLOOR
 from benchmarks.harness.io_counters import counts_of, measure
-from benchmarks.harness.memory_cap import cap_memory
+from benchmarks.harness.memory import cap_memory
 from benchmarks.harness.worker import Reporter
 from benchmarks.models.encoder import build_encoder
 from benchmarks.retrieval.workload import (

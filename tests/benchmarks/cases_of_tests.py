@@ -99,8 +99,7 @@ def cannot_run_here(report: Reporter) -> dict[str, Any]:
 def allocates_under_a_cap(report: Reporter, cap_mebibytes: int, mebibytes: int) -> dict[str, Any]:
     import torch
 
-    from benchmarks.harness.memory import data_bytes
-    from benchmarks.harness.memory_cap import cap_memory
+    from benchmarks.harness.memory import cap_memory, data_bytes
 
     cap_memory(data_bytes(os.getpid()) + cap_mebibytes * MEBIBYTE)
     return {"bytes": torch.ones(mebibytes * MEBIBYTE, dtype=torch.uint8).numel()}

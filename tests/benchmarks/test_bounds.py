@@ -185,7 +185,7 @@ def test_the_front_holds_what_no_other_beats_in_both() -> None:
 
 
 def test_differences_are_relative_to_each_tensor_and_a_missing_one_is_infinite() -> None:
-    from benchmarks.memory_latency.workload import greatest_difference
+    from benchmarks.memory_latency.methods import greatest_difference
 
     expected = {"a": torch.tensor([100.0, 1.0]), "b": torch.tensor([0.01])}
     found = {"a": torch.tensor([101.0, 1.0]), "b": torch.tensor([0.01])}

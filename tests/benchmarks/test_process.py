@@ -13,8 +13,7 @@ import pytest
 
 from benchmarks.harness import peers
 from benchmarks.harness.case import Case, failures
-from benchmarks.harness.memory import PeakMeter, resident_bytes
-from benchmarks.harness.memory_cap import cap_memory, died_of_memory
+from benchmarks.harness.memory import PeakMeter, cap_memory, died_of_memory, resident_bytes
 from benchmarks.harness.peers import PEERS, Absent, Found, Peer, find_peer, variable_of
 from benchmarks.harness.process import CaseProcess
 from benchmarks.harness.schedule import run_alone
@@ -47,7 +46,7 @@ def test_a_case_gets_its_environment_unless_the_user_has_set_it(monkeypatch: pyt
     monkeypatch.setenv("SET_BY_USER", "theirs")
     names = {"names": ["SET_BY_USER", "ONLY_OURS"]}
     wanted = Case("env", f"{HERE}:shows", names, {"SET_BY_USER": "", "ONLY_OURS": "1"})
-    assert run_alone(wanted, progress=False).result == {"SET_BY_USER": "theirs", "ONLY_OURS": "1"}
+    assert run_alone(wanted).result == {"SET_BY_USER": "theirs", "ONLY_OURS": "1"}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,7 @@ def test_a_case_gets_its_environment_unless_the_user_has_set_it(monkeypatch: pyt
     ],
 )
 def test_a_case_that_dies_is_reported_with_its_reason(function: str, reason: str) -> None:
-    found = run_alone(case(function), progress=False)
+    found = run_alone(case(function))
     assert found.result is None
     assert found.failure is not None
     assert found.failure.startswith(reason)
@@ -88,7 +87,7 @@ def test_a_case_is_ready_before_its_first_turn_and_gone_after_its_context(tmp_pa
 
 
 def test_a_case_may_find_that_it_cannot_run_here(capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_alone(case("cannot_run_here"), progress=False)
+    found = run_alone(case("cannot_run_here"))
     assert (found.result, found.failure) == (None, None)
     assert found.reason == "skipped: needs what this machine has not"
     assert found.reason in "".join(capsys.readouterr())
@@ -98,15 +97,15 @@ def test_a_case_may_find_that_it_cannot_run_here(capsys: pytest.CaptureFixture[s
 def test_anonymous_memory_is_measured_and_pages_of_a_file_are_not(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"\1" * (64 * MEBIBYTE))
-    held = run_alone(case("allocates", mebibytes=64), progress=False).moments
+    held = run_alone(case("allocates", mebibytes=64)).moments
     assert 64 * MEBIBYTE <= held["held"] - held["before"] < 72 * MEBIBYTE
-    mapped = run_alone(case("reads_a_file", path=str(path)), progress=False)
+    mapped = run_alone(case("reads_a_file", path=str(path)))
     assert mapped.result == {"total": 64 * MEBIBYTE // 4096}
     assert mapped.moments["mapped"] - mapped.moments["before"] < 4 * MEBIBYTE
 
 
 def test_a_peak_belongs_to_the_phase_in_which_it_was() -> None:
-    found = run_alone(case("has_phases", mebibytes=64), progress=False)
+    found = run_alone(case("has_phases", mebibytes=64))
     assert found.peaks["small"] < found.moments["held"] - 48 * MEBIBYTE
 
 
@@ -127,9 +126,9 @@ def test_the_meter_ends_with_the_process_and_keeps_its_peak() -> None:
 
 @linux
 def test_a_capped_process_can_take_what_the_cap_leaves_and_dies_of_more() -> None:
-    fits = run_alone(case("allocates_under_a_cap", cap_mebibytes=96, mebibytes=32), progress=False)
+    fits = run_alone(case("allocates_under_a_cap", cap_mebibytes=96, mebibytes=32))
     assert fits.failure is None
-    dead = run_alone(case("allocates_under_a_cap", cap_mebibytes=96, mebibytes=128), progress=False)
+    dead = run_alone(case("allocates_under_a_cap", cap_mebibytes=96, mebibytes=128))
     assert died_of_memory(dead), dead.failure
     assert "allocate 134217728 bytes" in (dead.failure or "")
 
@@ -166,7 +165,7 @@ assert held > 60 << 20 and left < 8 << 20, (held, left)
 
 def test_a_case_without_its_peer_is_skipped_and_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(peers.PEERS, "absent", Peer("no_such_module", "no-such", "no-such==1"))
-    found = run_alone(Case("x", f"{HERE}:reports", {"steps": 1}, peer="absent"), turns=2, progress=False)
+    found = run_alone(Case("x", f"{HERE}:reports", {"steps": 1}, peer="absent"), turns=2)
     assert found.reason.startswith("skipped: no no_such_module in this environment; pip install no-such==1")
     assert found.peaks == {}
 
@@ -182,7 +181,7 @@ def test_a_peer_is_looked_for_in_the_environment_that_its_variable_names(
     assert isinstance(absent, Absent)
     assert "in the environment of GRADSTREAM_PEER_PYTHON_FOR_TEST" in absent.reason
     monkeypatch.setenv(variable_of("for-test"), sys.executable)
-    found = run_alone(Case("x", f"{HERE}:reports", {"steps": 1}, peer="for-test"), progress=False)
+    found = run_alone(Case("x", f"{HERE}:reports", {"steps": 1}, peer="for-test"))
     assert (found.result, found.version, found.title) == ({"steps": 1}, pytest.__version__, f"x ({pytest.__version__})")
 
 

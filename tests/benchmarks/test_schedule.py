@@ -22,7 +22,7 @@ def turns(name: str, log: Path, seconds: float = 1.0) -> Case:
 def test_pairs_alternate_who_starts_and_the_reference_keeps_its_process(tmp_path: Path) -> None:
     log = tmp_path / "log"
     cases = [turns("r", log), turns("a", log, 3.0), turns("b", log)]
-    reference, first, second = run_group(Group("g", cases, "pairs", turns=2, warmup=1), progress=False)
+    reference, first, second = run_group(Group("g", cases, "pairs", turns=2, warmup=1))
     assert log.read_text() == "r" + "a" + "raar" + "b" + "rbbr"
     assert reference.result == {"turns": 5}
     assert first.result == second.result == {"turns": 3}
@@ -34,7 +34,7 @@ def test_pairs_alternate_who_starts_and_the_reference_keeps_its_process(tmp_path
 
 def test_pairs_that_leave_the_median_in_doubt_are_followed_by_more() -> None:
     steady, disturbed, never = (Case(f"{n}", f"{HERE}:is_disturbed", {"turns": n}) for n in (0, 1, 99))
-    _, calm, other, last = run_pairs(steady, [steady, disturbed, never], 3, warmup=0, progress=False)
+    _, calm, other, last = run_pairs(steady, [steady, disturbed, never], 3, warmup=0)
     assert len(calm.steps) == 3
     assert 3 < len(other.steps) <= 9
     assert known(other.ratios())
@@ -62,7 +62,7 @@ def test_the_more_pairs_the_wider_apart_they_may_be() -> None:
 
 def test_a_case_that_ends_between_its_turns_keeps_its_pairs_and_takes_no_step_of_the_reference(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    reference, first, second = run_pairs(turns("r", log), [DYING, turns("b", log)], 3, warmup=0, progress=False)
+    reference, first, second = run_pairs(turns("r", log), [DYING, turns("b", log)], 3, warmup=0)
     assert first.ratios() == [1.0]
     assert first.reason == "failed: exit status 1: ArithmeticError: the reason it died of"
     assert reference.failure is None
@@ -71,7 +71,7 @@ def test_a_case_that_ends_between_its_turns_keeps_its_pairs_and_takes_no_step_of
 
 def test_a_case_that_cannot_run_costs_the_reference_no_turn(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    reference, skipped = run_pairs(turns("r", log), [Case("x", f"{HERE}:cannot_run_here")], 3, progress=False)
+    reference, skipped = run_pairs(turns("r", log), [Case("x", f"{HERE}:cannot_run_here")], 3)
     assert skipped.status == "skipped"
     assert log.read_text() == "r"
     assert reference.steps == []
@@ -79,7 +79,7 @@ def test_a_case_that_cannot_run_costs_the_reference_no_turn(tmp_path: Path) -> N
 
 def test_a_round_has_one_turn_of_each_and_who_starts_changes(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    outcomes = run_rounds([turns("a", log, 2.0), turns("b", log, 3.0)], 3, warmup=1, progress=False)
+    outcomes = run_rounds([turns("a", log, 2.0), turns("b", log, 3.0)], 3, warmup=1)
     assert log.read_text() == "ab" + "ba" + "ab" + "ba"
     assert [found.result for found in outcomes] == [{"turns": 4}] * 2
     assert [len(found.steps) for found in outcomes] == [3, 3]
@@ -87,7 +87,7 @@ def test_a_round_has_one_turn_of_each_and_who_starts_changes(tmp_path: Path) -> 
 
 
 def test_a_case_that_ends_is_left_out_of_further_rounds_and_of_the_comparison(tmp_path: Path) -> None:
-    dead, other = run_rounds([DYING, turns("b", tmp_path / "log")], 3, progress=False)
+    dead, other = run_rounds([DYING, turns("b", tmp_path / "log")], 3)
     assert dead.reason == "failed: exit status 1: ArithmeticError: the reason it died of"
     assert len(dead.steps) == 1
     assert len(other.steps) == 3
@@ -95,6 +95,6 @@ def test_a_case_that_ends_is_left_out_of_further_rounds_and_of_the_comparison(tm
 
 
 def test_a_case_alone_takes_its_turns(tmp_path: Path) -> None:
-    found = run_alone(turns("a", tmp_path / "log"), turns=3, warmup=1, progress=False)
+    found = run_alone(turns("a", tmp_path / "log"), turns=3, warmup=1)
     assert found.result == {"turns": 4}
     assert len(found.steps) == 3
