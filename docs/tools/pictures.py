@@ -2,7 +2,7 @@
 
 ``memory-time.png`` shows recorded ratios only: they are read from the results file of ``memory-latency``, and stored in
 the picture's metadata, so that a test can compare both. ``timeline.png`` (with ``--timeline``) traces one training step
-of a small model on this machine.
+of a small model on this machine, with the letters of the plan.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 DOCS = Path(__file__).resolve().parents[1]
 RESULTS = DOCS.parent / "benchmarks" / "results" / "memory-latency.jsonl"
@@ -66,28 +67,88 @@ def draw_memory_time(points: dict[str, tuple[float, float]], path: Path = PICTUR
     figure.savefig(path, dpi=130, metadata={POINTS: json.dumps(points)})
 
 
-def draw_timeline(path: Path) -> None:
-    """A later training step of a small model on disk, so that it begins with the updates of the one before."""
+#: Letters of the plan -> (what they mean, colour). A small letter is the same for the gradient of a boundary.
+LETTERS = {
+    "L": ("load", "#56b4e9"),
+    "F": ("forward", "#009e73"),
+    "K": ("forward that keeps its graph", "#7bd3b4"),
+    "B": ("recompute and backward", "#0072b2"),
+    "G": ("backward of a kept graph", "#6aaed6"),
+    "S": ("write a boundary (s: its gradient)", "#c49c94"),
+    "P": ("read it back (p: its gradient)", "#e6d2cc"),
+    "D": ("drain gradients", "#e69f00"),
+    "U": ("update", "#cc79a7"),
+}
+TRACKS = ("compute", "load lane", "update lane", "boundary lane", "drain lane")
+
+
+def traced_step() -> list[tuple[str, str, float, float]]:
+    """Track, token, begin and milliseconds of a step on disk, which begins with the updates of the one before.
+
+    Of the boundaries, and of the graphs of cells, only some fit in the memory that they may have. The shortest of many
+    steps is shown: the one that least else on this machine disturbed.
+    """
     import torch
     from torch import nn
 
     from offload import OffloadModel, OffloadOptimizer
-    from offload.telemetry.timeline import draw_timeline as draw
 
-    layers = nn.Sequential(*(nn.Sequential(nn.Linear(2048, 2048), nn.GELU(), nn.LayerNorm(2048)) for _ in range(6)))
+    rows, width, shards = 1024, 512, 4
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(shards)))
+    options = {"num_slices": shards, "checkpoint_activation": True, "num_microbatches": 2, "num_slots": 2}
+    boundary = 4 * rows * width // 2
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as home:
-        model = OffloadModel(
-            layers, "cpu", home, num_slices=6, checkpoint_activation=True, num_microbatches=2, num_slots=2
-        )
+        model = OffloadModel(layers, "cpu", home, graph_bytes=3 * boundary, boundary_bytes=5 * boundary, **options)
         optimizer = OffloadOptimizer(model, torch.optim.AdamW, max_norm=1.0)
-        rows = torch.randn(512, 2048)
-        for step in range(4):
-            with model.trace(Path(home) / f"{step}.json"):
-                model(rows).square().mean().backward()
+        batch, trace = torch.randn(rows, width), Path(home) / "step.json"
+        steps = []
+        for _ in range(100):
+            with model.trace(trace):
+                model(batch).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        draw(Path(home) / "3.json", path)
+            entries = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+            tracks = {entry["tid"]: entry["args"]["name"] for entry in entries if entry["ph"] == "M"}
+            spans = [entry for entry in entries if entry["ph"] == "X"]
+            steps.append([(tracks[span["tid"]], span["name"], span["ts"] / 1e3, span["dur"] / 1e3) for span in spans])
+        print(model.plan())
         model.close()
+    return min(steps[5:], key=end_of)
+
+
+def end_of(spans: list[tuple[str, str, float, float]]) -> float:
+    """When the last span ends."""
+    return max(begin + duration for _, _, begin, duration in spans)
+
+
+def draw_timeline(spans: list[tuple[str, str, float, float]], path: Path) -> None:
+    """A row for compute and for each lane; forward and backward are told apart by a line."""
+    end = end_of(spans)
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    axis = figure.subplots()
+    axis.spines[["top", "right"]].set_visible(False)
+    labelled: dict[str, float] = {}  # by track, where its last label is
+    for track, token, begin, duration in spans:
+        if token[0].upper() not in LETTERS or not token[1:2].isdigit():
+            continue  # compute waits
+        row, shown = TRACKS.index(track), max(duration, 0.002 * end)
+        middle, wide = begin + shown / 2, duration > 0.03 * end
+        colour = LETTERS[token[0].upper()][1]
+        axis.barh(row, shown, left=begin, height=0.84, color=colour, edgecolor="white", linewidth=0.8 if wide else 0)
+        if wide or middle - labelled.get(track, -end) > 0.011 * end:
+            axis.text(middle, row, token, ha="center", va="center", fontsize=9, rotation=0 if wide else 90)
+            labelled[track] = middle
+    turn = min(begin for _, token, begin, _ in spans if token[0] in "BG")
+    axis.axvline(turn, color="#555555", linestyle="--", linewidth=1)
+    for where, words in ((turn / 2, "forward"), ((turn + end) / 2, "backward")):
+        axis.text(where, -0.62, words, ha="center", fontsize=10)
+    axis.set_yticks(range(len(TRACKS)), TRACKS, fontsize=10)
+    axis.set_ylim(len(TRACKS) - 0.5, -0.9)
+    axis.set_xlim(0, end)
+    axis.set_xlabel("milliseconds. F2.0: shard 2, micro-batch 0; L2: shard 2")
+    patches = [Patch(color=colour, label=f"{letter}  {words}") for letter, (words, colour) in LETTERS.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":
@@ -95,4 +156,4 @@ if __name__ == "__main__":
     parser.add_argument("--timeline", action="store_true", help="trace and draw timeline.png, too")
     draw_memory_time(recorded_points())
     if parser.parse_args().timeline:
-        draw_timeline(DOCS / "timeline.png")
+        draw_timeline(traced_step(), DOCS / "timeline.png")
