@@ -60,10 +60,9 @@ class LayerAudit:
 
 
 def _difference(first: Sequence[list[Tensor]], second: list[Tensor]) -> float:
-    """The difference of an output from the first pass's output for the same chunks; infinite if none has its shape.
+    """The difference of an output from the nearest output of the first pass; infinite if none has its shape.
 
-    The second pass may run chunks in another order, and concatenate neighbours, so the nearest of all outputs of one
-    chunk, or of several consecutive chunks, is taken.
+    The second pass may run chunks in another order, and concatenate neighbours, so several outputs are joined too.
     """
     if not second:
         return 0.0
@@ -91,14 +90,11 @@ def _compared(run: Sequence[list[Tensor]], second: list[Tensor]) -> float | None
             return None
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         if whole.shape != tensor.shape:
-            worst = math.inf
-        elif tensor.numel():
-            worst = max(worst, _greatest(whole, tensor))
+            return math.inf
+        if tensor.numel():
+            wide = torch.complex128 if tensor.is_complex() else torch.float64
+            difference = (whole.to(wide) - tensor.to(wide)).abs()
+            # Equal infinities would give inf - inf = NaN.
+            difference[(whole == tensor) | (whole.isnan() & tensor.isnan())] = 0.0
+            worst = max(worst, float(difference.nan_to_num(nan=math.inf).max()))
     return worst
-
-
-def _greatest(a: Tensor, b: Tensor) -> float:
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    difference = (a.to(wide) - b.to(wide)).abs()
-    difference[(a == b) | (a.isnan() & b.isnan())] = 0.0  # equal infinities would give inf - inf = NaN
-    return float(difference.nan_to_num(nan=math.inf).max())

@@ -43,11 +43,7 @@ class ChunkSizes:
         self._chosen: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 
     def rows_for(self, model: nn.Module, split: Split, measure: Callable[[Any], int]) -> int:
-        """Rows of a chunk; ``split(n)`` splits the input into chunks of n rows, ``measure`` returns the bytes kept.
-
-        Raises:
-            ValueError: if not even one row fits.
-        """
+        """Rows of a chunk; ``split(n)`` splits the input into chunks of n rows, ``measure`` returns the bytes kept."""
         # At least two rows: a model with BatchNorm cannot train on one.
         probes = [split(2)[0], split(4)[0]]
         known = self._chosen.setdefault(model, {})
@@ -92,11 +88,7 @@ def kept_bytes(model: nn.Module, chunk: Any, encoder: Callable[[Any], Any]) -> i
 
 
 def kept_by_a_shard(model: Any, chunk: Any, process: Callable[[Any], Any], output_fn: Callable[[Any], Any]) -> int:
-    """The same for a model that streams its shards: bytes that the graph of one shard keeps for a chunk.
-
-    Raises:
-        ValueError: if the model has no ``activation_bytes``.
-    """
+    """The same for a model that streams its shards: bytes that the graph of one shard keeps for a chunk."""
     if not hasattr(model, "activation_bytes"):
         raise ValueError(
             f"expected a number of rows for a {type(model).__name__}, which has no activation_bytes(chunk) to choose "

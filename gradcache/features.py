@@ -27,11 +27,7 @@ class FeatureSplitter:
         self._tokens = tokens
 
     def __call__(self, model_input: Any, rows: int) -> list[Any]:
-        """The mini-batches.
-
-        Raises:
-            ValueError: if members differ in their number of rows, or there is no mask to count tokens by.
-        """
+        """The mini-batches; raises ValueError without a number of rows, or without a mask to count tokens by."""
         features: Mapping[str, Any] = model_input[0][0]
         total = _texts_in(features)
         starts = range(0, max(total, 1), rows) if self._tokens is None else self._starts(features)
@@ -53,11 +49,7 @@ class FeatureSplitter:
 
 
 def _texts_in(features: Mapping[str, Any]) -> int:
-    """Number of rows of all members.
-
-    Raises:
-        ValueError: if members differ in it, or rows are flattened (concatenated without padding).
-    """
+    """Number of rows of all members; raises ValueError if they differ in it, or rows are flattened without padding."""
     rows = {name: value.size(0) for name, value in features.items() if isinstance(value, Tensor) and value.dim()}
     flat = {"cu_seq_lens_q", "offsets"} & rows.keys()
     if len(set(rows.values())) > 1 or flat:

@@ -95,8 +95,7 @@ class SimpleContrastiveLoss:
             return per_query.sum(dtype=wide(dtype))
 
         # Summed, not averaged, per tile: cross_entropy excludes ignored rows (target -100) from its mean.
-        by_tiles = _by_tiles(tile, self.tile_rows, cut=(2,), reduction="sum")
-        total = by_tiles(x, y, target)
+        total = _by_tiles(tile, self.tile_rows, cut=(2,), reduction="sum")(x, y, target)
         return total, dtype
 
     def _target(self, x: Tensor, y: Tensor, target: Tensor | None) -> Tensor:
@@ -152,8 +151,8 @@ class LabelContrastiveLoss:
 
     def __call__(self, x: Tensor, y: Tensor, *, x_labels: Tensor, y_labels: Tensor) -> Tensor:
         """``x_labels``: (queries,), ``y_labels``: (targets,), compared for equality."""
-        loss = _by_tiles(self._tile, self.tile_rows, cut=("x_labels",))
-        return loss(x, y, x_labels=x_labels, y_labels=y_labels)
+        by_tiles = _by_tiles(self._tile, self.tile_rows, cut=("x_labels",))
+        return by_tiles(x, y, x_labels=x_labels, y_labels=y_labels)
 
     def _tile(self, x: Tensor, y: Tensor, x_labels: Tensor, y_labels: Tensor) -> Tensor:
         log_probability = F.log_softmax(x @ y.T * self._scale, dim=1)

@@ -49,12 +49,7 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 def rows_in(representation: Any) -> int:
-    """Rows of one chunk's representation.
-
-    Raises:
-        TypeError: if there is no tensor in it.
-        ValueError: if a tensor in it has no rows, or tensors differ in their number of rows.
-    """
+    """Rows of one chunk's representation; raises if it has no tensor, a tensor without rows, or unequal rows."""
     tensors = tensors_in(representation)
     if not tensors:
         raise TypeError(

@@ -80,21 +80,19 @@ class Step:
         """The first pass. Returns the representations of each tower."""
         if torch.is_grad_enabled():
             broadcast_buffers(self._owner.towers)
-        groups: dict[int, list[Tower]] = {}
+        groups: dict[int, tuple[StreamedModel, list[Tower]]] = {}
         wrapped = self._wrapped()
         for tower in self.towers:
             if tower in wrapped:
                 if tower is wrapped[0]:
                     self._shared.append(WrappedTowers(self._owner, wrapped, self.inputs))
                     self._shared[0].encode()
-            elif self._streamed(tower.model) is not None:
-                groups.setdefault(id(tower.model), []).append(tower)
+            elif (model := self._streamed(tower.model)) is not None:
+                groups.setdefault(id(tower.model), (model, []))[1].append(tower)
             else:
                 tower.encoded, tower.states = self._owner.forward_no_grad(tower.model, tower.chunks)
                 tower.wants_gradient = any(getattr(state, "requires_grad", True) for state in tower.states)
-        for group in groups.values():
-            model = self._streamed(group[0].model)
-            assert model is not None
+        for model, group in groups.values():
             self._shared.append(StreamedTowers(self._owner, model, group, self.inputs))
             self._shared[-1].encode()
         return [tower.encoded for tower in self.towers]

@@ -85,11 +85,7 @@ class StreamedTowers:
         self._tape: Tape | None = None
 
     def encode(self) -> None:
-        """The first pass: writes the representations of each tower, all chunks together.
-
-        Raises:
-            ValueError: if the model has no trainable parameters, but ``get_reps`` has.
-        """
+        """The first pass: writes the representations of each tower."""
         owner, module = self._owner, self._towers[0].model
         chunks = [tower.chunks for tower in self._towers]
         lazy = (owner.process_fn is not None or owner.replaced("processed")) and not has_graph(owner.process_fn, chunks)

@@ -76,8 +76,7 @@ class ChunkState(RandContext):
     def second_pass(self, chunk: Any, encoder: Encoder, gradient: Any, check: Check | None = None) -> float:
         """Runs the chunk again with a graph, calls ``check(output, chunk)``, and runs backward from ``gradient``.
 
-        Returns:
-            The greatest difference from the first pass's representations, if they were kept (else 0).
+        Returns the greatest difference from the first pass's representations, if they were kept (else 0).
         """
         # Buffers keep the values of the first pass until backward is done, which may read them.
         with contextlib.ExitStack() as until_backward, torch.enable_grad():

@@ -26,11 +26,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def check_equal_chunks(models: Sequence[nn.Module], chunks: Sequence[int]) -> None:
-    """Compares the numbers of chunks of sharded towers over the processes that share them.
-
-    Raises:
-        ValueError: in every one of these processes, if they differ.
-    """
+    """Raises ValueError, in every process that shares a sharded tower, if their numbers of chunks differ."""
     counts = [count for model, count in zip(models, chunks, strict=True) if is_sharded(model)]
     if not counts:
         return

@@ -36,9 +36,8 @@ class Receiver:
         """Detached ``leaves``, of which those that are ``wanted`` become outputs of the node; or copies of them all."""
         self.gradients = [None] * len(leaves)
         positions = [k for k, wants in enumerate(wanted) if wants]
-        attached = [
-            x.clone() if copy and isinstance(x, Tensor) and k not in positions else x for k, x in enumerate(leaves)
-        ]
+        pairs = zip(leaves, wanted, strict=True)
+        attached = [x.clone() if copy and isinstance(x, Tensor) and not wants else x for x, wants in pairs]
         values = [leaves[k].clone() if copy else leaves[k].detach() for k in positions]
 
         def store(gradients: Gradients) -> Gradients:
@@ -65,7 +64,7 @@ class Call:
         self.input_spec = spec
         self.requires = requires
         #: The state around the call, until it runs.
-        self.state: CallState | None = state
+        self.state = state
         self._inputs = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
         self._versions = _versions_of(inputs)
         #: Whether it ran with gradients.
@@ -85,7 +84,8 @@ class Call:
 
     def enter(self) -> list[Any]:
         """The micro-batches for the run of the call, which is about to begin."""
-        self.records, self.state = torch.is_grad_enabled(), None
+        self.records = torch.is_grad_enabled()
+        del self.state
         inputs, self._inputs = self._inputs, []
         micro_batches: list[Any] = unflatten(self.entered.attach(inputs, self.requires, copy=False), self.input_spec)
         return micro_batches

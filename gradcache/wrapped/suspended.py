@@ -96,12 +96,7 @@ class SuspendedForward:
     # --- the first pass -----------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Runs to the next call, which is then in :attr:`call`, or to the end.
-
-        Raises:
-            RuntimeError: if the tower caught the exception that suspends it, makes other calls when repeated, or writes
-                into its input, which its first chunk's forward did not.
-        """
+        """Runs to the next call, which is then in :attr:`call`, or to the end."""
         self.call = None
         modes = self.tower.layers.modes
         output = self._run(map_tensors(_as_leaf, self._chunk))
@@ -122,8 +117,7 @@ class SuspendedForward:
     def backward(self, gradient: Any, first: Any) -> float:
         """Repeats the forward with a graph, and runs backward from the representation to the outputs of calls.
 
-        Returns:
-            The greatest difference from the representations ``first`` of the first pass; 0 if that is None.
+        Returns the greatest difference from the representations ``first`` of the first pass; 0 if that is None.
         """
         with self._repeated(None) as output:
             difference = 0.0 if first is None else representations.greatest_difference(first, output)

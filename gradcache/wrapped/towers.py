@@ -117,7 +117,6 @@ class WrappedTowers:
         groups: dict[Any, list[SuspendedForward]] = {}
         for forward in waiting:
             assert forward.call is not None
-            assert forward.call.state is not None
             groups.setdefault((id(forward.call.model), forward.call.state.key), []).append(forward)
         unfinished = [forward for forward in forwards if not forward.finished]
         for (model, _), group in groups.items():
@@ -130,7 +129,6 @@ class WrappedTowers:
         together: list[SuspendedForward] = []
         for forward in group:
             assert forward.call is not None
-            assert forward.call.state is not None
             if forward.call.state.changed:
                 reason = "the tower changes its state only during the call"
             elif forward.call.overwritten:
@@ -146,11 +144,10 @@ class WrappedTowers:
     def _run_together(self, group: Sequence[SuspendedForward]) -> None:
         calls = [forward.call for forward in group if forward.call is not None]
         model, state = calls[0].model, calls[0].state
-        assert state is not None
         flags: list[list[bool]] = []
 
         def record_flags(output: Any) -> Any:
-            # Runs as a part of the last shard, where outputs have their graph. It is repeated in backward.
+            # Runs as a part of the last shard, where outputs have their graph, and again in backward.
             flags.append([isinstance(x, torch.Tensor) and x.requires_grad for x in flatten(output)[0]])
             return output
 
@@ -159,14 +156,12 @@ class WrappedTowers:
             chunks = [micro_batch for micro_batches in entering for micro_batch in micro_batches]
             outputs, tape = model.forward_chunks(chunks, output_fn=record_flags)
         self._visits[id(model)] += 1
-        differentiable = any(any(row) for row in flags)
-        start = 0
+        remaining = iter(zip(outputs, flags[: len(outputs)], strict=True))
         for forward, call, micro_batches in zip(group, calls, entering, strict=True):
-            stop = start + len(micro_batches)
-            call.fill(outputs[start:stop], [flag for row in flags[start:stop] for flag in row])
+            mine = [next(remaining) for _ in micro_batches]
+            call.fill([output for output, _ in mine], [flag for _, row in mine for flag in row])
             forward.calls.append(call)
-            start = stop
-        if differentiable:
+        if any(any(row) for row in flags):
             self._joint_calls.append((tape, [(forward, len(forward.calls) - 1) for forward in group]))
 
     # --- backward -----------------------------------------------------------------------------------------------
@@ -218,12 +213,8 @@ class WrappedTowers:
             calls = [sum(a is not None and id(a.model) == key for a in f.calls) for t in self._forwards for f in t]
             if visits > max(calls, default=0):
                 names = " and ".join(dict.fromkeys(n.name for n in self._tower_states.values() if key in n.observers))
-                warn_once(
-                    self._models[key],
-                    names,
-                    f"chunks call it in another order, another mode or another number of times, so that their calls "
-                    f"took {visits} visits",
-                )
+                differs = "chunks call it in another order, another mode or another number of times"
+                warn_once(self._models[key], names, f"{differs}, so that their calls took {visits} visits")
 
 
 #: The reasons that were reported for each model.
