@@ -22,9 +22,8 @@ from offload.arguments import (
     sizes_of,
 )
 from offload.engine.autograd import attach
-from offload.engine.construction import make_executor
-from offload.engine.measure import measured_activations
-from offload.engine.prediction import predict_step
+from offload.engine.executor import Executor
+from offload.engine.prediction import measured_activations, predict_step
 from offload.engine.raw_chunk import RawChunk, as_call
 from offload.engine.regroup import RegroupedTape, by_chunk, join_chunks, looks_across_rows, split_output
 from offload.engine.structure import Structure
@@ -180,7 +179,7 @@ class OffloadModel(SlotSharingModule):
             # A copy that changes the type is converted on the host, which must not block this thread.
             lanes = open_lanes(self.device, blocking_io=self._tier.blocking_io or param_dtype is not None)
             undo.callback(lanes.close)
-            self._executor = make_executor(
+            self._executor = Executor(
                 named,
                 cuts,
                 self._persistent_home.values,
@@ -346,15 +345,7 @@ class OffloadModel(SlotSharingModule):
         executor, rows = self._executor, self._rows_of_micro_batches(batch_rows)
         updates = executor.streamer.gradient_offload.optimizers.planned()
         plan = executor.steps.plan(rows, updates, slots=executor.streamer.slots, training=True)
-        return predict_step(
-            plan,
-            rows,
-            executor.steps,
-            shards=executor.shards,
-            meter=self._meter,
-            tier=self._tier,
-            device=self.device,
-        )
+        return predict_step(plan, rows, executor, meter=self._meter, tier=self._tier)
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[list[Event]]:
@@ -395,7 +386,7 @@ class OffloadModel(SlotSharingModule):
         if self._persistent_home.keeps and self._executor.structure is not None:
             self._executor.structure.check()
         self._executor.streamer.apply_pending_updates()
-        self._executor.store_assigned_data()
+        self._executor.assigned_data.store()
         self._persistent_home.close()
         self._executor.closed = True
         self._end()

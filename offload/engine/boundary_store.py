@@ -26,7 +26,7 @@ from offload.streaming.lane import Arrival, Lane, error_context
 from offload.telemetry.statistics import Meter
 from pipe.nested import TreeSpec, flatten, unflatten
 
-__all__ = ["BoundaryStore", "SpillingStore"]
+__all__ = ["BoundaryStore", "SpillingStore", "versions_of"]
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class _Entry:
         return self.leaves is not None or self.fetching is not None
 
 
-def _versions_in(leaves: Sequence[Any]) -> tuple[int, ...]:
+def versions_of(leaves: Sequence[Any]) -> tuple[int, ...]:
     """Version counters of the tensors among these leaves that have one."""
     return tuple(leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference())
 
@@ -74,7 +74,7 @@ class BoundaryStore:
         if self._on_host:
             devices = [leaf.device if isinstance(leaf, Tensor) else None for leaf in leaves]
             leaves = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._entries[key] = _Entry(spec, leaves, _versions_in(leaves), devices)
+        self._entries[key] = _Entry(spec, leaves, versions_of(leaves), devices)
 
     def get(self, key: Key) -> Any:
         """A value that is in memory.
@@ -85,7 +85,7 @@ class BoundaryStore:
         entry = self._entries[key]
         leaves = entry.leaves
         assert leaves is not None
-        if _versions_in(leaves) != entry.versions:
+        if versions_of(leaves) != entry.versions:
             raise RuntimeError(
                 f"the activation that enters shard {key[0]} (micro-batch {key[1]}) was changed in place after the "
                 f"forward that needs it for its backward; clone it before changing it"
@@ -153,7 +153,7 @@ class SpillingStore(BoundaryStore):
                     # Allocated on the lane's stream. Without this, its memory is reused there while layers read it.
                     leaf.record_stream(torch.cuda.current_stream(leaf.device))
             entry.leaves, entry.fetching = leaves, None
-            entry.versions = _versions_in(leaves)
+            entry.versions = versions_of(leaves)
         return super().get(key)
 
     def spill(self, key: Key) -> None:

@@ -20,8 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.engine.cell_input import used_outside
 from offload.engine.layouts import refuse_hidden, refuse_strided_nested
-from offload.engine.memory_recorder import MemoryProfileRecorder
-from offload.engine.saved_tensors import weights_by_reference
+from offload.engine.saved_tensors import MemoryProfileRecorder, storages_of, weights_by_reference
 from offload.planning.memory_profile import SavedTensor
 from offload.streaming.casts import Casts, CastsSeen
 from offload.streaming.shard import Shard
@@ -126,46 +125,34 @@ class ShardRunner:
         if not self.measures:
             output, _, rerun = self._recorded(boundary, output_fn, None)
             return output, rerun
-        sizes: dict[StorageWeakRef, int] = {}
         recomputed: set[StorageWeakRef] = set()
-        recorder = MemoryProfileRecorder(self.shard)
-        listener, cheap_recompute = (
-            Listener(),
-            CheapRecompute(hold=lambda tensor: None) if self.measures_graphs else None,
-        )
+        recorder, listener = MemoryProfileRecorder(self.shard), Listener()
+        cheap_recompute = CheapRecompute(hold=lambda tensor: None) if self.measures_graphs else None
         casts = CastsSeen(Casts(), self.shard.slot) if self.measures_graphs else None
 
-        def count(tensor: Tensor) -> StorageWeakRef:
-            # Dropped tensors are freed at once. Without the weak references, another one would get the same address.
-            storage = tensor.untyped_storage()
-            reference = StorageWeakRef(storage)
-            sizes[reference] = storage.nbytes()
-            return reference
-
         def drop(tensor: Tensor) -> None:
+            # The graph of a first run only shows which outputs need a gradient, and how much it would have saved.
             listener.saved(tensor)
             recorder.add(tensor)
-            # The graph of a first run only shows which outputs need a gradient, and how much it would have saved.
-            if tensor.layout is torch.strided:
-                reference = count(tensor)
-                if (cheap_recompute and cheap_recompute.knows(tensor)) or (casts and casts.find(tensor)):
-                    recomputed.add(reference)
+            strided = tensor.layout is torch.strided
+            if strided and ((cheap_recompute and cheap_recompute.knows(tensor)) or (casts and casts.find(tensor))):
+                recomputed.update(storages_of([tensor]))
 
         others = [mode for mode in (casts, cheap_recompute) if mode is not None]
         output, given, rerun = self._recorded(boundary, output_fn, drop, *others, listener=listener)
-        for reference in self.shard.memory:
-            sizes.pop(reference, None)
-        self.activation_bytes = sum(sizes.values())
+        weights = self.shard.memory
+        saved = {storage: nbytes for storage, nbytes in recorder.nbytes.items() if storage not in weights}
+        self.activation_bytes = sum(saved.values())
         # A copy of the input that turned out to be unneeded counts as the boundary itself.
         own = tensors_in(boundary if rerun.copies_input else given)
         self.saved_tensors = recorder.saved_tensors(elsewhere=own)
-        entered = {count(part) for t in own for part in parts_of(t)} if self.shard.index else set()
+        entered = storages_of(own) if self.shard.index else {}
         # The output is counted by the next shard, or belongs to the user; but ``output_fn`` may save its argument.
-        for t in tensors_in(output) if output_fn is None else ():
-            recomputed.update(map(count, parts_of(t)))
+        recomputed.update(storages_of(tensors_in(output)) if output_fn is None else ())
         if self.callers_input and not rerun.copies_input:
-            recomputed.update(count(part) for t in own for part in parts_of(t))
-        self.graph_bytes = sum(nbytes for reference, nbytes in sizes.items() if reference not in recomputed - entered)
+            recomputed.update(storages_of(own))
+        saved |= entered
+        self.graph_bytes = sum(saved[storage] for storage in saved if storage in entered or storage not in recomputed)
         if self.skips_dead_code:
             rerun.dead_code = listener.dead_code()
         return output, rerun

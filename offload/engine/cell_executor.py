@@ -15,18 +15,18 @@ Both modes compute with the same values: an input or parameter that was changed 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from offload.engine.boundary_store import versions_of
 from offload.engine.cell import Cell, OutputFn, ShardRunner
 from offload.engine.cell_input import CellInput
 from offload.engine.layouts import fitting
-from offload.engine.memory_recorder import MemoryProfileRecorder
 from offload.engine.raw_chunk import LazyInput
-from offload.engine.saved_tensors import weights_by_reference
+from offload.engine.saved_tensors import MemoryProfileRecorder, weights_by_reference
 from offload.engine.tape import CellRecords, KeptCell, Tape
 from offload.engine.weight_writes import (
     HomeChecksums,
@@ -44,19 +44,11 @@ from offload.telemetry.statistics import Meter
 from pipe.nested import flatten, map_distinct, unflatten
 from pipe.torch_private import hidden_hooks
 
-__all__ = ["CellExecutor", "largest_rows", "requires", "versions_of"]
+__all__ = ["CellExecutor", "largest_rows", "requires"]
 
 
 class CellExecutor:
-    """Runs the cells of a model's tapes.
-
-    Args:
-        runners: one for each shard.
-        device: the compute device.
-        meter: of the model.
-        recompute: whether cells are recomputed, except those in ``graphs`` of a tape.
-        param_dtype: floating-point inputs are cast to it; None: they are not.
-    """
+    """Runs the cells of a model's tapes; ``recompute``: cells are recomputed, except those in ``graphs`` of a tape."""
 
     def __init__(
         self,
@@ -75,17 +67,13 @@ class CellExecutor:
         self._home_checksums = [HomeChecksums(runner.shard) for runner in runners]
         self._lending = {loan.owner.index for runner in runners for loan in runner.shard.loans}
 
-    def keeps_graph(self, tape: CellRecords, cell: Cell) -> bool:
-        """Whether a cell keeps its graph for backward."""
-        return cell in tape.graphs
-
     # --- forward ------------------------------------------------------------------------------------------------
 
     def forward(self, tape: CellRecords, cell: Cell, boundary: Any) -> Any:
         """The detached output of a cell; records in the tape what its backward needs."""
         runner = self._runners[cell.j]
         output_fn = self._output_fn(tape, cell)
-        keeps = tape.records and cell.j >= tape.first and self.keeps_graph(tape, cell)
+        keeps = tape.records and cell.j >= tape.first and cell in tape.graphs
         with self._meter.cell("F", cell.j, cell.i, tape.rows[cell.i], token="K" if keeps else "F"):
             if not tape.records or cell.j < tape.first:
                 return map_distinct(Tensor.detach, runner.forward(boundary, output_fn))
@@ -105,18 +93,10 @@ class CellExecutor:
             return map_distinct(Tensor.detach, output)
 
     def end_visit(self, tape: Tape, j: int, microbatches: Sequence[int], input_of: Callable[[Cell], Any]) -> list[int]:
-        """Finds parameters that layers wrote, after all forward cells of a shard's visit.
+        """Returns the positions of the parameters that layers wrote, after all forward cells of a shard's visit.
 
-        Where a recomputation would write other values into parameters than the cells did, their graphs are kept.
-
-        Args:
-            tape: of the forward.
-            j: index of the shard.
-            microbatches: whose cells have run.
-            input_of: returns the input of a cell once more.
-
-        Returns:
-            Positions of the parameters that the layers wrote.
+        Where a recomputation would write other values than the cells did, their graphs are kept. For that the cells run
+        again; ``input_of`` returns the input of a cell once more.
         """
         runner = self._runners[j]
         shard = runner.shard
@@ -210,14 +190,13 @@ class CellExecutor:
             boundary: its input; not used where it kept its graph.
             given: a tensor or None for each leaf of its output.
             consume: free a kept graph.
-            only: the parameters that take gradients; None: all that require one.
+            only: the parameters that take gradients; None: all that require one, and the boundary.
             to_boundary: with ``only``, whether the boundary takes gradients.
 
-        Returns:
-            A gradient or None for each leaf of the boundary.
+        Returns a gradient or None for each leaf of the boundary.
         """
         runner = self._runners[cell.j]
-        keeps_graph = self.keeps_graph(tape, cell)
+        keeps_graph = cell in tape.graphs
         metered = self._meter.cell("B", cell.j, cell.i, tape.rows[cell.i], token="G" if keeps_graph else "B")
         with metered, runner.until_backward() as until:
             if not keeps_graph:
@@ -320,29 +299,6 @@ class CellExecutor:
     def _output_fn(self, tape: CellRecords, cell: Cell) -> OutputFn | None:
         return tape.output_fns[cell.i] if cell.j == len(self._runners) - 1 else None
 
-    @staticmethod
-    def check_unchanged(tape: Tape, shards: Sequence[Shard], assigned_at: Mapping[int, int]) -> None:
-        """Raises RuntimeError if a parameter that the backward of a tape uses was changed since its forward.
-
-        Args:
-            tape: of the forward.
-            shards: of the model.
-            assigned_at: when data assigned to parameters, by identity, was stored.
-        """
-        for j, versions in tape.versions.items():
-            if j < tape.first:
-                continue
-            assigned = {id(s.parameter) for s in shards[j].assigned()}
-            if assigned_at:
-                assigned |= {id(p) for p in shards[j].parameters if assigned_at.get(id(p), 0) > tape.assignments}
-            for s, then, now in zip(shards[j].slices, versions, shards[j].versions(), strict=True):
-                if then != now or id(s.parameter) in assigned:
-                    how = "changed in place" if then != now else "given other data"
-                    raise RuntimeError(
-                        f"parameter {s.name} of shard {j} was {how} between the forward and its backward, so the "
-                        f"gradient would belong to neither value; step the optimizer after the backward"
-                    )
-
     def check_homes(self, tape: Tape) -> None:
         """Raises RuntimeError if homes that the backward of a tape uses were written without a new version.
 
@@ -380,11 +336,6 @@ def _source(tape: CellRecords, cell: Cell, boundary: Any) -> tuple[CellInput, An
 def requires(leaves: Sequence[Any]) -> list[bool]:
     """Whether each leaf needs a gradient."""
     return [isinstance(x, Tensor) and x.requires_grad for x in leaves]
-
-
-def versions_of(leaves: Sequence[Any]) -> list[int]:
-    """Version counters of the tensors that have one."""
-    return [x._version for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
 
 
 def largest_rows(leaves: Sequence[Any]) -> int:

@@ -90,7 +90,7 @@ class ChunksInTurn:
         """
         tape = self._tape
         tape.inputs.append([source])
-        tape.input_versions.append([])
+        tape.input_versions.append(())
         tape.rows.append(source.rows)
         self._output_fns.append(output_fn)
         i = len(tape.rows) - 1
@@ -107,11 +107,8 @@ class ChunksInTurn:
     ) -> Any:
         """The detached output of chunk ``i``.
 
-        Args:
-            i: index of the chunk.
-            entering: a list with the input of the first layer, which is removed from it.
-            graph_bytes: the layers that keep their graphs if these fit, with their bytes.
-            dead_code: of the recomputation of each layer; empty if unknown.
+        ``entering`` is a list with the input of the first layer, which is removed from it. Layers in ``graph_bytes``
+        keep their graphs, of so many bytes, if these fit. ``dead_code``: of each layer's recomputation, if known.
         """
         self._value, self._dead_code = entering.pop(), dead_code
         self._follow(self.plan.forward(i, graph_bytes, lambda: nbytes_of(self._value)))

@@ -10,43 +10,40 @@
 
 Each shard is loaded once per pass for any number of micro-batches, and a shard that is still resident at the beginning
 of the other pass is not loaded again.
-
-After an exception in either pass no copy is running, parameters are views of their homes, and the model can be used
-again; gradients that were stored before stay, as in a backward of plain torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from types import CodeType, FrameType
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from offload.engine.boundary_store import SpillingStore
+from offload.engine.boundary_store import SpillingStore, versions_of
 from offload.engine.cell import Cell, OutputFn, ShardRunner
-from offload.engine.cell_executor import CellExecutor, largest_rows, requires, versions_of
-from offload.engine.follow import Follower
+from offload.engine.cell_executor import CellExecutor, largest_rows, requires
+from offload.engine.exclusive import ExclusivePasses
+from offload.engine.follow import Follower, performers
 from offload.engine.layouts import bytes_of_boundary, refuse_hidden, refuse_strided_nested
 from offload.engine.raw_chunk import RawChunk
 from offload.engine.references import References
 from offload.engine.shape_inference import inferred_boundaries
-from offload.engine.state_before import StateBefore
 from offload.engine.steps import Steps, joined
 from offload.engine.structure import Structure
 from offload.engine.tape import Tape
-from offload.planning.plan import CELLS, Action, Kind, Plan
+from offload.engine.weight_writes import AssignedData
+from offload.planning.budget import Layout
+from offload.planning.plan import Action, Kind
 from offload.planning.planner import Pass
 from offload.planning.residency import Key
 from offload.storage import Tier
 from offload.streaming.lane import Lanes
-from offload.streaming.shard import Shard
+from offload.streaming.materialize import Values
+from offload.streaming.shard import make_shards
 from offload.streaming.streamer import Streamer
 from offload.telemetry.statistics import Meter
 from pipe.nested import flatten, tensors_in
@@ -57,8 +54,12 @@ from pipe.torch_private import transform_under_way
 __all__ = ["Executor"]
 
 
-class Executor:
-    """Forward and backward over the shards of one model."""
+class Executor(ExclusivePasses):
+    """Forward and backward over the shards of one model.
+
+    Moves the parameters of ``layers`` to their homes and the buffers to the compute device. ``cuts`` are the numbers of
+    layers of each shard; ``values`` the sources of parameters and buffers that are not read from the layers.
+    """
 
     #: Whether the model was closed.
     closed = False
@@ -67,25 +68,37 @@ class Executor:
 
     def __init__(
         self,
-        shards: list[Shard],
-        layer_names: list[list[str]],
+        layers: Mapping[str, nn.Module],
+        cuts: Sequence[int],
+        values: Mapping[Tensor, Values],
         *,
+        layout: Layout,
         device: torch.device,
         tier: Tier,
         lanes: Lanes,
         meter: Meter,
-        slots: int,
-        boundary_bytes: int,
         recompute: bool,
-        graph_bytes: int = 0,
-        param_dtype: torch.dtype | None = None,
-        budget_bytes: int | None = None,
+        graph_bytes: int,
+        param_dtype: torch.dtype | None,
     ) -> None:
-        self.shards = shards
+        self.shards = make_shards(list(layers.items()), cuts, tier, param_dtype, values)
+        for module in (module for layer in layers.values() for module in layer.modules()):
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[key] = buffer.to(device)
         self.streamer = Streamer(
-            shards, slots=slots, device=device, tier=tier, lanes=lanes, meter=meter, budget_bytes=budget_bytes
+            self.shards,
+            slots=layout.slots,
+            device=device,
+            tier=tier,
+            lanes=lanes,
+            meter=meter,
+            budget_bytes=layout.budget_bytes,
         )
-        self.runners = [ShardRunner(shard, names, device) for shard, names in zip(shards, layer_names, strict=True)]
+        names = list(layers)
+        self.runners = [
+            ShardRunner(shard, names[shard.first : shard.first + len(shard.layers)], device) for shard in self.shards
+        ]
         self._cell_executor = CellExecutor(
             self.runners, device=device, meter=meter, recompute=recompute, param_dtype=param_dtype
         )
@@ -93,60 +106,28 @@ class Executor:
         self._tier = tier
         self._lanes = lanes
         self._meter = meter
-        self.boundary_bytes = boundary_bytes
+        self.boundary_bytes = layout.boundary_bytes
         self._recompute = recompute
         self._param_dtype = param_dtype
         #: Makes plans, and keeps those that ran.
         self.steps = Steps(
             self.runners,
-            boundary_bytes=boundary_bytes,
+            boundary_bytes=layout.boundary_bytes,
             recompute=recompute,
             graph_bytes=graph_bytes,
-            strict=budget_bytes is not None,
+            strict=layout.budget_bytes is not None,
             spills=tier.scratch() is not None,
             on_host=device.type == "cpu",
         )
         for runner in self.runners:
             runner.measures_graphs = recompute and graph_bytes > 0
-        self._references = References(shards, (p for runner in self.runners for _, p in runner.watched.parameters))
-        #: Whether a pass is running, or was interrupted before its cleanup.
-        self._busy = False
-        self._made_in = os.getpid()
-        this = weakref.ref(self)  # without it, a cycle with the streamer
-
-        def in_pass() -> bool:
-            executor = this()
-            return executor is not None and executor.busy
-
-        def clean_up() -> None:
-            executor = this()
-            if executor is not None:
-                executor.clean_up()
-
-        self.streamer.in_pass, self.streamer.clean_up = in_pass, clean_up
+        self._references = References(self.shards, (p for runner in self.runners for _, p in runner.watched.parameters))
+        super().__init__()
         self._frozen_weights = 0
-        #: Number of calls that stored assigned data, and the last of them for each parameter, by identity.
-        self._assignments = 0
-        self._assigned_at: dict[int, int] = {}
+        self.assigned_data = AssignedData(self.shards)
         self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
         #: The autograd nodes whose outputs are alive: each holds ``parameters``.
         self.nodes: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    @property
-    def busy(self) -> bool:
-        """Whether a forward or backward is running."""
-        return self._busy and self._passes() > 0
-
-    def _passes(self) -> int:
-        """Number of running forwards and backwards of this model, in all threads."""
-        count = 0
-        for top in sys._current_frames().values():
-            frame: FrameType | None = top
-            while frame is not None:
-                if frame.f_code in _PASSES and frame.f_locals.get("self") is self:
-                    count += 1
-                frame = frame.f_back
-        return count
 
     def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool:
         """See :meth:`.References.held_elsewhere`; ``known`` is without the engine's own graphs."""
@@ -157,26 +138,6 @@ class Executor:
     def bytes_at_home(self) -> int:
         """Bytes of stored parameters and gradients."""
         return sum(b.nbytes for shard in self.shards for b in (shard.home, shard.gradients) if b is not None)
-
-    def store_assigned_data(self) -> None:
-        """Copies tensors assigned to the ``.data`` of parameters since the last pass into their homes.
-
-        Raises:
-            ValueError: if such a tensor has another size or dtype than its parameter had.
-        """
-        assigned = [(shard, s, s.parameter.detach()) for shard in self.shards for s in shard.assigned()]
-        if len(assigned) > 1:
-            # Parameters may have exchanged their data. Without the copies, one would be overwritten before it is read.
-            homes = {shard.home.tensor.untyped_storage().data_ptr() for shard in self.shards if shard.home is not None}
-            assigned = [
-                (shard, s, value.clone() if value.untyped_storage().data_ptr() in homes else value)
-                for shard, s, value in assigned
-            ]
-        self._assignments += 1
-        for shard, s, value in assigned:
-            # Without incrementing the version: a graph outside of the model that uses the parameter stays valid.
-            self._assigned_at[id(s.parameter)] = self._assignments
-            shard.store_assigned_data(s, value)
 
     @contextlib.contextmanager
     def frozen_weights(self) -> Iterator[None]:
@@ -257,7 +218,7 @@ class Executor:
             reuses_slots = self._frozen_weights > 0 or (shared and is_recomputing())
             if not reuses_slots:
                 self.streamer.release()
-                self.store_assigned_data()
+                self.assigned_data.store()
             this = Pass(
                 shards=n,
                 microbatches=m,
@@ -296,7 +257,7 @@ class Executor:
                 written = self._cell_executor.end_visit(tape, j, range(m), input_of)
                 self.streamer.store_written_weights(j, written)
                 self._cell_executor.refresh_checksums(j, written)
-                tape.versions[j], tape.assignments = self.shards[j].versions(), self._assignments
+                tape.versions[j], tape.assignments = self.shards[j].versions(), self.assigned_data.stores
                 follower.done += [Action(Kind.FORWARD_KEPT, *cell) for cell in sorted(tape.graphs - before)]
 
             @contextlib.contextmanager
@@ -306,9 +267,9 @@ class Executor:
                         yield
                     end_visit(j)
 
-            follower = Follower(self._performers(run, tape.boundaries))
+            follower = Follower(performers(run, self.streamer, tape.boundaries))
             follower.follow(this.actions(tape.residency, tape.boundaries.nbytes), visit)
-            tape.plan = self._plan(this, follower)
+            tape.plan = follower.plan(this)
             for output in outputs:
                 leaves, spec = flatten(output)
                 tape.output_specs.append(spec)
@@ -338,14 +299,13 @@ class Executor:
         returned: Collection[nn.Parameter] = (),
         to_inputs: bool = True,
     ) -> tuple[list[list[Any]], dict[nn.Parameter, Tensor]]:
-        """Propagates gradients of the outputs (flat, for each chunk) back through all shards.
+        """Propagates gradients of the outputs back through all shards.
 
         Args:
             tape: of the forward.
             output_gradients: for each chunk, a tensor or None for each leaf of its output.
             consume: free each boundary after its use; False where the tape may be used again.
-            accumulate: whether gradients of parameters are added to ``.grad``; else only those of ``returned`` are
-                computed.
+            accumulate: add gradients of parameters to ``.grad``; else only those of ``returned`` are computed.
             returned: parameters whose gradients are returned instead.
             to_inputs: whether gradients of the inputs are needed if ``accumulate`` is False.
 
@@ -359,11 +319,11 @@ class Executor:
         input_gradients: list[list[Any]] = [[None] * len(leaves) for leaves in tape.inputs]
         with contextlib.closing(gradients), self._exclusive_pass(recomputes=self._recompute):
             reuses_slots = self._frozen_weights > 0 or self.streamer.slot_pool.shared
-            if tape.assignments != self._assignments and not reuses_slots:
+            if tape.assignments != self.assigned_data.stores and not reuses_slots:
                 # Slots were loaded by a later forward, during which parameters may have had other values.
                 self.streamer.release()
             resident = self.streamer.resident()
-            self._cell_executor.check_unchanged(tape, self.shards, self._assigned_at)
+            self.assigned_data.check_unchanged(tape)
             self._cell_executor.check_homes(tape)
             waiting = sum(other is not tape and not other.used for other in self._tapes)
             gradient_offload = self.streamer.gradient_offload
@@ -414,12 +374,12 @@ class Executor:
                 elif j == 0:
                     input_gradients[i] = back
 
-            follower = Follower(self._performers(run, tape.boundaries, gradients))
+            follower = Follower(performers(run, self.streamer, tape.boundaries, gradients))
             follower.follow(
                 this.actions(tape.residency, size, self.steps.residency(gradients=True)), self.streamer.visit
             )
             if tape.plan is not None:
-                self.steps.record_step(joined(tape.plan, self._plan(this, follower)), tape.rows, training=True)
+                self.steps.record_step(joined(tape.plan, follower.plan(this)), tape.rows, training=True)
                 tape.plan = None  # a second backward begins with other shards in slots
             self.streamer.gradient_offload.wait_idle()
             taken = gradient_offload.pop_returned()
@@ -437,79 +397,10 @@ class Executor:
         if self.closed:
             raise RuntimeError("this OffloadModel was closed and cannot run; make a new one")
 
-    @contextlib.contextmanager
-    def _exclusive_pass(
-        self, on_failure: Callable[[], None] | None = None, *, recomputes: bool = False
-    ) -> Iterator[None]:
-        """Runs one pass at a time; after a failure no copy is running and parameters are views of their homes.
-
-        A failure is an exception at any line, such as Ctrl-C. If it interrupts the cleanup itself, the next pass begins
-        with that cleanup.
-        """
-        check_process(self._made_in, "this OffloadModel")
-        if self._busy and self._passes() > 1:  # one is the caller
-            raise RuntimeError(
-                "this OffloadModel is in the middle of a forward or backward; a layer or a hook of it called it again, "
-                "or another thread did"
-            )
-        before = StateBefore(self.device, (runner.watched for runner in self.runners) if recomputes else ())
-        with self.streamer.slot_pool.turn(self.streamer):
-            try:
-                if self._busy or self.streamer.must_cancel:
-                    self._cancel()
-                if self.streamer.finish_step is not None:
-                    self.streamer.finish_step()
-                self._busy = True
-                yield
-                self._busy = False
-            except BaseException:
-                before.restore()
-                self._cancel()
-                if on_failure is not None:
-                    on_failure()
-                raise
-
-    def clean_up(self) -> None:
-        """Cleans up after a pass that was interrupted before its cleanup, if there is one."""
-        if self._busy and not self._passes():
-            self._cancel()
-
-    def _cancel(self) -> None:
-        self.streamer.cancel()
-        self._busy = False
-
     def _store(self, *, spills: bool = True, gradients: bool = False) -> SpillingStore:
         """A store for boundaries, or for their gradients; a backward has both."""
         scratch = self._tier.scratch() if spills else None
         return SpillingStore(scratch, self._lanes.boundary, self._meter, gradients=gradients)
 
-    def _performers(
-        self, run: Callable[[Cell], None], boundaries: SpillingStore, gradients: SpillingStore | None = None
-    ) -> dict[Kind, Callable[[Any], None]]:
-        """What performs each action of a pass; ``run`` performs those of cells."""
-        performers: dict[Kind, Callable[[Any], None]] = dict.fromkeys(CELLS, run)
-        performers |= {
-            Kind.LOAD: self.streamer.load,
-            Kind.EVICT: self.streamer.evict,
-            Kind.DRAIN: self.streamer.drain,
-            Kind.UPDATE: self.streamer.update,
-            Kind.UPDATE_IN_BACKWARD: self.streamer.update_in_backward,
-            Kind.SPILL: boundaries.spill,
-            Kind.PREFETCH: boundaries.prefetch,
-            Kind.FORGET: boundaries.forget,
-        }
-        if gradients is not None:
-            performers |= {
-                Kind.SPILL_GRADIENT: gradients.spill,
-                Kind.PREFETCH_GRADIENT: gradients.prefetch,
-                Kind.FORGET_GRADIENT: gradients.forget,
-            }
-        return performers
 
-    def _plan(self, this: Pass, follower: Follower) -> Plan:
-        """The plan of a pass that ran."""
-        return Plan(tuple(follower.done), self.streamer.slots, frozenset(this.resident), frozenset(this.pending))
-
-
-#: The functions whose frames are running passes.
-_PASSES: frozenset[CodeType] = frozenset({Executor.forward.__code__, Executor.backward.__code__})
+Executor.pass_codes = frozenset({Executor.forward.__code__, Executor.backward.__code__})

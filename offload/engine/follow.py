@@ -7,10 +7,38 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from offload.engine.boundary_store import SpillingStore
 from offload.engine.cell import Cell
-from offload.planning.plan import CELLS, Action, Kind
+from offload.planning.plan import CELLS, Action, Kind, Plan
+from offload.planning.planner import Pass
+from offload.streaming.streamer import Streamer
 
-__all__ = ["Follower"]
+__all__ = ["Follower", "performers"]
+
+
+def performers(
+    run: Callable[[Cell], None],
+    streamer: Streamer,
+    boundaries: SpillingStore,
+    gradients: SpillingStore | None = None,
+) -> dict[Kind, Callable[[Any], None]]:
+    """What performs each action of a pass over offloaded shards; ``run`` performs those of cells."""
+    found: dict[Kind, Callable[[Any], None]] = dict.fromkeys(CELLS, run)
+    found |= {
+        Kind.LOAD: streamer.load,
+        Kind.EVICT: streamer.evict,
+        Kind.DRAIN: streamer.drain,
+        Kind.UPDATE: streamer.update,
+        Kind.UPDATE_IN_BACKWARD: streamer.update_in_backward,
+        Kind.SPILL: boundaries.spill,
+        Kind.PREFETCH: boundaries.prefetch,
+        Kind.FORGET: boundaries.forget,
+    }
+    if gradients is not None:
+        found[Kind.SPILL_GRADIENT] = gradients.spill
+        found[Kind.PREFETCH_GRADIENT] = gradients.prefetch
+        found[Kind.FORGET_GRADIENT] = gradients.forget
+    return found
 
 
 class Follower:
@@ -30,6 +58,10 @@ class Follower:
         j, i = action.shard, action.microbatch
         self._performers[action.kind](j if i is None else Cell(j, i))
         self.done.append(action)
+
+    def plan(self, this: Pass) -> Plan:
+        """The plan of a pass that ran."""
+        return Plan(tuple(self.done), this.slots, frozenset(this.resident), frozenset(this.pending))
 
     def follow(
         self,

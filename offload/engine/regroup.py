@@ -157,26 +157,19 @@ class RegroupedTape:
         spec = next(entry[1] for entry in given if entry is not None)
         columns: list[Any] = []
         for k in range(spec.num_leaves):
-            parts = []
-            for i, entry in enumerate(given, start=begin):
-                part, like = None if entry is None else entry[0][k], self._like[i][k]
+            parts = [None if entry is None else entry[0][k] for entry in given]
+            likes = [like[k] for like in self._like[begin : begin + len(parts)]]
+            for i, (part, like) in enumerate(zip(parts, likes, strict=True), start=begin):
                 if part is not None and (like is None or part.shape != like.shape):
                     raise ValueError(
                         f"chunk {i}: expected a gradient of the shape {None if like is None else tuple(like.shape)}, "
                         f"got {tuple(part.shape)}"
                     )
-                parts.append(part)
             first = next((part for part in parts if part is not None), None)
-            columns.append(
-                None
-                if first is None
-                else torch.cat(
-                    [
-                        first.new_zeros(self._like[i][k].shape) if part is None else part
-                        for i, part in enumerate(parts, start=begin)
-                    ]
-                )
-            )
+            if first is not None:
+                pairs = zip(parts, likes, strict=True)
+                first = torch.cat([first.new_zeros(like.shape) if part is None else part for part, like in pairs])
+            columns.append(first)
         return unflatten(columns, spec)
 
 

@@ -22,7 +22,7 @@ class Steps:
     Args:
         runners: one for each shard.
         boundary_bytes: memory for boundaries and their gradients.
-        recompute: whether cells are recomputed, except those whose graphs fit in ``graph_bytes``.
+        recompute: recompute cells, except those whose graphs fit in ``graph_bytes``.
         graph_bytes: for graphs between forward and backward.
         strict: whether the model has a memory budget.
         spills: whether boundaries can be moved out of the memory in which layers compute.
@@ -58,12 +58,7 @@ class Steps:
         self._last_steps: dict[bool, tuple[Plan, int]] = {}
 
     def kept_cells(self, rows: Sequence[int], first: int) -> frozenset[Cell]:
-        """The cells that keep their graphs.
-
-        Args:
-            rows: of each micro-batch.
-            first: the first shard that backward has to reach.
-        """
+        """The cells that keep their graphs, for micro-batches of so many rows."""
         everything = range(len(rows))
         if not self._recompute:
             return frozenset(Cell(j, i) for j in range(first, self._shards) for i in everything)
@@ -121,9 +116,7 @@ class Steps:
     def check_input(self, elements: Sequence[int], *, training: bool) -> None:
         """Raises ValueError if boundaries are known to be too large for the budget, before the pass begins.
 
-        Args:
-            elements: of the input of each micro-batch; 0 if unknown.
-            training: whether a backward follows, so that the output has a gradient.
+        ``elements``: of the input of each micro-batch; 0 if unknown.
         """
         if self._strict:
             each = [least for j, least in self._least_per_element.items() if training or j < self._shards]

@@ -58,7 +58,7 @@ class CellRecords:
     inputs: list[list[Any]] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     input_specs: list[TreeSpec] = field(default_factory=list)
-    input_versions: list[list[int]] = field(default_factory=list)
+    input_versions: list[tuple[int, ...]] = field(default_factory=list)
 
 
 @dataclass(eq=False, kw_only=True)

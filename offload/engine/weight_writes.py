@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,7 +33,11 @@ from offload.storage.contract import bytes_of
 from offload.streaming.lane import error_context
 from offload.streaming.shard import Shard
 
+if TYPE_CHECKING:
+    from offload.engine.tape import Tape
+
 __all__ = [
+    "AssignedData",
     "HomeChecksums",
     "differs_from_home",
     "find_writes",
@@ -113,6 +118,52 @@ def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
     whole = flat.numel() // 8 * 8
     words = flat[:whole]
     return (words if words.storage_offset() % 8 == 0 else words.clone()).view(torch.int64), flat[whole:]
+
+
+class AssignedData:
+    """Tensors that other code assigns to the ``.data`` of parameters between passes."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = shards
+        #: Number of calls of :meth:`store`, and the last that found data for each parameter, by identity.
+        self.stores = 0
+        self._assigned_at: dict[int, int] = {}
+
+    def store(self) -> None:
+        """Copies tensors assigned to the ``.data`` of parameters since the last pass into their homes.
+
+        Raises:
+            ValueError: if such a tensor has another size or dtype than its parameter had.
+        """
+        assigned = [(shard, s, s.parameter.detach()) for shard in self._shards for s in shard.assigned()]
+        if len(assigned) > 1:
+            # Parameters may have exchanged their data. Without the copies, one would be overwritten before it is read.
+            homes = {shard.home.tensor.untyped_storage().data_ptr() for shard in self._shards if shard.home is not None}
+            assigned = [
+                (shard, s, value.clone() if value.untyped_storage().data_ptr() in homes else value)
+                for shard, s, value in assigned
+            ]
+        self.stores += 1
+        for shard, s, value in assigned:
+            # Without incrementing the version: a graph outside of the model that uses the parameter stays valid.
+            self._assigned_at[id(s.parameter)] = self.stores
+            shard.store_assigned_data(s, value)
+
+    def check_unchanged(self, tape: Tape) -> None:
+        """Raises RuntimeError if a parameter that the backward of a tape uses was changed since its forward."""
+        for j, versions in tape.versions.items():
+            if j < tape.first:
+                continue
+            shard = self._shards[j]
+            assigned = {id(s.parameter) for s in shard.assigned()}
+            assigned |= {id(p) for p in shard.parameters if self._assigned_at.get(id(p), 0) > tape.assignments}
+            for s, then, now in zip(shard.slices, versions, shard.versions(), strict=True):
+                if then != now or id(s.parameter) in assigned:
+                    how = "changed in place" if then != now else "given other data"
+                    raise RuntimeError(
+                        f"parameter {s.name} of shard {j} was {how} between the forward and its backward, so the "
+                        f"gradient would belong to neither value; step the optimizer after the backward"
+                    )
 
 
 #: Homes are read in chunks of this size.

@@ -87,7 +87,7 @@ class OptimizerAccess:
         Raises:
             ValueError: if such a tensor has another size than its parameter had.
         """
-        self._executor.store_assigned_data()
+        self._executor.assigned_data.store()
 
     def commit(self, decide: Callable[[], None]) -> None:
         """Makes all updates of a step pending, even if an exception interrupts it.

@@ -1,6 +1,6 @@
 """Peak memory of a step: its plan is replayed with the bytes of everything that it holds.
 
-This is the only model of memory. It predicts (:mod:`offload.planning.estimate`), chooses a layout
+This is the only model of memory. It predicts (:mod:`offload.engine.prediction`), chooses a layout
 (:mod:`offload.planning.budget`) and chooses the graphs that are kept.
 
 Guarantees

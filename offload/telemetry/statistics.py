@@ -65,7 +65,8 @@ class Meter:
         self._steps = 0
         self._device = device
         self.tracer = Tracer()
-        self._held = 0
+        #: Bytes that are on the compute device now.
+        self.held_bytes = 0
         self._peak = 0
         #: Time that copies take on their lanes, for their bytes.
         self._lane_clocks = {lane: Clock(device) for lane in ("load", "drain", "boundary")}
@@ -123,19 +124,14 @@ class Meter:
 
     def hold(self, nbytes: int) -> None:
         """Counts bytes that are now on the compute device."""
-        self._held += nbytes
-        self._peak = max(self._peak, self._held)
-        self.tracer.sample(self._held)
+        self.held_bytes += nbytes
+        self._peak = max(self._peak, self.held_bytes)
+        self.tracer.sample(self.held_bytes)
 
     def release(self, nbytes: int) -> None:
         """Counts bytes that are no longer there."""
-        self._held -= nbytes
-        self.tracer.sample(self._held)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that are on the compute device now."""
-        return self._held
+        self.held_bytes -= nbytes
+        self.tracer.sample(self.held_bytes)
 
     def read(self) -> Statistics:
         """The record as of now."""

@@ -16,6 +16,7 @@ from offload.engine.cell import ShardRunner
 from offload.engine.cell_executor import CellExecutor
 from offload.engine.executor import Executor
 from offload.engine.structure import Structure
+from offload.engine.weight_writes import AssignedData
 from offload.streaming.shard import Shard
 from offload.streaming.slot_pool import SlotPool
 from pipe.recompute.module_hooks import Hooks
@@ -56,13 +57,13 @@ def _structure(patch: pytest.MonkeyPatch) -> None:
 
 
 def _assigned_data(patch: pytest.MonkeyPatch) -> None:
-    store_assigned_data = Executor.store_assigned_data
+    store = AssignedData.store
 
     def only_in_a_forward(self: Any) -> None:
         if sys._getframe(1).f_code.co_name == "forward":
-            store_assigned_data(self)
+            store(self)
 
-    patch.setattr(Executor, "store_assigned_data", only_in_a_forward)
+    patch.setattr(AssignedData, "store", only_in_a_forward)
 
 
 def _own_forward(patch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from offload import OffloadModel
-from offload.engine.memory_recorder import MemoryProfileRecorder
+from offload.engine.saved_tensors import MemoryProfileRecorder
 from offload.planning.estimate import Estimate
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
 from offload.planning.peak_memory import PeakMemory, StepBytes, peak_memory

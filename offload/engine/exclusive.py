@@ -1,0 +1,107 @@
+"""Runs one forward or backward of a model at a time, and cleans up after one that fails or is interrupted.
+
+After an exception in either pass no copy is running, parameters are views of their homes, and the model can be used
+again; gradients that were stored before stay, as in a backward of plain torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FrameType
+
+import torch
+
+from offload.engine.cell import ShardRunner
+from offload.engine.state_before import StateBefore
+from offload.storage.process import check_process
+from offload.streaming.streamer import Streamer
+
+__all__ = ["ExclusivePasses"]
+
+
+class ExclusivePasses:
+    """The base class of an executor, which is initialized when it has its streamer."""
+
+    device: torch.device
+    runners: Sequence[ShardRunner]
+    streamer: Streamer
+    #: The methods whose frames are running passes.
+    pass_codes: frozenset[CodeType]
+
+    def __init__(self) -> None:
+        #: Whether a pass is running, or was interrupted before its cleanup.
+        self._busy = False
+        self._made_in = os.getpid()
+        this = weakref.ref(self)  # without it, a cycle with the streamer
+
+        def in_pass() -> bool:
+            executor = this()
+            return executor is not None and executor.busy
+
+        def clean_up() -> None:
+            executor = this()
+            if executor is not None:
+                executor.clean_up()
+
+        self.streamer.in_pass, self.streamer.clean_up = in_pass, clean_up
+
+    @property
+    def busy(self) -> bool:
+        """Whether a forward or backward is running."""
+        return self._busy and self._passes() > 0
+
+    def _passes(self) -> int:
+        """Number of running forwards and backwards of this model, in all threads."""
+        count = 0
+        for top in sys._current_frames().values():
+            frame: FrameType | None = top
+            while frame is not None:
+                if frame.f_code in self.pass_codes and frame.f_locals.get("self") is self:
+                    count += 1
+                frame = frame.f_back
+        return count
+
+    @contextlib.contextmanager
+    def _exclusive_pass(
+        self, on_failure: Callable[[], None] | None = None, *, recomputes: bool = False
+    ) -> Iterator[None]:
+        """Runs one pass at a time; after a failure no copy is running and parameters are views of their homes.
+
+        A failure is an exception at any line, such as Ctrl-C. If it interrupts the cleanup itself, the next pass begins
+        with that cleanup.
+        """
+        check_process(self._made_in, "this OffloadModel")
+        if self._busy and self._passes() > 1:  # one is the caller
+            raise RuntimeError(
+                "this OffloadModel is in the middle of a forward or backward; a layer or a hook of it called it again, "
+                "or another thread did"
+            )
+        before = StateBefore(self.device, (runner.watched for runner in self.runners) if recomputes else ())
+        with self.streamer.slot_pool.turn(self.streamer):
+            try:
+                if self._busy or self.streamer.must_cancel:
+                    self._cancel()
+                if self.streamer.finish_step is not None:
+                    self.streamer.finish_step()
+                self._busy = True
+                yield
+                self._busy = False
+            except BaseException:
+                before.restore()
+                self._cancel()
+                if on_failure is not None:
+                    on_failure()
+                raise
+
+    def clean_up(self) -> None:
+        """Cleans up after a pass that was interrupted before its cleanup, if there is one."""
+        if self._busy and not self._passes():
+            self._cancel()
+
+    def _cancel(self) -> None:
+        self.streamer.cancel()
+        self._busy = False
