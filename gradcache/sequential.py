@@ -95,13 +95,7 @@ class _Group(LazyInput):
 
 
 class SequentialTape:
-    """The state of one forward that its backward needs.
-
-    Args:
-        model: the layers, and their measurements.
-        entering: the chunks.
-        output_fn: a part of the last layer, applied to each chunk's output.
-    """
+    """The state of one forward for its backward. ``output_fn`` is applied to each chunk's output of the last layer."""
 
     def __init__(self, model: SequentialModel, entering: ChunkInputs, output_fn: OutputFn | None) -> None:
         self._model = model

@@ -174,13 +174,9 @@ def _joined(back: list[list[Any]], tape: Tape, needed: Sequence[bool]) -> list[T
 
 
 def attach(executor: Executor, tape: Tape, outputs: Sequence[Any], inputs: Any) -> Any:
-    """The gathered output of a forward, as a result of its inputs in the user's graph.
+    """The gathered output of a forward as a result of ``inputs``, the user's nested arguments, in the user's graph.
 
-    Args:
-        executor: that ran it.
-        tape: of the forward.
-        outputs: one for each micro-batch, detached.
-        inputs: the user's arguments, nested, before they were split into micro-batches.
+    ``outputs``: one for each micro-batch, detached.
     """
     before = StateBefore(executor.device)
     try:

@@ -65,13 +65,9 @@ class CellInput:
         return [self.leaves[k] for k in self._positions]
 
     def refuse_other_ways(self, outputs: Sequence[Any]) -> None:
-        """Called within a backward, before that of a cell that kept its graph, which frees the graph.
+        """Raises RuntimeError if the running backward also enters the kept graph of a cell from outside.
 
-        Args:
-            outputs: of the cell, flat.
-
-        Raises:
-            RuntimeError: if the backward also enters the cell's graph from outside.
+        To be called before the backward of the cell, which frees the graph. ``outputs``: of the cell, flat.
         """
         wanted = self.wanted[:1]  # every path into the graph leads to them
         if any(will_run(tensor.grad_fn) for tensor in wanted) or (not wanted and any(map(will_run, _nodes(outputs)))):

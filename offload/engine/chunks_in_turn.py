@@ -48,10 +48,7 @@ class ResidentLayers:
 class ChunksInTurn:
     """One forward of some chunks through resident layers, and its backward, as :class:`InMemory` plans them.
 
-    Args:
-        layers: the layers.
-        first: the first layer that a backward has to reach.
-        keep_bytes: for inputs of layers and graphs, between forward and backward.
+    Inputs and graphs take at most ``keep_bytes`` between the two; backward has to reach layer ``first``.
     """
 
     def __init__(self, layers: ResidentLayers, first: int, keep_bytes: int) -> None:

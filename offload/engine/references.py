@@ -26,9 +26,7 @@ __all__ = ["References"]
 class References:
     """The engine's own references to the parameters of a model; counted once, when all homes are made.
 
-    Args:
-        shards: of the model.
-        held: parameters that other parts of the engine hold, once for each reference.
+    ``held``: parameters that other parts of the engine hold, once for each reference.
     """
 
     def __init__(self, shards: Sequence[Shard], held: Iterable[nn.Parameter] = ()) -> None:

@@ -54,13 +54,7 @@ class ResidentShard(Shard):
 
 
 class ResidentRunner(ShardRunner):
-    """Runs the cells of one layer.
-
-    Args:
-        index: of the layer.
-        layer: the layer.
-        push: runs backward through a graph, into ``.grad``.
-    """
+    """Runs the cells of one layer; ``push`` runs backward through a graph, into ``.grad``."""
 
     def __init__(self, index: int, layer: nn.Module, push: Push) -> None:
         super().__init__(ResidentShard(index, index, [layer]), [str(index)], _CPU, measures_graphs=True)

@@ -49,13 +49,9 @@ __all__ = [
 
 
 def find_writes(shard: Shard, *, compare: bool) -> list[int]:
-    """Positions of the parameters that were written since the shard was loaded.
+    """Positions of the parameters that were written since the shard was loaded; ``compare``: compare bytes with homes.
 
     Tensors assigned to ``.data`` are copied into the slot.
-
-    Args:
-        shard: the shard.
-        compare: also compare bytes with the homes.
 
     Raises:
         ValueError: if a tensor of another shape or dtype was assigned.

@@ -1,7 +1,7 @@
-"""From a number of bytes to a layout: how many shards, how many slots, and what is left for boundaries.
+"""Chooses a layout for a memory budget: the number of shards and slots, and the bytes left for boundaries.
 
-Slots and gradients take what :func:`~offload.planning.peak_memory.peak_memory` finds in the plan of a step; boundaries
-have the rest, and those beyond it are written out. What the layers of one cell allocate while they run comes on top.
+Slots and gradients take what :func:`~offload.planning.peak_memory.peak_memory` computes from the plan of a step; the
+rest is for boundaries. Memory that the layers of one cell allocate while they run is not included.
 
 This module knows nothing of tensors or torch.
 """
@@ -27,7 +27,7 @@ _UNITS = {"": 1, "b": 1} | {
 }
 #: Part of a budget that goes to boundaries before slots beyond the second are added.
 BOUNDARY_SHARE = 0.5
-#: The least that boundaries and their gradients need, the output's among them: no input has any of less than a byte.
+#: Minimum for boundaries and their gradients, with the output's: each has at least one byte.
 SMALLEST_BOUNDARIES = 2 * MOVING
 
 
@@ -51,7 +51,7 @@ def parse_bytes(value: int | str, name: str = "memory_budget") -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Layers in each shard, number of slots, bytes for boundaries; and what all may take, if that was asked for."""
+    """Layers in each shard, number of slots, bytes for boundaries, and the memory budget, if there is one."""
 
     cuts: tuple[int, ...]
     slots: int
@@ -69,18 +69,17 @@ def fit(
 ) -> Layout:
     """The layout with the fewest shards whose slots and gradients leave half of the budget to boundaries.
 
-    Where no number of shards does, boundaries get less. Slots beyond the second are added from what is left above their
-    half.
+    If no number of shards does, boundaries get less. Slots beyond the second are added as long as boundaries have half.
 
     Args:
         slot_bytes: of each layer, in a slot.
         gradient_bytes: of each layer, on the device.
-        budget_bytes: what all may take together.
+        budget_bytes: for slots, gradients and boundaries together.
         shards: number of shards, or None to choose.
         slots: number of slots, or None to choose.
 
     Raises:
-        ValueError: if it does not fit, with the number of bytes that are missing and what would fit.
+        ValueError: if it does not fit, with the number of missing bytes and a configuration that would fit.
     """
     layers = len(slot_bytes)
 

@@ -19,11 +19,7 @@ def aligned(nbytes: int) -> int:
 
 
 def cut_layers(sizes: Sequence[int], shards: int) -> list[int]:
-    """Number of layers in each of ``shards`` shards, such that the largest shard is as small as can be.
-
-    Args:
-        sizes: bytes of each layer.
-        shards: number of shards, from 1 to the number of layers.
+    """Number of layers in each of ``shards`` shards, with the largest shard as small as possible.
 
     Raises:
         ValueError: if there are more shards than layers, or fewer than one.

@@ -1,7 +1,7 @@
-"""Peak memory of a step: its plan is replayed with the bytes of everything that it holds.
+"""Computes the peak memory of a step by replaying its plan with the bytes of everything that it holds.
 
-This is the only model of memory. It predicts (:mod:`offload.engine.prediction`), chooses a layout
-(:mod:`offload.planning.budget`) and chooses the graphs that are kept.
+The prediction of a step, the choice of a layout (:mod:`offload.planning.budget`) and the choice of the graphs that are
+kept use this one model.
 
 Guarantees
     * :attr:`PeakMemory.device_bytes` is an upper bound of what the engine then holds on the compute device: a copy is
@@ -32,31 +32,31 @@ class StepBytes:
     slot_bytes: int
     #: Of the gradients of each shard's weights, in the type of their home.
     gradient_bytes: Sequence[int]
-    #: Whether complete gradients stay in the memory that layers compute in, because their home is there.
+    #: Whether gradients are stored in the memory that layers compute in.
     gradients_stay: bool = False
-    #: Shard -> position in the plan of the first cell at which its gradients are at home. Missing: at the next drain.
+    #: Shard -> position in the plan of the first cell after its gradients were stored. Missing: at the next drain.
     drained: Mapping[int, int] = field(default_factory=dict)
     #: Rows of each micro-batch.
     rows: Sequence[int] = (1,)
-    #: Of what enters a cell, and of its gradient. Shard ``shards`` stands for the output.
+    #: Of the input of a cell, and of its gradient. Shard ``shards`` stands for the output.
     boundaries: Sizes = lambda key: 0
     gradients: Sizes = lambda key: 0
-    #: Shard -> what a cell of it saves for backward, and the shards where that includes what enters the cell.
+    #: Shard -> tensors that a cell of it saves for backward, and the shards where they include the cell's input.
     memory_profiles: Mapping[int, MemoryProfile] = field(default_factory=dict)
     profiles_with_boundary: Set[int] = frozenset()
 
 
 @dataclass
 class PeakMemory:
-    """The most bytes at one time, each for itself."""
+    """Peak bytes, each at its own time."""
 
-    #: Slots, boundaries, their gradients, and gradients of weights on their way home.
+    #: Slots, boundaries, their gradients, and gradients of weights that are being stored.
     device_bytes: int
-    #: Boundaries and their gradients that are written out.
+    #: Boundaries and their gradients that are spilled.
     spilled_bytes: int = 0
-    #: What layers save for backward and allocate there, without gradients of weights.
+    #: Tensors saved for backward and allocated in it, without gradients of weights.
     activation_bytes: int = 0
-    #: All that is in the memory that layers compute in, from the output to the gradients that stay there.
+    #: Everything in the memory that layers compute in, with the output and the gradients stored there.
     memory_bytes: int = 0
 
 
@@ -100,7 +100,7 @@ _Value = tuple[bool, int, int]
 
 
 class _Replay:
-    """What is in memory after each action."""
+    """The contents of memory after each action."""
 
     def __init__(self, plan: Plan, sizes: StepBytes) -> None:
         self._sizes = sizes
@@ -112,7 +112,7 @@ class _Replay:
         self._last_shard = min((a.shard for a in backward), default=0)
         updates = any(a.kind is Kind.UPDATE_IN_BACKWARD for a in plan.actions)
         self._stay = sizes.gradients_stay and not updates
-        #: Shards whose gradients are on their way home. One that is updated there is waited for one shard later.
+        #: Shards whose gradients are being stored. With updates in backward the engine waits for them one shard later.
         self._draining: deque[int] = deque(maxlen=2 if updates else 1)
         self._at_home = 0
         self._held: dict[_Value, int] = {}
@@ -142,7 +142,7 @@ class _Replay:
     def _forward(self, cell: Key, *, keeps: bool) -> None:
         (j, i), sizes = cell, self._sizes
         if keeps and j in sizes.memory_profiles:
-            # What a recomputed cell saves does not include its boundary.
+            # The profile of a recomputed cell does not include its boundary.
             own = 0 if j in sizes.profiles_with_boundary else self._held.get((False, j, i), 0)
             self._graphs[cell] = own + sizes.memory_profiles[j].kept_bytes(sizes.rows[i])
         if cell not in self._recomputed:
@@ -162,7 +162,7 @@ class _Replay:
             self._held[True, j, i] = onward
 
     def _put_output_gradients(self, count: int) -> None:
-        """The gradients of the output are stored one by one; each may be written out before the next is stored."""
+        """Stores the gradients of the output one by one; each may be spilled before the next is stored."""
         for i in range(self._output_gradients, count):
             self._held[True, self._shards, i] = self._sizes.gradients((self._shards, i))
         self._output_gradients = max(self._output_gradients, count)
@@ -171,12 +171,12 @@ class _Replay:
         if self._stay:
             self._at_home += self._sizes.gradient_bytes[j]
             return
-        # The engine waits for the set before only when this one is complete.
+        # The engine waits for the previous shard's gradients only when these are complete.
         self._count_device(self._sizes.gradient_bytes[j])
         self._draining.append(j)
 
     def _move(self, kind: Kind, value: _Value) -> None:
-        """A boundary, or the gradient of one, is written out, read back or forgotten."""
+        """Spills, prefetches or forgets a boundary or a gradient of one."""
         gradient, j, i = value
         if gradient and j == self._shards:
             self._put_output_gradients(i + 1)
@@ -206,7 +206,7 @@ class _Replay:
         self.peak.device_bytes = max(self.peak.device_bytes, now)
 
     def _count_cell(self, cell: Key, position: int, onward: int) -> None:
-        """Counts a backward cell at its fullest moment."""
+        """Counts a backward cell at its peak."""
         (j, i), sizes = cell, self._sizes
         profile, rows = sizes.memory_profiles[j], sizes.rows[i]
         kept = sum(self._graphs.values())

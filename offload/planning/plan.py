@@ -1,6 +1,6 @@
-"""The plan of one step as plain data: which shard is loaded, used, evicted and drained, in which order.
+"""The plan of one step as plain data: the ordered actions of its forward and backward.
 
-A plan prints as short tokens and parses back; the same text stands in logs, errors, test expectations and traces::
+A plan prints as short tokens, which :meth:`Plan.parse` reads; logs, errors, tests and traces use the same text::
 
     L0 L1 F0.0 F0.1 E0 L2 F1.0 F1.1 F2.0 F2.1 B2.0 B2.1 D2 E2 L0 B1.0 B1.1 D1 B0.0 B0.1 D0
     U0 L0 U1 L1 F0.0 E0 U2 L2 F1.0 F2.0 B2.0 D2 E2 L0 B1.0 D1 B0.0 D0       the same after an optimizer's step
@@ -11,26 +11,26 @@ A plan prints as short tokens and parses back; the same text stands in logs, err
 token     meaning
 ========  =====================================================================
 ``Lj``    start to load shard j into a free slot
-``Ej``    drop shard j; its slot is free (nothing is copied: a slot is clean)
+``Ej``    evict shard j; its slot is free (nothing is copied back)
 ``Fj.i``  run cell (shard j, micro-batch i) forward
 ``Kj.i``  the same, and keep its graph
 ``Bj.i``  recompute cell (j, i), and push the gradient back through it
 ``Gj.i``  push the gradient back through the graph that ``Kj.i`` kept
-``Rj.i``  run cell (j, i) forward again for what enters the next, which was not kept
-``Dj``    start to send the gradients of shard j home
-``Uj``    start the update of shard j that an earlier step decided, before it is loaded
+``Rj.i``  run cell (j, i) forward again, for the input of the next, which was not kept
+``Dj``    start to offload the gradients of shard j (drain)
+``Uj``    start the pending update of shard j of an earlier step, before its load
 ``Vj``    start the update of shard j in backward, with the gradients that were drained
-``Sj.i``  start to write the boundary that enters cell (j, i) out of memory
-``Pj.i``  start to read it back
-``Xj.i``  drop its copy in memory; the one that was written out is still there
+``Sj.i``  start to spill the boundary that enters cell (j, i)
+``Pj.i``  start to read it back (prefetch)
+``Xj.i``  drop its copy in memory; the spilled copy remains
 ``sj.i``  the same three, for the gradient of that boundary
 ``pj.i``
 ``xj.i``
 ========  =====================================================================
 
-The boundary that enters shard n of n is the output; it has a gradient only. What enters shard 0 is the user's.
-An update belongs to gradients that were drained before: by the step before, whose updates are ``pending`` when a plan
-starts, or by the plan itself. A gradient clipped by the norm of all (``clips``) is updated after the last drain.
+The boundary that enters shard n of n is the output, of which only the gradient is stored. The input of shard 0 belongs
+to the user. An update uses gradients that were drained before: by an earlier step, whose updates are ``pending`` when a
+plan starts, or by the plan itself; if gradients are clipped by their norm (``clips``), after the last drain.
 
 This module knows nothing of tensors or torch. :mod:`offload.planning.planner` makes plans.
 """
@@ -164,12 +164,12 @@ class PlanError(ValueError):
 
 
 def validate(plan: Plan) -> None:
-    """Proves that a plan can run.
+    """Checks that a plan can run.
 
-    Each cell finds its shard resident, and what enters it in memory; slots suffice, each gradient is drained once. A
-    shard is updated once for each drain at the most, after it, before its next load, and after the last drain if
-    gradients are clipped; a copy from before is not used any more. A boundary is written out once, and read back only
-    while it is out. A cell that kept its graph is not recomputed, and only such a cell goes back through a graph.
+    Each cell has its shard and its input in memory; slots suffice; each gradient is drained once. A shard is updated at
+    most once for each drain, after it, before its next load, and after the last drain if gradients are clipped; a copy
+    loaded earlier is not used any more. A boundary is spilled once, and read back only while it is not in memory. A
+    cell is recomputed if and only if it did not keep its graph.
 
     Raises:
         PlanError: at the first action that breaks one of these.
@@ -189,7 +189,7 @@ def validate(plan: Plan) -> None:
 
 
 class _Proof:
-    """The state of everything while a plan is gone through; each method returns what is wrong with an action."""
+    """The state while a plan is checked; each method returns what is wrong with an action, or None."""
 
     def __init__(self, plan: Plan) -> None:
         if len(plan.resident) > plan.slots:

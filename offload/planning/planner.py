@@ -1,13 +1,12 @@
-"""Makes plans: one function for the forward and the backward pass, for the step that runs and for one that is shown.
+"""Makes the plans of forward and backward passes, for steps that run and for previews.
 
-The order in which shards are used is known before a step starts: 0..n-1 in forward, n-1..0 in backward. So which shard
-to evict is not a guess. The plan evicts the resident shard whose next use is furthest away (Belady, 1966), and loads
-the next missing shard as soon as that leaves a slot free. Spare slots thus become a cache without a knob: the shards
-used last in forward are still there when backward begins. Boundaries are treated alike
-(:mod:`offload.planning.residency`).
+The order of use is known before a step starts: shards 0..n-1 in forward, n-1..0 in backward. The plan evicts the
+resident shard whose next use is furthest away (Belady, 1966), and loads the next missing shard as soon as a slot is
+free. So spare slots are a cache: the last shards of forward are still loaded when backward begins. Boundaries are
+treated alike (:mod:`offload.planning.residency`).
 
-Actions are made one at a time. A size that is asked for after the action that makes the boundary may be the one that
-was just measured: so the step that runs needs no guess, and one whose sizes are known is planned in advance exactly.
+Actions are made one at a time, and the size of a boundary is asked for after the action that makes it. So a running
+step uses measured sizes, and a step whose sizes are known is planned exactly.
 
 This module knows nothing of tensors or torch.
 """
@@ -31,7 +30,7 @@ Sizes = Callable[[Key], int]
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """What the plan of one pass over all shards depends on.
+    """The parameters of the plan of one pass over all shards.
 
     Args:
         shards: their number.
@@ -42,7 +41,7 @@ class Pass:
         records: whether a forward has a backward.
         kept: cells that keep their graphs from forward to backward.
         resident: shards that are in a slot already.
-        later: the order of use after this pass, as far as it is known; it decides what is worth keeping.
+        later: the order of use after this pass, as far as it is known.
         pending: shards that must be updated before they are loaded.
         updates: whether a shard is updated as soon as its gradients are drained.
         consume: whether a backward is the last one.
@@ -84,7 +83,7 @@ class Pass:
 
         Args:
             boundaries: those of the step: a backward goes on with what its forward left.
-            sizes: of what a cell leaves, boundaries in forward and gradients in backward. It is asked after the action
+            sizes: of the results of a cell, boundaries in forward and gradients in backward; called after the action
                 that makes them.
             gradients: of boundaries, in a backward.
         """
@@ -140,7 +139,7 @@ class Pass:
             yield from gradients.put((j, i), sizes((j, i)), [now + m])
 
     def needed_again(self, j: int, i: int) -> bool:
-        """Whether backward needs what enters a cell in forward."""
+        """Whether backward needs the boundary that enters a cell."""
         return self.records and j >= self.first and not self.keeps(j, i)
 
 
@@ -157,7 +156,7 @@ class _Loads:
         self._pending = set(one.pending)
 
     def ahead(self, position: int) -> Iterator[Action]:
-        """Looks ahead from the shard about to be used, up to the first missing one that finds no room."""
+        """Loads the missing shards that will be used next, until no slot can be freed."""
         for wanted in range(position, len(self._uses)):
             shard = self._uses[wanted]
             if shard in self._there:

@@ -1,13 +1,13 @@
-"""Which boundaries stay in memory between their uses, and which are written out: decided from sizes and order of use.
+"""Plans which boundaries (activations between shards) stay in memory and which are spilled, from sizes and uses.
 
-A step makes one boundary for each (shard, micro-batch) and needs it twice: at once in forward, and again in backward.
-All of them together grow with depth times batch, so beyond a budget the one whose next use is furthest away leaves, and
-is read back ahead of use.
+A step makes one boundary for each (shard, micro-batch) and uses it twice: at once in forward, and again in backward.
+Their number grows with depth times batch. Beyond a budget, the boundary whose next use is furthest away is spilled, and
+prefetched ahead of that use.
 
 Guarantees
-    * With what :class:`~offload.engine.boundary_store.BoundaryStore` has in flight, boundaries take no more than the
-      budget. A budget that is too small for :data:`MOVING` of them is exceeded, or, if ``strict``, refused.
-    * A boundary is written out once, however often it returns.
+    * Boundaries, with the copies in flight, take no more than the budget. A budget that is too small for :data:`MOVING`
+      of them is exceeded, or, if ``strict``, refused.
+    * A boundary is written once, however often it is read back.
 
 This module knows nothing of tensors or torch.
 """
@@ -25,10 +25,10 @@ __all__ = ["MOVING", "WRITES_IN_FLIGHT", "Key", "Residency", "check_boundaries"]
 #: (shard, micro-batch) of the cell that a boundary enters.
 Key = tuple[int, int]
 
-#: Boundaries that are being written out at a time, at the most.
+#: Maximum number of boundaries that are being written at a time.
 WRITES_IN_FLIGHT = 2
 
-#: Besides those that stay in memory: one that a layer reads, one that is being read back, those being written out.
+#: Boundaries in motion: one that a layer reads, one that is being read back, those being written.
 MOVING = 2 + WRITES_IN_FLIGHT
 
 
@@ -49,7 +49,7 @@ class _Boundary:
     uses: deque[int]
     #: In memory, or being read back.
     here: bool = True
-    #: Being read back, for a use that has not begun.
+    #: Being read back for its next use.
     coming: bool = False
     written: bool = False
 
@@ -61,13 +61,13 @@ class _Boundary:
 class Residency:
     """The boundaries of one forward; or, if ``gradients``, the gradients of boundaries in one backward.
 
-    Each method returns the actions that follow, which the caller has to perform in this order. Keys that were never put
-    are ignored: the inputs of the model are the user's.
+    Each method returns actions that the caller has to perform in this order. Keys that were never put (inputs of the
+    model) are ignored.
 
     Args:
         budget_bytes: for all of them.
         gradients: which of the two.
-        strict: raise where the budget cannot hold what moves.
+        strict: raise if the budget is too small for :data:`MOVING` boundaries.
     """
 
     def __init__(self, budget_bytes: float, *, gradients: bool = False, strict: bool = False) -> None:
@@ -78,12 +78,12 @@ class Residency:
         self._strict = strict
         self._largest = 0
         self._all: dict[Key, _Boundary] = {}
-        #: In memory for later; what a cell reads just now is not among them.
-        self._resting: dict[_Boundary, None] = {}
+        #: In memory, without the one that a cell is reading.
+        self._held: dict[_Boundary, None] = {}
         self._bytes = 0
 
     def put(self, key: Key, nbytes: int, uses: Sequence[int]) -> list[Action]:
-        """A new boundary, for uses at these ascending positions of the step.
+        """Adds a boundary that is used at these ascending positions of the step.
 
         Raises:
             ValueError: if ``strict``, and the budget is too small for boundaries of this size.
@@ -101,7 +101,7 @@ class Residency:
             return []
         while boundary.uses and boundary.uses[0] <= now:
             boundary.uses.popleft()
-        # What rests makes room before anything is read back. Without this, there is one boundary more than may move.
+        # Spills come before the prefetch. Without this, one boundary too many is in motion.
         actions = [] if boundary.here else [*self._make_room(None, now), Action(self._prefetch, *key)]
         boundary.here, boundary.coming = True, False
         self._leave(boundary)
@@ -113,7 +113,7 @@ class Residency:
         return [] if boundary is None else self._keep(boundary)
 
     def prefetch(self, key: Key) -> list[Action]:
-        """A boundary that is away returns, for the cell after this one."""
+        """Reads a spilled boundary back, for the next cell."""
         boundary = self._all.get(key)
         if boundary is None or boundary.here:
             return []
@@ -127,26 +127,26 @@ class Residency:
             self._leave(boundary)
 
     def _leave(self, boundary: _Boundary) -> None:
-        if boundary in self._resting:
-            del self._resting[boundary]
+        if boundary in self._held:
+            del self._held[boundary]
             self._bytes -= boundary.nbytes
 
     def _keep(self, boundary: _Boundary) -> list[Action]:
-        """Has a boundary in memory; others, or itself, leave in its place."""
-        self._resting[boundary] = None
+        """Keeps a boundary in memory; spills others, or itself, if the budget is exceeded."""
+        self._held[boundary] = None
         self._bytes += boundary.nbytes
         return self._make_room(boundary, boundary.next_use)
 
     def _make_room(self, new: _Boundary | None, needed: float) -> list[Action]:
-        """Has boundaries leave, the one needed last first; or ``new``, if all others are needed sooner."""
-        slot_pool = max(0, self._budget_bytes - MOVING * self._largest)
+        """Spills boundaries, the one with the last use first; or ``new``, if all others are used sooner."""
+        room = max(0, self._budget_bytes - MOVING * self._largest)
         actions: list[Action] = []
-        while self._bytes > slot_pool:
-            others = (b for b in self._resting if b is not new and not b.coming and b.nbytes)
+        while self._bytes > room:
+            others = (b for b in self._held if b is not new and not b.coming and b.nbytes)
             victim = max(others, key=lambda b: b.next_use, default=None)
             if victim is None or victim.next_use <= needed:
                 if new is None or new.coming or self._bytes == new.nbytes:
-                    break  # it has to be here for its use anyway, or is alone
+                    break  # it is needed in memory now, or is the only one
                 victim = new
             actions.append(Action(self._forget if victim.written else self._spill, *victim.key))
             victim.here, victim.written = False, True

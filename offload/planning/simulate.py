@@ -1,4 +1,4 @@
-"""What a plan will cost, before it runs: it is run on clocks, one for compute and one for each lane.
+"""Predicts the time of a plan: simulates it with one clock for compute and one for each lane.
 
 This module knows nothing of tensors or torch.
 """
@@ -17,9 +17,9 @@ __all__ = ["Costs", "Forecast", "simulate"]
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds that an action of each shard takes; for ``forward`` and ``backward``, a cell of it.
+    """Seconds of an action of each shard; of ``forward`` and ``backward``, of one cell.
 
-    ``boundary``: to move what enters a cell of each shard, or its gradient; one entry more, for the output.
+    ``boundary``: of a copy of a boundary or its gradient; the additional last entry is for the output.
     """
 
     load: Sequence[float]
@@ -34,17 +34,17 @@ class Costs:
 class Forecast:
     """What :func:`simulate` predicts."""
 
-    #: Until compute and all copies are done; of these, in which compute waits for a copy; and in which it computes.
+    #: Until compute and all copies are done; of these, waiting for copies, and computing.
     seconds: float
     wait_seconds: float
     compute_seconds: float
-    #: Shard -> position in the plan of the first backward cell whose activations meet no gradients of that shard: they
-    #: are home when the cell has been recomputed, or begins with a kept graph. Missing if there is no such cell.
+    #: Shard -> position in the plan of the first backward cell that begins after the gradients of that shard were
+    #: stored; a recomputed cell begins when its recomputation is done. Missing if there is no such cell.
     drained: Mapping[int, int]
 
 
 def simulate(plan: Plan, costs: Costs) -> Forecast:
-    """Runs a plan on clocks of its own for compute and for each lane, which meet only where the plan says."""
+    """Simulates a plan. Compute and lanes run in parallel and wait for each other only where the plan says."""
     validate(plan)
     compute = loading = draining = updating = moving = waited = computed = 0.0
     arrival = dict.fromkeys(plan.resident, 0.0)

@@ -1,4 +1,4 @@
-"""What a model has done since it was made, counted where it happens."""
+"""Counters of one model: loads, bytes moved, waiting and compute time, peak memory."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Statistics:
     shard_loads: int
     #: Bytes of these copies.
     bytes_loaded: int
-    #: Bytes of gradients sent home.
+    #: Bytes of gradients written to storage.
     bytes_stored: int
-    #: Bytes of boundaries, and of their gradients, that left the compute device for a while.
+    #: Bytes of boundaries, and of their gradients, that were spilled from the compute device.
     bytes_spilled: int
     #: Seconds in which compute waited for a copy.
     wait_seconds: float
@@ -55,11 +55,11 @@ class Meter:
         self.update_bytes_written = 0
         self.wait = Clock(device)
         self.compute = Clock(device)
-        #: (forward or backward, shard) -> time of its cells, for the rows that passed.
+        #: (forward or backward, shard) -> time of its cells, by rows.
         self.cells: dict[tuple[str, int], Clock] = {}
         #: Largest number of bytes that autograd keeps of one row while a shard computes.
         self.activation_bytes_per_row = 0.0
-        #: Shard -> what backward meets in a cell; and the shards that keep their graphs until then.
+        #: Shard -> tensors that a cell saves for backward; and the shards that keep their graphs.
         self.memory_profiles: dict[int, MemoryProfile] = {}
         self.keeping: set[int] = set()
         self._steps = 0
@@ -81,7 +81,7 @@ class Meter:
 
     @contextlib.contextmanager
     def waiting(self, token: str) -> Iterator[None]:
-        """Counts the time in which compute stands still for a copy."""
+        """Counts the time in which compute waits for a copy."""
         with self.wait.span(), self.tracer.span("compute", f"wait {token}"):
             yield
 
@@ -90,51 +90,49 @@ class Meter:
         """Counts the time of one cell, ``"F"`` or ``"B"``; ``token`` is its letter in the plan, if it is another."""
         clock = self.cells.setdefault((kind, shard), Clock(self._device))
         token = f"{token or kind}{shard}.{microbatch}"
-        # A visit counts as a whole: its first micro-batch is dearer than the others, in every step.
+        # A visit is one sample, since its first micro-batch always takes longer than the others.
         with self.compute.span(), clock.span(rows, continues=microbatch > 0), self.tracer.span("compute", token):
             with torch.profiler.record_function(token):
                 yield
 
     def begin_step(self) -> None:
-        """A training step begins. What the first one took says little: it also makes files, buffers and pages."""
+        """Begins a training step. The first one is measured separately, since it also makes files and buffers."""
         self._steps += 1
         if self._steps == 2:
             for clock in (*self.cells.values(), *self._lane_clocks.values()):
                 clock.first_step_ends()
 
     def cell_seconds_per_row(self, kind: str, shard: int) -> float:
-        """What a cell takes, for a forecast; 0 where none was seen."""
+        """Predicted seconds of a cell per row; 0 if none was measured."""
         clock = self.cells.get((kind, shard))
         return 0.0 if clock is None else clock.seconds_each()
 
     def copy_seconds_per_byte(self, lane: str) -> float:
-        """What the copies of a lane take for each byte, for a forecast; 0 where none was seen. Of updates, the
-        bytes of the gradients that they apply.
-        """
+        """Predicted seconds of a lane's copies per byte (of updates: of gradients); 0 if none was measured."""
         return self._lane_clocks[lane].seconds_each()
 
     def record_activations(self, nbytes: int, rows: int) -> None:
-        """Notes what one cell of so many rows needs for its activations."""
+        """Records the activations of one cell of so many rows."""
         self.activation_bytes_per_row = max(self.activation_bytes_per_row, nbytes / max(rows, 1))
 
     def record_memory_profile(self, shard: int, memory_profile: MemoryProfile, *, keeps: bool) -> None:
-        """Notes what backward will meet in a cell, and whether the cell keeps its graph until then."""
+        """Records the tensors that a cell saves for backward, and whether it keeps its graph."""
         self.memory_profiles[shard] = memory_profile
         (self.keeping.add if keeps else self.keeping.discard)(shard)
 
     def hold(self, nbytes: int) -> None:
-        """Counts bytes that are now on the compute device."""
+        """Counts bytes that were allocated on the compute device."""
         self.held_bytes += nbytes
         self._peak = max(self._peak, self.held_bytes)
         self.tracer.sample(self.held_bytes)
 
     def release(self, nbytes: int) -> None:
-        """Counts bytes that are no longer there."""
+        """Counts bytes that were freed there."""
         self.held_bytes -= nbytes
         self.tracer.sample(self.held_bytes)
 
     def read(self) -> Statistics:
-        """The record as of now."""
+        """The present counts."""
         return Statistics(
             self.shard_loads,
             self.bytes_loaded,

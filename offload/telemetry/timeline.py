@@ -1,4 +1,4 @@
-"""A picture of a trace: compute and each lane as a row over time with the plan's tokens, and below it bytes by tier.
+"""Draws a trace: a row over time for compute and each lane, with the plan's tokens; below it bytes by tier.
 
 ``python -m offload.telemetry.timeline step.json step.png`` draws what :meth:`OffloadModel.trace
 <offload.OffloadModel.trace>` wrote. Needs matplotlib, which the extra ``bench`` installs.
@@ -14,7 +14,7 @@ from typing import Any
 
 __all__ = ["draw_timeline"]
 
-#: By the first letter of a token: loads, forward, backward, drains, updates; what compute waits for; the rest.
+#: By the first letter of a token: loads, forward, backward, drains, updates, waits.
 _COLOURS = {"L": "#56b4e9", "F": "#009e73", "B": "#0072b2", "D": "#e69f00", "U": "#cc79a7", "w": "#d55e00"}
 _COLOURS |= {"K": _COLOURS["F"], "G": _COLOURS["B"], "V": _COLOURS["U"]}
 _OTHERS = "#bbbbbb"

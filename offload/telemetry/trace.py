@@ -1,4 +1,4 @@
-"""A trace of steps: what each lane and compute did when, for https://ui.perfetto.dev or a picture.
+"""Records a trace of steps: the spans of compute and of each lane, for https://ui.perfetto.dev or a picture.
 
 Events carry the plan's tokens. On the CPU a lane's span is the time of its copy; on a CUDA device the host only queues
 work, so there use ``torch.profiler``, whose ranges carry the same tokens.
@@ -40,7 +40,7 @@ class Tracer:
 
     @contextlib.contextmanager
     def recording(self, at_home: Callable[[], int] = int) -> Iterator[list[Event]]:
-        """Switches the tracer on; the list fills while the context is open. ``at_home`` counts bytes that rest.
+        """Switches the tracer on; events are added to the list. ``at_home`` returns the bytes in storage.
 
         Raises:
             RuntimeError: if it is on already.
@@ -72,7 +72,7 @@ class Tracer:
                 events.append(event)
 
     def sample(self, nbytes: int) -> None:
-        """Notes the bytes that the engine holds on the compute device now, if the tracer is on."""
+        """Records the bytes that the engine holds on the compute device now, if the tracer is on."""
         if self._events is not None:
             with self._lock:
                 now = time.perf_counter() - self._start
