@@ -18,9 +18,7 @@ __all__ = [
     "AbstractStream",
     "CPUStream",
     "CPUStreamType",
-    "as_cuda",
     "current_stream",
-    "default_stream",
     "get_device",
     "is_cuda",
     "new_stream",
@@ -60,12 +58,6 @@ def is_cuda(stream: AbstractStream) -> TypeGuard[torch.cuda.Stream]:
     return not isinstance(stream, CPUStreamType)
 
 
-def as_cuda(stream: AbstractStream) -> torch.cuda.Stream:
-    """The stream, which must be a CUDA stream."""
-    assert is_cuda(stream)
-    return stream
-
-
 def new_stream(device: torch.device) -> AbstractStream:
     """A new stream of ``device``."""
     return torch.cuda.Stream(device) if device.type == "cuda" else CPUStream
@@ -74,11 +66,6 @@ def new_stream(device: torch.device) -> AbstractStream:
 def current_stream(device: torch.device) -> AbstractStream:
     """The current stream of ``device``."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else CPUStream
-
-
-def default_stream(device: torch.device) -> AbstractStream:
-    """The default stream of ``device``."""
-    return torch.cuda.default_stream(device) if device.type == "cuda" else CPUStream
 
 
 def get_device(stream: AbstractStream) -> torch.device:
