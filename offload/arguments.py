@@ -109,8 +109,7 @@ def sizes_of(
 ) -> tuple[int | None, int | None, int]:
     """The arguments of the same names in bytes; 0 bytes of graphs where None is given.
 
-    Raises:
-        TypeError, ValueError: if one is no number of bytes; or if graphs have a budget though all are kept.
+    Raises TypeError or ValueError for what is no number of bytes, or a budget of graphs though all are kept.
     """
     if graph_bytes and not recompute:
         raise ValueError(
@@ -126,10 +125,7 @@ def sizes_of(
 
 
 def layer_bytes(layers: Sequence[nn.Module], dtype: torch.dtype | None = None) -> list[int]:
-    """Bytes of each layer in a block; a tied parameter counts in every layer that uses it.
-
-    ``dtype`` is what floating-point parameters become, by default their own.
-    """
+    """Bytes of each layer, floating-point parameters as ``dtype``; a tied one counts in every layer that uses it."""
 
     def size(p: nn.Parameter) -> int:
         return aligned(p.numel() * (dtype if dtype is not None and p.is_floating_point() else p.dtype).itemsize)

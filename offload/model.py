@@ -141,13 +141,7 @@ class OffloadModel(SlotSharingModule):
         check_choices(num_slices, num_microbatches, num_slots, param_dtype)
         boundaries, activations, graphs = sizes_of(boundary_bytes, activation_bytes, graph_bytes, checkpoint_activation)
         layout = layout_of(
-            list(named.values()),
-            num_slices,
-            memory_budget,
-            num_slots,
-            boundaries,
-            checkpoint_activation,
-            param_dtype,
+            list(named.values()), num_slices, memory_budget, num_slots, boundaries, checkpoint_activation, param_dtype
         )
         cuts = list(layout.cuts) if _cuts is None else _cuts
         stored = {} if pretrained is None else Pretrained.at(pretrained).match(tensors_of(named))[0]
@@ -198,7 +192,7 @@ class OffloadModel(SlotSharingModule):
             for runner in self._executor.runners:
                 runner.compares_always = detect_weight_writes
             # Of the executor, which tapes refer to: a backward still runs after the model is collected.
-            self._end = finalize_here(self._executor, _close, lanes, self._tier)
+            self._finalizer = finalize_here(self._executor, _close, lanes, self._tier)
             self._persistent_home.begin()
             return_freed_memory()
             undo.pop_all()
@@ -230,10 +224,8 @@ class OffloadModel(SlotSharingModule):
         if answered is not None:
             return gather_nested(answered)
         tape = self._executor.tape(chunks)
-        if not tape.records:
-            return gather_nested(self._executor.forward(tape, chunks))
         outputs = self._executor.forward(tape, chunks)
-        return attach(self._executor, tape, outputs, (inputs, kwargs))
+        return attach(self._executor, tape, outputs, (inputs, kwargs)) if tape.records else gather_nested(outputs)
 
     def _check_arguments(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raises TypeError for an argument that later layers also have: only the first layer would get it."""
@@ -389,7 +381,7 @@ class OffloadModel(SlotSharingModule):
         self._executor.assigned_data.store()
         self._persistent_home.close()
         self._executor.closed = True
-        self._end()
+        self._finalizer()
 
 
 def _close(lanes: Any, tier: Any) -> None:

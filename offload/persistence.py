@@ -42,14 +42,8 @@ class _Stored:
 class PersistentHome:
     """Stores a model's buffers in its tier, and adopts an existing home; does nothing if the home is not kept.
 
-    Args:
-        tier: storage of the homes.
-        layers: name and module of each.
-        cuts: number of layers of each shard.
-        values: sources of parameters and buffers that are not read from the home.
-
-    Raises:
-        HomeError: if there is a home that cannot be used. The layers are as they were.
+    ``layers``: name and module of each. ``cuts``: number of layers of each shard. ``values``: sources of parameters and
+    buffers that are not read from the home. Raises HomeError if a home cannot be used; the layers are as they were.
     """
 
     def __init__(
@@ -60,22 +54,23 @@ class PersistentHome:
         #: Sources of parameters and buffers.
         self.values: dict[Tensor, Values] = dict(values)
         self._block: Block | None = None
-        self._places: list[tuple[str, int, int]] = []
+        #: Offset, name and bytes of each buffer.
+        self._places: list[tuple[int, tuple[str, int]]] = []
         if self._tier is None:
             return
         parameters = [p for layer in layers.values() for p in layer.parameters()]
         lines, end = [], 0
         for name, buffer in self._buffers():
             lines.append(f"{name} {_kind(buffer)} {list(buffer.shape)} at {end}")
-            self._places.append((name, end, buffer.numel() * buffer.element_size()))
-            end += aligned(self._places[-1][2])
+            self._places.append((end, (name, _nbytes(buffer))))
+            end += aligned(_nbytes(buffer))
         contents = [*_shards(list(layers.items()), cuts), Contents("buffers", "buffers", end, lines)]
         adopted = self._tier.adopt(contents, blank=not values and all(p.is_meta for p in parameters))
         if end:
             self._block = self._tier.home(len(contents) - 1, end)
         if adopted:
             self.values.update(dict.fromkeys(parameters, _Stored()))
-            for (_, buffer), (_, offset, _) in zip(self._buffers(), self._places, strict=True):
+            for (_, buffer), (offset, _) in zip(self._buffers(), self._places, strict=True):
                 self.values[buffer] = _Stored(self._block, offset)
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -96,21 +91,20 @@ class PersistentHome:
     def close(self) -> None:
         """Writes the buffers and the manifest.
 
-        Raises:
-            ValueError: if a buffer has another size than when the model was made.
-            OSError: if the home cannot be written.
+        Raises ValueError if a buffer has another size than when the model was made, OSError if the home cannot be
+        written.
         """
         if self._tier is None:
             return
-        current = [(name, 0, buffer.numel() * buffer.element_size()) for name, buffer in self._buffers()]
-        if [(name, n) for name, _, n in current] != [(name, n) for name, _, n in self._places]:
-            changed = sorted({(a, n) for a, _, n in current} ^ {(b, n) for b, _, n in self._places})
+        current, expected = [(name, _nbytes(b)) for name, b in self._buffers()], [sizes for _, sizes in self._places]
+        if current != expected:
             raise ValueError(
-                f"expected the buffers that the model was made with, got others: {changed}. A kept home holds buffers "
+                f"expected the buffers that the model was made with, got others: "
+                f"{sorted({*current} ^ {*expected})}. A kept home holds buffers "
                 f"of a fixed size; save a checkpoint instead"
             )
-        for (_, buffer), (_, offset, nbytes) in zip(self._buffers(), self._places, strict=True):
-            if nbytes:
+        for (_, buffer), (offset, _) in zip(self._buffers(), self._places, strict=True):
+            if buffer.numel():
                 assert self._block is not None
                 dense = buffer.detach().cpu().resolve_conj().resolve_neg().contiguous()
                 self._block.write(bytes_of(dense), offset)
@@ -131,6 +125,10 @@ def _shards(layers: Sequence[tuple[str, nn.Module]], cuts: Sequence[int]) -> Ite
         ]
         yield Contents(f"shard-{j:05d}", f"shard {j}", nbytes, lines)
         first += count
+
+
+def _nbytes(buffer: Tensor) -> int:
+    return buffer.numel() * buffer.element_size()
 
 
 def _kind(tensor: Tensor) -> str:

@@ -12,25 +12,18 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["FORKED", "check_process", "finalize_here"]
-
-#: What a call in a forked child raises, after the name of the object.
-FORKED = (
-    "was made in process {made_in}, and this is a forked child of it (process {here}): threads and files belong to "
-    "the process that made them. Make the model in the child; or start workers with the method 'spawn' or "
-    "'forkserver'; or call the model in the parent and hand its results over"
-)
+__all__ = ["check_process", "finalize_here"]
 
 
 def check_process(made_in: int, what: str) -> None:
-    """Raises if this is not the process in which ``what`` was made.
-
-    Raises:
-        RuntimeError: that names fork, and what to do.
-    """
+    """Raises RuntimeError, which says what to do, if this is not the process in which ``what`` was made."""
     here = os.getpid()
     if here != made_in:
-        raise RuntimeError(f"{what} {FORKED.format(made_in=made_in, here=here)}")
+        raise RuntimeError(
+            f"{what} was made in process {made_in}, and this is a forked child of it (process {here}): threads and "
+            f"files belong to the process that made them. Make the model in the child; or start workers with the "
+            f"method 'spawn' or 'forkserver'; or call the model in the parent and hand its results over"
+        )
 
 
 def finalize_here(owner: object, function: Callable[..., object], *arguments: Any) -> weakref.finalize[Any, Any]:

@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pipe.process import check_process
 
@@ -39,21 +39,17 @@ RECHECK_SECONDS = 1.0
 class Outcome(Generic[T]):
     """The result or the exception of a call, for threads that wait for it."""
 
-    __slots__ = ("_error", "_finished", "_gate", "_made_in", "_value")
+    __slots__ = ("_error", "_gate", "_made_in", "_value", "done")
 
     def __init__(self) -> None:
         self._value: T
         self._error: BaseException | None = None
-        self._finished = False
+        #: Whether the call has ended on the host.
+        self.done = False
         self._made_in = os.getpid()
         #: Held until the call has ended.
         self._gate = threading.Lock()
         self._gate.acquire()
-
-    @property
-    def done(self) -> bool:
-        """Whether the call has ended on the host."""
-        return self._finished
 
     def _call(self, work: Callable[[], T]) -> None:
         """Calls ``work`` and keeps its result or its exception. Runs once."""
@@ -62,16 +58,16 @@ class Outcome(Generic[T]):
         except BaseException as error:
             self._error = error
         finally:
-            self._finished = True
+            self.done = True
             self._gate.release()
             # Without this, an error's traceback and this object refer to each other.
             del self
 
     def wait_idle(self) -> None:
         """Waits until the call has ended, with or without an error."""
-        if not self._finished:
+        if not self.done:
             check_process(self._made_in, "queued work")
-        while not self._finished:
+        while not self.done:
             if self._gate.acquire(timeout=RECHECK_SECONDS):
                 self._gate.release()
 
@@ -89,12 +85,12 @@ class Outcome(Generic[T]):
         return self._value
 
 
-class Future(Outcome[object]):
+class Future(Outcome[T]):
     """Work that runs once: on a thread, or in :meth:`run_or_wait` on the waiting thread if no other has begun it."""
 
     __slots__ = ("_begun", "_missed", "_offer", "_work")
 
-    def __init__(self, work: Callable[[], object]) -> None:
+    def __init__(self, work: Callable[[], T]) -> None:
         super().__init__()
         # Emptied before the call. Without this, a thread or the queue would keep the work, and its tensors, for a
         # moment after a waiting thread believes them to be free.
@@ -110,7 +106,7 @@ class Future(Outcome[object]):
         self._begun = True  # before the offer is taken: see withdraw()
         self._call(self._take)
 
-    def _take(self) -> object:
+    def _take(self) -> Any:
         try:
             self._offer.pop()
         except IndexError:
@@ -127,21 +123,20 @@ class Future(Outcome[object]):
     @property
     def returned(self) -> bool:
         """Whether a thread has run the work without an error."""
-        return self._finished and self._error is None and not self._work
+        return self.done and self._error is None and not self._work
 
-    def synchronize(self) -> None:
-        """Waits until a thread has run the work; raises what it raised."""
-        self.wait()
+    synchronize = Outcome.wait
 
-    def run_or_wait(self) -> None:
-        """Returns after the work; raises what it raised. Runs it here if no thread has begun it.
+    def run_or_wait(self) -> T:
+        """Returns the result of the work, or raises its exception. Runs it here if no thread has begun it.
 
-        So no wait is endless where threads are missing: in a forked process, or at exit.
+        So no wait is endless where threads are missing: in a forked process, or at exit. Not after :meth:`cancel`.
         """
         if not self.withdraw():
             self.wait()
-        while self._work:
-            self._work.pop()()
+        if self._work:
+            self._value = self._work.pop()()
+        return self._value
 
     def cancel(self) -> None:
         """Returns once the work is not running and never will be."""
@@ -164,7 +159,7 @@ class Threads:
         self._count = count
         self._name = name
         self._exit_seconds = exit_seconds
-        self._queue: SimpleQueue[Future | None] = SimpleQueue()
+        self._queue: SimpleQueue[Future[Any] | None] = SimpleQueue()
         #: A thread without a permit ends at once, so starting one too many is harmless.
         self._permits = threading.Semaphore(count)
         self._started: list[threading.Thread] = []
@@ -174,12 +169,8 @@ class Threads:
         self._stop.atexit = False  # see _finish_work
         _alive.add(self)
 
-    def submit(self, work: Callable[[], object]) -> Future:
-        """Queues work.
-
-        Raises:
-            RuntimeError: if the threads were closed, the interpreter is ending, or this is a forked child.
-        """
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Queues work. Raises RuntimeError if closed (also at exit of the interpreter), or in a forked child."""
         check_process(self._made_in, f"the thread {self._name}")
         if self._closed:
             raise RuntimeError(f"the thread {self._name} takes no more work: it was closed")
@@ -192,7 +183,7 @@ class Threads:
         self._queue.put(future)
         return future
 
-    def offer(self, work: Callable[[], object]) -> Future:
+    def offer(self, work: Callable[[], T]) -> Future[T]:
         """Queues work where there are threads; for :meth:`Future.run_or_wait`."""
         with contextlib.suppress(RuntimeError):  # in a forked process, or at exit, there are none
             return self.submit(work)
@@ -212,17 +203,12 @@ class Threads:
         if self._made_in == os.getpid():
             self._stop()
 
-    def _drop_queued(self) -> None:
-        with contextlib.suppress(Empty):
-            while True:
-                self._queue.get_nowait()
-
 
 def _nothing() -> None:
     """The work of a barrier."""
 
 
-def _work(queue: SimpleQueue[Future | None], permits: threading.Semaphore) -> None:
+def _work(queue: SimpleQueue[Future[Any] | None], permits: threading.Semaphore) -> None:
     if not permits.acquire(blocking=False):
         return
     while (future := queue.get()) is not None:
@@ -231,7 +217,7 @@ def _work(queue: SimpleQueue[Future | None], permits: threading.Semaphore) -> No
         del future
 
 
-def _stop(queue: SimpleQueue[Future | None], count: int) -> None:
+def _stop(queue: SimpleQueue[Future[Any] | None], count: int) -> None:
     for _ in range(count):
         queue.put(None)
 
@@ -244,8 +230,9 @@ def _finish_work() -> None:
     """At exit: waits for work, since memory must not be freed, nor a thread ended, inside a copy or a kernel."""
     pools = [pool for pool in list(_alive) if pool._made_in == os.getpid()]
     for pool in pools:
-        if pool._exit_seconds is not None:
-            pool._drop_queued()
+        with contextlib.suppress(Empty):
+            while pool._exit_seconds is not None:
+                pool._queue.get_nowait()
         pool.close()
     for pool in pools:
         for thread in pool._started:

@@ -1,11 +1,10 @@
 """``torch.nn.EmbeddingBag`` with its table in host memory or a file; only the rows of a batch are copied to the device.
 
-A table of billions of rows does not fit on the device, and a batch uses a few thousand of them. Forward copies the
-distinct rows of its batch to the device and looks up there. Backward returns their gradients as a sparse gradient of
-the table, so any optimizer for sparse gradients updates the stored table, row by row.
+Forward copies the distinct rows of its batch to the device and looks up there. Backward returns their gradients as a
+sparse gradient of the table, so any optimizer for sparse gradients updates the stored table, row by row.
 
-The module implements ``pipe.train.Distributes``: a train pipeline reads the rows of batch i+1 in an I/O thread while
-batch i computes.
+The module implements ``pipe.train.Distributes``: a train pipeline reads the rows of batch i+1 in a thread while batch i
+computes.
 
 Guarantees
     * Forward uses the values that a table on the device would have, even if its rows were read before an update: rows
@@ -171,8 +170,6 @@ class OffloadEmbeddingBag(nn.Module):
         """Declares that ``weight`` was written to: rows of batches in flight are read again."""
         self._refreshes += 1
 
-    # ------------------------------------------------------------------- the protocol of pipe.train.Distributes
-
     def create_context(self) -> None:
         """None: the request holds all state of one forward."""
 
@@ -274,8 +271,6 @@ class OffloadEmbeddingBag(nn.Module):
         return self.compute_and_output_dist(
             None, self.input_dist(None, input, offsets, per_sample_weights).wait().wait()
         )
-
-    # ------------------------------------------------------------------------------------------- for users
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuses an optimizer that changes rows without a gradient, whose copies in flight would be outdated.

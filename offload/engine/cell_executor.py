@@ -65,7 +65,7 @@ class CellExecutor:
         self._recompute = recompute
         self._param_dtype = param_dtype
         self._home_checksums = [HomeChecksums(runner.shard) for runner in runners]
-        self._lending = {loan.owner.index for runner in runners for loan in runner.shard.loans}
+        self._lending = {owner.index for runner in runners for owner, _ in runner.shard.loans}
 
     # --- forward ------------------------------------------------------------------------------------------------
 

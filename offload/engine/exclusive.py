@@ -17,8 +17,8 @@ import torch
 
 from offload.engine.cell import ShardRunner
 from offload.engine.state_before import StateBefore
-from offload.storage.process import check_process
 from offload.streaming.streamer import Streamer
+from pipe.process import check_process
 
 __all__ = ["ExclusivePasses"]
 

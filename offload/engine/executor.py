@@ -47,7 +47,6 @@ from offload.streaming.shard import make_shards
 from offload.streaming.streamer import Streamer
 from offload.telemetry.statistics import Meter
 from pipe.nested import flatten, tensors_in
-from pipe.process import check_process
 from pipe.recompute.phase import is_recomputing
 from pipe.torch_private import transform_under_way
 
@@ -327,7 +326,7 @@ class Executor(ExclusivePasses):
             self._cell_executor.check_homes(tape)
             waiting = sum(other is not tape and not other.used for other in self._tapes)
             gradient_offload = self.streamer.gradient_offload
-            updates = gradient_offload.begin(waiting, returned, only_those=not accumulate)
+            updates = gradient_offload.begin(waiting, returned, drop_others=not accumulate)
             only = None if accumulate else frozenset(returned)
             # Shards that no requested gradient needs are skipped, as in autograd: their hooks must not run.
             requested = [

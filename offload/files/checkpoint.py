@@ -25,8 +25,10 @@ import io
 import json
 import os
 import pickle
+import random
 import re
 import shutil
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -37,8 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offload.files.generators import generator_states, set_generator_states
-from offload.files.tensor_file import ChecksumError, TensorFile, write_all, write_tensors
+from offload.files.tensor_file import ChecksumError, TensorFile, read_index, write_all, write_tensors
 from offload.optim import OffloadOptimizer
 from offload.storage.page_cache import available_bytes
 
@@ -100,7 +101,7 @@ def save_checkpoint(
             "optimizer_files": sorted(set(state_map.values())),
             "model": others,
             "step": getattr(optimizer, "steps", 0),
-            "generators": generator_states(),
+            "generators": _generator_states(),
             "extra": extra,
         }
         serialized = _serialized(summary)
@@ -145,16 +146,10 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     """
     folder = Path(path)
     try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        weight_map, metadata = read_index(folder / INDEX)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"expected a checkpoint, got a directory without {INDEX} (path={folder})") from error
-    except ValueError as error:
-        raise ValueError(f"{folder / INDEX}: expected an index in JSON, got a damaged file: {error}") from error
-    try:
-        weight_map = dict(index["weight_map"])
-        state_name = index.get("metadata", {}).get("gradstream_state")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / INDEX}: expected an index with a weight_map: {error!r}") from error
+    state_name = metadata.get("gradstream_state")
     files = {name: TensorFile(folder / name) for name in set(weight_map.values())}
     saved = {name: files[file] for name, file in weight_map.items()}
     if state_name is None:
@@ -162,7 +157,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
             raise ValueError(f"{folder} holds a model but no optimizer; load it without one")
         summary: dict[str, Any] = {"model": {}, "step": 0, "extra": None}
     else:
-        summary = _read_state(folder / state_name / "state.pt", index["metadata"].get("gradstream_state_crc32"))
+        summary = _read_state(folder / state_name / "state.pt", metadata.get("gradstream_state_crc32"))
     state_dict = None if optimizer is None else _state_dict(folder / str(state_name), summary, optimizer)
     targets = _check_model(model, saved, set(summary["model"]))
     if 2 * sum(file.data_bytes for file in files.values()) <= available_bytes():
@@ -175,17 +170,12 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         optimizer.load_state_dict(state_dict)
         if isinstance(optimizer, OffloadOptimizer):
             optimizer.steps = summary["step"]
-        set_generator_states(summary["generators"])
+        _set_generator_states(summary["generators"])
     return Checkpoint(summary["step"], summary["extra"])
 
 
 def _read_state(path: Path, expected: str | None) -> dict[str, Any]:
-    """Reads ``state.pt``.
-
-    Raises:
-        ChecksumError: if it is not what was written.
-        ValueError: if it is damaged and has no checksum.
-    """
+    """Reads ``state.pt``. Raises ChecksumError or ValueError if it is damaged."""
     serialized = path.read_bytes()
     if expected is not None and (found := f"{zlib.crc32(serialized):08x}") != expected:
         raise ChecksumError(
@@ -212,9 +202,6 @@ def _read_model(saved: Mapping[str, TensorFile], targets: Mapping[str, Tensor]) 
             ) from error
 
 
-# --- the model --------------------------------------------------------------------------------------------------------
-
-
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     """A key that is equal for two names of one tensor."""
     if not tensor.numel():
@@ -239,11 +226,7 @@ def _model_parts(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any], d
 
 
 def _check_model(model: nn.Module, saved: Mapping[str, TensorFile], others: set[str]) -> dict[str, Tensor]:
-    """The model's tensor for each saved one.
-
-    Raises:
-        ValueError: if the checkpoint does not fit; lists every difference.
-    """
+    """The model's tensor for each saved one. Raises ValueError that lists every difference."""
     targets: dict[str, Tensor] = {}
     wrong: list[str] = []
     here = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
@@ -266,9 +249,6 @@ def _check_model(model: nn.Module, saved: Mapping[str, TensorFile], others: set[
     return targets
 
 
-# --- the optimizer ----------------------------------------------------------------------------------------------------
-
-
 def _optimizer_parts(optimizer: Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
     """State tensors by name; and the groups and other states."""
     if optimizer is None:
@@ -287,11 +267,7 @@ def _optimizer_parts(optimizer: Optimizer | None) -> tuple[dict[str, Tensor], di
 
 
 def _state_dict(folder: Path, summary: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """The saved ``state_dict()`` of the optimizer; large tensors are memory-mapped.
-
-    Raises:
-        ValueError: if its groups differ from this optimizer's.
-    """
+    """The optimizer's saved ``state_dict()``, large tensors memory-mapped. Raises ValueError if its groups differ."""
     rest = summary["optimizer"]
     if rest is None:
         raise ValueError(f"{folder.parent} was saved without an optimizer; load it without one")
@@ -314,11 +290,7 @@ def _state_dict(folder: Path, summary: dict[str, Any], optimizer: Optimizer) -> 
 
 
 def _serialized(summary: dict[str, Any]) -> bytes:
-    """The bytes of ``state.pt``.
-
-    Raises:
-        ValueError: if ``torch.load(weights_only=True)`` would refuse it.
-    """
+    """The bytes of ``state.pt``. Raises ValueError if ``torch.load(weights_only=True)`` would refuse it."""
     buffer = io.BytesIO()
     torch.save(summary, buffer)
     buffer.seek(0)
@@ -332,7 +304,29 @@ def _serialized(summary: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+def _generator_states() -> dict[str, Any]:
+    """States of the generators of torch, of Python, and of NumPy if it is imported."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *numbers = numpy.random.get_state()
+        states["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *numbers)
+    return states
+
+
+def _set_generator_states(states: Mapping[str, Any]) -> None:
+    """Restores the result of :func:`_generator_states`; CUDA's only if the number of devices is the same."""
+    torch.set_rng_state(states["torch"])
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if "cuda" in states and torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+    numpy = sys.modules.get("numpy")
+    if "numpy" in states and numpy is not None:
+        kind, keys, *numbers = states["numpy"]
+        numpy.random.set_state((kind, keys.numpy().astype("uint32"), *numbers))
 
 
 def _write_files(
@@ -378,8 +372,7 @@ def _sync(folder: Path) -> None:
 def _state_of(folder: Path) -> str | None:
     """The state folder that the index names."""
     with contextlib.suppress(OSError, ValueError):
-        name: str | None = json.loads((folder / INDEX).read_text(encoding="utf-8"))["metadata"].get("gradstream_state")
-        return name
+        return read_index(folder / INDEX)[1].get("gradstream_state")
     return None
 
 

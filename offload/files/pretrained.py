@@ -10,7 +10,6 @@ Guarantees
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from offload.files.tensor_file import TensorFile
+from offload.files.tensor_file import TensorFile, read_index
 
 __all__ = ["KeyMap", "Pretrained", "Stored", "Unmatched", "load_pretrained", "tensors_of"]
 
@@ -42,16 +41,6 @@ class Stored:
 
     name: str
     file: TensorFile
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape in the file."""
-        return self.file.shape(self.name)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type in the file."""
-        return self.file.dtype(self.name)
 
     def read_into(self, destination: Tensor) -> None:
         """See :meth:`offload.files.tensor_file.TensorFile.read_into`."""
@@ -96,8 +85,7 @@ class Pretrained:
     def match(self, tensors: Mapping[str, Tensor]) -> tuple[dict[Tensor, Stored], Unmatched]:
         """The stored tensor for each tensor of a model. A tensor with several names needs only one of them.
 
-        Raises:
-            ValueError: if shapes or kinds of types differ, or, if ``strict``, names; lists every difference.
+        Raises ValueError that lists every difference in shapes, kinds of types and, if ``strict``, names.
         """
         names: dict[Tensor, list[str]] = {}
         for name, tensor in tensors.items():
@@ -111,10 +99,11 @@ class Pretrained:
                 missing += same
             for name in candidates:
                 stored = found[tensor] = self._stored[name]  # the last one is used, as in load_state_dict()
-                if stored.shape != tuple(tensor.shape):
-                    wrong.append(f"{name} has shape {stored.shape}, expected {tuple(tensor.shape)}")
-                elif not torch.can_cast(stored.dtype, tensor.dtype):
-                    wrong.append(f"{name} is {stored.dtype}, which cannot be cast to {tensor.dtype}")
+                shape, dtype = stored.file.shape(stored.name), stored.file.dtype(stored.name)
+                if shape != tuple(tensor.shape):
+                    wrong.append(f"{name} has shape {shape}, expected {tuple(tensor.shape)}")
+                elif not torch.can_cast(dtype, tensor.dtype):
+                    wrong.append(f"{name} is {dtype}, which cannot be cast to {tensor.dtype}")
         unexpected = [stored.name for name, stored in self._stored.items() if name not in tensors]
         if self.strict:
             wrong += [f"missing: {', '.join(missing)}"] if missing else []
@@ -204,10 +193,7 @@ def _stored_in(path: Path) -> list[Stored]:
     if path.suffix != ".json":
         file = TensorFile(path)
         return [Stored(name, file) for name in file]
-    try:
-        weight_map = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: expected an index with a weight_map: {error!r}") from error
+    weight_map, _ = read_index(path)
     names = sorted(set(weight_map.values()))
     if absent := [name for name in names if not (path.parent / name).is_file()]:
         raise FileNotFoundError(f"{path} names files that do not exist: {', '.join(absent)}")

@@ -18,18 +18,15 @@ _AT_ONCE_BYTES = 64 << 10
 
 
 class RunningSum:
-    """The checksum of all added bytes, in order. At most one addition runs at a time.
+    """The checksum of the bytes ``first`` and all added ones, in order. At most one addition runs at a time.
 
     As a context manager: after its end no thread reads added bytes.
-
-    Args:
-        first: the first bytes of the sum.
     """
 
     def __init__(self, first: bytes) -> None:
         self._value = zlib.crc32(first)
-        self._io_threads: Threads | None = None
-        self._job: Future | None = None
+        self._threads = Threads(1, "offload-checksum")
+        self._job: Future[None] | None = None
 
     def add(self, data: memoryview) -> None:
         """Starts to add bytes, which must not change until :meth:`wait`, the next :meth:`add` or the end."""
@@ -37,9 +34,7 @@ class RunningSum:
         if len(data) < _AT_ONCE_BYTES:
             self._sum(data)
             return
-        if self._io_threads is None:
-            self._io_threads = Threads(1, "offload-checksum")
-        self._job = self._io_threads.offer(partial(self._sum, data))
+        self._job = self._threads.offer(partial(self._sum, data))
 
     def _sum(self, data: memoryview) -> None:
         self._value = zlib.crc32(data, self._value)

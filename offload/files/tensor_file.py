@@ -31,7 +31,7 @@ from offload.storage.buffer import view_memory
 from offload.storage.contract import bytes_of
 from offload.storage.transfer import move_all
 
-__all__ = ["ChecksumError", "TensorFile", "write_all", "write_tensors"]
+__all__ = ["ChecksumError", "TensorFile", "read_index", "write_all", "write_tensors"]
 
 _NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -78,16 +78,10 @@ def _begin_sum(name: str, entry: Mapping[str, Any]) -> RunningSum:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Writes a new file and waits until it is on the disk.
+    """Writes a new file of ``tensors``, on any device and with any strides, and waits until it is on the disk.
 
-    Args:
-        path: must not exist.
-        tensors: on any device, with any strides; they are stored contiguous.
-        metadata: further strings for the header.
-
-    Raises:
-        ValueError: if the format does not support a type.
-        OSError: if the file exists or cannot be written.
+    ``metadata``: further strings for the header. Raises ValueError if the format does not support a type, OSError if
+    the file exists or cannot be written.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES or tensor.layout is not torch.strided:
@@ -99,7 +93,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     end = 0
     for name in order:
         tensor = tensors[name]
-        begin, end = end, end + tensor.numel() * tensor.element_size()
+        begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = _text_of(header)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -120,6 +114,18 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         with contextlib.suppress(OSError):
             os.unlink(path)
         raise
+
+
+def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """The file of each tensor, and the metadata, in an index of safetensors files.
+
+    Raises FileNotFoundError without one, ValueError if it is damaged.
+    """
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        return dict(index["weight_map"]), dict(index.get("metadata", {}))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: expected an index with a weight_map, got a damaged file: {error!r}") from error
 
 
 def _text_of(header: Mapping[str, Any]) -> bytes:
@@ -155,11 +161,7 @@ def _windows(tensor: Tensor, most: int) -> Iterator[Tensor]:
 
 
 class TensorFile:
-    """Reads tensors of a safetensors file into existing memory, or as views of the mapped file.
-
-    Raises:
-        ValueError: if it is not a safetensors file, or incomplete.
-    """
+    """Reads tensors of a safetensors file into memory, or maps them. Raises ValueError for another format."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -190,11 +192,7 @@ class TensorFile:
         self._fd: int | None = None
 
     def _sums_in(self, text: str | None) -> dict[str, str]:
-        """Checksums by name; empty for a file without.
-
-        Raises:
-            ChecksumError: if only some tensors have one.
-        """
+        """Checksums by name; empty for a file without. Raises ChecksumError if only some tensors have one."""
         if text is None:
             return {}
         try:
@@ -227,14 +225,11 @@ class TensorFile:
         return self._dtypes[name]
 
     def read_into(self, name: str, destination: Tensor, *, window_bytes: int = WINDOW_BYTES) -> None:
-        """Copies a tensor to ``destination``, of the same shape and any type, strides and device.
+        """Copies a tensor to ``destination``, of equal shape and any type, strides and device; increments its version.
 
-        A contiguous host tensor of the same type is read without a copy, any other window by window. Increments the
-        version of ``destination``, as ``copy_`` does.
-
-        Raises:
-            ChecksumError: if the bytes are not those that were written; ``destination`` holds them nevertheless.
-            OSError: if the file cannot be read; ``destination`` may hold a part of it.
+        A contiguous host tensor of the same type is read without a copy, any other window by window. Raises
+        ChecksumError if the bytes, which ``destination`` then holds, are not those that were written; OSError, perhaps
+        after a part, if they cannot be read.
         """
         assert tuple(destination.shape) == self.shape(name)
         destination = destination.detach()
@@ -268,12 +263,7 @@ class TensorFile:
                 self._compare(name, total)
 
     def verify(self) -> None:
-        """Reads all tensors once and compares their checksums; later reads do not compare again.
-
-        Raises:
-            ChecksumError: for the first tensor whose bytes are not those that were written.
-            OSError: if the file cannot be read.
-        """
+        """Reads all tensors once and compares their checksums, as later reads do not; raises as :meth:`read_into`."""
         if self._verified or not self._sums:
             return
         windows = [torch.empty(WINDOW_BYTES, dtype=torch.uint8) for _ in range(2)]

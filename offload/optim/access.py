@@ -13,12 +13,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
-
     from offload.engine.executor import Executor
     from offload.optim.optimizer import OffloadOptimizer
     from offload.storage import Tier
-    from offload.streaming.shard import Shard
     from offload.telemetry.statistics import Meter
 
 __all__ = ["OptimizerAccess"]
@@ -30,20 +27,14 @@ class OptimizerAccess:
     def __init__(self, executor: Executor, tier: Tier, meter: Meter) -> None:
         self._executor = executor
         self._streamer = executor.streamer
+        #: In the order of a forward. An optimizer sets and clears ``shard.pending``.
+        self.shards = executor.shards
+        #: The compute device.
+        self.device = executor.device
         #: Storage of the states, the same as that of the parameters.
         self.tier = tier
         #: Counts the bytes that updates read and write.
         self.meter = meter
-
-    @property
-    def shards(self) -> list[Shard]:
-        """The shards, in the order of a forward. An optimizer sets and clears ``shard.pending``."""
-        return self._executor.shards
-
-    @property
-    def device(self) -> torch.device:
-        """The compute device."""
-        return self._executor.device
 
     @property
     def updates_in_slot(self) -> bool:
@@ -70,11 +61,7 @@ class OptimizerAccess:
             )
 
     def apply_pending_updates(self) -> None:
-        """Finishes all pending updates.
-
-        Raises:
-            OSError: if a home cannot be read or written. Completed updates stay done, the others pending.
-        """
+        """Finishes all pending updates. After an OSError completed ones stay done, the others pending."""
         self._streamer.apply_pending_updates()
 
     def held_elsewhere(self, optimizer: OffloadOptimizer) -> bool:
@@ -82,18 +69,14 @@ class OptimizerAccess:
         return self._executor.held_elsewhere(*self._streamer.gradient_offload.optimizers.references(optimizer))
 
     def store_assigned_data(self) -> None:
-        """Copies tensors assigned to the ``.data`` of parameters into their homes, which are about to be updated.
-
-        Raises:
-            ValueError: if such a tensor has another size than its parameter had.
-        """
+        """Copies tensors assigned to ``.data`` of parameters into their homes. Raises ValueError for another size."""
         self._executor.assigned_data.store()
 
     def commit(self, decide: Callable[[], None]) -> None:
         """Makes all updates of a step pending, even if an exception interrupts it.
 
-        ``decide`` makes them pending, and must be idempotent: if an interrupt cuts it short, it is called again before
-        the homes are read or written.
+        ``decide``, which is idempotent, makes them pending; after an interrupt it is called again before homes are
+        used.
         """
 
         def decided() -> None:

@@ -31,9 +31,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.optim.io_buffers import IOBuffer, IOBufferPool, buffer_pool_bytes
-from offload.optim.io_requests import Copy, Read, Write
+from offload.optim.io_requests import Copy, Read, StateSlice, UpdateBlock, Write
 from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
-from offload.optim.update_block import StateSlice, UpdateBlock
 from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.storage.buffer import PAGE_BYTES, whole_pages
@@ -63,15 +62,7 @@ ELEMENTWISE = (
 
 
 def update_block_bytes(shards: Sequence[Shard], limit_bytes: float = math.inf) -> int:
-    """Bytes of weights of one update block, for a model of such shards.
-
-    Args:
-        shards: of the model.
-        limit_bytes: for all I/O buffers together.
-
-    Raises:
-        ValueError: if the smallest I/O buffers are larger.
-    """
+    """Bytes of weights of an update block, if all buffers get ``limit_bytes``. Raises ValueError for too few."""
     largest = max((sum(s.nbytes for s in shard.own) for shard in shards), default=0)
     update_block = min(MAX_BLOCK_BYTES, max(1, largest // BLOCKS_PER_SHARD // BLOCK_GRAIN_BYTES) * BLOCK_GRAIN_BYTES)
     while buffer_pool_bytes(update_block) > limit_bytes and update_block > PAGE_BYTES:
@@ -101,13 +92,7 @@ def group_slices(slices: Sequence[Slice], max_bytes: int) -> Iterator[list[Slice
 
 
 class DiskParamBlock(ParamBlock):
-    """A param block in files.
-
-    Args:
-        tier: storage of the states.
-        buffer_pool: shared by all param blocks of an optimizer.
-        max_bytes: of weights in one update block.
-    """
+    """A param block in files of ``tier``, updated ``max_bytes`` at a time in the optimizer's ``buffer_pool``."""
 
     def __init__(
         self,
@@ -150,16 +135,15 @@ class DiskParamBlock(ParamBlock):
     def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
         """Updates block by block, from where an earlier attempt failed, and begins to read the jobs in ``upcoming``."""
         self.prepare(job.options, sparse=job.sparse)
-        self._record_states(job)
-        update_blocks = self._update_blocks(job)
-        while job.blocks_done < len(update_blocks):
-            self._run_update_block(job, update_blocks, slot, upcoming)
+        self._begin(job)
+        while job.blocks_done < len(job.update_blocks):
+            self._run_update_block(job, slot, upcoming)
         job.group_changes = self.group_changes()
 
     def prefetch(self, job: UpdateJob) -> bool:
         """Begins to read the blocks that are still to be updated into idle I/O buffers; True if one is left over."""
-        self._record_states(job)
-        return self._prefetch_from(job.blocks_done, job, self._update_blocks(job))
+        self._begin(job)
+        return self._prefetch_from(job.blocks_done, job)
 
     def flush(self, job: UpdateJob) -> None:
         """Returns when everything computed is in its file; failed writes are repeated."""
@@ -173,26 +157,21 @@ class DiskParamBlock(ParamBlock):
         with contextlib.suppress(Exception):
             self._buffer_pool.wait_idle()
 
-    # --- one block -----------------------------------------------------------------------------------------------
-
-    def _record_states(self, job: UpdateJob) -> None:
-        """Records the states before the job, on its first use."""
-        if job.states_before is None:
-            job.states_before = [self._copy_unstored(state) if state else None for state in self.states()]
-
-    def _update_blocks(self, job: UpdateJob) -> list[UpdateBlock]:
+    def _begin(self, job: UpdateJob) -> None:
+        """Cuts the job into blocks and records the states before it, on its first use."""
+        if job.update_blocks:
+            return
+        job.states_before = [self._copy_unstored(state) if state else None for state in self.states()]
         s = self.slices[0]
         if len(self.slices) > 1 or s.nbytes <= self._max_bytes or job.sparse or self.factory.kind not in ELEMENTWISE:
-            return [UpdateBlock()]
+            job.update_blocks = [UpdateBlock()]
+            return
         step, count = self._max_bytes // s.dtype.itemsize, s.parameter.numel()
-        return [UpdateBlock(begin, min(begin + step, count)) for begin in range(0, count, step)]
+        job.update_blocks = [UpdateBlock(begin, min(begin + step, count)) for begin in range(0, count, step)]
 
-    def _requests(
-        self, job: UpdateJob, update_blocks: Sequence[UpdateBlock], index: int
-    ) -> tuple[Hashable, list[Read], int]:
+    def _requests(self, job: UpdateJob, index: int) -> tuple[Hashable, list[Read], int]:
         """Key of a block of a job, reads of its parts that are in files, and bytes for its other parts."""
-        update_block, before, reads, spare_bytes = update_blocks[index], job.states_before, [], 0
-        assert before is not None
+        update_block, reads, spare_bytes = job.update_blocks[index], [], 0
         for k, gradient in enumerate(job.gradients):
             if gradient is None:
                 continue
@@ -202,7 +181,7 @@ class DiskParamBlock(ParamBlock):
             spare_bytes += 2 * (nbytes + PAGE_BYTES)
             if (place := self._gradient_file_offset(s, gradient)) is not None:
                 reads.append(Read((k, None), place[0], place[1] + offset, nbytes))
-            if before[k] is None:
+            if job.states_before[k] is None:
                 continue  # the optimizer makes new states, for each block
             for (owner, key), stored in self._stored.items():
                 if owner == k:
@@ -218,25 +197,19 @@ class DiskParamBlock(ParamBlock):
         return (block, place) if gradient.data_ptr() == block.tensor.data_ptr() + place else None
 
     def _run_update_block(
-        self,
-        job: UpdateJob,
-        update_blocks: Sequence[UpdateBlock],
-        slot: Tensor | None,
-        upcoming: Callable[[], Iterable[UpdateJob]],
+        self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]]
     ) -> None:
-        optimizer, before = self.optimizer, job.states_before
+        optimizer, update_block = self.optimizer, job.update_blocks[job.blocks_done]
         assert optimizer is not None
-        assert before is not None
-        update_block = update_blocks[job.blocks_done]
-        io_buffer = self._buffer_pool.prepare(*self._requests(job, update_blocks, job.blocks_done))
+        io_buffer = self._buffer_pool.prepare(*self._requests(job, job.blocks_done))
         chosen = [k for k, gradient in enumerate(job.gradients) if gradient is not None]
         writes: list[Write | Copy] = []
         stored_before = dict(self._stored)
         try:
             for k in chosen:
-                writes.extend(self._bind_views(job, k, update_block, io_buffer, slot, before[k]))
+                writes.extend(self._bind_views(job, k, update_block, io_buffer, slot))
             job.bytes_read += io_buffer.bytes_read
-            self._prefetch_next(job.blocks_done + 1, job, update_blocks, upcoming)
+            self._prefetch_next(job.blocks_done + 1, job, upcoming)
             optimizer.step()
             self._drop_stale_slices(chosen, update_block)
             self._allocate_slices(chosen, update_block)
@@ -247,35 +220,29 @@ class DiskParamBlock(ParamBlock):
             self._stored = stored_before
             for k in chosen:
                 self._restore_views(k)
-                optimizer.state[self.proxies[k]].update(self._copy_unstored(before[k] or {}))
+                optimizer.state[self.proxies[k]].update(self._copy_unstored(job.states_before[k] or {}))
             raise
         for k in chosen:
             self._restore_views(k)
         job.unwritten += writes
         job.blocks_done += 1
         self._buffer_pool.write_back(writes, job.mark_written)
-        self._prefetch_next(job.blocks_done, job, update_blocks, upcoming)
+        self._prefetch_next(job.blocks_done, job, upcoming)
 
-    def _prefetch_next(
-        self,
-        first: int,
-        job: UpdateJob,
-        update_blocks: Sequence[UpdateBlock],
-        upcoming: Callable[[], Iterable[UpdateJob]],
-    ) -> None:
+    def _prefetch_next(self, first: int, job: UpdateJob, upcoming: Callable[[], Iterable[UpdateJob]]) -> None:
         """Begins to read blocks: those of this job from ``first`` on, then those of ``upcoming`` jobs."""
-        if self._prefetch_from(first, job, update_blocks):
+        if self._prefetch_from(first, job):
             for other in upcoming():
                 if not other.param_block.prefetch(other):
                     return
 
-    def _prefetch_from(self, first: int, job: UpdateJob, update_blocks: Sequence[UpdateBlock]) -> bool:
-        for index in range(first, len(update_blocks)):
+    def _prefetch_from(self, first: int, job: UpdateJob) -> bool:
+        for index in range(first, len(job.update_blocks)):
             if self._buffer_pool.is_prefetching((job, index)):
                 continue
             if not self._buffer_pool.has_idle_buffer():
                 return False
-            self._buffer_pool.prefetch(*self._requests(job, update_blocks, index))
+            self._buffer_pool.prefetch(*self._requests(job, index))
         return self._buffer_pool.has_idle_buffer()
 
     def _bind_views(
@@ -285,10 +252,9 @@ class DiskParamBlock(ParamBlock):
         update_block: UpdateBlock,
         io_buffer: IOBuffer,
         slot: Tensor | None,
-        before: Mapping[str, Any] | None,
     ) -> Iterator[Write | Copy]:
         """Points one parameter, its gradient and its states at memory; yields the writes to do afterwards."""
-        s, proxy, home = self.slices[k], self.proxies[k], self.shard.home
+        s, proxy, home, before = self.slices[k], self.proxies[k], self.shard.home, job.states_before[k]
         assert self.optimizer is not None
         assert home is not None
         offset, nbytes = update_block.span(s.nbytes, s.dtype.itemsize)
@@ -333,8 +299,6 @@ class DiskParamBlock(ParamBlock):
         writes = [back] if s.parameter.grad is gradient else []
         return update_block.shape(part, s.dtype, s.parameter.shape, s.stride), writes
 
-    # --- states in files -----------------------------------------------------------------------------------------
-
     @staticmethod
     def _copy_unstored(state: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of the state entries that are not stored in files, such as counts of steps."""
@@ -345,11 +309,7 @@ class DiskParamBlock(ParamBlock):
         }
 
     def _drop_stale_slices(self, chosen: Sequence[int], update_block: UpdateBlock) -> None:
-        """Forgets the slices of states that were removed, or changed their type or shape in the step.
-
-        Raises:
-            TypeError: if a state cannot be stored in a file.
-        """
+        """Forgets the slices of states that were removed or changed. Raises TypeError for states unfit for a file."""
         states = self.states()
         for k in chosen:
             for key, value in states[k].items():
@@ -360,13 +320,9 @@ class DiskParamBlock(ParamBlock):
                         f"(offload_device='cpu'), or a class whose states are plain tensors"
                     )
         for k, key in [place for place in self._stored if place[0] in chosen]:
-            stored, value = self._stored[k, key], states[k].get(key)
-            if (
-                value is None
-                or not _is_stored(value)
-                or value.dtype != stored.dtype
-                or (update_block.end is None and value.shape != stored.shape)
-            ):
+            stored, state = self._stored[k, key], states[k].get(key)
+            same = state is not None and _is_stored(state) and state.dtype == stored.dtype
+            if not same or (update_block.end is None and states[k][key].shape != stored.shape):
                 del self._stored[k, key]
 
     def _allocate_slices(self, chosen: Sequence[int], update_block: UpdateBlock) -> None:

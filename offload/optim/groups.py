@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,21 +12,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["check_choices", "copied_options", "empty_like", "options_of", "resolve_groups", "same_option"]
+__all__ = [
+    "GroupChanges",
+    "check_choices",
+    "copied_options",
+    "options_of",
+    "placeholder",
+    "resolve_groups",
+    "same_option",
+]
 
 
 def resolve_groups(named: Mapping[str, nn.Parameter], params: Any) -> list[dict[str, Any]]:
-    """Groups as ``torch.optim`` takes them; patterns are replaced by the parameters whose names they match.
+    """Groups as ``torch.optim`` takes them; patterns are replaced by the parameters of ``named`` that they match.
 
-    Args:
-        named: all parameters of the model, by name.
-        params: None for all of them; an iterable of parameters, of ``(name, parameter)`` pairs or of groups. A group is
-            a dict whose ``"params"`` may also be a shell pattern or a list of them, such as ``"*.bias"``. A parameter
-            belongs to the first group that names it.
-
-    Raises:
-        TypeError: if ``params`` is none of these.
-        ValueError: if a pattern matches no parameter that an earlier group has left, or a parameter is not the model's.
+    ``params`` is None for all of them; or an iterable of parameters, ``(name, parameter)`` pairs or groups, of which
+    ``"params"`` may also be a shell pattern or a list of them, such as ``"*.bias"``. A parameter belongs to the first
+    group that names it. Raises TypeError for anything else, ValueError if a pattern matches no parameter that an
+    earlier group has left, or a parameter is not the model's.
     """
     if params is None:
         return [{"params": list(named.values())}]
@@ -51,7 +54,7 @@ def resolve_groups(named: Mapping[str, nn.Parameter], params: Any) -> list[dict[
             taken.update(matched)
             groups.append({**group, "params": matched})
         else:
-            members = group["params"] if isinstance(group["params"], Tensor) else list(group["params"])
+            members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
             strangers += sum(p not in ours for p in _tensors(members))
             groups.append({**group, "params": members})
     if strangers:
@@ -76,9 +79,13 @@ def _tensors(params: Any) -> Iterable[Any]:
     return [] if _patterns(params) else [x[1] if isinstance(x, tuple) else x for x in params]
 
 
-def empty_like(parameter: Tensor) -> Tensor:
-    """A tensor without elements, of the same dtype and number of dimensions: enough to check hyperparameters."""
-    return torch.empty((0, *parameter.shape[1:]) if parameter.dim() else (), dtype=parameter.dtype)
+def placeholder(param: Any) -> Any:
+    """A tensor without elements in place of a parameter, also in a ``(name, parameter)`` pair: to check options."""
+    if isinstance(param, tuple):
+        return param[0], placeholder(param[1])
+    if not isinstance(param, Tensor):
+        return param
+    return torch.empty((0, *param.shape[1:]) if param.dim() else (), dtype=param.dtype)
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,11 +114,7 @@ def same_option(first: Any, second: Any) -> bool:
 
 
 def check_choices(kind: Any, max_norm: Any, update_in_backward: bool) -> None:
-    """Checks types and ranges of the arguments of ``OffloadOptimizer``.
-
-    Raises:
-        TypeError, ValueError: if one cannot be used, or two exclude each other.
-    """
+    """Raises TypeError or ValueError for arguments of ``OffloadOptimizer`` that cannot be used (together)."""
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise TypeError(f"expected a class such as torch.optim.AdamW, got optimizer_class={kind!r}")
     if kind is torch.optim.LBFGS or issubclass(kind, torch.optim.LBFGS):
@@ -126,3 +129,52 @@ def check_choices(kind: Any, max_norm: Any, update_in_backward: bool) -> None:
                 f"max_norm={max_norm} and update_in_backward=True exclude each other: the global norm is known only "
                 f"after the last gradient. Leave out update_in_backward: updates then run during the next forward"
             )
+
+
+class GroupChanges:
+    """Copies values that a class writes into its groups in a step (e.g. a count of steps) to the user's groups.
+
+    Each param block has its own optimizer with a copy of its group. All param blocks of a group must write the same
+    values: a class that writes others computes something from all parameters of the group together, which none has.
+    """
+
+    def __init__(self, kind: type[Optimizer]) -> None:
+        self._kind = kind
+        #: Whether a step is expected to write into groups. Classes of torch do not; others show it in a first step.
+        self.expected = not kind.__module__.startswith("torch.optim.")
+        self._changes: dict[int, dict[str, Any]] = {}
+        self._step_key: object = None
+        self._error: str | None = None
+
+    def has(self, index: int) -> bool:
+        """Whether a param block of group ``index`` was updated in this step."""
+        return index in self._changes
+
+    def publish(
+        self, groups: Sequence[dict[str, Any]], index: int, changes: dict[str, Any], step_key: object = None
+    ) -> None:
+        """Writes the changes that a param block made in group ``index`` to the user's group.
+
+        ``step_key`` is one object for all updates of a step; another object means another step.
+        """
+        if step_key is not None and step_key is not self._step_key:
+            self._step_key, self._changes = step_key, {}
+        known = self._changes.setdefault(index, changes)
+        if known.keys() != changes.keys() or not all(same_option(value, known[key]) for key, value in changes.items()):
+            self._error = (
+                f"{self._kind.__name__} computes {sorted(known.keys() | changes.keys())} of group {index} from all "
+                f"parameters of the group together, but shards are updated one after the other: take a class that "
+                f"treats each parameter by itself. Parameters are wrong from this step on; load the last checkpoint"
+            )
+        self.expected |= bool(changes)
+        groups[index].update(copied_options(changes))
+
+    def end_step(self) -> None:
+        """Called when all groups are updated."""
+        self.expected = any(self._changes.values())
+        self._changes = {}
+
+    def check(self) -> None:
+        """Raises RuntimeError if the class couples parameters."""
+        if self._error is not None:
+            raise RuntimeError(self._error)

@@ -53,16 +53,13 @@ def buffer_pool_bytes(update_block_bytes: int) -> int:
 
 
 class IOBuffer:
-    """Memory of one block.
-
-    A part has the same offset within its page as in the file, so that direct I/O needs no copy.
-    """
+    """Memory of one block. A part has the same offset within its page as in the file, so direct I/O needs no copy."""
 
     def __init__(self) -> None:
         self._memory = host_buffer(0)
         self._used = 0
         self._parts: dict[Hashable, Tensor] = {}
-        self._jobs: list[Future] = []
+        self._jobs: list[Future[None]] = []
         #: Key of the block that it holds; None if it is idle.
         self.update_block: Hashable = None
         #: Bytes read for this block.
@@ -132,7 +129,7 @@ class _WriteBack:
     io_buffer: IOBuffer | None
     moves: Sequence[Write | Copy]
     arrived: Callable[[Sequence[Write | Copy]], None]
-    jobs: list[tuple[Sequence[Write | Copy], Future]] = field(default_factory=list)
+    jobs: list[tuple[Sequence[Write | Copy], Future[None]]] = field(default_factory=list)
 
     @property
     def written(self) -> bool:
@@ -181,9 +178,7 @@ class IOBufferPool:
     def prepare(self, update_block: Hashable, reads: Sequence[Read], spare_bytes: int) -> IOBuffer:
         """The I/O buffer with all of ``reads``, and memory for ``spare_bytes`` more.
 
-        Raises:
-            OSError: if they cannot be read, prefetched or not; or if an earlier block whose I/O buffer is needed cannot
-                be written.
+        Raises OSError if they cannot be read, or an earlier block whose I/O buffer is needed cannot be written.
         """
         # Without this, a block that failed in the middle of its arithmetic would count as just read.
         self._recycle(self._current)
@@ -225,8 +220,7 @@ class IOBufferPool:
     def wait_idle(self) -> None:
         """Returns when no write is running.
 
-        Raises:
-            OSError: if a write failed. Its bytes have memory of their own from here on, and can be written again.
+        After an OSError the bytes of failed writes have memory of their own, and can be written again.
         """
         errors: list[BaseException] = []
         while self._writing:

@@ -1,4 +1,4 @@
-"""Reads and writes of the on-disk optimizer; adjacent ranges of a file are transferred in one call.
+"""Ranges that the on-disk optimizer reads, updates and writes; adjacent ranges of a file are transferred in one call.
 
 A transformer block has twice as many norms and biases as matrices, and Adam transfers six tensors for each of them.
 They are small: a call costs not their bytes but time of the interpreter, which the layers that compute need as well.
@@ -13,14 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from offload.planning.partition import aligned
 from offload.storage import Block
 
-__all__ = ["Copy", "Read", "Write", "adjacent", "contiguous", "span_bytes", "write_together"]
+__all__ = [
+    "Copy",
+    "Read",
+    "StateSlice",
+    "UpdateBlock",
+    "Write",
+    "adjacent",
+    "contiguous",
+    "span_bytes",
+    "write_together",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,20 +74,7 @@ class Copy:
         self.to.copy_(self.source)
 
 
-class _Range(Protocol):
-    """A range of bytes of a block."""
-
-    @property
-    def block(self) -> Block: ...
-
-    @property
-    def offset(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-P = TypeVar("P", bound=_Range)
+P = TypeVar("P", Read, Write)
 
 
 def adjacent(places: Iterable[P]) -> Iterator[list[P]]:
@@ -94,7 +92,7 @@ def contiguous(writes: Iterable[Write]) -> Iterator[list[Write]]:
         yield from _runs(members, _is_contiguous)
 
 
-def span_bytes(group: Sequence[_Range]) -> int:
+def span_bytes(group: Sequence[Read | Write]) -> int:
     """Bytes from the begin of the first to the end of the last."""
     return group[-1].offset + group[-1].nbytes - group[0].offset
 
@@ -117,7 +115,7 @@ def _runs(members: Iterable[P], belong: Callable[[P, P], bool]) -> Iterator[list
         yield run
 
 
-def _is_adjacent(first: _Range, second: _Range) -> bool:
+def _is_adjacent(first: Read | Write, second: Read | Write) -> bool:
     return second.offset == aligned(first.offset + first.nbytes)
 
 
@@ -127,3 +125,39 @@ def _is_contiguous(first: Write, second: Write) -> bool:
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return False
     return b.data_ptr() - a.data_ptr() == second.offset - first.offset
+
+
+@dataclass(frozen=True)
+class StateSlice:
+    """The location of a state tensor in its file."""
+
+    block: Block
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def view(self) -> Tensor:
+        """The state as a tensor on its file, without a copy."""
+        with torch.inference_mode(False):
+            flat = self.block.tensor[self.offset : self.offset + self.nbytes].view(self.dtype)
+            return flat.as_strided(self.shape, self.stride, flat.storage_offset())
+
+
+@dataclass(frozen=True)
+class UpdateBlock:
+    """Elements ``[begin, end)`` of the only parameter of a param block; with ``end=None`` all of all its parameters."""
+
+    begin: int = 0
+    end: int | None = None
+
+    def span(self, nbytes: int, itemsize: int) -> tuple[int, int]:
+        """Offset and size of the block in bytes, within a tensor of ``nbytes``."""
+        begin = self.begin * itemsize
+        return begin, (nbytes if self.end is None else self.end * itemsize) - begin
+
+    def shape(self, part: Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+        """``part`` (flat, uint8) as a tensor: of the whole shape, or flat if it is only a part of one."""
+        flat = part.view(dtype)
+        return flat.as_strided(tuple(shape), tuple(stride), flat.storage_offset()) if self.end is None else flat

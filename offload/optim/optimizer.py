@@ -13,15 +13,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.optim.disk_update import DiskParamBlock, group_slices, update_block_bytes
-from offload.optim.group_changes import GroupChanges
-from offload.optim.groups import check_choices, empty_like, options_of, resolve_groups
+from offload.optim.groups import GroupChanges, check_choices, options_of, placeholder, resolve_groups
 from offload.optim.in_backward import InBackward
 from offload.optim.io_buffers import IOBufferPool, buffer_pool_bytes
 from offload.optim.param_block import HostParamBlock, OptimizerFactory, ParamBlock, UpdateJob
 from offload.optim.update import Update
 from offload.planning.budget import parse_bytes
 from offload.storage.state_views import on_own_storages
-from offload.streaming.grad_norm import attached_norm, clip_coefficient, detach_norm, norm_of, total_norm
+from offload.streaming.grad_norm import attached_norm, detach_norm, norm_of, total_norm
 from offload.streaming.lane import Lane, ThreadLane
 from offload.streaming.shard import Shard, Slice
 from pipe.threads import Threads
@@ -120,11 +119,11 @@ class OffloadOptimizer(Optimizer):
         self._group_changes = GroupChanges(optimizer_class)
         groups = resolve_groups(dict(model.named_parameters()), params)
         # The class checks its hyperparameters on empty tensors: some classes make states in their constructor.
-        placeholders = [{**group, "params": [_placeholder(p) for p in _as_list(group["params"])]} for group in groups]
-        template = optimizer_class(placeholders, **optimizer_kwargs)
+        empty_groups = [{**group, "params": [placeholder(p) for p in group["params"]]} for group in groups]
+        template = optimizer_class(empty_groups, **optimizer_kwargs)
         self._states_at_once = bool(template.state)
-        for group, placeholder in zip(groups, template.param_groups, strict=True):
-            group.update(options_of(placeholder))
+        for group, checked in zip(groups, template.param_groups, strict=True):
+            group.update(options_of(checked))
         #: Of the class only: torch adds others to ``defaults`` when a state is loaded.
         self._class_defaults = dict(template.defaults)
         super().__init__(groups, dict(template.defaults))
@@ -153,8 +152,6 @@ class OffloadOptimizer(Optimizer):
                 param_block.prepare(self.options())
                 self._publish(param_block)
 
-    # --- a step -------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Makes the update of all parameters that have a gradient pending.
@@ -179,8 +176,8 @@ class OffloadOptimizer(Optimizer):
         trusted = not (hasattr(self, "grad_scale") and scale is None)
         coefficient = self._coefficient(scale, trusted)
         options = self.options()
-        updates = {shard: self.update(shard, options, coefficient) for shard in self.param_blocks}
-        decided = [(shard, update) for shard, update in updates.items() if update is not None]
+        updates = ((shard, self.update(shard, options, coefficient)) for shard in self.param_blocks)
+        decided = [(shard, update) for shard, update in updates if update is not None]
         number = self.steps + 1
 
         def decide() -> None:
@@ -243,8 +240,6 @@ class OffloadOptimizer(Optimizer):
         finally:
             self.in_backward.accumulating -= 1
 
-    # --- states -------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """The ``state_dict()`` of the plain optimizer. Its tensors are the stored states, not copies."""
         self.synchronize()
@@ -253,8 +248,8 @@ class OffloadOptimizer(Optimizer):
         saved["state"] = dict(sorted(saved["state"].items()))
         views = on_own_storages(value for state in saved["state"].values() for value in state.values())
         if views:
-            shown = {k: {name: views.get(id(v), v) for name, v in s.items()} for k, s in saved["state"].items()}
-            saved["state"] = shown
+            for k, state in saved["state"].items():
+                saved["state"][k] = {name: views.get(id(value), value) for name, value in state.items()}
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -290,11 +285,8 @@ class OffloadOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("cannot copy or pickle an OffloadOptimizer, since it belongs to its model; use state_dict()")
 
-    # --- parts of a step ----------------------------------------------------------------------------------------
-
     def _all_param_blocks(self) -> Iterator[ParamBlock]:
-        for param_blocks in self.param_blocks.values():
-            yield from param_blocks
+        return itertools.chain.from_iterable(self.param_blocks.values())
 
     def options(self) -> list[dict[str, Any]]:
         """A copy of the hyperparameters of all groups."""
@@ -304,9 +296,9 @@ class OffloadOptimizer(Optimizer):
     def updated_shards(self) -> frozenset[int]:
         """The shards that hold parameters of this optimizer that take a gradient."""
         return frozenset(
-            shard.index
-            for shard, param_blocks in self.param_blocks.items()
-            if any(parameter.requires_grad for param_block in param_blocks for parameter in param_block.parameters)
+            param_block.shard.index
+            for param_block in self._all_param_blocks()
+            if any(parameter.requires_grad for parameter in param_block.parameters)
         )
 
     def _check_idle(self) -> None:
@@ -318,15 +310,12 @@ class OffloadOptimizer(Optimizer):
         """Factor of the gradients; None for 1."""
         if self.max_norm is None:
             return None if scale is None else 1 / scale.to("cpu")
-        norms = []
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    norm = attached_norm(parameter.grad) if trusted else None
-                    norms.append(norm_of(parameter.grad) if norm is None else norm)
-        total = total_norm(norms)
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        attached = [attached_norm(grad) if trusted else None for grad in grads]
+        total = total_norm([norm_of(g) if norm is None else norm for g, norm in zip(grads, attached, strict=True)])
         self.last_norm = total if scale is None else total / scale.to(total)
-        coefficient = clip_coefficient(self.last_norm, self.max_norm)
+        # As in torch.nn.utils.clip_grad_norm_.
+        coefficient = torch.clamp(self.max_norm / (self.last_norm + 1e-6), max=1.0)
         if scale is not None:
             coefficient = coefficient / scale.to(coefficient)
         return None if float(coefficient) == 1 else coefficient
@@ -390,17 +379,6 @@ class OffloadOptimizer(Optimizer):
                 if update.unapplied:
                     update.withdraw()
                 raise
-
-
-def _as_list(params: Any) -> list[Any]:
-    return [params] if isinstance(params, Tensor) else list(params)
-
-
-def _placeholder(param: Any) -> Any:
-    """An empty tensor in place of a parameter; in a ``(name, parameter)`` pair, too."""
-    if isinstance(param, tuple):
-        return param[0], empty_like(param[1])
-    return empty_like(param) if isinstance(param, Tensor) else param
 
 
 def _check_model(model: Any, kind: Any) -> None:

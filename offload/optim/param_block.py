@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offload.optim.groups import copied_options, options_of, same_option
-from offload.optim.io_requests import Copy, Write
+from offload.optim.io_requests import Copy, UpdateBlock, Write
 from offload.streaming.shard import Shard, Slice
 from pipe.torch_private import multiply_all
 
@@ -36,7 +36,7 @@ class PartialUpdateError(RuntimeError):
 
 @dataclass(frozen=True)
 class OptimizerFactory:
-    """Makes the optimizer of a param block."""
+    """The class of the optimizers of param blocks, and the arguments of its constructor."""
 
     kind: type[Optimizer]
     arguments: Mapping[str, Any]
@@ -51,10 +51,6 @@ class OptimizerFactory:
             return {**options, "fused": True}
         return dict(options)
 
-    def make(self, group: dict[str, Any]) -> Optimizer:
-        """An optimizer of one group."""
-        return self.kind([group], **self.arguments)
-
 
 @dataclass(eq=False)
 class UpdateJob:
@@ -68,10 +64,11 @@ class UpdateJob:
     coefficient: Tensor | None
     #: Whether the gradients are multiplied by the coefficient already.
     scaled: bool = False
-    #: Number of update blocks computed, states before the step that are not in files, and moves that are computed but
-    #: not known to be written.
+    #: In files: its blocks, empty before its first use; how many of them are computed; the states before the step that
+    #: are not in files; and moves that are computed but not known to be written.
+    update_blocks: list[UpdateBlock] = field(default_factory=list)
     blocks_done: int = 0
-    states_before: list[dict[str, Any] | None] | None = None
+    states_before: list[dict[str, Any] | None] = field(default_factory=list)
     unwritten: list[Write | Copy] = field(default_factory=list)
     #: What the class changed in its group, such as a count of steps; None before it has run.
     group_changes: dict[str, Any] | None = None
@@ -79,8 +76,11 @@ class UpdateJob:
     bytes_read: int = 0
     bytes_written: int = 0
     done: bool = False
-    #: Bytes of the parameters that are updated.
-    nbytes: int = field(init=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters that are to be updated."""
+        return sum(s.nbytes for s, g in zip(self.param_block.slices, self.gradients, strict=True) if g is not None)
 
     @property
     def sparse(self) -> bool:
@@ -91,11 +91,6 @@ class UpdateJob:
         """Removes completed moves from ``unwritten``."""
         self.bytes_written += sum(move.source.numel() for move in moves)
         self.unwritten = [move for move in self.unwritten if move not in moves]
-
-    def __post_init__(self) -> None:
-        self.nbytes = sum(
-            s.nbytes for s, g in zip(self.param_block.slices, self.gradients, strict=True) if g is not None
-        )
 
 
 class ParamBlock(ABC):
@@ -117,13 +112,10 @@ class ParamBlock(ABC):
         return [s.parameter for s in self.slices]
 
     def prepare(self, options: Sequence[Mapping[str, Any]], *, sparse: bool = False) -> Optimizer:
-        """The optimizer, with the hyperparameters of its group among ``options``.
-
-        ``sparse``: a gradient is sparse, which fused kernels refuse.
-        """
+        """The optimizer, with its group among ``options``; without fused kernels if a gradient is ``sparse``."""
         chosen = dict(options[self.group]) if sparse else self.factory.options(options[self.group], self.proxies)
         if self.optimizer is None:
-            self.optimizer = self.factory.make({**chosen, "params": self.proxies})
+            self.optimizer = self.factory.kind([{**chosen, "params": self.proxies}], **self.factory.arguments)
         # Copies, since param blocks share a group, and a class may write into its values.
         self.optimizer.param_groups[0].update(copied_options(chosen))
         self._chosen = chosen
@@ -132,8 +124,7 @@ class ParamBlock(ABC):
     def group_changes(self) -> dict[str, Any]:
         """What the class changed in its group since :meth:`prepare`.
 
-        Raises:
-            PartialUpdateError: if it keeps a state that belongs to no parameter, which ``state_dict()`` would lack.
+        Raises PartialUpdateError if it keeps a state that belongs to no parameter, which ``state_dict()`` would lack.
         """
         state = {} if self.optimizer is None else self.optimizer.state
         if len(state) != sum(proxy in state for proxy in self.proxies):
@@ -171,13 +162,15 @@ class ParamBlock(ABC):
     def _copied(value: Any) -> Any:
         return value.detach().clone() if isinstance(value, Tensor) else value
 
-    @abstractmethod
-    def flush(self, job: UpdateJob) -> None:
-        """Returns when everything computed is stored; failed writes are repeated."""
+    def flush(self, job: UpdateJob) -> None:  # noqa: B027
+        """Returns when everything computed is stored; failed writes are repeated. Nothing to do in memory."""
 
-    @abstractmethod
-    def cancel_prefetch(self) -> None:
+    def cancel_prefetch(self) -> None:  # noqa: B027
         """Returns when no transfer is running, successful or not."""
+
+    def prefetch(self, job: UpdateJob) -> bool:
+        """Begins to read what :meth:`run` will need; returns whether a buffer is left for more."""
+        return True
 
     @abstractmethod
     def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
@@ -186,23 +179,9 @@ class ParamBlock(ABC):
         ``slot`` is memory that already holds the shard's home, or None; ``upcoming`` returns the known next jobs.
         """
 
-    @abstractmethod
-    def prefetch(self, job: UpdateJob) -> bool:
-        """Begins to read what :meth:`run` will need; returns whether a buffer is left for more."""
-
 
 class HostParamBlock(ParamBlock):
     """A param block in host memory: homes are updated in place, and states stay where torch made them."""
-
-    def flush(self, job: UpdateJob) -> None:
-        """Nothing to write."""
-
-    def cancel_prefetch(self) -> None:
-        """Nothing is ever prefetched."""
-
-    def prefetch(self, job: UpdateJob) -> bool:
-        """Nothing to read."""
-        return True
 
     def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
         """Updates the parameters in place."""

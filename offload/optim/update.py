@@ -85,7 +85,7 @@ class Update:
         # Reader -> host. Without this, weights are read into a slot that another shard uses.
         self._io_threads.wait_idle()
 
-    def _begin_to_fill(self, slot: Tensor | None) -> Future | None:
+    def _begin_to_fill(self, slot: Tensor | None) -> Future[None] | None:
         """Begins to read the weights to be updated; the update before this one may still run."""
         home = self._shard.home
         if slot is None or home is None:
@@ -117,7 +117,7 @@ class Update:
         self.tasks.clear()
         self._shard.pending = None
 
-    def _run(self, slot: Tensor | None, filling: Future | None) -> None:
+    def _run(self, slot: Tensor | None, filling: Future[None] | None) -> None:
         try:
             self._prepare(slot, filling)
             nbytes = sum(job.nbytes for job in self.tasks if not job.done)
@@ -134,12 +134,14 @@ class Update:
             raise
         self._filled = slot
         if not self.done:
-            self._count()
+            self._meter.shard_updates += 1
+            self._meter.update_bytes_read += sum(job.bytes_read for job in self.tasks)
+            self._meter.update_bytes_written += sum(job.bytes_written for job in self.tasks)
         self.done = True
         self.tasks.clear()
         self._shard.pending = None
 
-    def _prepare(self, slot: Tensor | None, filling: Future | None) -> None:
+    def _prepare(self, slot: Tensor | None, filling: Future[None] | None) -> None:
         """Repeats failed writes, begins to prefetch, and waits for the weights in the slot."""
         if self._partial is not None:
             raise self._partial
@@ -153,13 +155,6 @@ class Update:
             # Reader -> update lane. Without this, weights are updated while they are being read.
             filling.run_or_wait()
 
-    def _count(self) -> None:
-        meter = self._meter
-        meter.shard_updates += 1
-        for job in self.tasks:
-            meter.update_bytes_read += job.bytes_read
-            meter.update_bytes_written += job.bytes_written
-
     def _run_tasks(self, slot: Tensor | None) -> None:
         computed: deque[UpdateJob] = deque()
         for k, job in enumerate(self.tasks):
@@ -167,12 +162,12 @@ class Update:
                 job.param_block.run(job, slot, partial(self._upcoming, k + 1))
                 computed.append(job)
             while computed and not computed[0].unwritten:
-                self._end(computed.popleft())
+                self._finish_job(computed.popleft())
         for job in computed:
             job.param_block.flush(job)
-            self._end(job)
+            self._finish_job(job)
 
-    def _end(self, job: UpdateJob) -> None:
+    def _finish_job(self, job: UpdateJob) -> None:
         job.done = True
         job.gradients = []  # frees their memory
         self._finished(job)

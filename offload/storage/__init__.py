@@ -21,13 +21,8 @@ def open_tier(
     """Opens the storage that ``offload_device`` names: host memory (``"cpu"``) or a directory.
 
     A directory is an ``os.PathLike``, such as a :class:`DiskHome`, or a string with a path separator. ``keeps``: the
-    caller supports homes that outlive it.
-
-    Raises:
-        TypeError: if it is neither a device, nor a string, nor a path.
-        ValueError: if it names a device other than the CPU, or no device; or a persistent home that is in use or that
-            the caller does not support.
-        OSError: if the directory cannot be written to.
+    caller supports homes that outlive it. Raises TypeError or ValueError for anything else, or a persistent home that
+    is in use or that the caller does not support; OSError if the directory cannot be written to.
     """
     if isinstance(offload_device, DiskHome):
         if not offload_device.keep:

@@ -37,11 +37,7 @@ def whole_pages(nbytes: int) -> int:
 
 
 def host_buffer(nbytes: int) -> Tensor:
-    """A zeroed flat uint8 CPU tensor that begins on a page, in huge pages where available.
-
-    Raises:
-        OSError: if the memory cannot be allocated.
-    """
+    """A zeroed flat uint8 CPU tensor that begins on a page, in huge pages where available; OSError without memory."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     # Private: huge pages of shared mappings have a system setting of their own, which is usually off.
@@ -64,13 +60,10 @@ def view_memory(tensor: Tensor) -> memoryview:
 
 
 def page_lock(tensor: Tensor, label: str) -> bool:
-    """Page-locks the memory of a host tensor with the CUDA driver, so that its copies overlap with compute.
+    """Page-locks the memory of a host tensor until it is freed, so that its copies overlap with compute; or warns.
 
-    torch's pinned-memory allocator rounds each request up to a power of two, up to 1.9 times the bytes. If the driver
-    refuses, a warning says that copies will not overlap.
-
-    Returns:
-        Whether the memory is locked. It is unlocked when it is freed.
+    By the CUDA driver: torch's pinned-memory allocator rounds each request up to a power of two. Returns whether it
+    did.
     """
     runtime = torch.cuda.cudart()
     address = tensor.data_ptr()

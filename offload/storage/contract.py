@@ -35,8 +35,7 @@ class Block(ABC):
     def read_into(self, destination: Tensor, offset: int = 0) -> None:
         """Fills ``destination`` (uint8, flat, on any device) with the bytes from ``offset`` on.
 
-        Raises:
-            OSError: if the storage cannot be read, or is shorter than the block.
+        Raises OSError if the storage cannot be read, or is shorter than the block.
         """
 
     @abstractmethod
@@ -62,13 +61,11 @@ class Scratch(ABC):
     def fetch(self, ticket: object) -> Tensor:
         """A new tensor on the compute device, equal to the stored one."""
 
-    @abstractmethod
-    def release(self, ticket: object) -> None:
-        """Frees the storage of a ticket."""
+    def release(self, ticket: object) -> None:  # noqa: B027
+        """Frees the storage of a ticket, if more than the ticket holds it."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Frees everything."""
+    def close(self) -> None:  # noqa: B027
+        """Frees what tickets do not hold."""
 
 
 class Tier(ABC):
@@ -86,27 +83,19 @@ class Tier(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int, label: str, *, cyclic: bool = False) -> Block:
-        """A zeroed block of exactly ``nbytes``.
+        """A zeroed block of exactly ``nbytes``. Raises OSError if the storage is full; nothing is left behind.
 
         ``cyclic``: each step uses the cyclic blocks once, in a fixed order, so between two uses of a block all others
         are used.
-
-        Raises:
-            OSError: if the storage is full; nothing is left behind.
         """
 
     def home(self, j: int, nbytes: int) -> Block:
-        """The block of the weights of shard ``j``, which persistent storage may hold already.
-
-        Raises:
-            OSError: if the storage is full; nothing is left behind.
-        """
+        """The block of the weights of shard ``j``, which persistent storage may hold already. See :meth:`allocate`."""
         return self.allocate(nbytes, f"shard{j}-weights")
 
     @abstractmethod
     def scratch(self) -> Scratch | None:
         """Storage of boundaries, or None where this storage is the compute device's memory."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Frees everything. Blocks that are still referenced keep their bytes until they are collected."""

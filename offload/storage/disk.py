@@ -48,14 +48,14 @@ class DiskBlock(Block):
         self._path = path
         self._transfers = transfers
         self.tensor = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
-        self._claim = transfers.cache.claim(nbytes, cyclic=cyclic)
-        weakref.finalize(self, transfers.cache.release, self._claim)
+        self._usage = transfers.cache.register(nbytes, cyclic=cyclic)
+        weakref.finalize(self, transfers.cache.unregister, self._usage)
 
     def read_into(self, destination: Tensor, offset: int = 0) -> None:
         """Reads the file, without a copy if ``destination`` is host memory."""
         destination = destination[: self.nbytes - offset]
         try:
-            self._transfers.read(self._path, destination, offset, self._claim)
+            self._transfers.read(self._path, destination, offset, self._usage)
         except FileNotFoundError:
             destination.copy_(self.tensor[offset : offset + destination.numel()])
 
@@ -69,7 +69,7 @@ class DiskBlock(Block):
         """Writes to the file."""
         assert offset + source.numel() <= self.nbytes
         try:
-            self._transfers.write(self._path, source, offset, self._claim)
+            self._transfers.write(self._path, source, offset, self._usage)
         except FileNotFoundError:
             self.tensor[offset : offset + source.numel()].copy_(source)
 
@@ -87,13 +87,10 @@ def reserve(path: Path, file_bytes: int, wanted_bytes: int) -> None:
 
 
 class DiskTier(Tier):
-    """Blocks as files in a new folder below ``directory``.
+    """Blocks as files in a new folder below ``directory``, which is created if it does not exist.
 
-    Args:
-        directory: created if it does not exist.
-        device: the compute device.
-        direct: whether to bypass the page cache; None decides by size.
-        link: how bytes are copied to the compute device; tests pass one that delays copies.
+    ``direct``: whether to bypass the page cache; None decides by size. ``link``: how bytes are copied to the compute
+    device; tests pass one that delays copies.
     """
 
     blocking_io = True

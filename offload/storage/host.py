@@ -51,12 +51,9 @@ class HostTier(Tier):
         """None on the CPU: boundaries are in host memory already."""
         return HostScratch(self._device) if self._device.type == "cuda" else None
 
-    def close(self) -> None:
-        """Does nothing: memory is freed with the blocks."""
-
 
 class HostScratch(Scratch):
-    """Boundaries of a CUDA device, in page-locked host memory."""
+    """Boundaries of a CUDA device, in page-locked host memory. A ticket is the host tensor."""
 
     name = "host"
 
@@ -73,9 +70,3 @@ class HostScratch(Scratch):
         """Copies to the device on the current stream."""
         assert isinstance(ticket, Tensor)
         return ticket.to(self._device, non_blocking=True)
-
-    def release(self, ticket: object) -> None:
-        """Does nothing: the ticket is the host tensor, which is freed with its last reference."""
-
-    def close(self) -> None:
-        """Does nothing."""

@@ -16,7 +16,7 @@ import struct
 import sys
 import zlib
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from offload.storage.buffer import PAGE_BYTES, host_buffer, view_memory, whole_pages
@@ -32,6 +32,10 @@ _FIELDS = struct.Struct("<8s4I3Q16s32s32s")
 _DIGEST_BYTES = 32
 #: The checksum of the contents combines those of pieces of this size, which is part of the format.
 _CHECKED_BYTES = 8 << 20
+
+
+#: Advice for a damaged file.
+RESTORE = "Restore all files of the directory, or create the home again with DiskHome(..., overwrite=True)"
 
 
 class HomeError(ValueError):
@@ -78,11 +82,7 @@ def file_bytes(contents_bytes: int, description_bytes: int) -> int:
 
 
 def read_manifest(path: Path, what: str) -> Manifest:
-    """Reads the manifest of a file.
-
-    Raises:
-        HomeError: if the file is of another format or version, damaged, or not of the recorded size.
-    """
+    """Reads a manifest. Raises HomeError for another format or version, damage, or a file not of the recorded size."""
     size = path.stat().st_size
     with path.open("rb") as file:
         file.seek(max(0, size - PAGE_BYTES))
@@ -106,10 +106,6 @@ def read_manifest(path: Path, what: str) -> Manifest:
     if size != expected:
         raise HomeError(f"{path} ({what}): expected {expected:,} bytes, got {size:,}; it is incomplete. {RESTORE}")
     return manifest
-
-
-#: Advice for a damaged file.
-RESTORE = "Restore all files of the directory, or create the home again with DiskHome(..., overwrite=True)"
 
 
 def read_description(path: Path, manifest: Manifest) -> bytes:
@@ -144,13 +140,3 @@ def checksum(path: Path, contents_bytes: int, transfers: Transfers) -> bytes:
         transfers.read(path, part, begin)
         sums.extend(transfers.map_parallel(zlib.crc32, [view_memory(piece) for piece in part.split(_CHECKED_BYTES)]))
     return digest(b"".join(value.to_bytes(4, "little") for value in sums))
-
-
-def reopened(manifest: Manifest, generation: int) -> Manifest:
-    """The manifest while the home is open."""
-    return replace(manifest, clean=False, generation=generation)
-
-
-def closed(manifest: Manifest, contents_digest: bytes) -> Manifest:
-    """The manifest of a closed home."""
-    return replace(manifest, clean=True, contents_digest=contents_digest)

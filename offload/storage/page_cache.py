@@ -5,32 +5,19 @@ so the last files read are read again first, and the cache serves a part of each
 larger the files, the smaller that part. Direct I/O reads each byte from the disk and leaves the processor to the
 layers.
 
-Measured on two cores and a disk of 3 GB/s: files read forwards and backwards in shards of 256 MiB, from the second
-round on, with all memory but a few GiB occupied. GB/s, and processor seconds per GB:
-
-==========================  ================  ============
-files / available memory    page cache        direct
-==========================  ================  ============
-0.50 to 0.88                9.3 to 11   0.09  3.0    0.02
-1.00                        3.5         0.15  2.8    0.03
-1.25                        3.4 to 4.2  0.14  2.8    0.04
-2.00                        3.1         0.15  3.1    0.02
-3 to 6                      2.8 to 3.0  0.13  3.1    0.03
-==========================  ================  ============
-
-So such files use the page cache while their total is at most :data:`CACHE_PAYS_UP_TO` times the available memory, and
-direct I/O beyond.
+Measured on two cores and a disk of 3 GB/s, with files read forwards and backwards in shards of 256 MiB: as long as the
+files take up to 0.88 of the available memory, the page cache reads 9 to 11 GB/s and direct I/O 3.0; between 1 and 1.25
+of it 3.4 to 4.2 against 2.8; from 2 on both read 3 GB/s, direct I/O with a fifth of the processor time. So such files
+use the page cache while their total is at most :data:`CACHE_PAYS_UP_TO` times the available memory.
 
 Optimizer states are cyclic: a step uses each of them once in a fixed order, so the next one needed is the least
-recently used one, which the cache drops first. If they do not all fit, the cache serves none of them, and they evict
-files that it would serve. So cyclic files get what the others leave of :data:`CACHE_HOLDS` times the available memory,
-in order of creation, and the remaining ones use direct I/O. Steps of a model of 300 M parameters (256 tokens, 4.8 GB in
-files, AdamW) with 3.9 GiB available, on the same two cores and a disk of 1.2 GB/s: 9.2 s with everything through the
-cache, 7.4 s with this rule.
+recently used one, which the cache drops first, and a cache that does not hold all of them serves none. So cyclic files
+get what the others leave of :data:`CACHE_HOLDS` times the available memory, in order of creation, and the remaining
+ones use direct I/O. With a disk of 1.2 GB/s, steps of a model of 300 M parameters with AdamW, 4.8 GB in files and
+3.9 GiB available: 9.2 s with everything through the cache, 7.4 s with this rule.
 
-Others may take memory, or give it back, so it is looked at again after every :data:`RECHECK_BYTES`. Both ways see
-the same bytes at any moment, and so does a mapping of the file. That is a promise of the file system; it is put to the
-test before it is relied on.
+The available memory is checked again after every :data:`RECHECK_BYTES`. The page cache, direct I/O and mappings of a
+file show the same bytes only if the file system keeps them coherent, which is tested before direct I/O is used.
 """
 
 from __future__ import annotations
@@ -47,7 +34,7 @@ import psutil
 
 from offload.storage.buffer import PAGE_BYTES, host_buffer, view_memory
 
-__all__ = ["CACHE_HOLDS", "CACHE_PAYS_UP_TO", "RECHECK_BYTES", "Claim", "PageCache", "available_bytes"]
+__all__ = ["CACHE_HOLDS", "CACHE_PAYS_UP_TO", "RECHECK_BYTES", "CacheUsage", "PageCache", "available_bytes"]
 
 #: Files over available memory: above this the page cache is not faster, and costs more processor time.
 CACHE_PAYS_UP_TO = 1.5
@@ -58,7 +45,7 @@ RECHECK_BYTES = 1 << 30
 
 
 @dataclass(eq=False)
-class Claim:
+class CacheUsage:
     """One block's use of the page cache."""
 
     nbytes: int
@@ -69,34 +56,32 @@ class Claim:
 
 
 class PageCache:
-    """Decides for each block of one tier, in order of their creation.
+    """Decides for each block of one tier, whose files are in ``folder``, in order of their creation.
 
-    Args:
-        folder: of the files.
-        direct: True or False to choose, None to decide by size. The page cache is used in any case if the file system
-            has no direct I/O, or does not keep it coherent with the page cache.
+    ``direct`` forces a choice, None decides by size. Without direct I/O that is coherent with the page cache, which
+    depends on the file system, the page cache is used in any case.
     """
 
     def __init__(self, folder: Path, direct: bool | None) -> None:
         self._folder = folder
         self._wanted = direct
-        self._claims: dict[Claim, None] = {}
+        self._usages: dict[CacheUsage, None] = {}  # in order of creation
         self._decided = False
         self._too_large = False
         self._bytes_until_recheck = RECHECK_BYTES
         self._works: bool | None = None
         self._lock = threading.Lock()
 
-    def claim(self, nbytes: int, *, cyclic: bool) -> Claim:
+    def register(self, nbytes: int, *, cyclic: bool) -> CacheUsage:
         """Registers a new block."""
-        claim = Claim(nbytes, cyclic)
-        self._claims[claim] = None
+        usage = CacheUsage(nbytes, cyclic)
+        self._usages[usage] = None
         self._decided = False
-        return claim
+        return usage
 
-    def release(self, claim: Claim) -> None:
+    def unregister(self, usage: CacheUsage) -> None:
         """Unregisters a block. Takes no lock, since it may be called wherever garbage is collected."""
-        self._claims.pop(claim, None)
+        self._usages.pop(usage, None)
         self._decided = False
 
     def count(self, nbytes: int) -> None:
@@ -106,13 +91,13 @@ class PageCache:
             self._bytes_until_recheck = RECHECK_BYTES
             self._decided = False
 
-    def direct(self, claim: Claim | None = None) -> bool:
+    def direct(self, usage: CacheUsage | None = None) -> bool:
         """Whether to use direct I/O now, for a block or for files in general."""
         if self._wanted is None and not self._decided:
             self._decide()
         wanted = self._wanted
         if wanted is None:
-            wanted = claim.direct if claim is not None and claim.cyclic else self._too_large
+            wanted = usage.direct if usage is not None and usage.cyclic else self._too_large
         if wanted and self._works is None:
             with self._lock:
                 if self._works is None:
@@ -121,14 +106,14 @@ class PageCache:
 
     def _decide(self) -> None:
         self._decided = True  # first, so that a change during this call causes another one
-        claims, available = list(self._claims), available_bytes()
-        others = sum(claim.nbytes for claim in claims if not claim.cyclic)
+        usages, available = list(self._usages), available_bytes()
+        others = sum(usage.nbytes for usage in usages if not usage.cyclic)
         self._too_large = others > available * CACHE_PAYS_UP_TO
-        room = available * CACHE_HOLDS - others
-        for claim in claims:
-            if claim.cyclic:
-                room -= claim.nbytes
-                claim.direct = room < 0
+        spare = available * CACHE_HOLDS - others
+        for usage in usages:
+            if usage.cyclic:
+                spare -= usage.nbytes
+                usage.direct = spare < 0
 
 
 def available_bytes() -> int:

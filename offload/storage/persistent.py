@@ -24,7 +24,7 @@ import os
 import secrets
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -36,13 +36,11 @@ from offload.storage.manifest import (
     HomeError,
     Manifest,
     checksum,
-    closed,
     describe,
     digest,
     file_bytes,
     read_description,
     read_manifest,
-    reopened,
     write_manifest,
 )
 from pipe.process import finalize_here
@@ -85,10 +83,9 @@ class DiskHome(os.PathLike[str]):
     def __post_init__(self) -> None:
         if not isinstance(self.directory, (str, os.PathLike)):
             raise TypeError(f"expected a directory, got {type(self.directory).__name__} (directory={self.directory!r})")
-        if self.overwrite and not self.keep:
-            raise ValueError("overwrite=True is for a persistent home; pass keep=True with it, or leave both")
-        if self.recover and not self.keep:
-            raise ValueError("recover=True is for a persistent home; pass keep=True with it, or leave both")
+        for option in ("overwrite", "recover"):
+            if getattr(self, option) and not self.keep:
+                raise ValueError(f"{option}=True is for a persistent home; pass keep=True with it, or leave both")
         if self.recover and self.overwrite:
             raise ValueError("recover=True adopts the home that overwrite=True would remove; pass one of them")
 
@@ -146,10 +143,8 @@ class _Usage:
 class PersistentTier(DiskTier):
     """Weights and buffers in persistent files; gradients, optimizer states and boundaries in temporary ones.
 
-    Call in this order: :meth:`adopt`, :meth:`home` for each file, :meth:`mark_open`, :meth:`write_manifests`.
-
-    Raises:
-        HomeError: if another model uses the home.
+    Call in this order: :meth:`adopt`, :meth:`home` for each file, :meth:`mark_open`, :meth:`write_manifests`. Raises
+    HomeError if another model uses the home.
     """
 
     def __init__(self, home: DiskHome, device: torch.device) -> None:
@@ -174,21 +169,11 @@ class PersistentTier(DiskTier):
     def adopt(self, contents: Sequence[Contents], *, blank: bool) -> bool:
         """Verifies the home in the directory, if there is one; returns whether there is.
 
-        Args:
-            contents: of each file; there is no file for contents without bytes.
-            blank: whether the layers have no values of their own.
-
-        Raises:
-            HomeError: if the home cannot be used: names the file, what was expected, and what to do. It is unchanged.
+        ``contents``: of each file; there is no file for contents without bytes. ``blank``: whether the layers have no
+        values of their own. Raises HomeError, which names the file and what to do, if the unchanged home cannot be
+        used.
         """
-        try:
-            return self._adopt(list(contents), blank)
-        except BaseException:
-            self.close()
-            raise
-
-    def _adopt(self, contents: list[Contents], blank: bool) -> bool:
-        self._contents = contents
+        self._contents = list(contents)
         found = {path.stem: path for path in sorted(self._root.glob(f"*{_SUFFIX}"))}
         if self._home.overwrite:
             for path in found.values():
@@ -289,23 +274,19 @@ class PersistentTier(DiskTier):
         if j not in self._manifests:
             description = describe(part.lines)
             self._usage.created.append(path)
-            try:
-                reserve(path, file_bytes(nbytes, len(description)), nbytes)
-                blank = Manifest(
-                    place=j,
-                    places=len(self._contents),
-                    clean=False,
-                    contents_bytes=nbytes,
-                    description_bytes=len(description),
-                    generation=1,
-                    home=self._number,
-                    description_digest=digest(description),
-                    contents_digest=bytes(32),
-                )
-                write_manifest(path, blank, description)
-            except BaseException:
-                self.close()
-                raise
+            reserve(path, file_bytes(nbytes, len(description)), nbytes)
+            blank = Manifest(
+                place=j,
+                places=len(self._contents),
+                clean=False,
+                contents_bytes=nbytes,
+                description_bytes=len(description),
+                generation=1,
+                home=self._number,
+                description_digest=digest(description),
+                contents_digest=bytes(32),
+            )
+            write_manifest(path, blank, description)
             self._manifests[j] = blank
         return DiskBlock(path, nbytes, self.transfers)
 
@@ -314,15 +295,14 @@ class PersistentTier(DiskTier):
         if not self._usage.created:
             generation = 1 + max((manifest.generation for manifest in self._manifests.values()), default=0)
             for place, manifest in self._manifests.items():
-                self._manifests[place] = reopened(manifest, generation)
+                self._manifests[place] = replace(manifest, clean=False, generation=generation)
                 write_manifest(self._path(self._contents[place]), self._manifests[place])
         self._usage.phase = _Phase.OPEN
 
     def write_manifests(self) -> None:
         """Computes the checksums, writes clean manifests and unlocks the home, after the last write.
 
-        Raises:
-            OSError: if a file cannot be read or written; the home stays open, and this may be called again.
+        After an OSError the home is open, and this may be called again.
         """
         if self._usage.phase is _Phase.CLOSED:
             return
@@ -332,7 +312,7 @@ class PersistentTier(DiskTier):
             if part.nbytes
         }
         for place, contents_digest in sums.items():
-            self._manifests[place] = closed(self._manifests[place], contents_digest)
+            self._manifests[place] = replace(self._manifests[place], clean=True, contents_digest=contents_digest)
             write_manifest(self._path(self._contents[place]), self._manifests[place])
         self._usage.phase = _Phase.CLOSED
         self._release_home()

@@ -19,10 +19,10 @@ __all__ = ["DiskScratch"]
 
 
 class _Ticket(NamedTuple):
-    """Place and layout of a stored tensor, in Python objects.
+    """Place and layout of a stored tensor, without a meta tensor, which would fragment the heap.
 
-    A meta tensor would fragment the heap: it would live as long as the step, between blocks that each cell allocates
-    and frees, and the gaps would be too small for the next ones. The heap would grow with the number of cells.
+    It would live as long as the step, between blocks that each cell allocates and frees, and the gaps would be too
+    small for the next ones.
     """
 
     offset: int
@@ -41,7 +41,7 @@ class DiskScratch(Scratch):
         self._folder_owner = folder_owner  # keeps the folder until the file is open
         self._device = device
         self._opened: int | None = None
-        self._end = 0
+        self._file_bytes = 0
         self._free: dict[int, list[int]] = {}
 
     @property
@@ -60,9 +60,9 @@ class DiskScratch(Scratch):
         data = bytes_of(dense)
         nbytes = data.numel()
         free = self._free.get(nbytes)
-        offset = free.pop() if free else self._end
-        if offset == self._end:
-            self._end += nbytes
+        offset = free.pop() if free else self._file_bytes
+        if offset == self._file_bytes:
+            self._file_bytes += nbytes
         if nbytes:
             move_all(os.pwritev, self._fd, view_memory(data), offset, "boundary file")
         return _Ticket(offset, nbytes, tuple(tensor.size()), stride, tensor.dtype)

@@ -7,15 +7,11 @@ a few pieces are page-locked, never a model.
 
     file --> buffer --> device          read: a pool thread fills the buffer, the lane's stream copies it to the device
     file <-- buffer <-- device          write: the reverse
-
-A :class:`Link` copies between buffers and the device. Tests use one whose copies run late, so that a premature reuse of
-a buffer shows without an accelerator.
 """
 
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
@@ -24,40 +20,24 @@ from torch import Tensor
 
 from offload.storage.buffer import host_buffer, page_lock
 
-__all__ = ["CudaLink", "Fence", "Link", "NoLink", "Staging", "open_link"]
+__all__ = ["CudaLink", "Fence", "Link", "Staging", "open_link"]
 
 #: Blocks the host until a copy is done.
 Fence = Callable[[], None]
 
 
-class Link(ABC):
-    """Copies between host buffers and the compute device."""
+class Link:
+    """Copies between host buffers and the compute device. This one is for the CPU, where no tensor is on a device."""
 
-    @abstractmethod
     def is_on_device(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is on the device, where system calls cannot reach it."""
-
-    @abstractmethod
-    def prepare(self, buffer: Tensor) -> None:
-        """Prepares a new buffer for copies."""
-
-    @abstractmethod
-    def copy(self, destination: Tensor, source: Tensor) -> Fence:
-        """Enqueues a copy after the calling thread's earlier ones; the fence waits for it."""
-
-
-class NoLink(Link):
-    """For the CPU as compute device: no tensor is on a device."""
-
-    def is_on_device(self, tensor: Tensor) -> bool:
-        """False."""
         return False
 
     def prepare(self, buffer: Tensor) -> None:
-        """Does nothing."""
+        """Prepares a new buffer for copies."""
 
     def copy(self, destination: Tensor, source: Tensor) -> Fence:
-        """Never called."""
+        """Enqueues a copy after the calling thread's earlier ones; the fence waits for it."""
         raise AssertionError("no tensor is on a device")
 
 
@@ -82,17 +62,14 @@ class CudaLink(Link):
 
 def open_link(device: torch.device) -> Link:
     """The link to a compute device."""
-    return CudaLink() if device.type == "cuda" else NoLink()
+    return CudaLink() if device.type == "cuda" else Link()
 
 
 class Staging:
     """At most ``count`` buffers of ``buffer_bytes``, allocated on demand, shared by the lanes of a tier.
 
-    Guarantees
-        * :meth:`acquire_buffer` returns a buffer only after the fence that it was released with.
-
-    Assumes
-        * No caller waits for a buffer while holding one; two lanes could deadlock.
+    :meth:`acquire_buffer` returns a buffer only after the fence that it was released with. No caller may wait for a
+    buffer while holding one: two lanes could deadlock.
     """
 
     def __init__(self, link: Link, count: int, buffer_bytes: int) -> None:

@@ -29,7 +29,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from offload.storage.buffer import PAGE_BYTES, view_memory
-from offload.storage.page_cache import Claim, PageCache
+from offload.storage.page_cache import CacheUsage, PageCache
 from offload.storage.staging import Fence, Link, Staging
 from pipe.threads import Future, Threads
 
@@ -104,46 +104,32 @@ class Transfers:
         self.staging = Staging(link, STAGED.in_flight, STAGED.piece_bytes)
         self._io_threads = Threads(max(STAGED.in_flight, UNSTAGED.in_flight) - 1, "offload-io")
 
-    def read(self, path: Path, destination: Tensor, offset: int, claim: Claim | None = None) -> None:
+    def read(self, path: Path, destination: Tensor, offset: int, usage: CacheUsage | None = None) -> None:
         """Fills ``destination`` (flat, uint8) with the bytes of a file from ``offset`` on.
 
-        Raises:
-            FileNotFoundError: if the file was removed.
-            OSError: if it cannot be read, or is too short.
+        Raises FileNotFoundError if the file was removed, another OSError if it cannot be read or is too short.
         """
-        self._move(path, destination, offset, claim, write=False)
+        self._move(path, destination, offset, usage, write=False)
 
-    def write(self, path: Path, source: Tensor, offset: int, claim: Claim | None = None) -> None:
-        """Writes ``source`` (flat, uint8) to a file, from ``offset`` on.
-
-        Raises:
-            FileNotFoundError: if the file was removed.
-            OSError: if it cannot be written.
-        """
-        self._move(path, source, offset, claim, write=True)
+    def write(self, path: Path, source: Tensor, offset: int, usage: CacheUsage | None = None) -> None:
+        """Writes ``source`` (flat, uint8) to a file, from ``offset`` on; raises as :meth:`read` does."""
+        self._move(path, source, offset, usage, write=True)
 
     def map_parallel(self, work: Callable[[memoryview], T], parts: Sequence[memoryview]) -> list[T]:
         """Calls ``work`` on all parts concurrently; returns the results in the order of the parts."""
-        results: dict[int, T] = {}
-
-        def one(k: int) -> None:
-            results[k] = work(parts[k])
-
-        jobs = [self._io_threads.offer(partial(one, k)) for k in range(len(parts))]
+        jobs = [self._io_threads.offer(partial(work, part)) for part in parts]
         try:
-            for job in jobs:
-                job.run_or_wait()
+            return [job.run_or_wait() for job in jobs]
         finally:
             for job in jobs:
                 job.cancel()
-        return [results[k] for k in range(len(parts))]
 
-    def _move(self, path: Path, tensor: Tensor, offset: int, claim: Claim | None, *, write: bool) -> None:
+    def _move(self, path: Path, tensor: Tensor, offset: int, usage: CacheUsage | None, *, write: bool) -> None:
         nbytes = tensor.numel()
         if not nbytes:
             return
         on_device = self.staging.link.is_on_device(tensor)
-        direct = nbytes >= DIRECT_LEAST_BYTES and self.cache.direct(claim)
+        direct = nbytes >= DIRECT_LEAST_BYTES and self.cache.direct(usage)
         staged = on_device or (direct and (tensor.data_ptr() - offset) % PAGE_BYTES != 0)
         limits = STAGED if staged else UNSTAGED
         pieces = [_Piece(offset, offset + nbytes, False)]
@@ -194,7 +180,7 @@ class _PieceTransfer:
         self._on_device = on_device
         self._write = write
         self._fence: Fence | None = None
-        self._job: Future | None = None
+        self._job: Future[None] | None = None
 
     def start(self, io_threads: Threads | None, move: Callable[[memoryview], None]) -> None:
         """Starts it; ``move`` copies host memory to or from the file."""

@@ -78,12 +78,7 @@ class Casts:
 
 
 class CastsSeen(OperationMode):
-    """Records the casts that the layers of a bound shard compute: ``with seen: ...``.
-
-    Args:
-        casts: of the shard.
-        slot: of the shard.
-    """
+    """Records the casts of a bound shard's ``slot`` that its layers compute, in ``casts``: ``with seen: ...``."""
 
     def __init__(self, casts: Casts, slot: Tensor) -> None:
         super().__init__()

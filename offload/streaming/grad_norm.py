@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["attach_norm", "attached_norm", "clip_coefficient", "detach_norm", "norm_of", "total_norm"]
+__all__ = ["attach_norm", "attached_norm", "detach_norm", "norm_of", "total_norm"]
 
 _ATTRIBUTE = "_gradstream_norm"
 
@@ -52,8 +52,3 @@ def total_norm(norms: Sequence[Tensor]) -> Tensor:
     dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to("cpu", dtype) for norm in norms]))
     return total
-
-
-def clip_coefficient(total: Tensor, max_norm: float) -> Tensor:
-    """The factor of ``torch.nn.utils.clip_grad_norm_``, at most 1."""
-    return torch.clamp(max_norm / (total + 1e-6), max=1.0)

@@ -53,30 +53,25 @@ class GradientOffload:
         self._updates = False
         self._unfinished: dict[Shard, dict[Slice, Tensor]] = {}
         #: Parameters whose gradients are returned instead of stored; these gradients; whether all others are dropped.
-        self._returned_parameters: Collection[nn.Parameter] = ()
+        self._to_return: Collection[nn.Parameter] = ()
         self._returned: dict[nn.Parameter, Tensor] = {}
-        self._only_those = False
+        self._drop_others = False
 
-    def begin(self, waiting: int, returned: Collection[nn.Parameter] = (), *, only_those: bool = False) -> bool:
-        """Starts a backward; returns whether its plan is to update each shard.
+    def begin(self, waiting: int, to_return: Collection[nn.Parameter] = (), *, drop_others: bool = False) -> bool:
+        """Starts a backward while ``waiting`` other forwards need theirs; returns whether it is to update each shard.
 
-        Args:
-            waiting: other forwards whose backward is still to run.
-            returned: parameters whose gradients :meth:`pop_returned` returns, instead of adding them to ``.grad``.
-            only_those: drop all other gradients of parameters.
-
-        Raises:
-            RuntimeError: if a shard cannot be updated in this backward.
+        Gradients of the parameters ``to_return`` are not added to ``.grad``, but returned by :meth:`pop_returned`;
+        ``drop_others`` drops all others. Raises RuntimeError if a shard cannot be updated in this backward.
         """
-        self._updater = None if only_those else self.optimizers.in_backward
+        self._updater = None if drop_others else self.optimizers.in_backward
         self._updates = self._updater is not None and self._updater.begin(waiting)
-        if self._updates and returned:
-            self._end(failed=True)
+        if self._updates and to_return:
+            self._end_backward(failed=True)
             raise RuntimeError(
-                f"{len(returned)} parameters have gradient hooks, which run after the backward, but "
+                f"{len(to_return)} parameters have gradient hooks, which run after the backward, but "
                 f"update_in_backward uses the gradients before; remove the hooks, or pass update_in_backward=False"
             )
-        self._returned_parameters, self._only_those, self._returned = frozenset(returned), only_those, {}
+        self._to_return, self._drop_others, self._returned = frozenset(to_return), drop_others, {}
         return self._updates
 
     def drain(self, shard: Shard, gradients: list[Tensor | None]) -> None:
@@ -110,10 +105,10 @@ class GradientOffload:
             if parameter.grad is not None:
                 attach_norm(parameter.grad, norm)
         self._norms.clear()
-        self._end()
+        self._end_backward()
 
     def pop_returned(self) -> dict[nn.Parameter, Tensor]:
-        """Gradients of the last backward's ``returned`` parameters, on the parameters' device, in their type."""
+        """Gradients of the last backward's ``to_return`` parameters, on the parameters' device, in their type."""
         returned, self._returned = self._returned, {}
         return {p: gradient.to(p.device, p.dtype) for p, gradient in returned.items()}
 
@@ -124,11 +119,11 @@ class GradientOffload:
         self._norms.clear()
         self._unfinished.clear()
         self._returned = {}
-        self._end(failed=True)
+        self._end_backward(failed=True)
 
-    def _end(self, *, failed: bool = False) -> None:
+    def _end_backward(self, *, failed: bool = False) -> None:
         self._updates = False
-        self._returned_parameters, self._only_those = (), False
+        self._to_return, self._drop_others = (), False
         if self._updater is not None:
             self._updater.end(failed=failed)
             self._updater = None
@@ -143,19 +138,17 @@ class GradientOffload:
         self._drains.popleft()
         self._meter.release(nbytes)
 
-    # --- copies -------------------------------------------------------------------------------------------------
-
     def _filter(self, shard: Shard, gradients: list[Tensor | None]) -> None:
         """Removes the gradients from the list that are not stored: those to return, and those to drop."""
-        if not self._returned_parameters and not self._only_those:
+        if not self._to_return and not self._drop_others:
             return
         for position, gradient in enumerate(gradients):
             parameter = shard.slices[position].parameter
-            if gradient is not None and parameter in self._returned_parameters:
+            if gradient is not None and parameter in self._to_return:
                 sum_so_far = self._returned.get(parameter)
                 self._returned[parameter] = gradient if sum_so_far is None else sum_so_far + gradient
                 gradients[position] = None
-            elif self._only_those:
+            elif self._drop_others:
                 gradients[position] = None
 
     def _send(self, shard: Shard, gradients: list[Tensor | None]) -> None:
@@ -205,24 +198,19 @@ class GradientOffload:
         owner, s = shard.owner_of(position)
         parameter = s.parameter
         stored = parameter.grad
+        in_memory = not self._tier.blocking_io or self._stays_in_memory(owner)
         if gradient.is_sparse or (stored is not None and stored.is_sparse):
             moved = gradient.to(parameter.device)
             parameter.grad = moved if stored is None else stored + moved
         elif stored is not None:
             yield partial(_add, stored, gradient)
-        elif gradient.device == parameter.device and not self._tier.blocking_io and gradient.dtype == parameter.dtype:
+        elif in_memory and gradient.device == parameter.device and gradient.dtype == parameter.dtype:
             parameter.grad = gradient
             if self.optimizers.clip:
                 yield lambda: gradient
-        elif self._tier.blocking_io and self._stays_in_memory(owner):
-            if gradient.device.type == "cpu" and gradient.dtype == parameter.dtype:
-                parameter.grad = gradient
-                if self.optimizers.clip:
-                    yield lambda: gradient
-            else:
-                host = torch.empty_strided(parameter.shape, s.stride, dtype=parameter.dtype)
-                parameter.grad = host
-                yield partial(_convert, host, gradient)
+        elif in_memory and self._tier.blocking_io:
+            parameter.grad = torch.empty_strided(parameter.shape, s.stride, dtype=parameter.dtype)
+            yield partial(_convert, parameter.grad, gradient)
         else:
             block, offset, view = owner.gradient_home(s, self._tier)
             parameter.grad = view

@@ -39,7 +39,7 @@ class Arrival(Protocol):
         """Makes compute wait for the copy. Raises what the copy raised."""
         ...
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> object:
         """Blocks the host until the copy is done; any code may read its result then. Raises what the copy raised."""
         ...
 
@@ -110,11 +110,7 @@ class ThreadLane(Lane):
         self._threads.wait_idle()
 
     def close(self) -> None:
-        """Ends the thread after all submitted copies.
-
-        Does not join it: finalizers call this, and they run wherever garbage is collected, even in a thread that is
-        starting and holds a lock that an ending thread needs.
-        """
+        """Ends the thread after all submitted copies, without joining it: finalizers may run in any thread."""
         self._threads.close()
 
 
@@ -152,8 +148,7 @@ class StreamLane(Lane):
     def close(self) -> None:
         """Waits for the stream, when the model is closed.
 
-        Without this, an unused load (a backward that never ran) is still copied while its source is unlocked and its
-        slot is reused.
+        Without this, an unused load is still copied while its source is unlocked and its slot is reused.
         """
         self._stream.synchronize()
 

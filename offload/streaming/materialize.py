@@ -30,8 +30,7 @@ class Values(Protocol):
 class Materializer:
     """Replaces meta tensors; remembers the replacements, so that tied parameters stay tied across layers.
 
-    Args:
-        stored: sources of parameters and buffers, on the meta device or not.
+    ``stored``: sources of parameters and buffers, on the meta device or not.
     """
 
     def __init__(self, stored: Mapping[Tensor, Values] | None = None) -> None:
@@ -46,11 +45,7 @@ class Materializer:
         self._read: set[Tensor] = set()
 
     def allocate(self, name: str, layer: nn.Module) -> None:
-        """Replaces a layer's meta parameters and buffers by uninitialised CPU tensors.
-
-        Raises:
-            ValueError: if a module has some without a source, and no ``reset_parameters``.
-        """
+        """Replaces a layer's meta tensors. Raises ValueError if a module lacks sources and ``reset_parameters``."""
         for path, module in layer.named_modules():
             if self._replace(module):
                 if not callable(getattr(module, "reset_parameters", None)):
@@ -70,8 +65,7 @@ class Materializer:
     def fill(self) -> None:
         """Initialises or reads the parameters of the layers so far, which are in storage now.
 
-        Modules are initialised in the order of ``modules()``, so the random numbers are those of a whole model after
-        ``to_empty(device="cpu")``.
+        In the order of ``modules()``: the random numbers are those of a whole model after ``to_empty(device="cpu")``.
         """
         for module in self._uninitialised:
             _initialise(module)

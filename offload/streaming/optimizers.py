@@ -32,11 +32,7 @@ class Optimizers:
         return iter(self._alive)
 
     def add(self, optimizer: OffloadOptimizer) -> None:
-        """Registers an optimizer.
-
-        Raises:
-            ValueError: if it updates in backward, and a registered one does so already.
-        """
+        """Registers an optimizer. Raises ValueError if two would update in backward."""
         if optimizer.update_in_backward and self.in_backward is not None:
             raise ValueError("this model has an optimizer with update_in_backward=True already; use that one")
         self._alive.add(optimizer)

@@ -28,12 +28,7 @@ class _Parameter:
 
 
 class Rollback:
-    """Records the state of layers; made before any parameter moves.
-
-    Args:
-        layers: whose parameters are about to move.
-        replaced: parameters and buffers whose values will be replaced.
-    """
+    """Records the state of ``layers`` before their parameters move, and the values of ``replaced`` tensors change."""
 
     def __init__(self, layers: Iterable[nn.Module], replaced: Container[Tensor]) -> None:
         modules = dict.fromkeys(m for layer in layers for m in layer.modules())
@@ -56,10 +51,7 @@ class Rollback:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Gives the layers their old parameters and buffers, with their values and gradients.
-
-        A parameter that had moved gets new memory, on its old device.
-        """
+        """Restores parameters and buffers, values and gradients. A moved parameter gets new memory on its device."""
         for module, mapping, parameters, buffers in self._members:
             mapping.clear()
             mapping.update(parameters)

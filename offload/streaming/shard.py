@@ -93,14 +93,6 @@ def layout(parameters: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype | 
     return slices, end
 
 
-@dataclass
-class Borrowed:
-    """A parameter that is stored in another shard, with its slice there."""
-
-    owner: Shard
-    at_home: Slice
-
-
 @dataclass(eq=False)
 class Shard:
     """Layers ``[first, first + len(layers))`` of the model."""
@@ -110,7 +102,8 @@ class Shard:
     layers: list[nn.Module]
     #: Parameters stored in this shard's block.
     own: list[Slice] = field(default_factory=list)
-    loans: list[Borrowed] = field(default_factory=list)
+    #: For each borrowed parameter, the shard that stores it and its slice there.
+    loans: list[tuple[Shard, Slice]] = field(default_factory=list)
     #: All parameters that the layers use, as slices of a slot: own first, then borrowed.
     slices: list[Slice] = field(default_factory=list)
     home: Block | None = None
@@ -143,7 +136,7 @@ class Shard:
     @property
     def at_home(self) -> list[Slice]:
         """Slices in storage of the parameters of :attr:`slices`, in this shard or the owner's."""
-        return [*self.own, *(loan.at_home for loan in self.loans)]
+        return [*self.own, *(there for _, there in self.loans)]
 
     @property
     def casts(self) -> bool:
@@ -167,11 +160,7 @@ class Shard:
         return [s for s in self.own if s.parameter.numel() and s.parameter.data_ptr() != home + s.offset]
 
     def store_assigned_data(self, s: Slice, value: Tensor) -> None:
-        """Copies ``value``, which was assigned to the ``.data`` of an own parameter, to storage.
-
-        Raises:
-            ValueError: if it has another size or type.
-        """
+        """Stores ``value``, assigned to ``.data`` of an own parameter. Raises ValueError for another size or type."""
         s.check_data()
         if self.pending is not None:
             # The assignment followed the step. Without this, the step would be applied to the assigned values.
@@ -179,8 +168,6 @@ class Shard:
         home = self.home_view(s)
         home.copy_(value)
         s.parameter.data = home
-
-    # --- transitions --------------------------------------------------------------------------------------------
 
     def load(self, slot: Tensor) -> None:
         """HOME -> LOADED. The caller fills ``slot`` by :meth:`fill`, on a lane."""
@@ -194,7 +181,6 @@ class Shard:
 
         ``update`` was pending when the load was submitted; it may have filled the slot already.
         """
-        borrowed = self.slices[len(self.own) :]
         if update is not None and update.filled(slot):
             pass
         elif self.home is not None and not self.casts:
@@ -203,17 +189,11 @@ class Shard:
             source = self.home.staged()
             for there, here in zip(self.own, self.slices, strict=False):
                 here.view(slot).copy_(there.view(source), non_blocking=True)
-        for loan, here in zip(self.loans, borrowed, strict=True):
-            block = loan.owner.home
-            assert block is not None
-            here.view(slot).copy_(loan.at_home.view(block.tensor), non_blocking=True)
+        for (owner, there), here in zip(self.loans, self.slices[len(self.own) :], strict=True):
+            here.view(slot).copy_(owner.home_view(there), non_blocking=True)
 
     def bind(self) -> int:
-        """LOADED -> BOUND. The parameters are on the compute device, without gradients.
-
-        Returns:
-            The number of new references to the slot's storage.
-        """
+        """LOADED -> BOUND: parameters are on the device without gradients. Returns the number of new views."""
         assert self.state is State.LOADED, f"shard {self.index} is {self.state.value}"
         views: list[Tensor] | None = self._views.get(self.slot)
         made = 0
@@ -236,8 +216,8 @@ class Shard:
     def widen_gradients(self) -> None:
         """Called after each micro-batch: sums gradients of 16-bit parameters in a wider type.
 
-        Autograd sums in the type of the parameter. Without this, the sum over many micro-batches stops growing once it
-        is some hundred times as large as its next term.
+        Without this, the sum over many micro-batches stops growing once it is some hundred times as large as its next
+        term.
         """
         for k, (parameter, there) in enumerate(zip(self.parameters, self.at_home, strict=True)):
             gradient, wide = parameter.grad, self._wide_gradients[k]
@@ -276,18 +256,13 @@ class Shard:
         self.state = State.HOME
 
     def reset(self) -> None:
-        """Any state -> HOME, after a failure, even inside a transition or another reset.
-
-        Assumes that no copy into its slot is running.
-        """
+        """Any state -> HOME, after a failure, even inside a transition, once no copy into the slot is running."""
         if self.state is State.BOUND:
             self.weight_casts.end_visit()
             self._restore()
         self._wide_gradients = []
         self.state = State.HOME
         self._slot = None
-
-    # --- views --------------------------------------------------------------------------------------------------
 
     @property
     def slot(self) -> Tensor:
@@ -318,10 +293,7 @@ class Shard:
             return s.view(self.home.tensor)
 
     def detach_gradients(self) -> None:
-        """Drops the gradients' block, for a new one, if gradients of earlier backwards in it are still referenced.
-
-        Also if it has space for parameters that are frozen now, and holds no gradient.
-        """
+        """Drops the block of gradients if earlier ones in it are still used, or it only wastes space on frozen ones."""
         block = self.gradients
         if block is None:
             return
@@ -348,10 +320,8 @@ class Shard:
 
     def owner_of(self, position: int) -> tuple[Shard, Slice]:
         """The shard that stores the parameter at ``position`` of :attr:`slices`, and its slice there."""
-        if position < len(self.own):
-            return self, self.own[position]
-        loan = self.loans[position - len(self.own)]
-        return loan.owner, loan.at_home
+        borrowed = position - len(self.own)
+        return (self, self.own[position]) if borrowed < 0 else self.loans[borrowed]
 
 
 def named_parameters(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Parameter]]:
@@ -367,14 +337,10 @@ def make_shards(
     dtype: torch.dtype | None = None,
     values: Mapping[Tensor, Values] | None = None,
 ) -> list[Shard]:
-    """Groups layers into shards and moves their parameters to storage, one shard after the other.
+    """Groups layers into shards of ``cuts`` layers and moves their parameters to storage, one shard after the other.
 
-    Args:
-        layers: name and module of each layer; those on the meta device are materialized.
-        cuts: number of layers of each shard.
-        tier: the storage.
-        dtype: of floating-point parameters in slots; storage keeps the parameter's own.
-        values: sources of parameters and buffers, if not the layers themselves.
+    Layers on the meta device are materialized. ``values`` are sources of parameters and buffers, if not the layers
+    themselves. ``dtype`` is that of floating-point parameters in slots; storage keeps the parameter's own.
     """
     materializer = Materializer(values)
     shards: list[Shard] = []
@@ -400,7 +366,7 @@ def make_shards(
             stored[s.parameter] = (shard, s)
         materializer.fill()
         borrowed = [(name, p) for name, p in used if stored[p][0] is not shard]
-        shard.loans = [Borrowed(*stored[p]) for _, p in borrowed]
+        shard.loans = [stored[p] for _, p in borrowed]
         shard.slices, shard.slot_bytes = layout([*new, *borrowed], dtype=dtype)
         shards.append(shard)
         first += count

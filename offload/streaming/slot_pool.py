@@ -14,8 +14,8 @@ Assumes that the models of a pool compute one at a time; two at once raise an er
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,52 +25,25 @@ from offload.storage.buffer import device_buffer
 from offload.telemetry.statistics import Meter
 from pipe.torch_private import storage_uses
 
-__all__ = ["SlotPool", "SlotUser"]
+if TYPE_CHECKING:
+    from offload.streaming.streamer import Streamer
 
-
-class SlotUser(Protocol):
-    """A model that uses slots of a pool."""
-
-    @property
-    def in_pass(self) -> Callable[[], bool]:
-        """Returns whether it is inside a pass."""
-        ...
-
-    def reset(self) -> None:
-        """After a failure: waits for its copies in flight and drops its slots."""
-        ...
-
-    def evict_one(self) -> bool:
-        """Evicts a shard that it does not compute with; False if there is none."""
-        ...
-
-    def prefetch(self, order: Sequence[int]) -> None:
-        """Starts to load shards, in this order, while there are unused slots."""
-        ...
-
-    @property
-    def backward_order(self) -> Sequence[int]:
-        """The order in which backward uses its shards."""
-        ...
+__all__ = ["SlotPool"]
 
 
 class SlotPool:
-    """Slots of equal size.
+    """Equal slots of ``slot_bytes`` on a device.
 
-    Args:
-        device: of the slots.
-        slots: their number.
-        slot_bytes: size of each.
-        slot_users: the models that share them, in the order of their forward turns; empty for the pool of one model.
+    ``slot_users``: of models that share them, in the order of their forward turns; empty for one model alone.
     """
 
-    def __init__(self, device: torch.device, slots: int, slot_bytes: int, slot_users: Sequence[SlotUser] = ()) -> None:
+    def __init__(self, device: torch.device, slots: int, slot_bytes: int, slot_users: Sequence[Streamer] = ()) -> None:
         self.slots = slots
         self.slot_bytes = slot_bytes
         self._device = device
         self.slot_users = list(slot_users)
         self._recent = list(slot_users)  # least recently used first
-        self._computing: SlotUser | None = None
+        self._computing: Streamer | None = None
         self._all: list[Tensor] = []
         self._free: list[Tensor] | None = None
         self._meter: Meter | None = None
@@ -82,12 +55,8 @@ class SlotPool:
         return bool(self.slot_users)
 
     @contextlib.contextmanager
-    def turn(self, slot_user: SlotUser) -> Iterator[None]:
-        """``slot_user`` computes inside the context.
-
-        Raises:
-            RuntimeError: if another one computes.
-        """
+    def turn(self, slot_user: Streamer) -> Iterator[None]:
+        """``slot_user`` computes inside the context. Raises RuntimeError if another one computes."""
         if not self.shared:
             yield
             return
@@ -114,7 +83,7 @@ class SlotPool:
             pass
         return self._free.pop()
 
-    def acquire_unneeded(self, slot_user: SlotUser) -> Tensor | None:
+    def acquire_unneeded(self, slot_user: Streamer) -> Tensor | None:
         """Acquires a slot that the current turn does not need, for a prefetch; None if there is none."""
         if self._free is None:
             return None
@@ -157,7 +126,7 @@ class SlotPool:
                     self.replace(slot)
             self._free = list(self._all)
 
-    def prefetch_previous(self, slot_user: SlotUser) -> None:
+    def prefetch_previous(self, slot_user: Streamer) -> None:
         """Lets the model whose backward turn is next prefetch."""
         if self.slot_users and self.slot_users[0] is not slot_user:
             following = self.slot_users[self.slot_users.index(slot_user) - 1]

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,15 +35,6 @@ if TYPE_CHECKING:
     from offload.optim.update import Update
 
 __all__ = ["Streamer"]
-
-
-@dataclass
-class _Updating:
-    """The update that a plan starts just before a load, and the slot that both use."""
-
-    slot: Tensor
-    pending: Update | None
-    arrivals: list[Arrival]
 
 
 class Streamer:
@@ -72,9 +62,10 @@ class Streamer:
         self.slot_pool = SlotPool(device, slots, self._slot_bytes)
         self._loads: dict[int, Arrival] = {}
         self._collected: dict[int, list[Tensor | None]] = {}
-        self._updating: dict[int, _Updating] = {}
+        #: Slot and update of shards whose load follows.
+        self._updating: dict[int, tuple[Tensor, Update | None, list[Arrival]]] = {}
         self._heap = Heap(budget_bytes) if device.type == "cpu" else None
-        #: True while slots change hands outside a pass. If an exception leaves it True, call :meth:`cancel`.
+        #: True while slots are filled or evicted outside a pass. If an exception leaves it True, call :meth:`cancel`.
         self.must_cancel = False
         #: Returns whether the model is inside a pass.
         self.in_pass: Callable[[], bool] = lambda: False
@@ -83,8 +74,6 @@ class Streamer:
         #: Finishes an interrupted decision of ``optimizer.step()``, if there was one.
         self.finish_step: Callable[[], None] | None = None
         self.gradient_offload = GradientOffload(shards, device=device, tier=tier, lane=lanes.drain, meter=meter)
-
-    # --- loads --------------------------------------------------------------------------------------------------
 
     def resident(self) -> frozenset[int]:
         """The shards in slots, with current values. Evicts those whose stored weights were written since the load."""
@@ -98,31 +87,24 @@ class Streamer:
         return frozenset(shard.index for shard in self.shards if shard.pending is not None)
 
     def update(self, j: int) -> None:
-        """Starts the pending update of shard ``j``, before its load.
-
-        It may compute in the slot that the load then fills, so both get the same slot.
-        """
+        """Starts the pending update of shard ``j`` in the slot that its load then fills, where it may compute."""
         self._updating[j] = self._start_update(j, self.slot_pool.acquire_slot(self._meter))
 
     def update_in_backward(self, j: int) -> None:
         """Starts the update of shard ``j`` with the gradients that were just drained."""
         self.gradient_offload.update(self.shards[j])
 
-    def _start_update(self, j: int, slot: Tensor) -> _Updating:
+    def _start_update(self, j: int, slot: Tensor) -> tuple[Tensor, Update | None, list[Arrival]]:
         pending = self.shards[j].pending  # read once: a thread may reset it at any time
-        return _Updating(slot, pending, [] if pending is None else [pending.start(slot)])
+        return slot, pending, [] if pending is None else [pending.start(slot)]
 
     def load(self, j: int) -> None:
         """Starts to copy shard ``j`` into a free slot."""
-        updating = (
-            self._updating.pop(j)
-            if j in self._updating
-            else self._start_update(j, self.slot_pool.acquire_slot(self._meter))
-        )
-        self._fill(j, updating)
+        updating = self._updating.pop(j, None) or self._start_update(j, self.slot_pool.acquire_slot(self._meter))
+        self._fill(j, *updating)
 
-    def _fill(self, j: int, updating: _Updating) -> None:
-        shard, slot, pending = self.shards[j], updating.slot, updating.pending
+    def _fill(self, j: int, slot: Tensor, pending: Update | None, arrivals: list[Arrival]) -> None:
+        shard = self.shards[j]
         shard.load(slot)
         self._meter.shard_loads += 1
         nbytes = sum(s.nbytes for s in shard.at_home)
@@ -133,17 +115,16 @@ class Streamer:
             with self._meter.on_lane("load", f"L{j}", 0 if filled else nbytes):
                 shard.fill(slot, pending)
 
-        owners = dict.fromkeys(loan.owner for loan in shard.loans)
+        owners = dict.fromkeys(owner for owner, _ in shard.loans)
         # A tied parameter is loaded from its owner's block, which has an update of its own.
         others = [pending.start() for owner in owners if (pending := owner.pending) is not None]
         # Update lane -> load lane. Without these, the slot is filled with values from before the optimizer's step.
-        self._loads[j] = self._lanes.load.submit(f"L{j}", fill, updating.arrivals + others)
+        self._loads[j] = self._lanes.load.submit(f"L{j}", fill, arrivals + others)
 
     def apply_pending_updates(self) -> None:
         """Runs all pending updates and waits for them, before stored weights are read or written.
 
-        Raises:
-            OSError: if storage cannot be read or written. Other updates are done, the failed ones still pending.
+        Raises OSError if storage cannot be read or written: other updates are done, the failed ones still pending.
         """
         self.clean_up()
         if self.finish_step is not None:
@@ -178,8 +159,6 @@ class Streamer:
                 RuntimeWarning,
                 stacklevel=2,
             )
-
-    # --- turns --------------------------------------------------------------------------------------------------
 
     @staticmethod
     def share_slots(stages: Sequence[Sequence[Streamer]]) -> None:
@@ -216,7 +195,7 @@ class Streamer:
             slot = self.slot_pool.acquire_unneeded(self) if len(there) < self.slots else None
             if slot is None:
                 break
-            self._fill(j, self._start_update(j, slot))
+            self._fill(j, *self._start_update(j, slot))
             there.add(j)
         self.must_cancel = False
 
@@ -241,10 +220,9 @@ class Streamer:
             self._heap.trim_if_grown()
 
     def store_written_weights(self, j: int, written: Sequence[int]) -> None:
-        """Called at the end of a visit: stores parameters that their layers wrote to in forward.
+        """Stores parameters, at positions ``written`` of ``slices``, that layers wrote to in forward; after a visit.
 
         Examples are an embedding with ``max_norm`` and clipped weights; other weights are never copied back.
-        ``written``: positions of these parameters in ``slices``.
         """
         shard = self.shards[j]
         for position in written:
@@ -257,18 +235,13 @@ class Streamer:
         self.gradient_offload.drain(self.shards[j], self._collected.pop(j))
 
     def wait_for_home_reads(self, end: int | None = None) -> None:
-        """Blocks the host until no load reads stored weights (of the shards before ``end``).
-
-        From then on the user may write to them on the host.
-        """
+        """Blocks the host until no load reads stored weights (of the shards before ``end``): they may be written."""
         for j, arrival in self._loads.items():
             if end is not None and j >= end:
                 continue
             with self._meter.waiting(f"L{j}"), error_context(f"loading shard {j} from {self._tier.name}"):
                 # Load lane -> host. Without this, a queued load would read what the user writes next.
                 arrival.synchronize()
-
-    # --- ends ---------------------------------------------------------------------------------------------------
 
     def release(self, *, warn: bool = True) -> None:
         """Evicts every resident shard."""

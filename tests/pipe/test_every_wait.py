@@ -287,7 +287,6 @@ WAITS = {
     },
     "pipe.threads": {
         "Outcome.wait": [("self.wait_idle()", waits_end_after_the_work)],
-        "Future.synchronize": [("self.wait()", waits_end_after_the_work)],
         "Future.run_or_wait": [("self.wait()", waits_end_after_the_work)],
         "Future.cancel": [("self.wait_idle()", waits_end_after_the_work)],
         "Threads.wait_idle": [("barrier.wait_idle()", a_thread_is_idle_after_all_its_work)],
@@ -306,6 +305,7 @@ EXCEPTIONS = {
     "pipe.pipeline Pipeline._finish: join(held, phony)": "the same",
     "pipe.pipeline Pipeline.run: self._fence(cells)": "calls what is in this table",
     "pipe.pipeline Pipeline.run: self._finish(i, j, task, output)": "calls what is in this table",
+    "pipe.threads Future: Outcome.wait": "another name of what is in this table",
     "pipe.threads Outcome.__init__: self._gate.acquire()": "a new lock, not shared yet",
     "pipe.threads Outcome.wait_idle: self._gate.acquire(timeout=RECHECK_SECONDS)": "without it the loop asks in vain",
     "pipe.threads _work: permits.acquire(blocking=False)": "does not wait",

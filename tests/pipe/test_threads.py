@@ -80,7 +80,7 @@ def test_an_interrupted_waiter_does_not_keep_another_waiting() -> None:
     waiting.wait(60)
     future._gate.release()
     assert future._gate.acquire(timeout=60)  # as one that was interrupted before it could release it
-    future._finished = True
+    future.done = True
     assert ended.wait(60)
 
 
@@ -142,6 +142,5 @@ def test_cancelled_work_never_runs() -> None:
     queued.cancel()
     gate.set()
     running.cancel()
-    queued.run_or_wait()
     threads.wait_idle()
     assert log in (["running"], [])

@@ -109,7 +109,7 @@ class World:
                 try:
                     model.close()
                 except Exception:
-                    model._end()
+                    model._finalizer()
         self.model, self.optimizer, self.sides, self.dropped = None, None, [], []
 
     # --- making -------------------------------------------------------------------------------------------------

@@ -53,14 +53,14 @@ class Recorded(Block):
 class Late(Threads):
     """Threads that never start, so that only the waiter of a job runs it."""
 
-    def offer(self, work: Callable[[], object]) -> Future:
+    def offer(self, work: Callable[[], Any]) -> Future[Any]:
         return Future(work)
 
 
 class Prompt(Threads):
     """Which are done with a job as soon as they have it."""
 
-    def offer(self, work: Callable[[], object]) -> Future:
+    def offer(self, work: Callable[[], Any]) -> Future[Any]:
         future = Future(work)
         future.run()
         return future
@@ -102,10 +102,10 @@ def test_unused_prefetches_are_discarded(buffer_pool: IOBufferPool) -> None:
 
 
 def test_discarded_prefetch_never_lands(monkeypatch: pytest.MonkeyPatch) -> None:
-    futures: list[Future] = []
+    futures: list[Future[Any]] = []
 
     class Slow(Late):
-        def offer(self, work: Callable[[], object]) -> Future:
+        def offer(self, work: Callable[[], Any]) -> Future[Any]:
             futures.append(super().offer(work))
             return futures[-1]
 
@@ -182,7 +182,7 @@ def test_no_read_fills_a_tray_that_is_being_written(monkeypatch: pytest.MonkeyPa
 
 def test_a_write_that_no_thread_accepted_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing(Late):
-        def offer(self, work: Callable[[], object]) -> Future:
+        def offer(self, work: Callable[[], Any]) -> Future[Any]:
             if not next(refusals):
                 return super().offer(work)
             raise MemoryError

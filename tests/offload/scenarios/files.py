@@ -45,7 +45,7 @@ class LateThreads(Threads):
     def __init__(self, *_: object) -> None:
         self.begun: list[Begun] = []
 
-    def offer(self, work: Callable[[], object]) -> Begun:
+    def offer(self, work: Callable[[], Any]) -> Begun:
         self.begun.append(Begun(work))
         return self.begun[-1]
 
@@ -59,7 +59,7 @@ class LateThreads(Threads):
         return sum(not future.done for future in self.begun)
 
 
-class Begun(Future):
+class Begun(Future[Any]):
     def withdraw(self) -> bool:
         return False
 
@@ -145,7 +145,7 @@ def few_pieces_are_on_their_way(monkeypatch: pytest.MonkeyPatch, path: Path) -> 
     tier.transfers.staging = Staging(link, 3 * IN_FLIGHT, PIECE)
     offer, most = LateThreads.offer, list[int]()
 
-    def counted(self: LateThreads, work: Callable[[], object]) -> Begun:
+    def counted(self: LateThreads, work: Callable[[], Any]) -> Begun:
         future = offer(self, work)
         most.append(self.under_way())
         return future
@@ -204,11 +204,11 @@ def a_transfer_that_failed_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, path
     assert torch.equal(before, block.tensor), "a transfer goes on after its failure"
 
 
-@fails_with(r"^0$", "work goes on after a failure", error=(KeyError, AssertionError))
+@fails_with("a result is missing", "work goes on after a failure")
 def work_on_parts_is_done_when_it_returns(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     threads, tier, _, _ = _disk(monkeypatch, path)
     parts = [memoryview(bytes([k])) for k in range(4)]
-    assert tier.transfers.map_parallel(lambda part: part[0], parts) == [0, 1, 2, 3]
+    assert tier.transfers.map_parallel(lambda part: part[0], parts) == [0, 1, 2, 3], "a result is missing"
 
     def fails(part: memoryview) -> int:
         if part[0] == 0:

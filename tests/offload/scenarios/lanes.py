@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ class LateThread(Threads):
     def __init__(self) -> None:
         self._futures: list[LateThread.LateFuture] = []
 
-    def submit(self, work: Callable[[], object]) -> LateThread.LateFuture:
+    def submit(self, work: Callable[[], Any]) -> LateThread.LateFuture:
         self._futures.append(self.LateFuture(work))
         return self._futures[-1]
 
@@ -40,7 +41,7 @@ class LateThread(Threads):
         for future in self._futures:
             future.wait()
 
-    class LateFuture(Future):
+    class LateFuture(Future[Any]):
         def withdraw(self) -> bool:
             return False
 

@@ -23,7 +23,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
     "offload.streaming.streamer": {
         "Streamer._fill": [
             (
-                "self._lanes.load.submit(f'L{j}', fill, updating.arrivals + others)",
+                "self._lanes.load.submit(f'L{j}', fill, arrivals + others)",
                 training.loads_see_the_updates_of_their_homes,
             ),
         ],
@@ -301,6 +301,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
 
 #: Waits whose value is used, and what has that value without waiting.
 STAND_INS: dict[str, Callable[..., Any]] = {
+    "offload.storage.transfer Transfers.map_parallel: job.run_or_wait()": lambda job: None,
     "offload.embedding.bag OffloadEmbeddingBag.input_dist: fence(self.device)": (
         lambda device: InlineLane().submit(lambda: None)
     ),
