@@ -13,7 +13,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 from benchmarks.gradcache_batch.methods import Shape
@@ -69,12 +68,6 @@ class Settings:
     chunked_dim: int = option(512, "channels of the part chunks", least=64, multiple=64)
 
 
-def shape_of(settings: Settings) -> Shape:
-    """The model and the batch of the part time."""
-    names = ("vocabulary", "positions", "dim", "depth", "pairs", "chunk", "kept", "graphs")
-    return Shape(**{name: getattr(settings, name) for name in names}, together=1024)
-
-
 def plan(settings: Settings, folder: str) -> Plan:
     """The groups: time, peaks, growing batches, chunks, the loss."""
 
@@ -82,7 +75,8 @@ def plan(settings: Settings, folder: str) -> Plan:
         arguments = {"method": method, "shape": asdict(shape), "home": folder, **more}
         return Case(method, f"{METHODS}:{function}", arguments, environment, PEERS.get(method, ""))
 
-    timed = shape_of(settings)
+    names = ("vocabulary", "positions", "dim", "depth", "pairs", "chunk", "kept", "graphs")
+    timed = Shape(**{name: getattr(settings, name) for name in names}, together=1024)
     small = Shape(4096, 16, settings.small_dim, 4, pairs=16, chunk=16, kept=settings.limit // 4, graphs=0, together=8)
     pairs = max(settings.chunks) // 2 or 1
     cut = Shape(4096, 8, settings.chunked_dim, 4, pairs=pairs, chunk=1, kept=64, graphs=64, together=64)
@@ -105,9 +99,6 @@ def report(run: Run[Any]) -> Report:
     parameters = next((o.done["parameters"] for o in groups["time"] if o.result), 0)
     counts = settings.chunks
 
-    def flops(outcome: Outcome) -> float:
-        return limits.step_seconds(flops=_shape(outcome).training_flops)
-
     def largest(outcome: Outcome) -> float:
         return limits.step_seconds(flops=replace(_shape(outcome), pairs=outcome.done["pairs"]).training_flops)
 
@@ -128,7 +119,7 @@ def report(run: Run[Any]) -> Report:
         "of processor time": lambda o: spread(o.ratios("processor")) if o is not reference else "1",
         "peak above torch": lambda o: held.get(o.name, "-"),
         "gradient differs by": lambda o: f"{difference(o, reference):.1e}" if o is not reference else "0",
-        **limit_columns(limits, flops),
+        **limit_columns(limits, lambda o: limits.step_seconds(flops=shape.training_flops)),
     }
     sizes = {
         "largest batch, pairs": lambda o: f"{o.done['pairs']:,}",
@@ -138,7 +129,7 @@ def report(run: Run[Any]) -> Report:
         **limit_columns(limits, largest, last),
     }
     chunks: Columns = {
-        **{f"{count} chunks, s": partial(_shown_seconds, count) for count in counts},
+        **{f"{count} chunks, s": lambda o, count=count: f"{seconds_of(o, count):.2f}" for count in counts},
         "bytes loaded a step, fewest to most chunks": lambda o: (
             f"{mebibytes(loads(o)[0])} to {mebibytes(loads(o)[-1])}" if loads(o) else "-"
         ),
@@ -191,10 +182,6 @@ def seconds_of(outcome: Outcome, chunks: int) -> float:
     """Median of the steps with so many chunks."""
     found = [step["seconds"] for step in outcome.steps if step["chunks"] == chunks]
     return statistics.median(found) if found else float("nan")
-
-
-def _shown_seconds(chunks: int, outcome: Outcome) -> str:
-    return f"{seconds_of(outcome, chunks):.2f}"
 
 
 def _loss_bytes(outcome: Outcome) -> int:

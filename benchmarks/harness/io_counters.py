@@ -67,12 +67,12 @@ def _counters() -> dict[str, int]:
 def bytes_of_step(steps: Steps) -> tuple[float, float]:
     """Bytes read and written in a step: the median of calls, or the mean of the device where it is more."""
     read, written = (float(statistics.median(step.get(key, 0.0) for step in steps)) for key in ("read", "written"))
-    return max(read, _mean(steps, "from_disk")), max(written, _mean(steps, "to_disk"))
+    return max(read, from_disk(steps)), max(written, from_disk(steps, "to_disk"))
 
 
-def from_disk(steps: Steps) -> float:
+def from_disk(steps: Steps, key: str = "from_disk") -> float:
     """Bytes of a step that the device delivered. The page cache differs from step to step, so the mean of all."""
-    return _mean(steps, "from_disk")
+    return float(statistics.fmean(step.get(key, 0.0) for step in steps))
 
 
 def medium_bytes(steps: Steps, *, copied_bytes: float = 0.0) -> dict[str, float]:
@@ -92,7 +92,3 @@ def engine_bytes(step: Mapping[str, Any]) -> tuple[float, float]:
     spilled = step.get("bytes_spilled", 0)
     loaded = step.get("bytes_loaded", 0) + step.get("update_bytes_read", 0) + spilled
     return loaded, step.get("bytes_stored", 0) + step.get("update_bytes_written", 0) + spilled
-
-
-def _mean(steps: Steps, key: str) -> float:
-    return float(statistics.fmean(step.get(key, 0.0) for step in steps))

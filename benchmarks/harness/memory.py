@@ -6,6 +6,7 @@ room. Outside of Linux psutil's unique set size is the nearest figure. A peak is
 low by at most what lived for less than the sampling interval, some four milliseconds.
 """
 
+import contextlib
 import ctypes
 import os
 import re
@@ -63,11 +64,8 @@ def _kibibytes(text: bytes, name: bytes) -> int:
 
 
 def _read(pid: int) -> tuple[int, int]:
-    memory = ProcessMemory(pid)
-    try:
+    with contextlib.closing(ProcessMemory(pid)) as memory:
         return memory.read()
-    finally:
-        memory.close()
 
 
 def resident_bytes(pid: int) -> int:
@@ -76,11 +74,8 @@ def resident_bytes(pid: int) -> int:
 
 
 def data_bytes(pid: int) -> int:
-    """Bytes of private writable memory that a process has mapped, used or not (``RLIMIT_DATA``); 0 if unknown."""
-    try:
-        return _read(pid)[1]
-    except ProcessLookupError:
-        return 0
+    """Bytes of private writable memory that a process has mapped, used or not; 0 where the system does not tell."""
+    return _read(pid)[1]
 
 
 def memory_kind() -> str:

@@ -21,14 +21,10 @@ def option(
     choices: Sequence[str] | None = None,
     kind: type | None = None,
 ) -> Any:
-    """A field and its option.
+    """A field and its option, with a help text; False makes a flag.
 
-    Args:
-        default: a number, a string, a tuple, or None; False makes a flag.
-        words: the help text.
-        least, multiple: what numbers must be at least, and a multiple of.
-        choices: of strings.
-        kind: the type of the value, or of the values of a tuple, where the default does not tell.
+    Numbers must be at ``least`` so much, and a ``multiple``; strings one of the ``choices``. ``kind`` is the type of
+    the value, or of the values of a tuple, where the default does not tell.
     """
     first = default[0] if isinstance(default, tuple) and default else default
     metadata = {"help": words, "least": least, "multiple": multiple, "choices": choices, "kind": kind or type(first)}

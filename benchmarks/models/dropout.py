@@ -69,7 +69,3 @@ class RowDropout(nn.Module):
         kept = _shift_right(bits, 64 - _BITS) >= int(self.probability * 2**_BITS)
         scale = kept.to(hidden.dtype) / (1 - self.probability)
         return hidden * scale[:, None, :]
-
-    def extra_repr(self) -> str:
-        """What ``print(model)`` shows."""
-        return f"probability={self.probability}, layer={self.layer}"

@@ -9,7 +9,7 @@ import ctypes
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,11 @@ def _streamed(shape: dict[str, Any], home: str, slots: int | None = None) -> Off
     )
 
 
-def _step(run: Callable[[Any], Any], parameters: Sequence[nn.Parameter], state: Any) -> tuple[float, Tensor]:
+def _step(model: nn.Module, state: Any) -> tuple[float, Tensor]:
     """Seconds of one forward and backward, and the loss."""
-    for parameter in parameters:
-        parameter.grad = None
+    model.zero_grad()
     started = time.perf_counter()
-    loss = run(state)[0].square().mean()
+    loss = model(state)[0].square().mean()
     loss.backward()
     return time.perf_counter() - started, loss.detach()
 
@@ -66,12 +65,8 @@ def time_pairs(
     With as many ``slots`` as shards nothing is loaded after the first step: the ratio is the price of the engine alone.
     """
     state = stack_of(shape).batch()
-    resident = Checkpointed(nn.Sequential(*_shards(shape)))
     model = _streamed(shape, home, slots)
-    methods: dict[str, tuple[nn.Module, list[nn.Parameter]]] = {
-        "resident": (resident, list(resident.parameters())),
-        "streamed": (model, list(model.parameters())),
-    }
+    methods = {"resident": Checkpointed(nn.Sequential(*_shards(shape))), "streamed": model}
     report.total(pairs)
     # Without this promise that parameters do not change, each step would load them again.
     with model.frozen_weights() if slots is not None else contextlib.nullcontext():
@@ -79,7 +74,7 @@ def time_pairs(
             seconds, losses = {}, {}
             before = model.statistics()
             for method in sorted(methods, reverse=k % 2 == 1):
-                seconds[method], losses[method] = _step(*methods[method], state)
+                seconds[method], losses[method] = _step(methods[method], state)
             after = model.statistics()
             if not torch.allclose(losses["resident"], losses["streamed"], rtol=1e-6):
                 raise AssertionError(f"the two models do not compute the same loss: {losses}")
@@ -102,15 +97,17 @@ def peak(report: Reporter, shape: dict[str, Any], home: str, steps: int) -> dict
     """Steps of the streamed model alone, for the peak of the phase "steps", which starts with an evicted model."""
     report.memory(FLOOR)
     model = _streamed(shape, home)
-    state, parameters = stack_of(shape).batch(), list(model.parameters())
+    state = stack_of(shape).batch()
     report.total(steps)
-    report.memory("before the first step")
     report.phase("steps")
     for _ in range(steps):
-        seconds, _ = _step(model, parameters, state)
+        seconds, _ = _step(model, state)
         report.step(seconds=seconds)
     report.phase("end")
-    return {"parameters": sum(parameter.numel() for parameter in parameters), "statistics": asdict(model.statistics())}
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "statistics": asdict(model.statistics()),
+    }
 
 
 def stream(
@@ -132,8 +129,7 @@ def stream(
     batch = torch.randn(rows, width).requires_grad_()
     report.total(pairs)
     for k in range(-1, pairs):  # the first one touches slots and makes gradient files
-        for parameter in model.parameters():
-            parameter.grad = None
+        model.zero_grad()
         _drop_pages(files, model)
         _read(files[: len(files) // 2], direct=True)
         plain_before = _read(files, direct=True)

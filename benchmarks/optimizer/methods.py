@@ -201,7 +201,6 @@ def train(
         loss, values = measure(lambda: made.step(state, target), made.model)
         return {"waited": values.pop("wait_seconds", 0.0), "loss": loss, **values}
 
-    report.memory("before the first step")
     report.phase("first step")
     first = take(0)
     report.phase(STEPS)

@@ -137,8 +137,9 @@ def midway(outcomes: Sequence[Outcome]) -> int | None:
     Another that found no memory in the whole machine needs more than any cap. None if no such cap can be named: ours
     did not run or takes no less than another, or the system does not tell.
     """
-    ours = [outcome.data_peak_bytes for outcome in outcomes if _is_ours(outcome) and outcome.result is not None]
-    others = [outcome.data_peak_bytes for outcome in outcomes if not _is_ours(outcome) and outcome.result is not None]
+    done = [outcome for outcome in outcomes if outcome.result is not None]
+    ours = [outcome.data_peak_bytes for outcome in done if _is_ours(outcome)]
+    others = [outcome.data_peak_bytes for outcome in done if not _is_ours(outcome)]
     if not ours or not others or not 0 < ours[0] < min(others):
         return None
     return (ours[0] + min(others)) // 2
