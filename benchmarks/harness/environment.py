@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.harness.memory import memory_kind
+from benchmarks.harness.memory import MEMORY_KIND
 
 PACKAGES = ("gradstream", "numpy", "tokenizers")
 
@@ -97,7 +97,7 @@ def here() -> Environment:
         torch=torch.__version__,
         packages={name: _version(name) for name in PACKAGES},
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        memory_kind=memory_kind(),
+        memory_kind=MEMORY_KIND,
     )
 
 

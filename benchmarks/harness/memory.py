@@ -17,6 +17,8 @@ import psutil
 
 from benchmarks.harness.case import Outcome
 
+#: What :func:`resident_bytes` counts on this platform, for the header of a page.
+MEMORY_KIND = "anonymous + shared-anonymous" if psutil.LINUX else "unique set size"
 LACKS_MEMORY = re.compile(
     r"allocate memory|MemoryError|out of memory|bad_alloc|ENOMEM|start new thread", re.IGNORECASE
 )  # a thread needs a stack, and its error says nothing of memory
@@ -76,11 +78,6 @@ def resident_bytes(pid: int) -> int:
 def data_bytes(pid: int) -> int:
     """Bytes of private writable memory that a process has mapped, used or not; 0 where the system does not tell."""
     return _read(pid)[1]
-
-
-def memory_kind() -> str:
-    """What :func:`resident_bytes` counts on this platform, for the header of a page."""
-    return "anonymous + shared-anonymous" if psutil.LINUX else "unique set size"
 
 
 def return_freed_memory() -> None:
