@@ -129,7 +129,6 @@ class _Replay:
             self._forward((j, i), keeps=kind is Kind.FORWARD_KEPT)
         elif kind in BACKWARD_CELLS:
             self._put_output_gradients(len(self._sizes.rows))
-            self._count_device()
             self._backward((j, i), position)
         elif kind is Kind.DRAIN:
             self._drain(j)
@@ -165,6 +164,7 @@ class _Replay:
         """Stores the gradients of the output one by one; each may be spilled before the next is stored."""
         for i in range(self._output_gradients, count):
             self._held[True, self._shards, i] = self._sizes.gradients((self._shards, i))
+        self._count_device()
         self._output_gradients = max(self._output_gradients, count)
 
     def _drain(self, j: int) -> None:
@@ -179,7 +179,7 @@ class _Replay:
         """Spills, prefetches or forgets a boundary or a gradient of one."""
         gradient, j, i = value
         if gradient and j == self._shards:
-            self._put_output_gradients(i + 1)
+            self._put_output_gradients(i + 1)  # beside the two before it, which are still being written
         if kind in (Kind.PREFETCH, Kind.PREFETCH_GRADIENT):
             self._held[value] = self._written[value]
             return

@@ -146,6 +146,7 @@ def test_layers_that_could_notice_it_are_not_run_to_learn_sizes(tmp_path: Path) 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(depth=6, budget=5632, rows=60, microbatches=5)
+@example(depth=2, budget=3840, rows=57, microbatches=6)
 @given(
     depth=st.integers(2, 12),
     budget=st.integers(2_000, 20_000),
