@@ -70,16 +70,12 @@ def fit(
     """The layout with the fewest shards whose slots and gradients leave half of the budget to boundaries.
 
     If no number of shards does, boundaries get less. Slots beyond the second are added as long as boundaries have half.
+    If nothing fits, a ValueError has the number of missing bytes and a configuration that would fit.
 
     Args:
-        slot_bytes: of each layer, in a slot.
-        gradient_bytes: of each layer, on the device.
+        slot_bytes, gradient_bytes: of each layer, in a slot and on the device.
         budget_bytes: for slots, gradients and boundaries together.
-        shards: number of shards, or None to choose.
-        slots: number of slots, or None to choose.
-
-    Raises:
-        ValueError: if it does not fit, with the number of missing bytes and a configuration that would fit.
+        shards, slots: their numbers, or None to choose.
     """
     layers = len(slot_bytes)
 

@@ -26,16 +26,10 @@ __all__ = ["InMemory"]
 
 @dataclass(eq=False)
 class InMemory:
-    """The plan of one step.
-
-    Args:
-        layers: their number.
-        first: the first layer that backward has to reach.
-        bytes_left: for inputs of layers and graphs, between forward and backward.
-    """
+    """The plan of one step; ``bytes_left`` are for inputs of layers and graphs, between forward and backward."""
 
     layers: int
-    first: int
+    first: int  #: The first layer that backward has to reach.
     bytes_left: int
     #: The cells that keep their graphs, and those whose inputs are kept.
     graphs: set[Key] = field(default_factory=set)
@@ -44,10 +38,8 @@ class InMemory:
     def forward(self, i: int, graph_bytes: Mapping[int, int], input_bytes: Callable[[], int]) -> Iterator[Action]:
         """Plans the forward of chunk ``i``.
 
-        Args:
-            i: index of the chunk.
-            graph_bytes: the layers that keep their graphs if these fit, with their bytes.
-            input_bytes: of the next cell. It is asked after the cell before.
+        Layers in ``graph_bytes`` keep their graphs, of so many bytes, if these fit; ``input_bytes``: of the next cell,
+        called after the cell before.
         """
         for j in range(self.layers):
             keeps = j in graph_bytes and self._reserve(graph_bytes[j])
@@ -80,7 +72,5 @@ class InMemory:
 
     def missing(self, i: int) -> list[int]:
         """The layers of the backward of a chunk whose inputs were not kept."""
-        return [j for j in range(max(self.first, 1), self.layers) if not self._kept(j, i)]
-
-    def _kept(self, j: int, i: int) -> bool:
-        return (j, i) in self.graphs or (j, i) in self.inputs
+        kept = self.graphs | self.inputs
+        return [j for j in range(max(self.first, 1), self.layers) if (j, i) not in kept]

@@ -40,10 +40,8 @@ class MemoryProfile:
     def peak_bytes(self, rows: int, gradient_bytes: int, *, adds: bool = False) -> int:
         """Peak bytes of its activations, their gradients and the gradients of its weights.
 
-        Args:
-            rows: of the cell.
-            gradient_bytes: of all weights. Those that autograd did not save (a bias, an embedding) come last.
-            adds: whether weight gradients are added to those of an earlier micro-batch.
+        ``gradient_bytes``: of all weights; those that autograd did not save (a bias, an embedding) come last.
+        ``adds``: whether they are added to those of an earlier micro-batch.
         """
         scale = rows / max(self.rows, 1)
         kept = float(self.kept_bytes(rows))

@@ -3,9 +3,8 @@
 The prediction of a step, the choice of a layout (:mod:`offload.planning.budget`) and the choice of the graphs that are
 kept use this one model.
 
-Guarantees
-    * :attr:`PeakMemory.device_bytes` is an upper bound of what the engine then holds on the compute device: a copy is
-      counted from its submission until the engine waits for it.
+:attr:`PeakMemory.device_bytes` is an upper bound of what the engine then holds on the compute device: a copy is
+counted from its submission until the engine waits for it.
 
 This module knows nothing of tensors or torch.
 """
@@ -74,12 +73,7 @@ def graphs_that_fit(
     """The cells that keep their graphs: those that backward begins with, up to the first that does not fit.
 
     Backward frees kept graphs before it recomputes a cell, so their bytes are not added to those of a recomputed cell.
-
-    Args:
-        bytes_per_row: of the graph of each shard; None where it was not measured yet.
-        rows: of each micro-batch.
-        first: the first shard that backward has to reach.
-        budget_bytes: for all graphs together.
+    ``bytes_per_row``: of the graph of each shard; None where it was not measured yet.
     """
     kept: list[Key] = []
     left = float(budget_bytes)

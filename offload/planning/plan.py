@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 __all__ = [
@@ -80,7 +80,8 @@ FORWARD_CELLS = frozenset({Kind.FORWARD, Kind.FORWARD_KEPT})
 BACKWARD_CELLS = frozenset({Kind.BACKWARD, Kind.BACKWARD_KEPT})
 CELLS = FORWARD_CELLS | BACKWARD_CELLS | {Kind.REPEAT}
 GRADIENT_MOVES = frozenset({Kind.SPILL_GRADIENT, Kind.PREFETCH_GRADIENT, Kind.FORGET_GRADIENT})
-_BOUNDARIES = frozenset({Kind.SPILL, Kind.PREFETCH, Kind.FORGET}) | GRADIENT_MOVES
+#: (shard, micro-batch)
+_Cell = tuple[int, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,20 +177,19 @@ def validate(plan: Plan) -> None:
     """
     proof = _Proof(plan)
     for position, action in enumerate(plan.actions):
-        if action.kind in CELLS:
-            reason = proof.run(action)
-        elif action.kind in _BOUNDARIES:
-            reason = proof.move_boundary(action)
-        else:
-            reason = proof.move_shard(action, position)
-        if reason:
-            raise PlanError(plan, position, reason)
+        perform = proof.move_shard if action.microbatch is None else proof.run if action.kind in CELLS else proof.move
+        for broken, reason in perform(action, position):
+            if broken:
+                raise PlanError(plan, position, reason)
     if proof.undrained:
         raise PlanError(plan, len(plan.actions), f"gradients of shards {sorted(proof.undrained)} are never drained")
 
 
 class _Proof:
-    """The state while a plan is checked; each method returns what is wrong with an action, or None."""
+    """The state while a plan is checked.
+
+    Each method yields (whether a rule is broken, the reason) for the rules of an action, and then performs it.
+    """
 
     def __init__(self, plan: Plan) -> None:
         if len(plan.resident) > plan.slots:
@@ -200,103 +200,75 @@ class _Proof:
         self._pending, self._drained, self._stale = set(plan.pending), set[int](), set[int]()
         self.undrained: set[int] = set()
         #: Cells that ran forward: whether they kept their graphs. Those that ran backward.
-        self._forward: dict[tuple[int, int], bool] = {}
-        self._backward: set[tuple[int, int]] = set()
+        self._forward: dict[_Cell, bool] = {}
+        self._backward: set[_Cell] = set()
         #: Boundaries and gradients of boundaries: those that have a copy out of memory, and those in memory no more.
-        self._written: set[tuple[bool, int, int]] = set()
-        self._away: set[tuple[bool, int, int]] = set()
+        self._written: set[tuple[bool, _Cell]] = set()
+        self._away: set[tuple[bool, _Cell]] = set()
 
-    def move_shard(self, action: Action, position: int) -> str | None:
+    def move_shard(self, action: Action, position: int) -> Iterator[tuple[bool, str]]:
         """A load, an eviction, a drain or an update."""
-        shard, there = action.shard, self._there
-        if action.kind is Kind.LOAD:
-            if shard in there:
-                return f"shard {shard} is loaded while it is resident"
-            if len(there) == self._slots:
-                return f"shard {shard} is loaded, but all {self._slots} slots are taken"
-            if shard in self._pending:
-                return f"shard {shard} is loaded before its pending update"
+        kind, shard, there = action.kind, action.shard, self._there
+        if kind is Kind.LOAD:
+            yield shard in there, f"shard {shard} is loaded while it is resident"
+            yield len(there) == self._slots, f"shard {shard} is loaded, but all {self._slots} slots are taken"
+            yield shard in self._pending, f"shard {shard} is loaded before its pending update"
             there.add(shard)
             self._stale.discard(shard)
-        elif action.kind is Kind.EVICT:
-            if shard not in there:
-                return f"shard {shard} is not resident"
+        elif kind is Kind.EVICT:
+            yield shard not in there, f"shard {shard} is not resident"
             there.discard(shard)
-        elif action.kind is Kind.DRAIN:
-            if shard not in self.undrained:
-                return f"shard {shard} has no gradients to drain"
+        elif kind is Kind.DRAIN:
+            yield shard not in self.undrained, f"shard {shard} has no gradients to drain"
             self.undrained.discard(shard)
             self._drained.add(shard)
-        else:
-            return self._update(action, position)
-        return None
-
-    def _update(self, action: Action, position: int) -> str | None:
-        shard = action.shard
-        if action.kind is Kind.UPDATE:
-            if shard not in self._pending:
-                return f"shard {shard} has no pending update"
+        elif kind is Kind.UPDATE:
+            yield shard not in self._pending, f"shard {shard} has no pending update"
             self._pending.discard(shard)
+            self._stale.update({shard} & there)
         else:
-            if shard not in self._drained:
-                return f"shard {shard} has no drained gradients to be updated with"
-            if self._clips and position < self._last_drain:
-                return f"shard {shard} is updated before the norm of all gradients is known"
+            early = self._clips and position < self._last_drain
+            yield shard not in self._drained, f"shard {shard} has no drained gradients to be updated with"
+            yield early, f"shard {shard} is updated before the norm of all gradients is known"
             self._drained.discard(shard)
-        self._stale.update({shard} & self._there)
-        return None
+            self._stale.update({shard} & there)
 
-    def run(self, action: Action) -> str | None:
+    def run(self, action: Action, position: int) -> Iterator[tuple[bool, str]]:
         """A cell."""
-        shard, i = action.shard, action.microbatch
-        assert i is not None
-        if shard not in self._there:
-            return f"shard {shard} is not resident"
-        if shard in self._stale:
-            return f"shard {shard} was updated since it was loaded"
-        backward, keeps = action.kind in BACKWARD_CELLS, action.kind is Kind.FORWARD_KEPT
-        kept = self._forward.get((shard, i))
-        if backward:
-            if (shard, i) in self._backward:
-                return f"cell {action} runs twice"
-            if kept is True and action.kind is Kind.BACKWARD:
-                return f"cell {shard}.{i} is recomputed though its graph was kept"
-            if kept is False and action.kind is Kind.BACKWARD_KEPT:
-                return f"the graph of cell {shard}.{i} was not kept"
-            self._backward.add((shard, i))
+        kind, shard, i = action.kind, action.shard, action.microbatch
+        name, cell = f"{shard}.{i}", (shard, i)
+        yield shard not in self._there, f"shard {shard} is not resident"
+        yield shard in self._stale, f"shard {shard} was updated since it was loaded"
+        kept = self._forward.get(cell)
+        if kind in BACKWARD_CELLS:
+            yield cell in self._backward, f"cell {action} runs twice"
+            yield kept is True and kind is Kind.BACKWARD, f"cell {name} is recomputed though its graph was kept"
+            yield kept is False and kind is Kind.BACKWARD_KEPT, f"the graph of cell {name} was not kept"
+            self._backward.add(cell)
             self.undrained.add(shard)
-        elif action.kind is Kind.REPEAT:
-            if kept is None:
-                return f"cell {action} is repeated before it ran"
+        elif kind is Kind.REPEAT:
+            yield kept is None, f"cell {action} is repeated before it ran"
         else:
+            keeps = kind is Kind.FORWARD_KEPT
             # What would write other weights when it is recomputed runs once more, to keep its graph.
-            if kept is not None and not (keeps and not kept):
-                return f"cell {action} runs twice"
-            self._forward[shard, i] = keeps
-        if action.kind is not Kind.BACKWARD_KEPT and (False, shard, i) in self._away:
-            return f"the boundary that enters cell {shard}.{i} is not in memory"
-        if backward and (True, shard + 1, i) in self._away:
-            return f"the gradient that enters cell {shard}.{i} is not in memory"
-        return None
+            yield kept is not None and (kept or not keeps), f"cell {action} runs twice"
+            self._forward[cell] = keeps
+        entered = kind is Kind.BACKWARD_KEPT or (False, cell) not in self._away
+        yield not entered, f"the boundary that enters cell {name} is not in memory"
+        missing = kind in BACKWARD_CELLS and (True, (shard + 1, i)) in self._away
+        yield missing, f"the gradient that enters cell {name} is not in memory"
 
-    def move_boundary(self, action: Action) -> str | None:
+    def move(self, action: Action, position: int) -> Iterator[tuple[bool, str]]:
         """A boundary, or the gradient of one, leaves memory or returns."""
-        shard, i = action.shard, action.microbatch
-        assert i is not None
-        key = (action.kind in GRADIENT_MOVES, shard, i)
-        what = f"{'the gradient of ' * key[0]}boundary {shard}.{i}"
+        key = (action.kind in GRADIENT_MOVES, (action.shard, action.microbatch))
+        what = f"{'the gradient of ' * key[0]}boundary {action.shard}.{action.microbatch}"
         if action.kind in (Kind.PREFETCH, Kind.PREFETCH_GRADIENT):
-            if key not in self._away:
-                return f"{what} is read back while it is in memory"
+            yield key not in self._away, f"{what} is read back while it is in memory"
             self._away.discard(key)
-            return None
-        if key in self._away:
-            return f"{what} is not in memory"
-        spills = action.kind in (Kind.SPILL, Kind.SPILL_GRADIENT)
-        if spills and key in self._written:
-            return f"{what} is written out twice"
-        if not spills and key not in self._written:
-            return f"{what} is dropped, and has no other copy"
+            return
+        spills, written = action.kind in (Kind.SPILL, Kind.SPILL_GRADIENT), key in self._written
+        yield key in self._away, f"{what} is not in memory"
+        yield spills and written, f"{what} is written out twice"
+        yield not (spills or written), f"{what} is dropped, and has no other copy"
         self._written.add(key)
         self._away.add(key)
-        return None

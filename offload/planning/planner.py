@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 from offload.planning.plan import Action, Kind, Plan
@@ -30,35 +30,20 @@ Sizes = Callable[[Key], int]
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """The parameters of the plan of one pass over all shards.
-
-    Args:
-        shards: their number.
-        microbatches: cells of each visit.
-        slots: number of device slots, at least 1 (at least 2 for loads that run ahead of use).
-        backward: which pass; after a backward visit the shard's gradients are drained.
-        first: the first shard that backward has to reach.
-        records: whether a forward has a backward.
-        kept: cells that keep their graphs from forward to backward.
-        resident: shards that are in a slot already.
-        later: the order of use after this pass, as far as it is known.
-        pending: shards that must be updated before they are loaded.
-        updates: whether a shard is updated as soon as its gradients are drained.
-        consume: whether a backward is the last one.
-    """
+    """The parameters of the plan of one pass over all shards; two slots are needed for loads that run ahead of use."""
 
     shards: int
     microbatches: int
     slots: int
     backward: bool = False
-    first: int = 0
-    records: bool = True
-    kept: Collection[Key] = frozenset()
-    resident: Collection[int] = frozenset()
-    later: Sequence[int] = ()
-    pending: Collection[int] = frozenset()
-    updates: bool = False
-    consume: bool = True
+    first: int = 0  #: The first shard that backward has to reach.
+    records: bool = True  #: Whether a forward has a backward.
+    kept: Collection[Key] = frozenset()  #: Cells that keep their graphs from forward to backward.
+    resident: Collection[int] = frozenset()  #: Shards that are in a slot already.
+    later: Sequence[int] = ()  #: The order of use after this pass, as far as it is known.
+    pending: Collection[int] = frozenset()  #: Shards that must be updated before they are loaded.
+    updates: bool = False  #: Whether a shard is updated as soon as its gradients are drained.
+    consume: bool = True  #: Whether a backward is the last one.
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -79,13 +64,9 @@ class Pass:
         return n * m + (n - 1 - j) * m + i if self.backward else j * m + i
 
     def actions(self, boundaries: Residency, sizes: Sizes, gradients: Residency | None = None) -> Iterator[Action]:
-        """Plans the pass.
+        """Plans the pass. A backward continues with the ``boundaries`` that its forward left.
 
-        Args:
-            boundaries: those of the step: a backward goes on with what its forward left.
-            sizes: of the results of a cell, boundaries in forward and gradients in backward; called after the action
-                that makes them.
-            gradients: of boundaries, in a backward.
+        ``sizes``: of the results of a cell, boundaries or ``gradients``; called after the action that makes them.
         """
         loads = _Loads(self)
         if self.backward:
@@ -208,13 +189,10 @@ def plan_step(
     Args:
         shards, slots, microbatches, first, kept, pending, updates: see :class:`Pass`.
         training: whether there is a backward.
-        clips: whether an update needs the norm of all gradients.
+        clips: see :class:`Plan`.
         boundaries, gradients: which boundaries, and gradients of boundaries, stay in memory; all, if left out.
         boundary_sizes: bytes of the boundary that enters a cell, as far as it is known, else 0.
         gradient_sizes: of its gradient; that of shard ``shards`` is the output's.
-
-    Raises:
-        ValueError: if boundaries are too large for a strict budget.
     """
     boundaries = boundaries or Residency(math.inf)
     forward = Pass(
@@ -231,15 +209,6 @@ def plan_step(
     plan = Plan(actions, slots, pending=frozenset(pending), clips=clips)
     if not training:
         return plan
-    backward = Pass(
-        shards=shards,
-        microbatches=microbatches,
-        slots=slots,
-        backward=True,
-        first=first,
-        kept=kept,
-        resident=plan.resident_after,
-        updates=updates,
-    )
-    actions += tuple(backward.actions(boundaries, gradient_sizes, gradients))
-    return Plan(actions, slots, pending=frozenset(pending), clips=clips)
+    resident = plan.resident_after
+    backward = replace(forward, backward=True, resident=resident, later=(), pending=frozenset(), updates=updates)
+    return replace(plan, actions=(*actions, *backward.actions(boundaries, gradient_sizes, gradients)))

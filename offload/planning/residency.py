@@ -62,12 +62,7 @@ class Residency:
     """The boundaries of one forward; or, if ``gradients``, the gradients of boundaries in one backward.
 
     Each method returns actions that the caller has to perform in this order. Keys that were never put (inputs of the
-    model) are ignored.
-
-    Args:
-        budget_bytes: for all of them.
-        gradients: which of the two.
-        strict: raise if the budget is too small for :data:`MOVING` boundaries.
+    model) are ignored. ``strict``: raise if the budget is too small for :data:`MOVING` boundaries.
     """
 
     def __init__(self, budget_bytes: float, *, gradients: bool = False, strict: bool = False) -> None:
@@ -83,11 +78,7 @@ class Residency:
         self._bytes = 0
 
     def put(self, key: Key, nbytes: int, uses: Sequence[int]) -> list[Action]:
-        """Adds a boundary that is used at these ascending positions of the step.
-
-        Raises:
-            ValueError: if ``strict``, and the budget is too small for boundaries of this size.
-        """
+        """Adds a boundary that is used at these ascending positions of the step."""
         boundary = self._all[key] = _Boundary(key, nbytes, deque(uses))
         self._largest = max(self._largest, nbytes)
         if self._strict:
