@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from offload.engine.layouts import bytes_of_boundary, take_apart
+from offload.engine.raw_chunk import versions_of
 from offload.planning.residency import WRITES_IN_FLIGHT, Key
 from offload.storage import Scratch
 from offload.streaming.lane import Arrival, Lane, error_context
 from offload.telemetry.statistics import Meter
 from pipe.nested import TreeSpec, flatten, unflatten
 
-__all__ = ["BoundaryStore", "SpillingStore", "versions_of"]
+__all__ = ["BoundaryStore", "SpillingStore"]
 
 
 @dataclass(eq=False)
@@ -48,16 +49,10 @@ class _Entry:
         return self.leaves is not None or self.fetching is not None
 
 
-def versions_of(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """Version counters of the tensors among these leaves that have one."""
-    return tuple(leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference())
-
-
 class BoundaryStore:
     """Nested values in memory, by the shard and the micro-batch of the cell whose input they are.
 
-    Args:
-        on_host: copy tensors to host memory; ``get`` returns them to their devices.
+    ``on_host``: tensors are copied to host memory; ``get`` returns them to their devices.
     """
 
     def __init__(self, *, on_host: bool = False) -> None:
@@ -77,11 +72,7 @@ class BoundaryStore:
         self._entries[key] = _Entry(spec, leaves, versions_of(leaves), devices)
 
     def get(self, key: Key) -> Any:
-        """A value that is in memory.
-
-        Raises:
-            RuntimeError: if one of its tensors was changed in place since it was put.
-        """
+        """A value that is in memory."""
         entry = self._entries[key]
         leaves = entry.leaves
         assert leaves is not None
@@ -100,14 +91,7 @@ class BoundaryStore:
 
 
 class SpillingStore(BoundaryStore):
-    """Values that can be spilled to scratch space.
-
-    Args:
-        scratch: space for spilled values; None if none is spilled.
-        lane: of the copies.
-        meter: of the model.
-        gradients: whether the values are gradients of boundaries, whose letters in the plan are lower case.
-    """
+    """Values that can be spilled to ``scratch`` space; ``gradients``: of boundaries, whose tokens are lower case."""
 
     def __init__(self, scratch: Scratch | None, lane: Lane, meter: Meter, *, gradients: bool = False) -> None:
         self._writes: deque[tuple[Arrival, list[Any], int]] = deque()
@@ -133,12 +117,7 @@ class SpillingStore(BoundaryStore):
         return self._entries[key].nbytes
 
     def get(self, key: Key) -> Any:
-        """A value that is in memory, or was prefetched.
-
-        Raises:
-            RuntimeError: if one of its tensors was changed in place since it was put.
-            OSError: if it could not be written out or read back.
-        """
+        """A value that is in memory, or was prefetched."""
         entry = self._entries[key]
         if entry.fetching is not None:
             arrival, leaves = entry.fetching

@@ -104,8 +104,7 @@ class ShardRunner:
         """Whether parameters are compared with their homes after the forward of this visit.
 
         A write through ``.data`` increments no version. Layers write so in their first forward (an initialisation from
-        data) or in each one, so the first forwards of each combination of ``training`` flags are compared; and the
-        first ones with other hooks, which may write as well.
+        data) or in each one, so the first forwards of each combination of ``training`` flags and hooks are compared.
         """
         modules = [module for _, module in self.watched.modules]
         modes = *(m.training for m in modules), *(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
@@ -165,10 +164,7 @@ class ShardRunner:
         *around: contextlib.AbstractContextManager[Any],
         listener: Listener | None = None,
     ) -> tuple[Any, Any, Rerun]:
-        """A first run whose graph saves nothing: output, input of the layers, and the state for a second run.
-
-        ``saved`` is called with each tensor that the graph would save: it only shows which outputs need a gradient.
-        """
+        """A first run whose graph saves nothing, but calls ``saved``: output, input of the layers, its state."""
 
         def never(_: None) -> Tensor:
             raise used_outside(self.shard.index)
@@ -182,10 +178,9 @@ class ShardRunner:
         return output, given, rerun
 
     def until_backward(self) -> contextlib.AbstractContextManager[contextlib.ExitStack | None]:
-        """A context for a recomputation and its backward. Its exit stack keeps modules in their state of the forward.
+        """A context for a recomputation and its backward; its exit stack, if any, keeps modules in the forward's state.
 
-        With None, a layer that runs again within that backward (a checkpoint of its own) has the present state of its
-        modules and changes it, as in plain torch.
+        Without, a layer that runs again within that backward (a checkpoint of its own) changes the present state.
         """
         return contextlib.nullcontext()
 
@@ -196,10 +191,7 @@ class ShardRunner:
         output_fn: OutputFn | None = None,
         until: contextlib.ExitStack | None = None,
     ) -> Any:
-        """Runs the cell again, with a graph from ``boundary`` and the parameters to its output.
-
-        The output has the right shape, but maybe no values. For ``until`` see :meth:`until_backward`.
-        """
+        """Runs the cell again with a graph. Its output may have no values. ``until``: see :meth:`until_backward`."""
         output, as_before = rerun.repeat_for_gradients(self.call(output_fn), boundary, until=until)
         self.reads_values |= not as_before
         return output
@@ -220,11 +212,7 @@ class ShardRunner:
     def forward_with_graph(
         self, boundary: Any, output_fn: OutputFn | None = None, *, cheap_recompute: bool = False
     ) -> tuple[Any, Sequence[SavedTensor]]:
-        """Runs the cell with its graph; cheap operations are recomputed in backward if ``cheap_recompute``.
-
-        Returns:
-            Its output, and the tensors saved for backward.
-        """
+        """Output with its graph, and the saved tensors; with ``cheap_recompute`` backward repeats cheap operations."""
         recorder = MemoryProfileRecorder(self.shard)
         saving = weights_by_reference(
             self.shard,
@@ -277,10 +265,11 @@ class ShardRunner:
 
     def _out_of_slot(self, output: Any) -> Any:
         """``output``, with copies of tensors that are views of the slot."""
-        return map_distinct(self._own_memory, output)
-
-    def _own_memory(self, tensor: Tensor) -> Tensor:
-        """``tensor``, or a copy of it if it is a view of the slot."""
-        refuse_strided_nested(tensor, f"an output of shard {self.shard.index}")
         slot = self.shard.slot.untyped_storage().data_ptr()
-        return tensor.clone() if any(part.untyped_storage().data_ptr() == slot for part in parts_of(tensor)) else tensor
+
+        def own(tensor: Tensor) -> Tensor:
+            refuse_strided_nested(tensor, f"an output of shard {self.shard.index}")
+            in_slot = any(part.untyped_storage().data_ptr() == slot for part in parts_of(tensor))
+            return tensor.clone() if in_slot else tensor
+
+        return map_distinct(own, output)

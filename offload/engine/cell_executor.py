@@ -21,11 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.engine.boundary_store import versions_of
 from offload.engine.cell import Cell, OutputFn, ShardRunner
 from offload.engine.cell_input import CellInput
 from offload.engine.layouts import fitting
-from offload.engine.raw_chunk import LazyInput
+from offload.engine.raw_chunk import LazyInput, versions_of
 from offload.engine.saved_tensors import MemoryProfileRecorder, weights_by_reference
 from offload.engine.tape import CellRecords, KeptCell, Tape
 from offload.engine.weight_writes import (
@@ -78,17 +77,16 @@ class CellExecutor:
             if not tape.records or cell.j < tape.first:
                 return map_distinct(Tensor.detach, runner.forward(boundary, output_fn))
             source, value = _source(tape, cell, boundary)
+            rows = tape.rows[cell.i]
             if not keeps:
                 output, tape.cells[cell] = runner.forward_recorded(value, output_fn)
-                self._meter.record_activations(runner.activation_bytes, tape.rows[cell.i])
-                self._meter.record_memory_profile(
-                    cell.j, MemoryProfile(tape.rows[cell.i], runner.saved_tensors), keeps=False
-                )
-                runner.graph_bytes_per_row = runner.graph_bytes / max(tape.rows[cell.i], 1)
+                saved_tensors = runner.saved_tensors
+                self._meter.record_activations(runner.activation_bytes, rows)
+                runner.graph_bytes_per_row = runner.graph_bytes / max(rows, 1)
             else:
                 output, saved_tensors = runner.forward_with_graph(value, output_fn, cheap_recompute=self._recompute)
-                self._meter.record_memory_profile(cell.j, MemoryProfile(tape.rows[cell.i], saved_tensors), keeps=True)
                 tape.kept[cell] = KeptCell(source, *flatten(output))
+            self._meter.record_memory_profile(cell.j, MemoryProfile(rows, saved_tensors), keeps=keeps)
             tape.requires[Cell(cell.j + 1, cell.i)] = requires(flatten(output)[0])
             return map_distinct(Tensor.detach, output)
 
@@ -125,8 +123,7 @@ class CellExecutor:
     def storing_writes_on_failure(self, j: int, streamer: Streamer) -> Iterator[None]:
         """A context for the forward cells of a visit: if a layer fails, earlier writes into parameters are stored.
 
-        So they are as durable as writes into buffers. Errors raised by the engine itself store nothing; an interrupt
-        counts as a failure of the layers.
+        So they are as durable as writes into buffers. An interrupt counts as a failure of the layers.
         """
         runner = self._runners[j]
         runner.failed = False
@@ -157,10 +154,7 @@ class CellExecutor:
         return same
 
     def _run_again_with_graph(self, tape: Tape, cell: Cell, boundary: Any) -> None:
-        """Repeats a recorded forward and keeps its graph, so that backward need not recompute it.
-
-        The repetition has the state of the first run, with ``is_recomputing()`` False.
-        """
+        """Repeats a recorded forward and keeps its graph, so that backward need not recompute it."""
         runner = self._runners[cell.j]
         source, value = _source(tape, cell, boundary)
         recorder = MemoryProfileRecorder(runner.shard)
@@ -182,18 +176,10 @@ class CellExecutor:
         only: Collection[nn.Parameter] | None = None,
         to_boundary: bool = True,
     ) -> list[Any]:
-        """Propagates the gradients of a cell's output through the cell.
+        """Propagates ``given``, gradients or None of a cell's flat output, to the flat ``boundary``.
 
-        Args:
-            tape: of the forward.
-            cell: the cell.
-            boundary: its input; not used where it kept its graph.
-            given: a tensor or None for each leaf of its output.
-            consume: free a kept graph.
-            only: the parameters that take gradients; None: all that require one, and the boundary.
-            to_boundary: with ``only``, whether the boundary takes gradients.
-
-        Returns a gradient or None for each leaf of the boundary.
+        ``consume`` frees a kept graph, which needs no ``boundary``. ``only`` these parameters take gradients (None: all
+        that require one), and with it the boundary only if ``to_boundary``.
         """
         runner = self._runners[cell.j]
         keeps_graph = cell in tape.graphs
@@ -229,10 +215,8 @@ class CellExecutor:
                     runner.push_back(roots, gradients, retain_graph=retain)
                 back = source.take()
             elif roots:
-                back = (
-                    self._take(runner.shard, roots, gradients, source if to_boundary else None, only or (), retain)
-                    or back
-                )
+                entered = source if to_boundary else None
+                back = self._take(runner.shard, roots, gradients, entered, only or (), retain) or back
             # Writes of a layer into its own weights (an embedding with max_norm) count once, in forward.
             runner.shard.set_versions(tape.versions[cell.j])
             return back
@@ -270,11 +254,7 @@ class CellExecutor:
     # --- inputs and checks of changes -----------------------------------------------------------------------------
 
     def input_of(self, tape: CellRecords, cell: Cell) -> Any:
-        """The input of a cell. The boundaries of the first shard are the user's inputs, which are not copied.
-
-        Raises:
-            RuntimeError: if it was changed in place since the begin of the forward.
-        """
+        """The input of a cell. The boundaries of the first shard are the user's inputs, which are not copied."""
         if cell.j > 0 or cell in tape.boundaries:
             return tape.boundaries.get(cell)
         leaves = tape.inputs[cell.i]
@@ -300,10 +280,7 @@ class CellExecutor:
         return tape.output_fns[cell.i] if cell.j == len(self._runners) - 1 else None
 
     def check_homes(self, tape: Tape) -> None:
-        """Raises RuntimeError if homes that the backward of a tape uses were written without a new version.
-
-        Compares the homes that were compared at the end of their visits in the forward.
-        """
+        """Refuses the backward of a tape if homes compared in its forward were written without a new version."""
         for j, changes in tape.homes.items():
             home = self._home_checksums[j]
             home.compare()

@@ -31,13 +31,7 @@ def used_outside(shard: int) -> RuntimeError:
 
 
 class CellInput:
-    """The begin of one cell's graph.
-
-    Args:
-        leaves: the flat boundary.
-        requires: which of the leaves need a gradient.
-        shard: index of the cell's shard.
-    """
+    """The begin of one cell's graph, for a flat boundary of which some leaves require a gradient."""
 
     def __init__(self, leaves: Sequence[Any], requires: Sequence[bool], shard: int) -> None:
         self._shard = shard
@@ -92,11 +86,7 @@ class CellInput:
         return back
 
     def receive(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Called by autograd, once the gradients of all tensors are complete.
-
-        Raises:
-            RuntimeError: if they come from outside of the cell.
-        """
+        """Called by autograd, once the gradients of all tensors are complete."""
         if not self._open:
             raise used_outside(self._shard)
         self._gradients = gradients

@@ -81,10 +81,7 @@ class ChunksInTurn:
     # --- forward ------------------------------------------------------------------------------------------------
 
     def add(self, source: LazyInput, requires: Sequence[bool] | None, output_fn: OutputFn | None) -> int:
-        """Adds a chunk: its lazy input, whether each leaf of that needs a gradient, a function of its output.
-
-        Returns the index of the chunk.
-        """
+        """Adds a chunk: its lazy input, whether each leaf of that needs a gradient, a function of its output."""
         tape = self._tape
         tape.inputs.append([source])
         tape.input_versions.append(())
@@ -102,10 +99,9 @@ class ChunksInTurn:
         graph_bytes: Mapping[int, int],
         dead_code: Sequence[DeadCode | None],
     ) -> Any:
-        """The detached output of chunk ``i``.
+        """The detached output of chunk ``i``, whose input is removed from the list ``entering``.
 
-        ``entering`` is a list with the input of the first layer, which is removed from it. Layers in ``graph_bytes``
-        keep their graphs, of so many bytes, if these fit. ``dead_code``: of each layer's recomputation, if known.
+        Layers in ``graph_bytes`` keep their graphs, of so many bytes, if these fit.
         """
         self._value, self._dead_code = entering.pop(), dead_code
         self._follow(self.plan.forward(i, graph_bytes, lambda: nbytes_of(self._value)))
@@ -123,11 +119,7 @@ class ChunksInTurn:
     # --- backward -----------------------------------------------------------------------------------------------
 
     def backward(self, output_gradients: Mapping[int, list[Any]]) -> dict[int, list[Any]]:
-        """Propagates flat gradients of the chunks' outputs back through all layers, and frees the forward.
-
-        Returns:
-            Flat gradients of the first layer's input, for the chunks that have any.
-        """
+        """Flat gradients of the first layer's input, for chunks that have any, from those of outputs; frees all."""
         found: dict[int, list[Any]] = {}
         chunks = [i for i, gradients in output_gradients.items() if tensors_in(gradients)]
         self._forget(output_gradients.keys() - set(chunks))

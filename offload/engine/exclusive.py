@@ -69,10 +69,9 @@ class ExclusivePasses:
     def _exclusive_pass(
         self, on_failure: Callable[[], None] | None = None, *, recomputes: bool = False
     ) -> Iterator[None]:
-        """Runs one pass at a time; after a failure no copy is running and parameters are views of their homes.
+        """Runs one pass at a time, and cleans up after an exception at any line, such as Ctrl-C.
 
-        A failure is an exception at any line, such as Ctrl-C. If it interrupts the cleanup itself, the next pass begins
-        with that cleanup.
+        If it interrupts the cleanup itself, the next pass begins with that cleanup.
         """
         check_process(self._made_in, "this OffloadModel")
         if self._busy and self._passes() > 1:  # one is the caller

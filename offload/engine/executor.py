@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.engine.boundary_store import SpillingStore, versions_of
+from offload.engine.boundary_store import SpillingStore
 from offload.engine.cell import Cell, OutputFn, ShardRunner
 from offload.engine.cell_executor import CellExecutor, largest_rows, requires
 from offload.engine.exclusive import ExclusivePasses
 from offload.engine.follow import Follower, performers
 from offload.engine.layouts import bytes_of_boundary, refuse_hidden, refuse_strided_nested
-from offload.engine.raw_chunk import RawChunk
+from offload.engine.raw_chunk import RawChunk, versions_of
 from offload.engine.references import References
 from offload.engine.shape_inference import inferred_boundaries
 from offload.engine.steps import Steps, joined
@@ -160,21 +160,22 @@ class Executor(ExclusivePasses):
         """An empty tape for a forward over ``chunks``, each an (args, kwargs) pair with a function of its output."""
         self._check_open()
         inputs = [flatten(chunk)[0] for chunk in chunks]
-        transform = transform_under_way(x for leaves in inputs for x in leaves if isinstance(x, Tensor))
+        tensors = [x for leaves in inputs for x in leaves if isinstance(x, Tensor)]
+        transform = transform_under_way(tensors)
         if transform is not None:
             raise RuntimeError(
                 f"an OffloadModel cannot run inside {transform}: its weights are in memory only while their shard "
                 f"runs, which only backward() supports; transform, export or trace the bare module"
             )
-        for x in (x for leaves in inputs for x in leaves if isinstance(x, Tensor)):
+        for x in tensors:
             refuse_strided_nested(x, "an input of the model")
         for leaves in inputs:
             refuse_hidden(leaves, "an input of the model")
         if self.structure is not None and self.structure.check():
             for runner in self.runners:
                 runner.watch()
-        input_requires_grad = any(isinstance(x, Tensor) and x.requires_grad for leaves in inputs for x in leaves)
-        first = 0 if input_requires_grad else next((s.index for s in self.shards if s.trainable), len(self.shards))
+        trainable = (shard.index for shard in self.shards if shard.trainable)
+        first = 0 if any(x.requires_grad for x in tensors) else next(trainable, len(self.shards))
         rows = [largest_rows(leaves) for leaves in inputs]
         records = torch.is_grad_enabled() and first < len(self.shards)
         elements = [sum(x.numel() for x in leaves if isinstance(x, Tensor)) for leaves in inputs]
@@ -245,11 +246,9 @@ class Executor(ExclusivePasses):
 
             def end_visit(j: int) -> None:
                 def input_of(cell: Cell) -> Any:
-                    for action in tape.residency.use(cell, this.now(*cell)):
-                        follower.perform(action)
+                    follower.follow(tape.residency.use(cell, this.now(*cell)))
                     entered = self._cell_executor.input_of(tape, cell)
-                    for action in tape.residency.end_use(cell):
-                        follower.perform(action)
+                    follower.follow(tape.residency.end_use(cell))
                     return entered
 
                 before = tape.graphs
@@ -301,16 +300,13 @@ class Executor(ExclusivePasses):
         """Propagates gradients of the outputs back through all shards.
 
         Args:
-            tape: of the forward.
-            output_gradients: for each chunk, a tensor or None for each leaf of its output.
+            tape, output_gradients: of the forward; for each chunk, a tensor or None for each leaf of its output.
             consume: free each boundary after its use; False where the tape may be used again.
             accumulate: add gradients of parameters to ``.grad``; else only those of ``returned`` are computed.
-            returned: parameters whose gradients are returned instead.
+            returned: parameters whose gradients are returned instead, stored where their homes are.
             to_inputs: whether gradients of the inputs are needed if ``accumulate`` is False.
 
-        Returns:
-            For each chunk, a gradient or None for each leaf of its input; and the gradients of ``returned``, stored
-            where their homes are.
+        Returns gradients of the inputs, like ``output_gradients``, and those of ``returned``.
         """
         self._check_open()
         n, m = len(self.shards), tape.microbatches

@@ -42,11 +42,7 @@ def performers(
 
 
 class Follower:
-    """Performs the actions of one pass.
-
-    Args:
-        performers: called with the shard of an action, or with its cell.
-    """
+    """Performs the actions of one pass. Performers are called with the shard of an action, or with its cell."""
 
     def __init__(self, performers: Mapping[Kind, Callable[[Any], None]]) -> None:
         self._performers = performers

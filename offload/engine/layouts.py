@@ -31,15 +31,11 @@ class Parts:
     join: Callable[[Sequence[Tensor]], Tensor]
 
 
-def _first(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0]
-
-
 def take_apart(tensor: Tensor) -> Parts:
     """The parts of a detached tensor. Memory is shared, not copied."""
     if type(tensor) in (Tensor, torch.nn.Parameter):
         if tensor.layout is torch.strided:
-            return Parts([tensor], _first)
+            return Parts([tensor], lambda parts: parts[0])
         if tensor.layout is torch.sparse_coo:
             return _coo(tensor)
         if tensor.layout in COMPRESSED:

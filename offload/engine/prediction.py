@@ -36,11 +36,7 @@ def measured_activations(executor: Executor, call: Any, output_fn: OutputFn | No
 
 
 def predict_step(plan: Plan, rows: Sequence[int], executor: Executor, *, meter: Meter, tier: Tier) -> Estimate:
-    """Predicts a plan for micro-batches of so many ``rows``.
-
-    Raises:
-        RuntimeError: if no training step has been measured yet.
-    """
+    """Predicts a plan for micro-batches of so many ``rows``."""
     shards, steps = executor.shards, executor.steps
     seen = all(meter.cell_seconds_per_row("B", shard.index) for shard in shards if shard.trainable)
     if not seen or not meter.bytes_loaded:

@@ -7,7 +7,7 @@ runs; random numbers drawn for it are a part of the cell, and are replayed with 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,12 @@ from torch import Tensor
 
 from pipe.nested import map_tensors, parts_of, tensors_in
 
-__all__ = ["LazyInput", "RawChunk", "as_call"]
+__all__ = ["LazyInput", "RawChunk", "as_call", "versions_of"]
+
+
+def versions_of(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """Version counters of the tensors among these leaves that have one."""
+    return tuple(leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference())
 
 
 class LazyInput(ABC):
@@ -33,17 +38,14 @@ class LazyInput(ABC):
 
 
 class RawChunk(LazyInput):
-    """A chunk, and the function that turns it into a tensor or (args, kwargs).
-
-    One leaf of an input to the engine, which does not move, cast or differentiate it.
-    """
+    """A chunk, which the engine does not move, cast or differentiate; its function makes a tensor or (args, kwargs)."""
 
     def __init__(self, i: int, value: Any, input_fn: Callable[[Any], Any]) -> None:
         self._i = i
         self._value = value
         self._input_fn = input_fn
         self._tensors = tensors_in(value)
-        self._versions = [tensor._version for tensor in self._tensors if not tensor.is_inference()]
+        self._versions = versions_of(self._tensors)
         #: Largest number of rows of its tensors; 1 if there is none.
         self.rows = max((tensor.size(0) for tensor in self._tensors if tensor.dim()), default=1)
 
@@ -52,12 +54,8 @@ class RawChunk(LazyInput):
         return partial(self.call, bring)
 
     def call(self, bring: Callable[[Tensor], Tensor]) -> Any:
-        """(args, kwargs) for the first layer, with all tensors on the compute device.
-
-        Raises:
-            RuntimeError: if a tensor in the chunk was changed in place since the object was made.
-        """
-        if self._versions != [tensor._version for tensor in self._tensors if not tensor.is_inference()]:
+        """(args, kwargs) for the first layer, with all tensors on the compute device."""
+        if self._versions != versions_of(self._tensors):
             raise RuntimeError(
                 f"an input of the model (chunk {self._i}) was changed in place between the forward and its backward; "
                 f"clone it before changing it"

@@ -43,9 +43,8 @@ class References:
     def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool:
         """Whether code outside of the engine holds parameters, their gradients or memory of their homes.
 
-        Args:
-            known: the parameters to check, and how often optimizers and graphs of the model hold each.
-            views: number of tensors of optimizers on the home of each shard, by its index.
+        ``known``: the parameters to check, and how often optimizers and graphs of the model hold each. ``views``:
+        number of tensors of optimizers on the home of each shard, by its index.
         """
         for parameter, held in known.items():
             ours = self._ours[parameter] + held + 1  # ``known`` itself

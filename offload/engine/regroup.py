@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from offload.engine.tape import Tape
 from pipe.microbatch import gather_nested
-from pipe.nested import flatten, unflatten
+from pipe.nested import flatten, tensors_in, unflatten
 from pipe.torch_private import BatchNorm
 
 __all__ = [
@@ -42,9 +42,9 @@ def looks_across_rows(layers: Sequence[nn.Module]) -> bool:
     )
 
 
-def _rows(leaves: Sequence[Any]) -> int | None:
+def rows_in(chunk: Any) -> int | None:
     """Rows of a chunk's tensors if all have the same number; else None."""
-    sizes = {leaf.size(0) if leaf.dim() else -1 for leaf in leaves if isinstance(leaf, Tensor)}
+    sizes = {tensor.size(0) if tensor.dim() else -1 for tensor in tensors_in(chunk)}
     return sizes.pop() if len(sizes) == 1 and -1 not in sizes else None
 
 
@@ -63,7 +63,7 @@ def runs_alike(chunks: Sequence[Any], most_rows: int) -> list[list[int]]:
     rows, before = most_rows, None
     for i, chunk in enumerate(chunks):
         leaves, spec = flatten(chunk)
-        count = _rows(leaves)
+        count = rows_in(leaves)
         joins = before is not None and count is not None and rows + count <= most_rows
         if joins and before is not None and spec == before[1] and all(map(_alike, leaves, before[0])):
             runs[-1].append(i)
@@ -80,35 +80,19 @@ def joined(chunks: Sequence[Any]) -> Any:
     if len(chunks) == 1:
         return chunks[0]
     columns = zip(*(flatten(chunk)[0] for chunk in chunks), strict=True)
-    return unflatten([_cat(column) for column in columns], flatten(chunks[0])[1])
-
-
-def rows_in(chunk: Any) -> int | None:
-    """Rows of a chunk's tensors if all have the same number; else None."""
-    return _rows(flatten(chunk)[0])
+    leaves = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
+    return unflatten(leaves, flatten(chunks[0])[1])
 
 
 def join_chunks(chunks: Sequence[Any], most_rows: int) -> tuple[list[Any], list[list[int]]]:
-    """Joins adjacent chunks into groups of at most ``most_rows`` rows (a single chunk may have more).
-
-    Returns:
-        The groups, and for each the rows of the chunks in it.
-    """
+    """Groups of adjacent chunks with at most ``most_rows`` rows (one chunk may have more), and the rows of chunks."""
     groups = [[chunks[i] for i in run] for run in runs_alike(chunks, most_rows)]
     rows = [[most_rows if (count := rows_in(chunk)) is None else count for chunk in group] for group in groups]
     return [joined(group) for group in groups], rows
 
 
-def _cat(column: Sequence[Any]) -> Any:
-    return torch.cat(list(column)) if len(column) > 1 and isinstance(column[0], Tensor) else column[0]
-
-
 def split_output(output: Any, rows: Sequence[int]) -> list[Any]:
-    """The outputs of the chunks in a group.
-
-    Raises:
-        ValueError: if a tensor of the output does not have one row for each row of the group.
-    """
+    """The outputs of the chunks in a group."""
     if len(rows) == 1:
         return [output]
     leaves, spec = flatten(output)
@@ -136,7 +120,9 @@ class RegroupedTape:
     def __init__(self, tape: Tape, rows: Sequence[Sequence[int]], outputs: Sequence[Any]) -> None:
         self._tape = tape
         self._rows = rows
-        self._like = [[_meta(leaf) for leaf in flatten(output)[0]] for output in outputs]
+        self._like: list[list[Any]] = [
+            [leaf.to("meta") if isinstance(leaf, Tensor) else None for leaf in flatten(output)[0]] for output in outputs
+        ]
 
     def backward(self, output_gradients: Sequence[Any]) -> None:
         """See :meth:`offload.Tape.backward`."""
@@ -171,7 +157,3 @@ class RegroupedTape:
                 first = torch.cat([first.new_zeros(like.shape) if part is None else part for part, like in pairs])
             columns.append(first)
         return unflatten(columns, spec)
-
-
-def _meta(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, Tensor) else None

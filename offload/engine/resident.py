@@ -29,14 +29,12 @@ __all__ = ["Push", "ResidentRunner"]
 
 #: Pushes gradients through the graph of some outputs, into ``.grad`` of its leaves.
 Push = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
-_CPU = torch.device("cpu")
-_NO_SLOT = torch.empty(0, dtype=torch.uint8)
 
 
 class ResidentShard(Shard):
     """One layer, on its own device."""
 
-    slot = _NO_SLOT
+    slot = torch.empty(0, dtype=torch.uint8)
     bound = True
 
     @property
@@ -57,7 +55,7 @@ class ResidentRunner(ShardRunner):
     """Runs the cells of one layer; ``push`` runs backward through a graph, into ``.grad``."""
 
     def __init__(self, index: int, layer: nn.Module, push: Push) -> None:
-        super().__init__(ResidentShard(index, index, [layer]), [str(index)], _CPU, measures_graphs=True)
+        super().__init__(ResidentShard(index, index, [layer]), [str(index)], torch.device("cpu"), measures_graphs=True)
         self.measures = False
         self._push = push
         self._tables = tables_of(layer)

@@ -80,11 +80,7 @@ def storages_of(tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
 
 
 class MemoryProfileRecorder:
-    """Records the tensors that autograd saves while the layers of a bound shard run.
-
-    Args:
-        shard: whose weights, in its slot, do not count as activations.
-    """
+    """Records the tensors that autograd saves while the layers of a bound shard run; weights are no activations."""
 
     def __init__(self, shard: Shard) -> None:
         slot = shard.slot.data_ptr()
@@ -134,10 +130,9 @@ def weights_by_reference(
     The shard must be bound, also in backward. Weights outside of slots are saved as they are.
 
     Args:
-        shard: whose layers run.
-        recorder: records the saved tensors.
-        cheap_recompute: save results of cheap operations as recipes. Ignored under hooks of the user, which could not
-            see the arguments of a recipe.
+        shard, recorder: whose layers run, and what records the tensors that they save.
+        cheap_recompute: save results of cheap operations as recipes; not under hooks of the user, which could not see
+            the arguments of a recipe.
         changing: tensors that later forwards write in place, before backward; they are saved as copies.
     """
     address = shard.slot.untyped_storage().data_ptr()

@@ -25,10 +25,7 @@ def inferred_boundaries(
 ) -> Iterator[int]:
     """Bytes of the output of each shard, for these arguments of the first layer, as far as they can be inferred.
 
-    Args:
-        shards: the layers of each.
-        args, kwargs: of the first layer; tensors are replaced by ones on the meta device.
-        dtype: in which floating-point parameters and inputs are computed, if not in their own.
+    ``dtype``: in which floating-point parameters and inputs are computed, if not in their own.
     """
     inputs = tensors_in((args, kwargs))
     if any(x.layout is not torch.strided or x.is_nested or torch.is_autocast_enabled(x.device.type) for x in inputs):

@@ -22,10 +22,8 @@ __all__ = ["StateBefore"]
 class StateBefore:
     """The state of this thread and of some modules when the object is made.
 
-    Args:
-        device: of the layers.
-        recomputed: the modules to be run again with the modes, buffers and random numbers of an earlier forward.
-            Without them, random numbers drawn and buffers written by a forward stay so, as in plain torch.
+    ``recomputed`` modules run again with the modes, buffers and random numbers of an earlier forward. Without them,
+    random numbers drawn and buffers written by a forward stay so, as in plain torch.
     """
 
     def __init__(self, device: torch.device, recomputed: Iterable[WatchedModule] = ()) -> None:

@@ -20,10 +20,8 @@ class Steps:
     """Makes the plans of a model.
 
     Args:
-        runners: one for each shard.
         boundary_bytes: memory for boundaries and their gradients.
-        recompute: recompute cells, except those whose graphs fit in ``graph_bytes``.
-        graph_bytes: for graphs between forward and backward.
+        recompute: recompute cells, except those whose graphs fit in ``graph_bytes`` between forward and backward.
         strict: whether the model has a memory budget.
         spills: whether boundaries can be moved out of the memory in which layers compute.
         on_host: whether that is host memory, as for the buffers of optimizers.
@@ -123,11 +121,7 @@ class Steps:
             check_boundaries(int(max(elements) * max(each, default=0)), self._budget_bytes)
 
     def record_boundary(self, j: int, rows: int, elements: int, nbytes: int, *, training: bool) -> None:
-        """Records the size of the boundary of shard ``j``, or of the output of the last one.
-
-        Raises:
-            ValueError: if the budget is too small for it in forward, or for its gradient in backward.
-        """
+        """Records the size of a boundary or of the output; refuses one that is too large, or whose gradient will be."""
         if elements:
             each = nbytes / elements
             self._least_per_element[j] = min(each, self._least_per_element.get(j, each))
@@ -142,11 +136,7 @@ class Steps:
         self._last_steps[training] = plan, sum(rows)
 
     def plan(self, rows: Sequence[int], updates: Updates, *, slots: int, training: bool) -> Plan:
-        """The plan of a step that did not run yet, from empty slots, on micro-batches that need no gradient themselves.
-
-        Raises:
-            ValueError: if boundaries are known to be too large for the budget.
-        """
+        """The plan of a step that did not run yet, from empty slots, on micro-batches that need no gradient."""
         trainable = (runner.shard.index for runner in self._runners if runner.shard.trainable)
         first = next(trainable, self._shards)
         return plan_step(
@@ -172,9 +162,8 @@ class Steps:
 def joined(forward: Plan, backward: Plan) -> Plan:
     """The plan of a step from those of its passes, with the loads and evictions in between."""
     left, found = forward.resident_after, backward.resident
-    between = [Action(Kind.EVICT, j) for j in sorted(left - found)] + [
-        Action(Kind.LOAD, j) for j in sorted(found - left)
-    ]
+    between = [Action(Kind.EVICT, j) for j in sorted(left - found)]
+    between += [Action(Kind.LOAD, j) for j in sorted(found - left)]
     return replace(
         forward, actions=(*forward.actions, *between, *backward.actions), pending=forward.pending | backward.pending
     )

@@ -23,11 +23,7 @@ __all__ = ["Structure"]
 
 
 class Structure:
-    """The modules, parameters and buffers of a model's layers.
-
-    Args:
-        layers: the mapping in which the model keeps its layers by name.
-    """
+    """The modules, parameters and buffers of the ``layers`` that a model keeps by name."""
 
     def __init__(self, layers: Mapping[str, nn.Module | None]) -> None:
         self._layers = layers
@@ -36,11 +32,7 @@ class Structure:
         self._record()
 
     def check(self) -> bool:
-        """Whether modules or buffers changed since the last call.
-
-        Raises:
-            RuntimeError: if layers or parameters changed since the model was made.
-        """
+        """Whether modules or buffers changed since the last call; refuses other layers or parameters than at first."""
         layers = {name: id(layer) for name, layer in self._layers.items()}
         if layers == self._wrapped and all(_members(module) == recorded for module, recorded in self._recorded):
             return False
@@ -65,11 +57,7 @@ class Structure:
     def _named_parameters(self) -> Iterator[tuple[str, int]]:
         for name, layer in self._layers.items():
             for path, module in () if layer is None else layer.named_modules(prefix=name):
-                yield from ((f"{path}.{key}", identity) for key, identity in _parameters(module))
-
-
-def _parameters(module: nn.Module) -> list[tuple[str, int]]:
-    return [(name, id(p)) for name, p in module._parameters.items() if p is not None]
+                yield from ((f"{path}.{key}", id(p)) for key, p in module._parameters.items() if p is not None)
 
 
 def _members(module: nn.Module) -> tuple[object, ...]:

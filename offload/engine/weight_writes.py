@@ -52,9 +52,6 @@ def find_writes(shard: Shard, *, compare: bool) -> list[int]:
     """Positions of the parameters that were written since the shard was loaded; ``compare``: compare bytes with homes.
 
     Tensors assigned to ``.data`` are copied into the slot.
-
-    Raises:
-        ValueError: if a tensor of another shape or dtype was assigned.
     """
     positions = []
     versions = shard.versions()
@@ -126,11 +123,7 @@ class AssignedData:
         self._assigned_at: dict[int, int] = {}
 
     def store(self) -> None:
-        """Copies tensors assigned to the ``.data`` of parameters since the last pass into their homes.
-
-        Raises:
-            ValueError: if such a tensor has another size or dtype than its parameter had.
-        """
+        """Copies tensors assigned to the ``.data`` of parameters since the last pass into their homes."""
         assigned = [(shard, s, s.parameter.detach()) for shard in self._shards for s in shard.assigned()]
         if len(assigned) > 1:
             # Parameters may have exchanged their data. Without the copies, one would be overwritten before it is read.
@@ -183,12 +176,8 @@ class HomeChecksums:
         return self._sums is not None
 
     def compare(self) -> None:
-        """Reads the home, and compares its checksums with those of the last time.
-
-        Raises:
-            OSError: if it cannot be read.
-        """
-        before, self._sums = self._sums, self._read()
+        """Reads the home, and compares its checksums with those of the last time."""
+        before, self._sums = self._sums, _checksums(self._shard)
         if before is not None and before != self._sums:
             self.changes += 1
             pairs = zip(self._shard.own, before, self._sums, strict=True)
@@ -197,11 +186,7 @@ class HomeChecksums:
     def refresh(self) -> None:
         """Updates the checksums, if there are any, after the engine itself wrote to the home."""
         if self._sums is not None:
-            self._sums = self._read()
-
-    def _read(self) -> list[int]:
-        with error_context(f"comparing shard {self._shard.index} with its home"):
-            return _checksums(self._shard)
+            self._sums = _checksums(self._shard)
 
 
 def _checksums(shard: Shard) -> list[int]:
@@ -212,7 +197,8 @@ def _checksums(shard: Shard) -> list[int]:
     for begin in range(0, nbytes, _CHUNK_BYTES):
         assert shard.home is not None
         chunk = buffer[: min(_CHUNK_BYTES, nbytes - begin)]
-        shard.home.read_into(chunk, begin)
+        with error_context(f"comparing shard {shard.index} with its home"):
+            shard.home.read_into(chunk, begin)
         memory = view_memory(chunk)
         for k, s in enumerate(shard.own):
             start, end = max(s.offset - begin, 0), min(s.offset + s.nbytes - begin, len(memory))
