@@ -29,17 +29,15 @@ __all__ = ["Profile", "Profiles"]
 class LayerProfile:
     """The measurements of one forward of a layer."""
 
+    #: Bytes that its graph keeps, besides parameters.
     activation_bytes: int
-    """Bytes that its graph keeps, besides parameters."""
+    #: Bytes that a graph with cheap recomputation keeps, with its input, without an output that another layer reads.
     graph_bytes: int
-    """Bytes that a graph with cheap recomputation keeps, with its input, but without an output that is the input of
-    another layer."""
+    #: Bytes of its input, or 0 if that need not be kept.
     entering_bytes: int
-    """Bytes of its input, or 0 if that need not be kept."""
+    #: The operations that a recomputation may leave out.
     dead_code: DeadCode | None
-    """The operations that a recomputation may leave out."""
     writes_buffers: bool
-    """Whether it wrote a buffer."""
 
     @classmethod
     def of(cls, runner: ResidentRunner, rerun: Rerun, entering_bytes: int) -> LayerProfile:
@@ -128,14 +126,10 @@ class Profiles:
 
     def _key(self, chunk: Any) -> str:
         leaves, spec = flatten(chunk)
-        kind = [_kind_of(leaf) for leaf in leaves]
+        kind = [
+            (x.dtype, x.device, x.dim(), x.shape[1:], x.requires_grad) if isinstance(x, Tensor) else x for x in leaves
+        ]
         return repr((spec, kind, rows_in(chunk) is None, self._modes(), [p.requires_grad for p in self._parameters]))
-
-
-def _kind_of(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.dtype, leaf.device, leaf.dim(), leaf.shape[1:], leaf.requires_grad
 
 
 def _treats_rows_apart(

@@ -55,10 +55,7 @@ def is_plain_sequential(model: nn.Module) -> bool:
 class SequentialModel:
     """A plain ``nn.Sequential`` as a :class:`gradcache.streamed.StreamedModel`. Keeps measurements between steps.
 
-    Args:
-        model: the layers.
-        boundary_bytes: bytes that may be kept between the passes of one step.
-        regroup: whether chunks may run together.
+    ``boundary_bytes`` may be kept between the passes of one step; ``regroup``: chunks may run together.
     """
 
     def __init__(self, model: nn.Sequential, boundary_bytes: int, regroup: bool = True) -> None:
@@ -157,8 +154,7 @@ class SequentialTape:
         if profile is None:
             outputs = self._walk.forward(g, entering, {}, ())
         else:
-            layers = range(graphs_from, len(self._model.layers))
-            graph_bytes = {j: profile.graph_bytes(j, group.rows) for j in layers}
+            graph_bytes = {j: profile.graph_bytes(j, group.rows) for j in range(graphs_from, len(profile.layers))}
             # Dead code was found for the first chunk; for others it is checked when they are recomputed.
             outputs = self._walk.forward(g, entering, graph_bytes, [layer.dead_code for layer in profile.layers])
         group.leaves = [len(flatten(output)[0]) for output in outputs]
@@ -189,12 +185,7 @@ class SequentialTape:
     # -- pass 2 -------------------------------------------------------------------------------------------------------
 
     def backward(self, output_gradients: Sequence[Any]) -> None:
-        """Runs backward from one gradient per chunk, which has the structure of its output or is None.
-
-        Raises:
-            RuntimeError: if the tape was used before, or its forward ran without gradients.
-            ValueError: for another number of gradients.
-        """
+        """Runs backward, once, from one gradient per chunk, which has the structure of its output or is None."""
         if not self._records:
             raise RuntimeError("expected a tape of a forward with gradients, used once; run forward_chunks again")
         if len(output_gradients) != len(self._entering):
