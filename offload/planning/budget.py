@@ -32,11 +32,7 @@ SMALLEST_BOUNDARIES = 2 * MOVING
 
 
 def parse_bytes(value: int | str, name: str = "memory_budget") -> int:
-    """Bytes from an integer, or from a string such as ``"2GiB"``, ``"1.5 GB"`` or ``"300MiB"``.
-
-    Raises:
-        TypeError, ValueError: if it is neither, or not positive.
-    """
+    """Bytes from a positive integer, or from a string such as ``"2GiB"``, ``"1.5 GB"`` or ``"300MiB"``."""
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
         if match is None or match[2].lower() not in _UNITS:

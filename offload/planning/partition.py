@@ -8,7 +8,6 @@ from pipe.balance.blockpartition import solve
 
 __all__ = ["aligned", "cut_layers"]
 
-
 #: Every parameter starts at a multiple of this, in homes and in slots: a cache line, and what vector kernels prefer.
 ALIGNMENT_BYTES = 64
 
@@ -19,11 +18,7 @@ def aligned(nbytes: int) -> int:
 
 
 def cut_layers(sizes: Sequence[int], shards: int) -> list[int]:
-    """Number of layers in each of ``shards`` shards, with the largest shard as small as possible.
-
-    Raises:
-        ValueError: if there are more shards than layers, or fewer than one.
-    """
+    """Number of layers in each of ``shards`` shards, with the largest shard as small as possible."""
     count = len(sizes)
     if not 1 <= shards <= count:
         raise ValueError(

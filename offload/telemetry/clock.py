@@ -17,10 +17,7 @@ LATEST = 65
 
 
 class Clock:
-    """Measures the time of one kind of work: wall time on the CPU, CUDA events on a device.
-
-    Stores the total, and the amount of work and the time of each of the latest spans.
-    """
+    """The total time of one kind of work, and the amount and the time of each of its latest spans."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

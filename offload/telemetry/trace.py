@@ -40,11 +40,7 @@ class Tracer:
 
     @contextlib.contextmanager
     def recording(self, at_home: Callable[[], int] = int) -> Iterator[list[Event]]:
-        """Switches the tracer on; events are added to the list. ``at_home`` returns the bytes in storage.
-
-        Raises:
-            RuntimeError: if it is on already.
-        """
+        """Switches the tracer on; events are added to the list. ``at_home`` returns the bytes in storage."""
         if self._events is not None:
             raise RuntimeError("a trace of this model is being recorded already")
         events: list[Event] = []
