@@ -5,6 +5,7 @@
 that a call reads and the device does not deliver were copied from the page cache.
 """
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,28 +20,16 @@ Steps = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
 
 
-class IOCounters:
-    """Bytes that this process has moved since the last call; nothing where the kernel does not count them."""
-
-    def __init__(self) -> None:
-        self._before = _counters()
-
-    def taken(self) -> dict[str, int]:
-        """Bytes since the last call or the beginning: ``read``, ``written``, ``from_disk`` and ``to_disk``."""
-        before, self._before = self._before, _counters()
-        return {name: count - before[name] for name, count in self._before.items()}
-
-
 def measure(step: Callable[[], T], model: object = None, device: str = "cpu") -> tuple[T, dict[str, float]]:
     """What ``step`` returns, and what it took: seconds and processor time, bytes, and what an OffloadModel counted."""
-    before, counters = counts_of(model), IOCounters()
+    before = _counts(model)
     _wait_for(device)
     started, processor = time.perf_counter(), time.process_time()
     value = step()
     _wait_for(device)
     seconds, processor = time.perf_counter() - started, time.process_time() - processor
-    moved = counters.taken()
-    return value, {"seconds": seconds, "processor": processor, **moved, **counted_between(before, counts_of(model))}
+    counted = {name: count - before[name] for name, count in _counts(model).items()}
+    return value, {"seconds": seconds, "processor": processor, **counted}
 
 
 def counts_of(model: object) -> dict[str, Any]:
@@ -55,13 +44,13 @@ def _wait_for(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def _counters() -> dict[str, int]:
-    try:
-        with open("/proc/self/io", encoding="ascii") as lines:
-            fields = dict(line.split(":", 1) for line in lines)
-    except OSError:
-        return {}
-    return {name: int(fields[field]) for name, field in COUNTERS.items()}
+def _counts(model: object) -> dict[str, float]:
+    """What the model has counted, and what this process has moved, where the kernel counts that."""
+    found = {name: count for name, count in counts_of(model).items() if name in COUNTED}
+    with contextlib.suppress(OSError), open("/proc/self/io", encoding="ascii") as lines:
+        fields = dict(line.split(":", 1) for line in lines)
+        found |= {name: int(fields[field]) for name, field in COUNTERS.items()}
+    return found
 
 
 def bytes_of_step(steps: Steps) -> tuple[float, float]:
@@ -80,11 +69,6 @@ def medium_bytes(steps: Steps, *, copied_bytes: float = 0.0) -> dict[str, float]
     read, written = bytes_of_step(steps)
     on_disk = from_disk(steps)
     return {"read_bytes": on_disk, "written_bytes": written, "copied_bytes": copied_bytes + read - on_disk}
-
-
-def counted_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
-    """What an OffloadModel counted between two moments; nothing for other models."""
-    return {name: after[name] - before[name] for name in COUNTED if name in after}
 
 
 def engine_bytes(step: Mapping[str, Any]) -> tuple[float, float]:

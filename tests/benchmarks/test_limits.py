@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.harness.io_counters import IOCounters, bytes_of_step, counted_between, engine_bytes, medium_bytes
+from benchmarks.harness.io_counters import bytes_of_step, engine_bytes, measure, medium_bytes
 from benchmarks.harness.limits import Limits, measure_limits
 from benchmarks.harness.table import limit_columns
 from tests.benchmarks.here import outcome
@@ -117,21 +119,29 @@ def test_nothing_counted_is_nothing_moved() -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="this kernel does not count a process's bytes")
-def test_counters_is_what_was_moved_since_it_was_asked_last(tmp_path: Path) -> None:
+def test_a_step_is_charged_with_the_bytes_that_it_moved_itself(tmp_path: Path) -> None:
     file = tmp_path / "file"
-    counters = IOCounters()
-    file.write_bytes(bytes(MEBIBYTE))
-    first = counters.taken()
-    file.read_bytes()
-    second = counters.taken()
+    _, first = measure(lambda: file.write_bytes(bytes(MEBIBYTE)))
+    _, second = measure(file.read_bytes)
     assert MEBIBYTE <= first["written"] < 2 * MEBIBYTE
     assert first["read"] < MEBIBYTE  # its own counters are all it read
     assert MEBIBYTE <= second["read"] < 2 * MEBIBYTE
     assert second["written"] < MEBIBYTE
 
 
-def test_counts_are_differences_of_what_is_counted() -> None:
-    assert counted_between({"bytes_loaded": 1, "shard_loads": 1}, {"bytes_loaded": 3, "shard_loads": 9}) == {
-        "bytes_loaded": 2
-    }
-    assert counted_between({}, {}) == {}
+def test_counts_of_a_model_are_differences_and_only_of_what_the_line_of_a_step_holds() -> None:
+    @dataclass
+    class Model:
+        bytes_loaded: int = 1
+        shard_loads: int = 1
+        statistics = copy.copy
+
+    def step(model: Model) -> str:
+        model.bytes_loaded, model.shard_loads = 3, 9
+        return "loss"
+
+    model = Model()
+    value, counted = measure(lambda: step(model), model)
+    assert (value, counted["bytes_loaded"]) == ("loss", 2)
+    assert "shard_loads" not in counted
+    assert "bytes_loaded" not in measure(lambda: None)[1]
