@@ -106,7 +106,6 @@ def _run(name: str, *words: str) -> int:
 
 
 def _table(words: Sequence[str]) -> int:
-    """Prints the table of claims."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks table", description=claims.__doc__)
     parser.add_argument("--results", type=Path, default=claims.RESULTS, metavar="DIR", help="where the JSON lines are")
     parser.add_argument("--links", default="benchmarks/results/", metavar="PREFIX", help="what each link begins with")
@@ -116,7 +115,6 @@ def _table(words: Sequence[str]) -> int:
 
 
 def _report(words: Sequence[str]) -> int:
-    """Makes a report again."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks report", description="Makes a report again.")
     parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="what --out wrote")
     parser.add_argument("--out", type=Path, metavar="STEM", help="writes STEM.md and STEM.png")

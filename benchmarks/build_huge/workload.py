@@ -97,7 +97,6 @@ def write_weights(folder: Path, settings: Settings) -> int:
 
 
 def _resident(settings: Settings, weights: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model in memory, with the same loader and the plain optimizer."""
     model = settings.build().to_empty(device="cpu")
     load_pretrained(model, weights)
     # The fused kernel, which an OffloadOptimizer uses too.

@@ -187,18 +187,14 @@ def limit_seconds(outcome: Outcome, stack: Stack, limits: Limits) -> float:
     With the optimizer in host memory gradients move there and parameters back: ours counts these bytes; of peers they
     are those of the fp32 parameters.
     """
-    work = {"flops": stack.training_flops}
+    flops, updated = stack.training_flops, adamw_bytes(stack.parameters)
     if outcome.case.arguments["method"] not in HOST_UPDATES:
-        return limits.step_seconds(**work, on_device_bytes=adamw_bytes(stack.parameters))
-    masters = 4.0 * stack.parameters
-    step = outcome.steps[-1]
+        return limits.step_seconds(flops=flops, on_device_bytes=updated)
+    step, masters = outcome.steps[-1], 4.0 * stack.parameters
     loaded, stored = step.get("bytes_loaded", masters), step.get("bytes_stored", masters)
-    work["copied_bytes"] = adamw_bytes(stack.parameters)
     if limits.host_to_device_bytes is None:
-        work["copied_bytes"] += loaded + stored
-    else:
-        work |= {"loaded_bytes": loaded, "drained_bytes": stored}
-    return limits.step_seconds(**work)
+        return limits.step_seconds(flops=flops, copied_bytes=updated + loaded + stored)
+    return limits.step_seconds(flops=flops, copied_bytes=updated, loaded_bytes=loaded, drained_bytes=stored)
 
 
 BENCHMARK = Benchmark(Settings, plan, report, prepare, rates)

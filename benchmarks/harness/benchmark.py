@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from benchmarks.harness.case import Outcome
 from benchmarks.harness.claims import read_lines
-from benchmarks.harness.environment import Environment, filesystem_of, here
+from benchmarks.harness.environment import Environment, filesystem_of, here, processor_seconds
 from benchmarks.harness.files import write_whole
 from benchmarks.harness.limits import Limits, measure_limits
 from benchmarks.harness.plot import Panel
@@ -66,7 +66,7 @@ class Benchmark(Generic[S]):
 
     def measure(self, settings: S, home: Path) -> Run[S]:
         """Runs all groups, in a folder below ``home`` that is removed at the end."""
-        environment = here()
+        environment, before = here(), processor_seconds()
         _print_facts(environment.facts())
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="benchmark-", dir=home) as folder:
@@ -78,7 +78,7 @@ class Benchmark(Generic[S]):
             limits = measure_limits(Path(folder), **self.rates(settings))
             _print_facts([("limits", limits.line()), *prepared])
             groups = drive(self.plan(settings, folder), self.run_group)
-        return Run(settings, environment.ended(), limits, facts + prepared, groups)
+        return Run(settings, environment.ended(before), limits, facts + prepared, groups)
 
     def read(self, path: Path) -> Run[S]:
         """The run that a results file holds.
@@ -108,7 +108,7 @@ class Benchmark(Generic[S]):
                 f"{path.name}: expected the cases of {settings}, got {lines[0]['case']!r} after {groups.keys()}"
             )
         facts = [(name, words) for name, words in header["facts"]]
-        environment = Environment.from_json(header["environment"])
+        environment = Environment(**header["environment"])
         return Run(settings, environment, Limits(**header["limits"]), facts, groups)
 
 
@@ -129,7 +129,7 @@ def write_lines(path: Path, name: str, run: Run[Any], ratios: Mapping[str, float
     header = {
         "benchmark": name,
         "settings": asdict(run.settings),
-        "environment": run.environment.as_json(),
+        "environment": asdict(run.environment),
         "facts": run.facts,
         "limits": asdict(run.limits),
         "ratios": dict(ratios),

@@ -7,11 +7,10 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -50,21 +49,11 @@ class Environment:
     load: float | None
     memory_kind: str
     stolen: float | None = None  #: share of the run's processor time that the host gave to others
-    before: tuple[float, float] = field(default_factory=processor_seconds, compare=False)
 
-    def ended(self) -> Environment:
-        """The same at the end of the run, with the share of its processor time that others took."""
-        asked, stolen = (now - then for now, then in zip(processor_seconds(), self.before, strict=True))
+    def ended(self, before: tuple[float, float]) -> Environment:
+        """The same at the end of a run, with the share of the :func:`processor_seconds` since then that others took."""
+        asked, stolen = (now - then for now, then in zip(processor_seconds(), before, strict=True))
         return replace(self, stolen=stolen / asked if asked >= 1 else None)
-
-    def as_json(self) -> dict[str, Any]:
-        """A JSON object of a results file's header."""
-        return {name: value for name, value in asdict(self).items() if name != "before"}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Environment:
-        """What :meth:`as_json` wrote."""
-        return cls(**{entry.name: values[entry.name] for entry in fields(cls) if entry.name in values})
 
     def facts(self) -> list[tuple[str, str]]:
         """The rows of the header: name and words."""

@@ -22,11 +22,6 @@ def cache_directory() -> Path:
     return Path.home() / ".cache" / "gradstream"
 
 
-def write_once(path: Path, write: Callable[[Path], object]) -> Path:
-    """``path``, after :func:`write_whole` if it did not exist."""
-    return path if path.exists() else write_whole(path, write)
-
-
 def write_whole(path: Path, write: Callable[[Path], object]) -> Path:
     """``path``, replaced by the file that ``write(temporary_path)`` filled.
 

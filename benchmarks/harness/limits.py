@@ -198,9 +198,9 @@ def block_flops(dim: int, tokens: int, positions: int) -> float:
     return float(tokens) * (24 * dim**2 + 4 * positions * dim)
 
 
-def gradient_bytes(parameters: float, itemsize: int = 4) -> float:
-    """Bytes copied at the least by a forward and a backward: each parameter is read, its gradient is written."""
-    return float(itemsize * parameters)
+def gradient_bytes(parameters: float) -> float:
+    """Bytes copied at the least by a forward and a backward: each fp32 parameter is read, its gradient is written."""
+    return 4.0 * parameters
 
 
 def adamw_bytes(parameters: float) -> float:

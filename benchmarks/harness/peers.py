@@ -92,7 +92,7 @@ def _find(name: str, python: str) -> Found | Absent:
             f"no {peer.module or peer.distribution} in {place}; pip install {peer.install}, or name another in "
             f"{variable_of(name)}"
         )
-    if peer.needs_accelerator and not _accelerator():
+    if peer.needs_accelerator and not require("torch").cuda.is_available():
         return Absent("needs an accelerator, and there is none")
     return Found(python or sys.executable, version)
 
@@ -107,9 +107,3 @@ def _version_in(python: str, peer: Peer) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return asked.stdout.strip() or None
-
-
-def _accelerator() -> bool:
-    import torch
-
-    return torch.cuda.is_available()

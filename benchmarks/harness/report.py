@@ -67,7 +67,7 @@ def read_earlier(benchmark: Benchmark[Any], path: Path) -> Earlier | None:
     try:
         header, _ = read_lines(path)
         settings = settings_of(benchmark.settings, header["settings"])
-        return Earlier(Environment.from_json(header["environment"]), settings, header["ratios"])
+        return Earlier(Environment(**header["environment"]), settings, header["ratios"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

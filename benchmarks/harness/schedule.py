@@ -45,23 +45,19 @@ def run_group(group: Group) -> list[Outcome]:
     if group.order == "pairs":
         return run_pairs(group.cases[0], group.cases[1:], group.turns, warmup=group.warmup)
     if group.order == "rounds":
-        return run_rounds(group.cases, group.turns, warmup=group.warmup)
+        outcomes = run_rounds(group.cases, group.turns, warmup=group.warmup)
+        refer_to_first(outcomes)
+        return outcomes
     return [run_alone(case, group.turns, warmup=group.warmup) for case in group.cases]
 
 
 def run_alone(case: Case, turns: int = 0, *, warmup: int = 0) -> Outcome:
     """Runs one case to its end, whatever that is; the process is gone when this returns or raises."""
-    return _run([case], turns, warmup)[0]
+    return run_rounds([case], turns, warmup=warmup)[0]
 
 
 def run_rounds(cases: Sequence[Case], turns: int, *, warmup: int = 0) -> list[Outcome]:
     """Takes one turn of every case in each round; a case that ends is left out from then on."""
-    outcomes = _run(cases, turns, warmup)
-    refer_to_first(outcomes)
-    return outcomes
-
-
-def _run(cases: Sequence[Case], turns: int, warmup: int) -> list[Outcome]:
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(_bar(", ".join(case.name for case in cases), len(cases) * (warmup + turns)))
         processes: list[CaseProcess] = []

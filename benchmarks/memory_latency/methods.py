@@ -194,12 +194,9 @@ def diffusers_groups(model: nn.Sequential, home: Path, device: str) -> Method:
     return _method(model)
 
 
-def _by_name(*methods: Callable[..., Method]) -> dict[str, Callable[..., Method]]:
-    return {method.__name__: method for method in methods}
-
-
-METHODS = _by_name(plain, checkpointed, saved_on_cpu, fsdp2, deepspeed_zero3, fairscale_offload, ours)
-FORWARD_METHODS = _by_name(plain, ours, accelerate_disk, diffusers_groups)
+_TRAINING = (plain, checkpointed, saved_on_cpu, fsdp2, deepspeed_zero3, fairscale_offload, ours)
+METHODS: dict[str, Callable[..., Method]] = {method.__name__: method for method in _TRAINING}
+FORWARD_METHODS = {method.__name__: method for method in (plain, ours, accelerate_disk, diffusers_groups)}
 
 
 def train(report: Reporter, asked_after: int, **how: Any) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from offload.planning.budget import fit
 from offload.planning.plan import validate
 from offload.planning.planner import plan_step
 from offload.planning.simulate import Costs, simulate
-from pipe.balance.blockpartition import solve
 from pipe.dependency import fork, join
 from pipe.microbatch import gather_nested, split_nested
 from pipe.recompute.replay import Replay
@@ -33,11 +32,6 @@ def test_plan_and_simulate_a_step(benchmark: Any, shards: int) -> None:
 def test_fit_a_budget_to_100_layers(benchmark: Any) -> None:
     layers = [2**20 + k for k in range(100)]
     assert benchmark(fit, layers, layers, 2**26, shards=None).slots >= 2
-
-
-def test_balance_256_layers(benchmark: Any) -> None:
-    costs = [1 + (7919 * k) % 97 for k in range(256)]
-    assert len(benchmark(solve, costs, 8)) == 8
 
 
 def test_split_and_gather_a_nested_batch(benchmark: Any) -> None:

@@ -28,7 +28,6 @@ from pipe.schedule import Schedule, StageAction, fill_drain, one_forward_one_bac
 from pipe.step import PipelineStep
 
 STAGES = 2
-FLOOR = "model and batch alone"
 WARMUP = 2  # steps of each method: pages, threads and the first growth of the heap
 
 
@@ -186,7 +185,6 @@ def peak(report: Reporter, settings: dict[str, Any], name: str, steps: int) -> d
     step = METHODS[name](sizes, chunks)
     step(x[:STAGES])  # makes gradients, loads libraries
     gc.collect()
-    report.memory(FLOOR)
     report.phase("steps")
     report.total(steps)
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the mark starts from here

@@ -9,6 +9,7 @@
 
 import ast
 import hashlib
+import json
 import os
 import re
 import sysconfig
@@ -35,14 +36,6 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Module:
-    """One file of source and the dotted name it is known by."""
-
-    name: str
-    path: Path
-
-
-@dataclass(frozen=True)
 class Corpus:
     """Training and held-out pairs; their modules, descriptions and sources are disjoint."""
 
@@ -53,25 +46,21 @@ class Corpus:
     @property
     def fingerprint(self) -> str:
         """A hash of every text in order: what a cache of anything derived from the corpus is keyed by."""
-        digest = hashlib.sha256()
-        for pair in (*self.training, None, *self.held_out):
-            for text in ("", "") if pair is None else (pair.description, pair.source):
-                # The length keeps ("ab", "c") and ("a", "bc") apart.
-                encoded = text.encode("utf-8", "surrogatepass")
-                digest.update(len(encoded).to_bytes(8, "little") + encoded)
-        return digest.hexdigest()
+        # As JSON, in which ("ab", "c") is not ("a", "bc").
+        sides = [[(pair.description, pair.source) for pair in side] for side in (self.training, self.held_out)]
+        return hashlib.sha256(json.dumps(sides).encode()).hexdigest()
 
 
 def default_roots() -> list[Path]:
     """The standard library first, then the folders that packages are installed in."""
     paths = sysconfig.get_paths()
-    roots = [Path(paths[key]) for key in ("stdlib", "purelib", "platlib")]
-    return [root for k, root in enumerate(roots) if root.is_dir() and root not in roots[:k]]
+    roots = dict.fromkeys(Path(paths[key]) for key in ("stdlib", "purelib", "platlib"))
+    return [root for root in roots if root.is_dir()]
 
 
-def find_modules(roots: Iterable[Path]) -> list[Module]:
-    """Every Python file below ``roots``, each root on its own and in the order of a hash of the module's name."""
-    modules: list[Module] = []
+def find_modules(roots: Iterable[Path]) -> list[tuple[str, Path]]:
+    """Dotted name and file of every module below ``roots``, root by root, in the order of a hash of the name."""
+    modules: list[tuple[str, Path]] = []
     for root in roots:
         found = []
         for folder, folders, files in os.walk(root):
@@ -80,8 +69,8 @@ def find_modules(roots: Iterable[Path]) -> list[Module]:
                 if file.endswith(".py"):
                     path = Path(folder, file)
                     if path.stat().st_size <= MAXIMUM_MODULE_BYTES:
-                        found.append(Module(".".join(path.relative_to(root).with_suffix("").parts), path))
-        modules += sorted(found, key=lambda module: (_hash(module.name), module.name))
+                        found.append((".".join(path.relative_to(root).with_suffix("").parts), path))
+        modules += sorted(found, key=lambda module: (_hash(module[0]), module))
     return modules
 
 
@@ -112,16 +101,16 @@ def build_corpus(roots: Iterable[Path] | None = None, *, pairs: int = 12_000) ->
     seen: set[str] = set()
     sides: tuple[list[Pair], list[Pair]] = ([], [])
     read = 0
-    for module in find_modules(default_roots() if roots is None else roots):
+    for name, path in find_modules(default_roots() if roots is None else roots):
         if len(sides[0]) + len(sides[1]) >= pairs:
             break
         try:
-            text = module.path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             continue
         read += 1
-        side = sides[_hash("split " + module.name) % HELD_OUT_EVERY == 0]
-        for pair in pairs_in(module.name, text):
+        side = sides[_hash("split " + name) % HELD_OUT_EVERY == 0]
+        for pair in pairs_in(name, text):
             keys = {"description " + _normalised(pair.description), "source " + _normalised(pair.source)}
             if seen.isdisjoint(keys):
                 side.append(pair)

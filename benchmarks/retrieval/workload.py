@@ -7,7 +7,7 @@ the texts and of every setting that shapes it. Cases do not import it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness.files import cache_directory, write_once
+from benchmarks.harness.files import cache_directory, write_whole
 from benchmarks.harness.limits import block_flops
 from benchmarks.harness.peers import require
 from benchmarks.harness.settings import option
@@ -131,7 +131,8 @@ def tokenizer_for(corpus: Corpus, vocabulary: int, directory: Path | None = None
     tokenizers = require("tokenizers")
     key = hashlib.sha256(f"{LAYOUT} {tokenizers.__version__} {vocabulary} {corpus.fingerprint}".encode()).hexdigest()
     path = (directory or cache_directory()) / f"bpe-{vocabulary}-{key[:32]}.json"
-    write_once(path, lambda temporary: _train(corpus, vocabulary).save(str(temporary)))
+    if not path.exists():
+        write_whole(path, lambda temporary: _train(corpus, vocabulary).save(str(temporary)))
     return tokenizers.Tokenizer.from_file(str(path))
 
 
@@ -165,14 +166,9 @@ def _train(corpus: Corpus, vocabulary: int) -> Any:
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(corpus), trainer)
+    texts = (text for pair in corpus.training for text in (pair.description, pair.source[:SOURCE_CHARACTERS]))
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
-
-
-def _texts(corpus: Corpus) -> Iterator[str]:
-    for pair in corpus.training:
-        yield pair.description
-        yield pair.source[:SOURCE_CHARACTERS]
 
 
 class Batches:

@@ -187,7 +187,7 @@ def test_a_peer_is_looked_for_in_the_environment_that_its_variable_names(
 
 def test_a_peer_that_needs_an_accelerator_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(peers.PEERS, "on-a-gpu", Peer("pytest", "pytest", "pytest", needs_accelerator=True))
-    monkeypatch.setattr(peers, "_accelerator", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert find_peer("on-a-gpu") == Absent("needs an accelerator, and there is none")
 
 

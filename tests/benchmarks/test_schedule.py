@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.case import Case
-from benchmarks.harness.schedule import Group, known, rounds_until_known, run_alone, run_group, run_pairs, run_rounds
+from benchmarks.harness.schedule import Group, known, rounds_until_known, run_alone, run_group, run_pairs
 
 HERE = "tests.benchmarks.cases_of_tests"
 DYING = Case("dying", f"{HERE}:ends_in_its_second_turn")
@@ -79,7 +79,7 @@ def test_a_case_that_cannot_run_costs_the_reference_no_turn(tmp_path: Path) -> N
 
 def test_a_round_has_one_turn_of_each_and_who_starts_changes(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    outcomes = run_rounds([turns("a", log, 2.0), turns("b", log, 3.0)], 3, warmup=1)
+    outcomes = run_group(Group("g", [turns("a", log, 2.0), turns("b", log, 3.0)], "rounds", 3, warmup=1))
     assert log.read_text() == "ab" + "ba" + "ab" + "ba"
     assert [found.result for found in outcomes] == [{"turns": 4}] * 2
     assert [len(found.steps) for found in outcomes] == [3, 3]
@@ -87,7 +87,7 @@ def test_a_round_has_one_turn_of_each_and_who_starts_changes(tmp_path: Path) -> 
 
 
 def test_a_case_that_ends_is_left_out_of_further_rounds_and_of_the_comparison(tmp_path: Path) -> None:
-    dead, other = run_rounds([DYING, turns("b", tmp_path / "log")], 3)
+    dead, other = run_group(Group("g", [DYING, turns("b", tmp_path / "log")], "rounds", 3))
     assert dead.reason == "failed: exit status 1: ArithmeticError: the reason it died of"
     assert len(dead.steps) == 1
     assert len(other.steps) == 3
