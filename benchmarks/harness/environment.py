@@ -92,13 +92,10 @@ def here() -> Environment:
 
 def filesystem_of(path: Path) -> str:
     """The kind of file system that holds ``path`` (``ext4``, ``tmpfs``); ``unknown`` where it cannot be told."""
-    best, kind = -1, "unknown"
-    resolved = path.resolve()
-    for partition in psutil.disk_partitions(all=True):
-        mount = Path(partition.mountpoint)
-        if resolved.is_relative_to(mount) and len(mount.parts) > best:
-            best, kind = len(mount.parts), partition.fstype or "unknown"
-    return kind
+    resolved, partitions = path.resolve(), psutil.disk_partitions(all=True)
+    around = [partition for partition in partitions if resolved.is_relative_to(partition.mountpoint)]
+    nearest = max(around, key=lambda partition: len(Path(partition.mountpoint).parts), default=None)
+    return (nearest and nearest.fstype) or "unknown"
 
 
 def shown_command(words: Sequence[str]) -> str:

@@ -66,34 +66,28 @@ class Found(NamedTuple):
     version: str
 
 
-class Absent(NamedTuple):
-    """Why a peer cannot run here, in one line with what would help."""
-
-    reason: str
-
-
 def variable_of(name: str) -> str:
     """The environment variable that names the interpreter of a peer's environment."""
     return f"GRADSTREAM_PEER_PYTHON_{name.upper().replace('-', '_')}"
 
 
-def find_peer(name: str) -> Found | Absent:
-    """Finds a peer of :data:`PEERS` without importing it."""
+def find_peer(name: str) -> Found | str:
+    """Finds a peer of :data:`PEERS` without importing it; else why it cannot run here, and what would help."""
     return _find(name, os.environ.get(variable_of(name), ""))
 
 
 @cache
-def _find(name: str, python: str) -> Found | Absent:
+def _find(name: str, python: str) -> Found | str:
     peer = PEERS[name]
     version = _version_in(python or sys.executable, peer)
     if version is None:
         place = f"the environment of {variable_of(name)}" if python else "this environment"
-        return Absent(
+        return (
             f"no {peer.module or peer.distribution} in {place}; pip install {peer.install}, or name another in "
             f"{variable_of(name)}"
         )
     if peer.needs_accelerator and not require("torch").cuda.is_available():
-        return Absent("needs an accelerator, and there is none")
+        return "needs an accelerator, and there is none"
     return Found(python or sys.executable, version)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.harness.case import Case, Outcome
 from benchmarks.harness.memory import PeakMeter
-from benchmarks.harness.peers import Absent, find_peer
+from benchmarks.harness.peers import find_peer
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]  # holds ``benchmarks``: the child imports the same code
 EXIT_SECONDS = 60.0  # for an interpreter to end after its last event
@@ -44,8 +44,8 @@ class CaseProcess:
         case, python = self.outcome.case, sys.executable
         if case.peer:
             found = find_peer(case.peer)
-            if isinstance(found, Absent):
-                self.outcome.skipped = found.reason
+            if isinstance(found, str):
+                self.outcome.skipped = found
                 return self
             python, self.outcome.version = found.python, found.version
         # A file, not a pipe: it is read at the end only, and a full pipe would stop the case.

@@ -23,7 +23,6 @@ from benchmarks.models.transformer import Stack
 
 IN_USE = ", in use"  # ends the name of a case that measures a peak
 MAXIMUM_DIFFERENCE = 1e-4  # of gradients and outputs, relative to the greatest element of the tensor
-Peaks = Mapping[str, int]
 REFERENCE = "torch, all in memory"
 METHODS = "benchmarks.memory_latency.methods"
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}  # so that a peak is what is in use
@@ -207,7 +206,7 @@ FAMILIES = {  # of the picture: how the name of a method begins
 }
 
 
-def _curve(done: Sequence[Outcome], peaks: Peaks) -> Panel:
+def _curve(done: Sequence[Outcome], peaks: Mapping[str, int]) -> Panel:
     """Peak against time; a line joins the methods that no other beats in both; predictions are hollow."""
 
     def point(outcome: Outcome) -> tuple[float, float]:

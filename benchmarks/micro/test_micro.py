@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from gradcache.loss import SimpleContrastiveLoss
-from offload.planning.budget import fit
 from offload.planning.plan import validate
 from offload.planning.planner import plan_step
 from offload.planning.simulate import Costs, simulate
@@ -27,11 +26,6 @@ def test_plan_and_simulate_a_step(benchmark: Any, shards: int) -> None:
         return simulate(plan, costs).seconds
 
     assert benchmark(work) > 0
-
-
-def test_fit_a_budget_to_100_layers(benchmark: Any) -> None:
-    layers = [2**20 + k for k in range(100)]
-    assert benchmark(fit, layers, layers, 2**26, shards=None).slots >= 2
 
 
 def test_split_and_gather_a_nested_batch(benchmark: Any) -> None:

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -94,20 +95,14 @@ def _ours(settings: Settings, chunks: int, checkpoint: str = "except_last") -> P
     return Pipe(settings.model(), settings.balance, ["cpu"] * STAGES, chunks=chunks, checkpoint=checkpoint)
 
 
-def _ancestor(module: str, name: str) -> Callable[[Settings, int], Steps]:
-    def make(settings: Settings, chunks: int) -> Steps:
-        pipe = getattr(require(module, "ancestors"), name)
-        return _through_autograd(pipe(settings.model(), settings.balance, devices=["cpu"] * STAGES, chunks=chunks))
-
-    return make
+def _ancestor(settings: Settings, chunks: int, module: str, name: str) -> Steps:
+    pipe = getattr(require(module, "ancestors"), name)
+    return _through_autograd(pipe(settings.model(), settings.balance, devices=["cpu"] * STAGES, chunks=chunks))
 
 
-def _scheduled(name: str, checkpoint: str = "except_last") -> Callable[[Settings, int], Steps]:
-    def make(settings: Settings, chunks: int) -> Steps:
-        pipe = _ours(settings, chunks, checkpoint)
-        return lambda x: pipe.train_step(x, None, lambda output, target: _loss(output), schedule=name, reduction="mean")
-
-    return make
+def _scheduled(settings: Settings, chunks: int, name: str, checkpoint: str = "except_last") -> Steps:
+    pipe = _ours(settings, chunks, checkpoint)
+    return lambda x: pipe.train_step(x, None, lambda output, target: _loss(output), schedule=name, reduction="mean")
 
 
 ABLATIONS: dict[str, tuple[Any, str, Any]] = {  # what is replaced by a function that returns a constant
@@ -117,32 +112,29 @@ ABLATIONS: dict[str, tuple[Any, str, Any]] = {  # what is replaced by a function
 }
 
 
-def _ablated(*names: str) -> Callable[[Settings, int], Steps]:
-    def make(settings: Settings, chunks: int) -> Steps:
-        step = _through_autograd(_ours(settings, chunks))
+def _ablated(settings: Settings, chunks: int, names: tuple[str, ...]) -> Steps:
+    step = _through_autograd(_ours(settings, chunks))
 
-        def run(x: Tensor) -> None:
-            with contextlib.ExitStack() as stack:
-                for target, attribute, value in (ABLATIONS[name] for name in names):
-                    stack.enter_context(mock.patch.object(target, attribute, return_value=value))
-                step(x)
+    def run(x: Tensor) -> None:
+        with contextlib.ExitStack() as stack:
+            for target, attribute, value in (ABLATIONS[name] for name in names):
+                stack.enter_context(mock.patch.object(target, attribute, return_value=value))
+            step(x)
 
-        return run
-
-    return make
+    return run
 
 
 METHODS: dict[str, Callable[[Settings, int], Steps]] = {
     "ours": lambda settings, chunks: _through_autograd(_ours(settings, chunks)),
-    "torchgpipe": _ancestor("torchgpipe", "GPipe"),
-    "fairscale": _ancestor("fairscale.nn", "Pipe"),
-    "ours, 1F1B": _scheduled("1f1b"),
-    "ours, 1F1B, nothing recomputed": _scheduled("1f1b", "never"),
+    "torchgpipe": partial(_ancestor, module="torchgpipe", name="GPipe"),
+    "fairscale": partial(_ancestor, module="fairscale.nn", name="Pipe"),
+    "ours, 1F1B": partial(_scheduled, name="1f1b"),
+    "ours, 1F1B, nothing recomputed": partial(_scheduled, name="1f1b", checkpoint="never"),
     "ours, nothing recomputed": lambda settings, chunks: _through_autograd(_ours(settings, chunks, "never")),
-    "ours, in a worker thread": _ablated("in a worker thread"),
-    "ours, in a worker thread, no order": _ablated("in a worker thread", "no order"),
-    "ours, no order": _ablated("no order"),
-    "ours, no early recompute": _ablated("no early recompute"),
+    "ours, in a worker thread": partial(_ablated, names=("in a worker thread",)),
+    "ours, in a worker thread, no order": partial(_ablated, names=("in a worker thread", "no order")),
+    "ours, no order": partial(_ablated, names=("no order",)),
+    "ours, no early recompute": partial(_ablated, names=("no early recompute",)),
 }
 """By name, what makes a step from settings and a number of micro-batches."""
 

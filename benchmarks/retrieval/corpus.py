@@ -22,7 +22,6 @@ from pathlib import Path
 SKIPPED_DIRECTORIES = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "idlelib"})
 MAXIMUM_MODULE_BYTES = 300_000  # generated tables and bindings: long to parse, nothing to learn
 MINIMUM_WORDS = 4  # "Return self." describes every function and none
-MINIMUM_BODY_STATEMENTS = 1
 HELD_OUT_EVERY = 8  # one module in eight
 
 
@@ -84,12 +83,13 @@ def pairs_in(name: str, text: str) -> Iterator[Pair]:
         return
     lines = text.split("\n")  # the parser's lines: str.splitlines() also cuts at form feeds
     for node in _functions(tree):
-        description = _first_paragraph(ast.get_docstring(node) or "")
-        if len(description.split()) < MINIMUM_WORDS or len(node.body) <= MINIMUM_BODY_STATEMENTS:
+        docstring = (ast.get_docstring(node) or "").strip()
+        words = re.split(r"\n\s*\n", docstring, maxsplit=1)[0].split()  # of the first paragraph
+        if len(words) < MINIMUM_WORDS or len(node.body) == 1:
             continue
         source = _source_without_docstring(node, lines)
         if source is not None:
-            yield Pair(name, description, source)
+            yield Pair(name, " ".join(words), source)
 
 
 def build_corpus(roots: Iterable[Path] | None = None, *, pairs: int = 12_000) -> Corpus:
@@ -141,11 +141,6 @@ def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunction
             yield node
         elif isinstance(node, ast.ClassDef):
             pending.extend(reversed(node.body))
-
-
-def _first_paragraph(docstring: str) -> str:
-    paragraph = re.split(r"\n\s*\n", docstring.strip(), maxsplit=1)[0]
-    return " ".join(paragraph.split())
 
 
 def _source_without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str | None:

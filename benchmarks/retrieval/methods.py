@@ -17,15 +17,7 @@ from benchmarks.harness.io_counters import counts_of, measure
 from benchmarks.harness.memory import cap_memory
 from benchmarks.harness.worker import Reporter
 from benchmarks.models.encoder import build_encoder
-from benchmarks.retrieval.workload import (
-    DESCRIPTION_TOKENS,
-    OURS,
-    SOURCE_TOKENS,
-    TEMPERATURE,
-    WEIGHT_DECAY,
-    Batches,
-    Settings,
-)
+from benchmarks.retrieval.workload import LENGTHS, OURS, TEMPERATURE, WEIGHT_DECAY, Batches, Settings
 
 RECALL_AT = 10
 BEFORE = "before the first step"
@@ -100,9 +92,8 @@ def train(
     cap_memory(cap_bytes)
     chosen = Settings(**settings)
     batches = Batches(Path(tokens), chosen)
-    positions = max(DESCRIPTION_TOKENS, SOURCE_TOKENS)
     sizes: dict[str, Any] = {name: getattr(chosen, name) for name in ("dim", "depth", "dropout", "seed")}
-    model, step = make(method, build_encoder(chosen.vocabulary, positions, **sizes), chosen, home)
+    model, step = make(method, build_encoder(chosen.vocabulary, max(LENGTHS), **sizes), chosen, home)
     optimizer = make_optimizer(model, chosen)
     before = recall(model, *batches.held_out()) if evaluate else None
     report.memory(BEFORE)

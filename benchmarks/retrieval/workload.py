@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 OURS = "gradcache-offload"
 METHODS = ("whole", "gradcache", OURS)
-DESCRIPTION_TOKENS = 12
-SOURCE_TOKENS = 28
+LENGTHS = (12, 28)  # tokens of a description and of a source
 TEMPERATURE = 0.05
 WEIGHT_DECAY = 0.01
 WARMUP_STEPS = 4
@@ -78,7 +77,7 @@ class Settings:
     @property
     def tokens_per_step(self) -> int:
         """Positions that one step encodes, padding included."""
-        return self.batch * (DESCRIPTION_TOKENS + SOURCE_TOKENS)
+        return self.batch * sum(LENGTHS)
 
     @property
     def training_flops(self) -> float:
@@ -86,9 +85,8 @@ class Settings:
 
         Blocks and projection of both sides, and the scores of all rows against all rows; a backward is two forwards.
         """
-        sides = (DESCRIPTION_TOKENS, SOURCE_TOKENS)
-        blocks = sum(self.depth * block_flops(self.dim, self.batch * tokens, tokens) for tokens in sides)
-        head = len(sides) * 2.0 * self.batch * self.dim**2
+        blocks = sum(self.depth * block_flops(self.dim, self.batch * tokens, tokens) for tokens in LENGTHS)
+        head = len(LENGTHS) * 2.0 * self.batch * self.dim**2
         return 3 * (blocks + head + 2.0 * self.batch**2 * self.dim)
 
     def learning_rate_at(self, step: int) -> float:
@@ -114,7 +112,7 @@ def write_tokens(corpus: Corpus, settings: Settings, path: Path, cache: Path | N
     arrays = {}
     for split, pairs in chosen.items():
         texts = ([pair.description for pair in pairs], [pair.source[:SOURCE_CHARACTERS] for pair in pairs])
-        for side, side_texts, length in zip(SIDES, texts, (DESCRIPTION_TOKENS, SOURCE_TOKENS), strict=True):
+        for side, side_texts, length in zip(SIDES, texts, LENGTHS, strict=True):
             arrays[f"{split}_{side}"] = encode(tokenizer, side_texts, length)
     np.savez(path, allow_pickle=False, **arrays)
     return path
@@ -151,15 +149,11 @@ def _train(corpus: Corpus, vocabulary: int) -> Any:
     # Case, white space and punctuation are dropped, so that read_bytes, ReadBytes and "Read bytes" become the same
     # tokens and a short sequence holds most of a function.
     camel_case = tokenizers.Regex(r"(?<=[a-z0-9])(?=[A-Z])")
-    tokenizer.normalizer = tokenizers.normalizers.Sequence(
-        [tokenizers.normalizers.Replace(camel_case, " "), tokenizers.normalizers.Lowercase()]
-    )
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
-        [
-            tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\W_]+"), "removed"),
-            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    replaced, lower = tokenizers.normalizers.Replace(camel_case, " "), tokenizers.normalizers.Lowercase()
+    tokenizer.normalizer = tokenizers.normalizers.Sequence([replaced, lower])
+    words = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\W_]+"), "removed")
+    letters = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, letters])
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocabulary,
         special_tokens=["[PAD]"],

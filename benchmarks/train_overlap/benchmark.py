@@ -122,23 +122,19 @@ class Workload:
             indices = torch.randint(settings.table_rows, (settings.bags, settings.indices), generator=generator)
             yield {"indices": indices, "labels": torch.randn(settings.bags, 1, generator=generator)}
 
-    def compute(self, request: Any, batch: dict[str, Tensor]) -> None:
-        """All of a step but the loader and the rows."""
-        self.optimizers.zero_grad()
-        losses, _ = self.model.head(self.bag.compute_and_output_dist(None, request), batch)
-        losses.backward()
-        self.optimizers.step()
-
     def alone(self, batches: int) -> dict[str, float]:
         """Seconds for each of the three, with nothing beside it; means over some batches."""
-        seconds = {"load": 0.0, "rows": 0.0, "compute": 0.0}
+        seconds = dict.fromkeys(PARTS, 0.0)
         for _ in range(batches):
             marks = [time.perf_counter()]
             batch = next(self.loader)
             marks.append(time.perf_counter())
             request = self.bag.input_dist(None, batch["indices"]).wait().wait()
             marks.append(time.perf_counter())
-            self.compute(request, batch)
+            self.optimizers.zero_grad()
+            losses, _ = self.model.head(self.bag.compute_and_output_dist(None, request), batch)
+            losses.backward()
+            self.optimizers.step()
             marks.append(time.perf_counter())
             for name, begin, end in zip(seconds, marks, marks[1:], strict=False):
                 seconds[name] += (end - begin) / batches
