@@ -182,8 +182,7 @@ class Executor(ExclusivePasses):
         self.steps.check_input(elements, training=records)
         if self.steps.needs_sizes and not any(isinstance(chunk, RawChunk) for chunk in chunks):
             i = max(range(len(chunks)), key=elements.__getitem__)
-            args, kwargs = chunks[i]
-            sizes = inferred_boundaries([shard.layers for shard in self.shards], args, kwargs, self._param_dtype)
+            sizes = inferred_boundaries([shard.layers for shard in self.shards], chunks[i], self._param_dtype)
             for j, nbytes in enumerate(sizes, 1):
                 if j == len(self.shards) and any(output_fns):
                     break  # they make another output

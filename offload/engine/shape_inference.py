@@ -21,13 +21,13 @@ __all__ = ["inferred_boundaries"]
 
 
 def inferred_boundaries(
-    shards: Sequence[Sequence[nn.Module]], args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None
+    shards: Sequence[Sequence[nn.Module]], call: tuple[tuple[Any, ...], dict[str, Any]], dtype: torch.dtype | None
 ) -> Iterator[int]:
-    """Bytes of the output of each shard, for these arguments of the first layer, as far as they can be inferred.
+    """Bytes of the output of each shard, for this call of the first layer, as far as they can be inferred.
 
     ``dtype``: in which floating-point parameters and inputs are computed, if not in their own.
     """
-    inputs = tensors_in((args, kwargs))
+    inputs = tensors_in(call)
     if any(x.layout is not torch.strided or x.is_nested or torch.is_autocast_enabled(x.device.type) for x in inputs):
         return
 
@@ -35,7 +35,7 @@ def inferred_boundaries(
         own = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=own, device="meta")
 
-    args, kwargs = map_tensors(on_meta, (args, kwargs))
+    args, kwargs = map_tensors(on_meta, call)
     value: Any = None
     for j, layers in enumerate(shards):
         for k, layer in enumerate(layers):
