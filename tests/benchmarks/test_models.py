@@ -48,7 +48,7 @@ def test_padding_does_not_change_a_representation() -> None:
         torch.testing.assert_close(alone[0], whole[k], rtol=0, atol=2e-6)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.lists(st.integers(1, 3), min_size=3, max_size=7), st.permutations(range(7)))
 def test_dropout_does_not_depend_on_how_the_batch_is_cut_or_ordered(sizes: list[int], order: list[int]) -> None:
     model, batch = encoder(), rows()

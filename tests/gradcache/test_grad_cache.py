@@ -28,7 +28,7 @@ def whole_batch(models: list[nn.Module], inputs: list[Tensor], loss_fn: Callable
     return loss.detach()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     rows=st.integers(1, 9),
     sizes=st.lists(st.integers(1, 10), min_size=2, max_size=2),

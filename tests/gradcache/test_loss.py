@@ -60,7 +60,7 @@ def ours(kind: str, tile_rows: int | None) -> Callable[..., Tensor]:
     return losses[kind]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     kind=st.sampled_from(["simple", "negatives", "symmetric", "labels", "sigmoid"]),
     rows=st.integers(1, 9),

@@ -34,7 +34,7 @@ def test_the_engine_is_a_streamed_model() -> None:
     assert not isinstance(tower(), StreamedModel)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     rows=st.integers(1, 9),
     sizes=st.lists(st.integers(1, 10), min_size=2, max_size=2),

@@ -74,7 +74,7 @@ class Watch:
             runs.clear()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     kinds=st.lists(
         st.sampled_from(["linear", "tanh", "norm", "across", "inplace", "relu", "frozen", "block"]),

@@ -79,7 +79,7 @@ class RandomTower(nn.Module):
         return (v + c * v if self.skips else v for v, c in zip(values, chunks, strict=True))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(
     pieces=st.text("bBlfndi0", min_size=1, max_size=6),
     skips=st.booleans(),

@@ -45,7 +45,7 @@ def assert_same(bare: nn.Module, model: OffloadModel, *, exact: bool) -> None:
         torch.testing.assert_close(c, b, **tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_combination_trains_like_the_bare_model(data: st.DataObject) -> None:
     kinds = data.draw(st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=5), label="kinds")

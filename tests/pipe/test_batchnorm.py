@@ -21,7 +21,7 @@ def assert_same_statistics(a: Any, b: Any, **tolerance: Any) -> None:
         torch.testing.assert_close(getattr(a, name), getattr(b, name), **tolerance)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     cuts=st.sets(st.integers(1, 8)),
     shape=st.sampled_from([(), (3,), (2, 2), (2, 1, 2)]),

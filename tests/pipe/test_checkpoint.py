@@ -88,7 +88,7 @@ def loss_over(output: Any, reached: Any) -> Any:
     return total.abs()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     names=st.lists(st.sampled_from(sorted(OUTPUTS)), min_size=1, max_size=5),
     reached=st.sets(st.integers(0, 4)),

@@ -156,7 +156,7 @@ def assert_same(a: Any, b: Any, x: Any, y: Any) -> None:
         torch.testing.assert_close(x.grad, y.grad, rtol=1e-10, atol=1e-12)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(problem=problems(), mode=st.sampled_from(MODES), needs=st.booleans(), threads=st.booleans())
 def test_forward_and_backward_are_those_of_the_bare_module(problem: Any, mode: Any, needs: Any, threads: Any) -> None:
     model, balance, chunks, rows = problem
@@ -193,7 +193,7 @@ def test_forward_and_backward_are_those_of_the_bare_module(problem: Any, mode: A
         assert tuple(action for action in trace if action.stage == j) == order
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     problem=problems(),
     mode=st.sampled_from(MODES),

@@ -34,7 +34,6 @@ def turners(n: Any, width: Any = WIDTH) -> Any:
 
 class TestTables:
     @pytest.mark.parametrize("make", MAKERS.values())
-    @settings(deadline=None)
     @given(places=st.lists(st.integers(0, 3), min_size=1, max_size=7), m=st.integers(1, 7))
     def test_a_schedule_for_any_placement_is_valid_and_prints_what_it_parses(
         self, make: Any, places: Any, m: Any
@@ -61,7 +60,6 @@ class TestTables:
         simulation = simulate(fill_drain(micro_batches, rounds * d, [j % d for j in range(rounds * d)]))
         assert simulation.bubble == pytest.approx((d - 1) / (rounds * micro_batches + d - 1))
 
-    @settings(deadline=None)
     @given(rounds=st.integers(1, 4), d=st.integers(1, 4))
     def test_what_interleaved_1f1b_holds_does_not_grow_with_the_micro_batches(self, rounds: Any, d: Any) -> None:
         places = [j % d for j in range(rounds * d)]
@@ -92,7 +90,7 @@ class TestTables:
         assert found == {"F0.0": "F2.0", "F2.0": "B0.1"}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     problem=problems(),
     mode=st.sampled_from(MODES),

@@ -169,7 +169,7 @@ def train_plainly(model: Any, optimizers: Any, count: Any, size: Any) -> None:
             optimizer.step()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
     lane=st.sampled_from(sorted(LANES)),

@@ -426,7 +426,7 @@ def test_a_model_without_memory_is_told_how(tmp_path: Path) -> None:
         load_pretrained(on_meta(), tmp_path / "weights")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_tensor_is_read_into_any_other_through_any_window(data: st.DataObject, tmp_path_factory: Any) -> None:
     shape = data.draw(st.lists(st.integers(0, 5), max_size=4), label="shape")

@@ -32,7 +32,7 @@ def test_claim(program: Program) -> None:
     assert outcome.kind in ("equal", "refused"), outcome
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(program=programs())
 def test_any_loop_trains_like_the_plain_model_or_is_refused(program: Program) -> None:
     check(program)

@@ -18,7 +18,7 @@ ACTIONS = [
 ]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(sorted(CLASSES)),
     max_norm=st.sampled_from([None, 0.2, 1e3]),

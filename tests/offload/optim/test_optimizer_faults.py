@@ -18,7 +18,7 @@ from tests.offload.pair import Pair
 from tests.offload.test_faults import Faults
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     method=st.sampled_from(["read_into", "write", "allocate"]),
     fatal=st.integers(1, 40),

@@ -22,7 +22,7 @@ def accumulated(pair: Pair) -> None:
         pair.backward()
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(sorted(CLASSES)),
     tied=st.booleans(),

@@ -144,7 +144,7 @@ def test_layers_that_could_notice_it_are_not_run_to_learn_sizes(tmp_path: Path) 
     assert counted.calls == len(seen) == 1
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(depth=6, budget=5632, rows=60, microbatches=5)
 @example(depth=2, budget=3840, rows=57, microbatches=6)
 @given(
@@ -179,7 +179,7 @@ def test_training_stays_within_the_budget_and_is_exact(
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-4)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     spare=st.integers(1_000, 1_500_000),
     events=st.lists(st.integers(1, 6_000) | st.sampled_from(["optimizer", "no optimizer"]), min_size=2, max_size=12),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -311,7 +311,6 @@ def test_boundaries_that_are_written_out_are_not_in_memory() -> None:
     assert away == PeakMemory(100 + 20 + 10 + 20, 20, 1, 100 + 20 + 10 + 20 + 20 + 1 + 2 * 10)
 
 
-@settings(deadline=None)
 @given(
     shards=st.integers(1, 5),
     microbatches=st.integers(1, 4),

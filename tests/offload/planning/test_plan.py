@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.planning.plan import CELLS, Kind, Plan, PlanError, validate
@@ -196,7 +196,6 @@ def test_a_boundary_that_was_written_out_is_waited_for_and_so_is_the_oldest_of_t
     assert forecast.seconds == 1.0 + 3 * 7.0
 
 
-@settings(deadline=None)
 @given(
     shards=st.integers(1, 5),
     microbatches=st.integers(1, 4),

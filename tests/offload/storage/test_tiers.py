@@ -82,7 +82,6 @@ class TierContract:
 
     @settings(
         max_examples=10,
-        deadline=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
     )
     @given(
@@ -180,7 +179,7 @@ class TestDiskTier(TierContract):
         assert isinstance(ticket, tuple)
         assert not any(isinstance(part, torch.Tensor) for part in ticket)
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(steps=st.lists(st.tuples(st.booleans(), st.integers(1, 3)), max_size=30))
     def test_released_space_is_reused_and_never_while_it_is_taken(self, steps: list[tuple[bool, int]]) -> None:
         import tempfile

@@ -38,7 +38,7 @@ def whole() -> Any:
     return repr(np.random.get_state(legacy=False))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(draws=st.lists(st.sampled_from(sorted(DRAWS)), max_size=6), before=st.booleans())
 def test_it_is_moved_exactly_if_the_whole_state_is_another(draws: Any, before: Any) -> None:
     if before:

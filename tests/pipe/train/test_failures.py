@@ -291,7 +291,7 @@ def plain_events(model: Any, optimizer: Any, steps: Any, loader: Any, size: Any,
     return events_of(progress, steps)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     counts=st.lists(st.integers(0, 8), min_size=1, max_size=3),
     data=st.data(),

@@ -22,7 +22,7 @@ def through_a_file(state: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     grad_accum=st.sampled_from([None, 1, 2, 3, 5]),
     count=st.integers(1, 9),

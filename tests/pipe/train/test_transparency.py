@@ -59,7 +59,7 @@ def test_final_weights_equal_a_plain_loop_for_1_to_20_batches_of_every_kind(
     compare_counts(lab, range(1, 21), kind, grad_accum)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     counts=st.lists(st.integers(0, 7), min_size=1, max_size=3),
     grad_accum=st.sampled_from([None, 1, 2, 3, 4, 5]),
