@@ -15,7 +15,11 @@ Gradients = Sequence[Tensor | None]
 
 
 def with_backward(
-    values: Sequence[Tensor], inputs: Sequence[Tensor], backward: Callable[[Gradients], Gradients]
+    values: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    backward: Callable[[Gradients], Gradients],
+    *,
+    writable: bool = True,
 ) -> list[Tensor]:
     """``values`` with a graph, if an input needs a gradient.
 
@@ -23,18 +27,21 @@ def with_backward(
         values: tensors without a graph, which nothing else uses.
         inputs: any tensors.
         backward: given the gradients of the values, returns those of the inputs. Not differentiable itself.
+        writable: if False, torch refuses to write the results in place.
     """
-    return list(_Node.apply(backward, values, *inputs))  # type: ignore[no-untyped-call]
+    return list(_Node.apply(backward, values, writable, *inputs))  # type: ignore[no-untyped-call]
 
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: Any, values: Sequence[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, function: Any, values: Sequence[Tensor], writable: bool, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.function = function
-        return tuple(values)
+        return tuple(value if writable else value.view_as(value) for value in values)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.function(gradients)
+        return None, None, None, *ctx.function(gradients)

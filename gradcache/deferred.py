@@ -58,7 +58,10 @@ def attach(
 
     # An input that needs a gradient, so that the node is in a graph even if no other input needs one.
     root = torch.empty(0, requires_grad=True)
-    attached = iter(with_backward([value.detach() for value in chosen], [root, *inputs], backward))
+    # Several tensors of one tower may have shared memory, which those of all chunks together do not.
+    writable = len(leaves) == len(encoded)
+    values = [value.detach() for value in chosen]
+    attached = iter(with_backward(values, [root, *inputs], backward, writable=writable))
     return tuple(
         unflatten([next(attached) if wants else leaf for leaf, wants in zip(leaves, wanted, strict=True)], spec)
     )

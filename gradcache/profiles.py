@@ -118,7 +118,8 @@ class Profiles:
         modes = self._modes()
         if modes not in self._apart:
             calls = [runner.call(None) for runner in self._runners]
-            self._apart[modes] = _treats_rows_apart(calls, self._modules, pair)
+            generators = [generator for runner in self._runners for generator in runner.watched.generators]
+            self._apart[modes] = _treats_rows_apart(calls, self._modules, generators, pair)
         return self._apart[modes]
 
     def _modes(self) -> tuple[bool, ...]:
@@ -133,7 +134,10 @@ class Profiles:
 
 
 def _treats_rows_apart(
-    calls: Sequence[Callable[[Any], Any]], modules: Sequence[nn.Module], pair: Sequence[Any]
+    calls: Sequence[Callable[[Any], Any]],
+    modules: Sequence[nn.Module],
+    generators: Sequence[torch.Generator],
+    pair: Sequence[Any],
 ) -> bool:
     """Whether layers compute the same for a pair of chunks, concatenated, as for each of them separately.
 
@@ -147,7 +151,7 @@ def _treats_rows_apart(
         for module in modules:
             module.training = False
         parameters = [parameter for module in modules for parameter in module.parameters(recurse=False)]
-        with torch.no_grad(), Replay.capture(devices_of(list(pair), parameters)).again():
+        with torch.no_grad(), Replay.capture(devices_of(list(pair), parameters), generators).again():
             alone = [map_distinct(Tensor.clone, chunk) for chunk in pair]
             together = map_distinct(Tensor.clone, joined(pair))
             for call in calls:

@@ -119,7 +119,7 @@ class SequentialTape:
         profile, together = self._model.profiles.of(entering.look(0)), 1
         if profile is not None:
             together = profile.chunks_together(len(entering), budget if self._records else None)
-        most_rows = 0 if profile is None else together * profile.rows
+        most_rows = together * profile.rows if profile is not None and together > 1 else 0
         runs = self._planned_runs(together, most_rows)
         graphs_from = [len(self._model.layers)] * len(runs)
         if profile is not None and self._records:

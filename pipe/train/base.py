@@ -125,7 +125,7 @@ class TrainPipelineBase:
         if unknown:
             raise ValueError(f"expected stages of {sorted(self.default_ahead)} in ahead, got {unknown} (ahead={ahead})")
         self._ahead = {**self.default_ahead, **(ahead or {})}
-        self._schedule = TrainSchedule(self.stages())
+        self._schedule = TrainSchedule([stage.of(self) for stage in self.stages()])
         # Reads in the caller's thread are ordered with everything else in it; so are reads that never run ahead.
         beside_compute = not isinstance(self._lanes.load, InlineLane) and any(self._ahead.values())
         self._reader = Reader(self._window, self._device, (process_group, uneven), beside_compute=beside_compute)

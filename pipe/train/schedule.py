@@ -18,8 +18,9 @@ Invariant: every stage runs once for every batch, in the order of the batches, a
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from pipe.train.lane import Lane
@@ -44,6 +45,19 @@ class Stage:
     work: Callable[[Any], None] = field(repr=False)
     ahead: int = 0
     after: tuple[str, ...] = ()
+
+    def of(self, owner: object) -> Stage:
+        """The same stage for ``owner`` to keep: a method of its own is held weakly, so that there is no cycle."""
+        if getattr(self.work, "__self__", None) is not owner:
+            return self
+        method = weakref.WeakMethod(self.work)
+
+        def work(batch: Any) -> None:
+            run = method()
+            assert run is not None  # the owner runs its stages
+            run(batch)
+
+        return replace(self, work=work)
 
 
 class StageRun(NamedTuple):

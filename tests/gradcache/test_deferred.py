@@ -119,3 +119,28 @@ def test_gradient_scaler_of_the_caller_scales_the_second_pass(assert_same_gradie
     scaler.scale(reps.square().sum()).backward()
     scaler.unscale_(torch.optim.SGD(ours.parameters()))
     assert_same_gradients([bare], [ours])
+
+
+@pytest.mark.parametrize("rows", [2, 8])
+def test_representations_may_be_written_in_place_unless_they_share_memory(
+    rows: int, assert_same_gradients: Any
+) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            hidden = self.linear(x)
+            return {"all": hidden, "two": hidden[:, :2]}
+
+    torch.manual_seed(0)
+    bare, x = nn.Linear(4, 4), torch.randn(8, 4)
+    ours = copy.deepcopy(bare)
+    bare(x).mul_(2).square().sum().backward()
+    (representation,) = GradCache([ours], rows, unused).encode(x)
+    representation.mul_(2).square().sum().backward()
+    assert_same_gradients([bare], [ours])
+    (both,) = GradCache([Two()], 8, unused).encode(x)
+    with pytest.raises(RuntimeError, match="view"):
+        both["all"].mul_(2)

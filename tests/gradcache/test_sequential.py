@@ -585,3 +585,44 @@ def test_what_entered_a_layer_and_was_changed_before_backward_raises_and_is_not_
         seen[-1].add_(1)
     with pytest.raises(RuntimeError, match="changed in place"):
         tape.backward(outputs)
+
+
+def test_chunks_that_must_not_run_together_do_not_however_short_they_are() -> None:
+    """Batch normalisation forbids it; the later chunks would fit into the rows of the first."""
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
+    bare = copy.deepcopy(ours)
+
+    def loss(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return ((a - b) ** 2).mean() + (a * b).mean()
+
+    x, y = torch.randn(2, 8, 4).double()
+    for regroup in (False, True):
+        for model in (ours, bare):
+            model.zero_grad()
+        actual = GradCache([ours, ours], [4, 2], loss, boundary_bytes=PLENTY, regroup=regroup)(x, y)
+        expected = loss(torch.cat([bare(part) for part in x.split(4)]), torch.cat([bare(part) for part in y.split(2)]))
+        expected.backward()
+        torch.testing.assert_close(actual, expected.detach())
+        for p, q in zip(bare.parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+        for p, q in zip(bare.buffers(), ours.buffers(), strict=True):
+            torch.testing.assert_close(p, q)
+
+
+class Noise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rand(x.shape, generator=self.generator)
+
+
+def test_a_trial_leaves_generators_of_layers_as_they_were() -> None:
+    x, model = torch.randn(4, 4), nn.Sequential(Noise(), nn.Linear(4, 4))
+    ours = GradCache([model], 1, lambda reps: reps.square().mean(), boundary_bytes=PLENTY)(x)
+    after = model[0].generator.get_state()
+    model[0].generator.manual_seed(3)
+    torch.testing.assert_close(ours, torch.cat([model(part) for part in x.split(1)]).square().mean().detach())
+    assert torch.equal(after, model[0].generator.get_state())

@@ -73,6 +73,9 @@ def contexts(mode: str, model: nn.Module) -> contextlib.AbstractContextManager[A
     return stack
 
 
+WITH_GRAPH = "train", "eval_grad", "save_on_cpu"
+
+
 @dataclass(frozen=True, repr=False)
 class Forward(Statement):
     """``y = model(x)`` in a mode.
@@ -91,13 +94,13 @@ class Forward(Statement):
             x.requires_grad_()
         with contexts(self.mode, world.model):
             output = world.model(x)
-        if any(t.requires_grad for t in tensors_in(output)):
+        if self.mode in WITH_GRAPH and any(t.requires_grad for t in tensors_in(output)):
             world.live.append(Live(output, x))
         world.keep("output", output)
         world.inputs = [*world.inputs[-3:], x]
         # Without gradients a layer that returns its parameter still returns what requires one; ours returns a copy.
         needed = [t.requires_grad for t in tensors_in(output)]
-        return detached(output), needed if self.mode in ("train", "eval_grad", "save_on_cpu") else None
+        return detached(output), needed if self.mode in WITH_GRAPH else None
 
 
 @dataclass(frozen=True, repr=False)

@@ -6,7 +6,10 @@ import contextlib
 import copy
 import gc
 import itertools
+import threading
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from torch import nn
 
 from offload import OffloadModel, OffloadOptimizer
 from offload.arguments import layer_bytes
+from offload.engine.shape_inference import inferred_boundaries
 from offload.planning.budget import fit, parse_bytes
 from tests.offload.zoo import WIDTH
 
@@ -122,26 +126,54 @@ def test_a_first_input_that_is_too_large_is_refused_before_anything_moves(
     model(torch.randn(few, 2)).sum().backward()
 
 
+def counting_calls(calls: list[Any], x: torch.Tensor) -> torch.Tensor:
+    calls.append(x)
+    return x * torch.rand(())
+
+
+@pytest.mark.parametrize("where", ["class", "hook", "forward", "activation", "patched class", "compiled"])
+def test_code_that_could_notice_it_is_not_run_to_learn_sizes(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    layer: nn.Module = nn.Linear(WIDTH, WIDTH)
+    if where == "class":
+        layer = Doubled(WIDTH, WIDTH)
+        layer.calls = calls
+    elif where == "hook":
+        layer.register_forward_hook(lambda module, args, output: calls.append(output))
+    elif where == "forward":
+        layer.forward = partial(counting_calls, calls)
+    elif where == "activation":
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, activation=partial(counting_calls, calls))
+    elif where == "patched class":
+        monkeypatch.setattr(nn.Linear, "forward", lambda module, x: counting_calls(calls, x))
+    else:
+        layer.compile(backend=lambda graph, inputs: partial(counting_calls, calls))
+    bare = nn.Sequential(nn.Identity(), layer)
+    model = OffloadModel(bare, "cpu", tmp_path, num_slices=2, checkpoint_activation=True, memory_budget=1 << 16)
+    call, generator = ((torch.randn(2, WIDTH),), {}), torch.get_rng_state()
+    assert inferred_boundaries([[module] for module in model.children()], call, None) == [8 * WIDTH]
+    assert not calls
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
 class Doubled(nn.Linear):
     """Notices that it was called."""
 
-    calls = 0
+    calls: list[Any]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        self.calls.append(x)
         return super().forward(x)
 
 
-def test_layers_that_could_notice_it_are_not_run_to_learn_sizes(tmp_path: Path) -> None:
-    counted, seen = Doubled(WIDTH, WIDTH), list[nn.Module]()
-    hooked = nn.Linear(WIDTH, WIDTH)
-    hooked.register_forward_hook(lambda module, args, output: seen.append(module))
-    for layer in (counted, hooked):
-        bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer)
-        model = OffloadModel(bare, "cpu", tmp_path, num_slices=2, checkpoint_activation=True, memory_budget=1 << 16)
-        with torch.no_grad():
-            model(torch.randn(2, WIDTH))
-    assert counted.calls == len(seen) == 1
+def test_attributes_of_layers_are_not_copied_to_learn_sizes(tmp_path: Path) -> None:
+    first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    first.lock = threading.Lock()  # cannot be copied
+    second.derived = second.weight * 2
+    call = (torch.randn(2, WIDTH),), {}
+    assert inferred_boundaries([[first], [second]], call, None) == [8 * WIDTH] * 2
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,4 +1,4 @@
-"""Lanes keep order, forward exceptions, and own a thread only while they have work."""
+"""Lanes keep order, forward exceptions, and their threads end with them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from pipe.train import InlineLane, Lanes, ThreadLane, TrainPipelineBase
 
@@ -97,6 +98,36 @@ def test_a_lane_whose_job_never_ends_does_not_hang_interpreter_exit() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+class Losses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output = self.linear(batch)
+        return output.sum(), output
+
+
+def test_a_dropped_pipeline_is_freed_without_the_garbage_collector() -> None:
+    def dropped() -> threading.Event:
+        model = Losses()
+        pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.device("cpu"))
+        batches = iter([torch.randn(2, 4) for _ in range(3)])
+        for _ in range(3):
+            pipeline.progress(batches)
+        freed = threading.Event()
+        weakref.finalize(pipeline, freed.set)
+        return freed
+
+    dropped()  # the first optimizer of a process imports a part of torch, whose frames keep this one
+    gc.collect()
+    gc.disable()
+    try:
+        assert dropped().wait(60)  # its last read may just be ending in the thread of the loader
+    finally:
+        gc.enable()
 
 
 def test_on_the_cpu_the_loader_and_the_copies_have_threads_and_nothing_has_a_stream() -> None:
