@@ -23,7 +23,7 @@ from offload.engine.layouts import bytes_of_boundary, take_apart
 from offload.engine.raw_chunk import versions_of
 from offload.planning.residency import WRITES_IN_FLIGHT, Key
 from offload.storage import Scratch
-from offload.streaming.lane import Arrival, Lane, error_context
+from offload.streaming.lane import Arrival, CopyLane, error_context
 from offload.telemetry.statistics import Meter
 from pipe.nested import TreeSpec, flatten, unflatten
 
@@ -93,7 +93,7 @@ class BoundaryStore:
 class SpillingStore(BoundaryStore):
     """Values that can be spilled to ``scratch`` space; ``gradients``: of boundaries, whose tokens are lower case."""
 
-    def __init__(self, scratch: Scratch | None, lane: Lane, meter: Meter, *, gradients: bool = False) -> None:
+    def __init__(self, scratch: Scratch | None, lane: CopyLane, meter: Meter, *, gradients: bool = False) -> None:
         self._writes: deque[tuple[Arrival, list[Any], int]] = deque()
         self._meter = meter
         self._releases: list[Arrival] = []

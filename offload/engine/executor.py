@@ -41,7 +41,7 @@ from offload.planning.plan import Action, Kind
 from offload.planning.planner import Pass
 from offload.planning.residency import Key
 from offload.storage import Tier
-from offload.streaming.lane import Lanes
+from offload.streaming.lane import CopyLanes
 from offload.streaming.materialize import Values
 from offload.streaming.shard import make_shards
 from offload.streaming.streamer import Streamer
@@ -74,7 +74,7 @@ class Executor(ExclusivePasses):
         layout: Layout,
         device: torch.device,
         tier: Tier,
-        lanes: Lanes,
+        lanes: CopyLanes,
         meter: Meter,
         recompute: bool,
         graph_bytes: int,

@@ -21,7 +21,7 @@ from offload.optim.update import Update
 from offload.planning.budget import parse_bytes
 from offload.storage.state_views import on_own_storages
 from offload.streaming.grad_norm import attached_norm, detach_norm, norm_of, total_norm
-from offload.streaming.lane import Lane, ThreadLane
+from offload.streaming.lane import CopyLane, ThreadCopyLane
 from offload.streaming.shard import Shard, Slice
 from pipe.threads import Threads
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["OffloadOptimizer", "open_update_lane"]
 
 
-def open_update_lane(device: torch.device) -> Lane:
+def open_update_lane(device: torch.device) -> CopyLane:
     """The lane of updates: a thread, since homes are updated by the host. It ends with its last user."""
-    return ThreadLane("update", device)
+    return ThreadCopyLane("update", device)
 
 
 class OffloadOptimizer(Optimizer):

@@ -19,7 +19,7 @@ from functools import partial
 from torch import Tensor
 
 from offload.optim.param_block import PartialUpdateError, UpdateJob
-from offload.streaming.lane import Arrival, Lane
+from offload.streaming.lane import Arrival, CopyLane
 from offload.streaming.shard import Shard
 from offload.telemetry.statistics import Meter
 from pipe.threads import Future, Threads
@@ -34,7 +34,7 @@ class Update:
         self,
         shard: Shard,
         tasks: Sequence[UpdateJob],
-        lane: Lane,
+        lane: CopyLane,
         meter: Meter,
         *,
         in_slot: bool,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from offload.storage import Block, Tier
 from offload.storage.contract import bytes_of
 from offload.streaming.grad_norm import attach_norm, norm_of
-from offload.streaming.lane import Arrival, Lane, error_context
+from offload.streaming.lane import Arrival, CopyLane, error_context
 from offload.streaming.optimizers import Optimizers
 from offload.streaming.shard import Shard, Slice
 from offload.telemetry.statistics import Meter
@@ -37,7 +37,9 @@ __all__ = ["GradientOffload"]
 class GradientOffload:
     """Offloads the gradients of one model."""
 
-    def __init__(self, shards: Sequence[Shard], *, device: torch.device, tier: Tier, lane: Lane, meter: Meter) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], *, device: torch.device, tier: Tier, lane: CopyLane, meter: Meter
+    ) -> None:
         self._shards = shards
         self._device = device
         self._tier = tier

@@ -1,8 +1,8 @@
 """Ordered queues of copies that overlap with compute, on a CUDA stream or an I/O thread, and their synchronization.
 
-A copy is submitted as a function and runs later, in order, on an I/O thread (:class:`ThreadLane`) or on a CUDA stream
-(:class:`StreamLane`). Each submission returns an :class:`Arrival`. Before ``arrival.wait()``, compute neither uses the
-copy's destination nor overwrites its source.
+A copy is submitted as a function and runs later, in order, on an I/O thread (:class:`ThreadCopyLane`) or on a CUDA
+stream (:class:`StreamCopyLane`). Each submission returns an :class:`Arrival`. Before ``arrival.wait()``, compute does
+not use the copy's destination, nor overwrite its source.
 
 Guarantees
     * ``wait()`` returns after the copy, or raises what the copy raised, at every call.
@@ -29,7 +29,7 @@ import torch
 from pipe.threads import Threads
 from pipe.train.lane import InlineLane
 
-__all__ = ["Arrival", "Lane", "Lanes", "StreamLane", "ThreadLane", "error_context", "open_lanes"]
+__all__ = ["Arrival", "CopyLane", "CopyLanes", "StreamCopyLane", "ThreadCopyLane", "error_context", "open_lanes"]
 
 
 class Arrival(Protocol):
@@ -44,7 +44,7 @@ class Arrival(Protocol):
         ...
 
 
-class Lane(ABC):
+class CopyLane(ABC):
     """An ordered queue of copies."""
 
     @abstractmethod
@@ -69,7 +69,7 @@ def error_context(what: str) -> Iterator[None]:
         raise OSError(error.errno, f"{what}: {error.strerror or error}") from error
 
 
-class ThreadLane(Lane):
+class ThreadCopyLane(CopyLane):
     """Copies on one I/O thread. File reads, writes and large tensor copies release the interpreter lock.
 
     Between a file and a CUDA device the thread waits for the file and for a stream of its own, so an arrival means that
@@ -114,7 +114,7 @@ class ThreadLane(Lane):
         self._threads.close()
 
 
-class StreamLane(Lane):
+class StreamCopyLane(CopyLane):
     """Copies on a side stream of a CUDA device; within a step the host never waits for it.
 
     The submitter keeps a copy's tensors until it has waited for the arrival, so the caching allocator cannot reuse
@@ -154,12 +154,12 @@ class StreamLane(Lane):
 
 
 @dataclass(frozen=True)
-class Lanes:
+class CopyLanes:
     """The three queues of a model, separate so that a long copy in one does not delay a short one in another."""
 
-    load: Lane
-    drain: Lane
-    boundary: Lane
+    load: CopyLane
+    drain: CopyLane
+    boundary: CopyLane
 
     def wait_idle(self) -> None:
         """Waits for all copies in all three."""
@@ -172,8 +172,10 @@ class Lanes:
             lane.close()
 
 
-def open_lanes(device: torch.device, *, blocking_io: bool) -> Lanes:
+def open_lanes(device: torch.device, *, blocking_io: bool) -> CopyLanes:
     """Lanes for a compute device. ``blocking_io``: reading the storage blocks its caller (a file), so use threads."""
     if device.type == "cuda" and not blocking_io:
-        return Lanes(StreamLane(device), StreamLane(device), StreamLane(device))
-    return Lanes(ThreadLane("load", device), ThreadLane("drain", device), ThreadLane("boundary", device))
+        return CopyLanes(StreamCopyLane(device), StreamCopyLane(device), StreamCopyLane(device))
+    return CopyLanes(
+        ThreadCopyLane("load", device), ThreadCopyLane("drain", device), ThreadCopyLane("boundary", device)
+    )

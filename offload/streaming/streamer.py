@@ -26,7 +26,7 @@ from torch import Tensor
 from offload.storage import Tier
 from offload.streaming.gradient_offload import GradientOffload
 from offload.streaming.heap import Heap
-from offload.streaming.lane import Arrival, Lanes, error_context
+from offload.streaming.lane import Arrival, CopyLanes, error_context
 from offload.streaming.shard import Shard, State
 from offload.streaming.slot_pool import SlotPool
 from offload.telemetry.statistics import Meter
@@ -47,7 +47,7 @@ class Streamer:
         slots: int,
         device: torch.device,
         tier: Tier,
-        lanes: Lanes,
+        lanes: CopyLanes,
         meter: Meter,
         budget_bytes: int | None = None,
     ) -> None:

@@ -1,7 +1,7 @@
 """A lane that runs late: every copy is held back until it is waited for, and copies overtake each other.
 
 With it a forgotten wait reads garbage every time, on any machine. ``LateLane`` keeps exactly the promises that
-:class:`offload.streaming.lane.Lane` makes and none more.
+:class:`offload.streaming.lane.CopyLane` makes and none more.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from offload.streaming.lane import Arrival, Lane, Lanes
+from offload.streaming.lane import Arrival, CopyLane, CopyLanes
 from offload.streaming.slot_pool import SlotPool
 
 
@@ -55,7 +55,7 @@ class LateArrival(Arrival):
     synchronize = wait
 
 
-class LateLane(Lane):
+class LateLane(CopyLane):
     """A lane whose order an adversary chooses.
 
     Args:
@@ -91,10 +91,10 @@ def run_late(monkeypatch: pytest.MonkeyPatch, seed: int = 0, **mutations: object
     """Models made from now on move their bytes on late lanes, and every slot holds NaN until it is filled."""
     made: list[LateLane] = []
 
-    def open_late_lanes(device: object, *, blocking_io: bool) -> Lanes:
+    def open_late_lanes(device: object, *, blocking_io: bool) -> CopyLanes:
         lanes = [LateLane(seed + k, **mutations) for k in range(3)]  # type: ignore[arg-type]
         made.extend(lanes)
-        return Lanes(*lanes)
+        return CopyLanes(*lanes)
 
     monkeypatch.setattr("offload.model.open_lanes", open_late_lanes)
     acquire, acquire_unneeded = SlotPool.acquire_slot, SlotPool.acquire_unneeded

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer
 from offload.engine.cell_executor import CellExecutor
-from offload.streaming.lane import Arrival, StreamLane
+from offload.streaming.lane import Arrival, StreamCopyLane
 from tests.offload.zoo import WIDTH, build
 
 pytestmark = [
@@ -65,9 +65,11 @@ def assert_trains_alike(home: str, *, recompute: bool = True, boundary_bytes: in
 @pytest.mark.parametrize("late", ["L", "D", "spill", "fetch", "compute"])
 def test_a_stream_that_runs_late_changes_nothing(late: str, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twin: test_late_lane.py::test_training_is_exact_in_whatever_order_copies_finish."""
-    submit = StreamLane.submit
+    submit = StreamCopyLane.submit
 
-    def slow_submit(self: StreamLane, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
+    def slow_submit(
+        self: StreamCopyLane, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()
+    ) -> Arrival:
         def slow_copy() -> None:
             if token.startswith(late):
                 torch.cuda._sleep(CYCLES)
@@ -75,7 +77,7 @@ def test_a_stream_that_runs_late_changes_nothing(late: str, recompute: bool, mon
 
         return submit(self, token, slow_copy, after)
 
-    monkeypatch.setattr(StreamLane, "submit", slow_submit)
+    monkeypatch.setattr(StreamCopyLane, "submit", slow_submit)
     if late == "compute":
         forward = nn.Linear.forward
 
@@ -110,16 +112,18 @@ def test_homes_may_be_written_as_soon_as_an_inference_returns(monkeypatch: pytes
 @pytest.mark.parametrize("in_backward", [True, False])
 def test_updates_wait_for_late_gradients(in_backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twin: test_late_lane.py::test_a_copy_on_a_thread_waits_on_the_host_for_its_predecessors."""
-    submit = StreamLane.submit
+    submit = StreamCopyLane.submit
 
-    def slow_submit(self: StreamLane, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
+    def slow_submit(
+        self: StreamCopyLane, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()
+    ) -> Arrival:
         def slow_copy() -> None:
             torch.cuda._sleep(CYCLES)
             copy()
 
         return submit(self, token, slow_copy, after)
 
-    monkeypatch.setattr(StreamLane, "submit", slow_submit)
+    monkeypatch.setattr(StreamCopyLane, "submit", slow_submit)
     bare = build(["linear", "linear"], tied=True)
     model = OffloadModel(copy.deepcopy(bare), "cuda", num_slices=4, checkpoint_activation=True)
     bare = bare.cuda()

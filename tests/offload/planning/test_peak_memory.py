@@ -25,7 +25,7 @@ from offload.planning.peak_memory import PeakMemory, StepBytes, peak_memory
 from offload.planning.plan import Action, Kind, Plan
 from offload.planning.planner import plan_step
 from offload.planning.residency import Residency
-from offload.streaming.lane import Arrival, Lane, Lanes
+from offload.streaming.lane import Arrival, CopyLane, CopyLanes
 from offload.streaming.shard import State
 
 WIDTH = 64
@@ -65,7 +65,7 @@ class Living(TorchDispatchMode):
         return result
 
 
-class AtOnce(Lane):
+class AtOnce(CopyLane):
     """Copies when it is told to, so that nothing is on its way while layers compute."""
 
     def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
@@ -87,7 +87,7 @@ class Here(Arrival):
 
 
 def model_of(home: str, monkeypatch: pytest.MonkeyPatch, depth: int = DEPTH, **settings: Any) -> OffloadModel:
-    monkeypatch.setattr("offload.model.open_lanes", lambda device, **_: Lanes(AtOnce(), AtOnce(), AtOnce()))
+    monkeypatch.setattr("offload.model.open_lanes", lambda device, **_: CopyLanes(AtOnce(), AtOnce(), AtOnce()))
     torch.manual_seed(0)
     return OffloadModel(nn.Sequential(*(Block() for _ in range(depth))), "cpu", home, **settings)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offload.storage.staging import CudaLink
-from offload.streaming.lane import Lane, StreamLane, ThreadLane
+from offload.streaming.lane import CopyLane, StreamCopyLane, ThreadCopyLane
 from offload.telemetry.clock import Clock
 from pipe.threads import Future, Threads
 from tests.late_cuda import DEVICE, LateCuda
@@ -50,8 +50,8 @@ class LateThread(Threads):
                 self.run()
 
 
-def thread(device: torch.device) -> ThreadLane:
-    lane = ThreadLane("late", device)
+def thread(device: torch.device) -> ThreadCopyLane:
+    lane = ThreadCopyLane("late", device)
     lane._threads.close()
     lane._threads = LateThread()  # type: ignore[assignment]
     return lane
@@ -69,7 +69,7 @@ def a_copy_on_a_thread_comes_after_what_it_was_given_after(monkeypatch: pytest.M
     assert log == ["D0", "U0"], "copied before its predecessor"
 
 
-def _overwrites(make: Callable[[torch.device], Lane], monkeypatch: pytest.MonkeyPatch) -> None:
+def _overwrites(make: Callable[[torch.device], CopyLane], monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute reads a slot, late; a copy into the slot was given later."""
     cuda, slot, read = LateCuda(monkeypatch), torch.zeros(4), torch.ones(4)
     cuda.launch(lambda: read.copy_(slot))
@@ -81,7 +81,7 @@ def _overwrites(make: Callable[[torch.device], Lane], monkeypatch: pytest.Monkey
 
 @fails_with("overwritten while it is read")
 def a_stream_fills_a_slot_after_its_readers(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    _overwrites(StreamLane, monkeypatch)
+    _overwrites(StreamCopyLane, monkeypatch)
 
 
 @fails_with("overwritten while it is read")
@@ -99,8 +99,8 @@ def bytes_are_there_when_a_thread_says_so(monkeypatch: pytest.MonkeyPatch, path:
 @fails_with("copied before its predecessor")
 def a_copy_on_a_stream_comes_after_what_it_was_given_after(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     cuda, home, slot = LateCuda(monkeypatch), torch.zeros(4), torch.zeros(4)
-    update = StreamLane(DEVICE).submit("U0", lambda: cuda.launch(lambda: home.fill_(7)))
-    StreamLane(DEVICE).submit("L0", lambda: cuda.launch(lambda: slot.copy_(home)), [update]).synchronize()
+    update = StreamCopyLane(DEVICE).submit("U0", lambda: cuda.launch(lambda: home.fill_(7)))
+    StreamCopyLane(DEVICE).submit("L0", lambda: cuda.launch(lambda: slot.copy_(home)), [update]).synchronize()
     assert (slot == 7).all(), "copied before its predecessor"
 
 
@@ -108,7 +108,7 @@ def a_copy_on_a_stream_comes_after_what_it_was_given_after(monkeypatch: pytest.M
 def a_home_goes_after_the_last_copy_of_it(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """An unused load; then the model is freed, and its memory is reused."""
     cuda, home, slot = LateCuda(monkeypatch), torch.full((4,), 7.0), torch.zeros(4)
-    lane = StreamLane(DEVICE)
+    lane = StreamCopyLane(DEVICE)
     lane.submit("L0", lambda: cuda.launch(lambda: slot.copy_(home)))
     lane.close()
     home.fill_(9)
@@ -120,7 +120,7 @@ def a_home_goes_after_the_last_copy_of_it(monkeypatch: pytest.MonkeyPatch, path:
 @fails_with("a copy is still to come")
 def a_lane_is_at_rest_after_all_its_copies(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     cuda, slots = LateCuda(monkeypatch), [torch.zeros(4) for _ in range(2)]
-    on_thread, on_stream = thread(CPU), StreamLane(DEVICE)
+    on_thread, on_stream = thread(CPU), StreamCopyLane(DEVICE)
     on_thread.submit("L0", lambda: slots[0].fill_(7))  # type: ignore[arg-type, return-value]
     on_stream.submit("L0", lambda: cuda.launch(lambda: slots[1].fill_(7)))
     for lane in (on_thread, on_stream):

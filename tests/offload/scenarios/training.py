@@ -14,7 +14,7 @@ from offload import OffloadModel
 from offload.engine.cell_executor import CellExecutor
 from offload.storage.disk import DiskBlock
 from offload.streaming.gradient_offload import GradientOffload
-from offload.streaming.lane import Arrival, Lane, Lanes
+from offload.streaming.lane import Arrival, CopyLane, CopyLanes
 from offload.streaming.streamer import Streamer
 from tests.offload.late import LateLane, run_late
 from tests.offload.pair import Pair
@@ -223,7 +223,7 @@ class _Noted(Arrival):
         self._log.append(("host", self._token))
 
 
-class NotingLane(Lane):
+class NotingLane(CopyLane):
     """Copies at once, and notes who waits for what: compute, which may be far behind, or the host."""
 
     def __init__(self, log: list[tuple[str, str]]) -> None:
@@ -244,7 +244,7 @@ class NotingLane(Lane):
 def the_host_waits_at_the_end_of_a_pass_and_never_before(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """On a device the host is ahead. What it may read or write after a call must be done when the call returns."""
     log: list[tuple[str, str]] = []
-    monkeypatch.setattr("offload.model.open_lanes", lambda device, **_: Lanes(*(NotingLane(log) for _ in range(3))))
+    monkeypatch.setattr("offload.model.open_lanes", lambda device, **_: CopyLanes(*(NotingLane(log) for _ in range(3))))
     for name in ("forward", "backward"):
         method = getattr(CellExecutor, name)
 

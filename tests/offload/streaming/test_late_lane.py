@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offload import OffloadModel
-from offload.streaming.lane import Arrival, Lanes, ThreadLane
+from offload.streaming.lane import Arrival, CopyLanes, ThreadCopyLane
 from offload.telemetry.statistics import Meter
 from tests.late_cuda import DEVICE, LateCuda
 from tests.offload.late import LateLane
@@ -142,7 +142,7 @@ class Finished(Arrival):
 
 def test_a_copy_on_a_thread_waits_on_the_host_for_its_predecessors() -> None:
     """An update on a thread reads gradients at home: that a stream waits for them is not enough."""
-    lane, gradients = ThreadLane("update", torch.device("cpu")), Finished()
+    lane, gradients = ThreadCopyLane("update", torch.device("cpu")), Finished()
     seen: list[bool] = []
     lane.submit("U0", lambda: seen.append(gradients.by_host), [gradients]).synchronize()
     lane.close()
@@ -153,13 +153,13 @@ def test_no_load_is_under_way_when_an_inference_returns(monkeypatch: pytest.Monk
     """On a device the host is ahead of its copies: the user may write to the homes as soon as the call returns."""
     arrivals: list[Finished] = []
 
-    class Lane(ThreadLane):
+    class Recorded(ThreadCopyLane):
         def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
             arrivals.append(Finished(super().submit(token, copy, after)))
             return arrivals[-1]
 
     monkeypatch.setattr(
-        "offload.model.open_lanes", lambda device, **_: Lanes(*(Lane(name, device) for name in ("a", "b", "c")))
+        "offload.model.open_lanes", lambda device, **_: CopyLanes(*(Recorded(name, device) for name in ("a", "b", "c")))
     )
     model = OffloadModel(build(["linear"]), "cpu", num_slices=3, num_slots=3, checkpoint_activation=True)
     with torch.no_grad():
