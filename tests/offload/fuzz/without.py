@@ -29,7 +29,7 @@ def _lent_slots(patch: pytest.MonkeyPatch) -> None:
 
 
 def _own_memory(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ShardRunner, "_own_memory", lambda self, tensor: tensor)
+    patch.setattr(ShardRunner, "_out_of_slot", lambda self, output: output)
     _lent_slots(patch)  # which alone would give a view its slot for good
 
 
