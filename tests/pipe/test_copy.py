@@ -38,6 +38,7 @@ class TestStreamsOfTheCpu:
         with use_device(CPU), use_stream(CPUStream):
             wait_stream(CPUStream, CPUStream)
             record_stream(torch.ones(1), CPUStream)
+            assert current_stream(CPU) is CPUStream
 
     def test_all_cpus_are_one_device(self) -> None:
         assert normalize_device("cpu") == normalize_device(torch.device("cpu", 1)) == CPU

@@ -99,6 +99,10 @@ def test_a_parameter_prepared_by_the_forward_itself_is_no_change() -> None:
     module_state.record_changes()
     with module_state.again():
         pass
+    with torch.no_grad():
+        module.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified in place"), module_state.again():
+        pass
 
 
 LARGE = 1 << 15
