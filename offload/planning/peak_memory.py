@@ -1,7 +1,7 @@
-"""Computes the peak memory of a step by replaying its plan with the bytes of everything that it holds.
+"""Computes the memory of a step by replaying its plan with the bytes of everything that it holds.
 
-The prediction of a step, the choice of a layout (:mod:`offload.planning.budget`) and the choice of the graphs that are
-kept use this one model.
+The prediction of a step, the choice of a layout (:mod:`offload.planning.budget`), the choice of the graphs that are
+kept and the search for the fastest plan (:mod:`offload.planning.search`) use this one model.
 
 :attr:`PeakMemory.device_bytes` is an upper bound of what the engine then holds on the compute device: a copy is
 counted from its submission until the engine waits for it.
@@ -20,7 +20,7 @@ from offload.planning.plan import BACKWARD_CELLS, FORWARD_CELLS, GRADIENT_MOVES,
 from offload.planning.planner import Sizes
 from offload.planning.residency import WRITES_IN_FLIGHT, Key
 
-__all__ = ["PeakMemory", "StepBytes", "graphs_that_fit", "peak_memory"]
+__all__ = ["Moment", "PeakMemory", "StepBytes", "graphs_that_fit", "peak_memory"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,8 @@ class StepBytes:
     gradient_bytes: Sequence[int]
     #: Whether gradients are stored in the memory that layers compute in.
     gradients_stay: bool = False
+    #: Of these, the shards whose gradients wait there for an update at the beginning of the next step.
+    waiting: Set[int] = frozenset()
     #: Shard -> position in the plan of the first cell after its gradients were stored. Missing: at the next drain.
     drained: Mapping[int, int] = field(default_factory=dict)
     #: Rows of each micro-batch.
@@ -43,6 +45,8 @@ class StepBytes:
     #: Shard -> tensors that a cell of it saves for backward, and the shards where they include the cell's input.
     memory_profiles: Mapping[int, MemoryProfile] = field(default_factory=dict)
     profiles_with_boundary: Set[int] = frozenset()
+    #: Held all the time: homes in that memory, buffers.
+    constant_bytes: int = 0
 
 
 @dataclass
@@ -59,9 +63,29 @@ class PeakMemory:
     memory_bytes: int = 0
 
 
-def peak_memory(plan: Plan, sizes: StepBytes) -> PeakMemory:
-    """Replays a plan from its first action to its last."""
-    replay = _Replay(plan, sizes)
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The bytes of each kind in the memory that layers compute in, while one cell runs."""
+
+    position: int  #: in the plan
+    weights: int
+    gradients: int
+    boundaries: int
+    graphs: int
+    #: Of the cell that runs: what it saves for backward or allocates there, and the gradients of its weights.
+    cell: int
+    #: The output and its gradient, and what is held all the time.
+    others: int
+
+    @property
+    def nbytes(self) -> int:
+        """The sum."""
+        return self.weights + self.gradients + self.boundaries + self.graphs + self.cell + self.others
+
+
+def peak_memory(plan: Plan, sizes: StepBytes, course: list[Moment] | None = None) -> PeakMemory:
+    """Replays a plan from its first action to its last; appends the memory during each cell to ``course``."""
+    replay = _Replay(plan, sizes, course)
     for position, action in enumerate(plan.actions):
         replay.perform(position, action)
     return replay.peak
@@ -96,23 +120,30 @@ _Value = tuple[bool, int, int]
 class _Replay:
     """The contents of memory after each action."""
 
-    def __init__(self, plan: Plan, sizes: StepBytes) -> None:
+    def __init__(self, plan: Plan, sizes: StepBytes, course: list[Moment] | None) -> None:
         self._sizes = sizes
+        self._course = course
         self._shards = len(sizes.gradient_bytes)
         self._slots = plan.slots * sizes.slot_bytes
-        self.peak = PeakMemory(self._slots, memory_bytes=self._slots)
+        constant = self._slots + sizes.constant_bytes
+        self.peak = PeakMemory(self._slots, memory_bytes=constant)
         backward = [action for action in plan.actions if action.kind in BACKWARD_CELLS]
         self._recomputed = {(a.shard, a.microbatch) for a in backward if a.kind is Kind.BACKWARD}
         self._last_shard = min((a.shard for a in backward), default=0)
-        updates = any(a.kind is Kind.UPDATE_IN_BACKWARD for a in plan.actions)
-        self._stay = sizes.gradients_stay and not updates
+        self._updates = any(a.kind is Kind.UPDATE_IN_BACKWARD for a in plan.actions)
         #: Shards whose gradients are being stored. With updates in backward the engine waits for them one shard later.
-        self._draining: deque[int] = deque(maxlen=2 if updates else 1)
-        self._at_home = 0
+        self._draining: deque[int] = deque(maxlen=2 if self._updates else 1)
+        #: Shards that are being updated, with gradients of the step before.
+        self._waiting = set(sizes.waiting & plan.pending)
+        self._at_home = sum(sizes.gradient_bytes[j] for j in self._waiting)
         self._held: dict[_Value, int] = {}
+        #: Of :attr:`_held`, boundaries and gradients of the output.
+        self._held_bytes = self._output_gradient_bytes = 0
         self._written: dict[_Value, int] = {}
+        self._written_bytes = 0
         self._leaving: dict[bool, deque[int]] = {which: deque(maxlen=WRITES_IN_FLIGHT) for which in (False, True)}
         self._graphs: dict[Key, int] = {}
+        self._graph_bytes = 0
         self._output_bytes = sum(sizes.boundaries((self._shards, i)) for i in range(len(sizes.rows)))
         self._output_gradients = 0
 
@@ -120,7 +151,7 @@ class _Replay:
         """Counts one action."""
         kind, j, i = action.kind, action.shard, action.microbatch or 0
         if kind in FORWARD_CELLS:
-            self._forward((j, i), keeps=kind is Kind.FORWARD_KEPT)
+            self._forward((j, i), position, keeps=kind is Kind.FORWARD_KEPT)
         elif kind in BACKWARD_CELLS:
             self._put_output_gradients(len(self._sizes.rows))
             self._backward((j, i), position)
@@ -132,37 +163,54 @@ class _Replay:
             return
         self._count_device()
 
-    def _forward(self, cell: Key, *, keeps: bool) -> None:
+    def _forward(self, cell: Key, position: int, *, keeps: bool) -> None:
         (j, i), sizes = cell, self._sizes
-        if keeps and j in sizes.memory_profiles:
+        profile = sizes.memory_profiles.get(j)
+        if j in self._waiting:
+            # A shard computes when its update is done, which frees the gradients.
+            self._waiting.discard(j)
+            self._at_home -= sizes.gradient_bytes[j]
+        following = sizes.boundaries((j + 1, i)) if j + 1 < self._shards else 0
+        if profile is not None:
+            self._count_memory(position, profile.kept_bytes(sizes.rows[i]), following)
+        if keeps and profile is not None:
             # The profile of a recomputed cell does not include its boundary.
             own = 0 if j in sizes.profiles_with_boundary else self._held.get((False, j, i), 0)
-            self._graphs[cell] = own + sizes.memory_profiles[j].kept_bytes(sizes.rows[i])
+            self._graphs[cell] = own + profile.kept_bytes(sizes.rows[i])
+            self._graph_bytes += self._graphs[cell]
         if cell not in self._recomputed:
             self._drop((False, j, i))
         if j + 1 < self._shards:
-            self._held[False, j + 1, i] = sizes.boundaries((j + 1, i))
+            self._hold((False, j + 1, i), following)
 
     def _backward(self, cell: Key, position: int) -> None:
-        j, i = cell
-        onward = self._sizes.gradients(cell) if j > self._last_shard else 0
-        if j in self._sizes.memory_profiles:
-            self._count_cell(cell, position, onward)
-        self._graphs.pop(cell, None)
+        (j, i), sizes = cell, self._sizes
+        onward = sizes.gradients(cell) if j > self._last_shard else 0
+        profile = sizes.memory_profiles.get(j)
+        kept = self._graphs.pop(cell, 0)
+        if profile is not None:
+            # The peak of the cell includes what a kept graph holds; its boundary comes on top.
+            own = kept - profile.kept_bytes(sizes.rows[i]) if kept else 0
+            inside = profile.peak_bytes(sizes.rows[i], sizes.gradient_bytes[j], adds=i > 0)
+            self._graph_bytes -= kept - own
+            self._count_memory(position, inside, onward)
+            graphs = self._graph_bytes + profile.peak_bytes(sizes.rows[i], 0)
+            self.peak.activation_bytes = max(self.peak.activation_bytes, graphs)
+            self._graph_bytes -= own
         self._drop((True, j + 1, i))
         self._drop((False, j, i))
         if j > self._last_shard:
-            self._held[True, j, i] = onward
+            self._hold((True, j, i), onward)
 
     def _put_output_gradients(self, count: int) -> None:
         """Stores the gradients of the output one by one; each may be spilled before the next is stored."""
         for i in range(self._output_gradients, count):
-            self._held[True, self._shards, i] = self._sizes.gradients((self._shards, i))
+            self._hold((True, self._shards, i), self._sizes.gradients((self._shards, i)))
         self._count_device()
         self._output_gradients = max(self._output_gradients, count)
 
     def _drain(self, j: int) -> None:
-        if self._stay:
+        if not self._updates and (self._sizes.gradients_stay or j in self._sizes.waiting):
             self._at_home += self._sizes.gradient_bytes[j]
             return
         # The engine waits for the previous shard's gradients only when these are complete.
@@ -175,41 +223,60 @@ class _Replay:
         if gradient and j == self._shards:
             self._put_output_gradients(i + 1)  # beside the two before it, which are still being written
         if kind in (Kind.PREFETCH, Kind.PREFETCH_GRADIENT):
-            self._held[value] = self._written[value]
+            self._hold(value, self._written[value])
             return
-        nbytes = self._held.pop(value, 0)
+        nbytes = self._release(value)
         if kind in (Kind.SPILL, Kind.SPILL_GRADIENT):
             self._written[value] = nbytes
+            self._written_bytes += nbytes
             self._leaving[gradient].append(nbytes)
-            self.peak.spilled_bytes = max(self.peak.spilled_bytes, sum(self._written.values()))
+            self.peak.spilled_bytes = max(self.peak.spilled_bytes, self._written_bytes)
+
+    def _hold(self, value: _Value, nbytes: int) -> None:
+        self._held[value] = nbytes
+        if value[1] < self._shards:
+            self._held_bytes += nbytes
+        else:
+            self._output_gradient_bytes += nbytes
+
+    def _release(self, value: _Value) -> int:
+        nbytes = self._held.pop(value, 0)
+        if value[1] < self._shards:
+            self._held_bytes -= nbytes
+        else:
+            self._output_gradient_bytes -= nbytes
+        return nbytes
 
     def _drop(self, value: _Value) -> None:
-        self._held.pop(value, None)
-        self._written.pop(value, None)
+        self._release(value)
+        self._written_bytes -= self._written.pop(value, 0)
 
     # --- what is counted ----------------------------------------------------------------------------------------
 
-    def _boundaries(self, *, output: bool) -> int:
-        """Boundaries and their gradients; with those of the ``output``, or without."""
-        held = sum(nbytes for (_, j, _), nbytes in self._held.items() if output or j < self._shards)
-        return held + sum(map(sum, self._leaving.values()))
+    @property
+    def _boundary_bytes(self) -> int:
+        """Boundaries and their gradients, without those of the output."""
+        return self._held_bytes + sum(map(sum, self._leaving.values()))
 
     def _count_device(self, more: int = 0) -> None:
         gradients = sum(self._sizes.gradient_bytes[j] for j in self._draining)
-        now = self._slots + gradients + self._boundaries(output=True) + more
+        now = self._slots + gradients + self._boundary_bytes + self._output_gradient_bytes + more
         self.peak.device_bytes = max(self.peak.device_bytes, now)
 
-    def _count_cell(self, cell: Key, position: int, onward: int) -> None:
-        """Counts a backward cell at its peak."""
-        (j, i), sizes = cell, self._sizes
-        profile, rows = sizes.memory_profiles[j], sizes.rows[i]
-        kept = sum(self._graphs.values())
-        if cell in self._graphs:
-            kept -= profile.kept_bytes(rows)  # the profile's peak includes it
+    def _count_memory(self, position: int, inside: int, following: int) -> None:
+        """Counts a cell at its peak, with the boundary or gradient that it makes."""
+        sizes = self._sizes
         late = (k for k in self._draining if position < sizes.drained.get(k, position + 1))
-        gradients = self._at_home + sum(sizes.gradient_bytes[k] for k in late)
-        # The user has the output, and autograd its gradient, until backward is over.
-        outside = self._slots + self._boundaries(output=False) + onward + gradients + 2 * self._output_bytes
-        inside = profile.peak_bytes(rows, sizes.gradient_bytes[j], adds=i > 0)
-        self.peak.memory_bytes = max(self.peak.memory_bytes, outside + kept + inside)
-        self.peak.activation_bytes = max(self.peak.activation_bytes, kept + profile.peak_bytes(rows, 0))
+        moment = Moment(
+            position,
+            weights=self._slots,
+            gradients=self._at_home + sum(sizes.gradient_bytes[k] for k in late),
+            boundaries=self._boundary_bytes + following,
+            graphs=self._graph_bytes,
+            cell=inside,
+            # The user has the output, and autograd its gradient, until backward is over.
+            others=sizes.constant_bytes + (2 * self._output_bytes if self._output_gradients else 0),
+        )
+        self.peak.memory_bytes = max(self.peak.memory_bytes, moment.nbytes)
+        if self._course is not None:
+            self._course.append(moment)

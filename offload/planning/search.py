@@ -1,0 +1,297 @@
+"""Searches the fastest plan of a step that fits in a number of bytes.
+
+A plan is described by a :class:`Choice`: how many slots there are, which shards rest in memory, which cells keep their
+graphs, how many bytes boundaries get, and whose gradients wait in memory for their update. Each candidate is planned,
+simulated, and its memory replayed at every moment of the step, so bytes that are free when others are needed are used
+twice: gradients that wait for an update take the place of graphs that backward has freed.
+
+Candidates differ in slots and in shards in memory. For each, as many graphs are kept as fit, found by bisection; a
+bound from below (compute, reads, writes, of which the slowest counts) skips those that cannot be the fastest. Where the
+recomputation of a cell hides behind a load, its graph saves nothing, and the simulation shows it.
+
+This module knows nothing of tensors or torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+
+from offload.planning.peak_memory import Moment, PeakMemory, StepBytes, peak_memory
+from offload.planning.plan import Plan
+from offload.planning.planner import Updates, plan_step
+from offload.planning.residency import Key, Residency
+from offload.planning.simulate import Costs, Forecast, simulate
+
+__all__ = ["Choice", "Found", "NothingFitsError", "Prediction", "StepModel", "predict", "search"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What decides the plan of a step."""
+
+    slots: int
+    #: Shards that rest in the memory that layers compute in.
+    in_memory: frozenset[int] = frozenset()
+    #: Cells that keep their graphs from forward to backward.
+    kept: frozenset[Key] = frozenset()
+    #: For boundaries; their gradients get as many.
+    boundary_bytes: float = math.inf
+    #: Shards whose gradients wait in memory for their update.
+    waiting: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepModel:
+    """What is known about the steps of a model: sizes, and measured seconds."""
+
+    shards: int
+    #: The first shard that backward has to reach.
+    first: int
+    costs: Costs
+    #: Without graphs that are kept, waiting gradients and shards in memory.
+    sizes: StepBytes
+    updates: Updates
+    #: Bytes of each shard that rests in memory: weights and optimizer states, without gradients. Missing where a shard
+    #: cannot rest there.
+    resting_bytes: Mapping[int, int] = field(default_factory=dict)
+    #: Cells that keep their graphs whatever the plan is.
+    always_kept: frozenset[Key] = frozenset()
+    #: Whether boundaries can be spilled.
+    spills: bool = True
+    #: Least slots, where there are so many shards; a third one is read while the update of a second runs.
+    least_slots: int = 2
+    #: Whether the gradients of a shard can wait in memory.
+    gradients_wait: bool = False
+    #: Added to predicted bytes: what measured steps took more.
+    margin_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a choice is predicted to cost."""
+
+    choice: Choice
+    plan: Plan
+    seconds: float
+    wait_seconds: float
+    compute_seconds: float
+    #: In the memory that layers compute in, with the margin.
+    memory_bytes: int
+    peak: PeakMemory
+    #: The memory while each cell runs.
+    course: Sequence[Moment]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search."""
+
+    best: Prediction
+    #: The fastest candidate with other slots or other shards in memory.
+    runner_up: Prediction | None
+    #: Number of plans that were made.
+    tried: int
+
+
+class NothingFitsError(ValueError):
+    """No plan fits; ``least_bytes`` is what the smallest one takes."""
+
+    def __init__(self, least_bytes: int, limit_bytes: int) -> None:
+        super().__init__(f"the least that fits is {least_bytes:,} bytes, {least_bytes - limit_bytes:,} more")
+        self.least_bytes = least_bytes
+
+
+def predict(model: StepModel, choice: Choice) -> Prediction:
+    """Plans, simulates and replays one choice."""
+    plan = _plan(model, choice)
+    forecast = simulate(plan, _costs(model, choice))
+    course: list[Moment] = []
+    peak = peak_memory(plan, _sizes(model, choice, forecast), course)
+    return Prediction(
+        choice,
+        plan,
+        forecast.seconds,
+        forecast.wait_seconds,
+        forecast.compute_seconds,
+        peak.memory_bytes + model.margin_bytes,
+        peak,
+        course,
+    )
+
+
+def _plan(model: StepModel, choice: Choice) -> Plan:
+    rows = model.sizes.rows
+    budget = choice.boundary_bytes if model.spills else math.inf
+    return plan_step(
+        model.shards,
+        slots=choice.slots,
+        microbatches=len(rows),
+        training=model.first < model.shards,
+        first=model.first,
+        kept=choice.kept | model.always_kept,
+        in_memory=choice.in_memory,
+        boundaries=Residency(budget),
+        gradients=Residency(budget, gradients=True),
+        boundary_sizes=model.sizes.boundaries,
+        gradient_sizes=model.sizes.gradients,
+        **model.updates,
+    )
+
+
+def _costs(model: StepModel, choice: Choice) -> Costs:
+    """Gradients that wait in memory are not written, and their updates do not read them."""
+    still = choice.in_memory | choice.waiting
+    if not still:
+        return model.costs
+    drain = [0.0 if j in still else seconds for j, seconds in enumerate(model.costs.drain)]
+    return replace(model.costs, drain=drain)
+
+
+def _sizes(model: StepModel, choice: Choice, forecast: Forecast | None) -> StepBytes:
+    resting = sum(model.resting_bytes[j] for j in choice.in_memory)
+    return replace(
+        model.sizes,
+        waiting=choice.in_memory | choice.waiting,
+        constant_bytes=model.sizes.constant_bytes + resting,
+        drained={} if forecast is None else forecast.drained,
+    )
+
+
+def _memory(model: StepModel, choice: Choice) -> int:
+    """Predicted bytes, without a simulation: gradients that are being stored count until the next drain."""
+    return peak_memory(_plan(model, choice), _sizes(model, choice, None)).memory_bytes + model.margin_bytes
+
+
+def _order_of_graphs(model: StepModel) -> list[Key]:
+    """The cells whose graphs may be kept, those that backward begins with first."""
+    cells = ((j, i) for j in range(model.shards - 1, model.first - 1, -1) for i in range(len(model.sizes.rows)))
+    return [cell for cell in cells if cell not in model.always_kept]
+
+
+def _most(count: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to ``count`` that fits, by bisection; 0 is taken to fit."""
+    if fits(count):
+        return count
+    low, high = 0, count
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def search(model: StepModel, limit_bytes: float) -> Found:
+    """The fastest plan whose memory never exceeds ``limit_bytes``.
+
+    Raises:
+        NothingFitsError: if no plan fits.
+    """
+    return _Search(model, limit_bytes).run()
+
+
+class _Search:
+    def __init__(self, model: StepModel, limit_bytes: float) -> None:
+        self._model = model
+        self._limit = limit_bytes
+        self._graphs = _order_of_graphs(model)
+        #: In the order of a forward: the first shards of a step have nothing to hide their loads behind.
+        self._may_rest = sorted(model.resting_bytes)
+        self._found: dict[tuple[int, int], Prediction | None] = {}
+        self._tried = 0
+
+    def run(self) -> Found:
+        """Tries slots, and for each coarsely, then finely, numbers of shards in memory."""
+        model = self._model
+        for slots in sorted({self._slots(0, count) for count in (model.least_slots, model.least_slots + 1)}):
+            self._try_numbers_in_memory(slots)
+        ranked = sorted((p for p in self._found.values() if p is not None), key=lambda p: p.seconds)
+        if not ranked:
+            least = _memory(model, Choice(self._slots(0, model.least_slots), boundary_bytes=0))
+            raise NothingFitsError(least, int(self._limit))
+        best = self._with_waiting(ranked[0])
+        return Found(best, ranked[1] if len(ranked) > 1 else None, self._tried)
+
+    def _slots(self, in_memory: int, slots: int) -> int:
+        return min(slots, self._model.shards - in_memory)
+
+    def _fits(self, choice: Choice) -> bool:
+        self._tried += 1
+        return _memory(self._model, choice) <= self._limit
+
+    def _try_numbers_in_memory(self, slots: int) -> None:
+        """Seconds first fall with the number of shards in memory, then rise as graphs have to leave for them."""
+        most = _most(len(self._may_rest), lambda count: self._fits(self._leanest(slots, count)))
+        step = max(1, most // 4)
+        best = self._best_of(slots, [*range(0, most + 1, step), most])
+        while step > 1 and best is not None:
+            step = max(1, step // 2)
+            best = self._best_of(slots, [k for k in (best - step, best, best + step) if 0 <= k <= most])
+
+    def _best_of(self, slots: int, counts: Sequence[int]) -> int | None:
+        """Tries numbers of shards in memory; returns the fastest of them."""
+        for count in counts:
+            key = (self._slots(count, slots), count)
+            if key not in self._found:
+                self._found[key] = self._fastest(*key)
+        tried = [(p.seconds, count) for count in counts if (p := self._found[self._slots(count, slots), count])]
+        return min(tried)[1] if tried else None
+
+    def _leanest(self, slots: int, count: int) -> Choice:
+        return Choice(self._slots(count, slots), self._first(count), boundary_bytes=0 if self._model.spills else math.inf)
+
+    def _first(self, count: int) -> frozenset[int]:
+        return frozenset(self._may_rest[:count])
+
+    def _fastest(self, slots: int, count: int) -> Prediction | None:
+        """With these shards in memory: boundaries stay where they fit, then as many graphs as fit are kept."""
+        choice = Choice(slots, self._first(count))
+        if not self._fits(choice):
+            choice = self._with_fewer_boundaries(choice)
+            if not self._fits(choice):
+                return None
+        if self._cannot_win(choice):
+            return None
+        kept = _most(
+            len(self._graphs), lambda k: self._fits(replace(choice, kept=frozenset(self._graphs[:k])))
+        )
+        return predict(self._model, replace(choice, kept=frozenset(self._graphs[:kept])))
+
+    def _with_fewer_boundaries(self, choice: Choice) -> Choice:
+        """The largest share, in 1/32, of all boundaries whose plan fits."""
+        sizes = self._model.sizes
+        each = (sizes.boundaries((j, i)) for j in range(1, self._model.shards) for i in range(len(sizes.rows)))
+        most = sum(each)
+        share = _most(32, lambda k: self._fits(replace(choice, boundary_bytes=most * k / 32)))
+        return replace(choice, boundary_bytes=most * share / 32)
+
+    def _cannot_win(self, choice: Choice) -> bool:
+        """Whether even with all graphs kept a plan takes longer than one that was found."""
+        best = min((p.seconds for p in self._found.values() if p is not None), default=math.inf)
+        costs, away = _costs(self._model, choice), set(range(self._model.shards)) - choice.in_memory
+        count = len(self._model.sizes.rows)
+        compute = count * (sum(costs.forward) + sum(costs.kept_backward))
+        reads = sum(costs.load[j] for j in away)
+        writes = sum(costs.drain)
+        return max(compute, reads, writes) > best
+
+    def _with_waiting(self, prediction: Prediction) -> Prediction:
+        """The gradients of the first shards wait in memory, as many as fit: these are updated first."""
+        model = self._model
+        if not model.gradients_wait:
+            return prediction
+        away = [j for j in range(model.first, model.shards) if j not in prediction.choice.in_memory]
+
+        def waiting(count: int) -> Choice:
+            return replace(prediction.choice, waiting=frozenset(away[:count]))
+
+        return predict(model, waiting(_most(len(away), lambda count: self._fits(waiting(count)))))
+
+
+def best_at(model: StepModel, limits: Sequence[int]) -> Iterator[tuple[int, Found | None]]:
+    """The fastest plan at each limit; None where nothing fits."""
+    for limit in limits:
+        try:
+            yield limit, search(model, limit)
+        except NothingFitsError:
+            yield limit, None
