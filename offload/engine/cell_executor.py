@@ -73,7 +73,7 @@ class CellExecutor:
         runner = self._runners[cell.j]
         output_fn = self._output_fn(tape, cell)
         keeps = tape.records and cell.j >= tape.first and cell in tape.graphs
-        with self._meter.cell("F", cell.j, cell.i, tape.rows[cell.i], token="K" if keeps else "F"):
+        with self._meter.cell("K" if keeps else "F", cell.j, cell.i, tape.rows[cell.i]):
             if not tape.records or cell.j < tape.first:
                 return map_distinct(Tensor.detach, runner.forward(boundary, output_fn))
             source, value = _source(tape, cell, boundary)
@@ -183,7 +183,7 @@ class CellExecutor:
         """
         runner = self._runners[cell.j]
         keeps_graph = cell in tape.graphs
-        metered = self._meter.cell("B", cell.j, cell.i, tape.rows[cell.i], token="G" if keeps_graph else "B")
+        metered = self._meter.cell("G" if keeps_graph else "B", cell.j, cell.i, tape.rows[cell.i])
         with metered, runner.until_backward() as until:
             if not keeps_graph:
                 source, value = _source(tape, cell, boundary)

@@ -179,7 +179,7 @@ class Executor(ExclusivePasses):
         rows = [largest_rows(leaves) for leaves in inputs]
         records = torch.is_grad_enabled() and first < len(self.shards)
         elements = [sum(x.numel() for x in leaves if isinstance(x, Tensor)) for leaves in inputs]
-        self.steps.check_input(elements, training=records)
+        self.steps.begin(rows, elements, training=records, idle=all(tape.used for tape in self._tapes))
         if self.steps.needs_sizes and not any(isinstance(chunk, RawChunk) for chunk in chunks):
             i = max(range(len(chunks)), key=elements.__getitem__)
             sizes = inferred_boundaries([shard.layers for shard in self.shards], chunks[i], self._param_dtype)

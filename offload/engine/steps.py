@@ -6,12 +6,16 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from offload.engine.cell import Cell, ShardRunner
 from offload.planning.peak_memory import graphs_that_fit
 from offload.planning.plan import Action, Kind, Plan
 from offload.planning.planner import Sizes, Updates, plan_step
 from offload.planning.residency import MOVING, Residency, check_boundaries
+
+if TYPE_CHECKING:
+    from offload.engine.memory_planner import MemoryPlanner
 
 __all__ = ["Steps", "joined"]
 
@@ -47,6 +51,8 @@ class Steps:
         self._graph_bytes = graph_bytes
         self._strict = strict and spills
         self._on_host = on_host
+        #: Chooses plans, for a model with a limit of memory.
+        self.planner: MemoryPlanner | None = None
         #: Bytes of a shard's boundary, and of its gradient, in the last step, by (shard, rows of the micro-batch).
         self.boundary_bytes: dict[tuple[int, int], int] = {}
         self.gradient_bytes: dict[tuple[int, int], int] = {}
@@ -60,18 +66,25 @@ class Steps:
         everything = range(len(rows))
         if not self._recompute:
             return frozenset(Cell(j, i) for j in range(first, self._shards) for i in everything)
-        # A recomputation would write parameters again.
-        writing = (j for j, runner in enumerate(self._runners) if runner.repeats_writes is False and j >= first)
-        kept = frozenset(Cell(j, i) for j in writing for i in everything)
-        if self._graph_bytes:
+        kept = self.written_cells(rows, first)
+        if self.planner is not None:
+            kept |= {Cell(*key) for key in (self.planner.choice.kept if self.planner.choice is not None else ())}
+        elif self._graph_bytes:
             known = [runner.graph_bytes_per_row for runner in self._runners]
             fitting = graphs_that_fit(known, rows, first=first, budget_bytes=self._graph_bytes)
             kept |= {Cell(*key) for key in fitting}
         return kept
 
+    def written_cells(self, rows: Sequence[int], first: int) -> frozenset[Cell]:
+        """The cells whose recomputation would write parameters again: they keep their graphs."""
+        writing = (j for j, runner in enumerate(self._runners) if runner.repeats_writes is False and j >= first)
+        return frozenset(Cell(j, i) for j in writing for i in range(len(rows)))
+
     @property
     def _budget_bytes(self) -> float:
         """Budget of boundaries; that of their gradients is equal."""
+        if self.planner is not None and self.planner.choice is not None:
+            return self.planner.choice.boundary_bytes
         shared = self._strict and self._on_host
         return (self._boundary_bytes - (self.reserved_bytes if shared else 0)) / 2
 
@@ -106,16 +119,23 @@ class Steps:
         per_row = {j: nbytes / max(count, 1) for (j, count), nbytes in seen.items()}
         return lambda key: seen.get((key[0], rows[key[1]]), round(per_row.get(key[0], 0.0) * rows[key[1]]))
 
+    def graph_bytes_per_row(self) -> dict[int, float]:
+        """Bytes of a kept graph of each shard for each row, where a recomputed cell measured it."""
+        each = ((runner.shard.index, runner.graph_bytes_per_row) for runner in self._runners)
+        return {j: nbytes for j, nbytes in each if nbytes is not None and self._runners[j].measures_graphs}
+
     @property
     def needs_sizes(self) -> bool:
         """Whether a first input could be too large for the budget."""
         return self._strict and not self._least_per_element
 
-    def check_input(self, elements: Sequence[int], *, training: bool) -> None:
-        """Raises ValueError if boundaries are known to be too large for the budget, before the pass begins.
+    def begin(self, rows: Sequence[int], elements: Sequence[int], *, training: bool, idle: bool) -> None:
+        """Begins a step. Raises ValueError if it is known to be too large for the budget, before anything has moved.
 
-        ``elements``: of the input of each micro-batch; 0 if unknown.
+        ``elements``: of the input of each micro-batch; 0 if unknown. ``idle``: no forward waits for its backward.
         """
+        if training and self.planner is not None:
+            self.planner.begin(self, rows, idle=idle)
         if self._strict:
             each = [least for j, least in self._least_per_element.items() if training or j < self._shards]
             check_boundaries(int(max(elements) * max(each, default=0)), self._budget_bytes)
@@ -133,6 +153,8 @@ class Steps:
 
     def record_step(self, plan: Plan, rows: Sequence[int], *, training: bool) -> None:
         """Records the plan of a step that ran."""
+        if training and self.planner is not None:
+            self.planner.end(self, rows)
         self._last_steps[training] = plan, sum(rows)
 
     def plan(self, rows: Sequence[int], updates: Updates, *, slots: int, training: bool) -> Plan:

@@ -42,9 +42,11 @@ class StepBytes:
     #: Of the input of a cell, and of its gradient. Shard ``shards`` stands for the output.
     boundaries: Sizes = lambda key: 0
     gradients: Sizes = lambda key: 0
-    #: Shard -> tensors that a cell of it saves for backward, and the shards where they include the cell's input.
+    #: Shard -> tensors that a recomputed cell of it saves for backward, without its input.
     memory_profiles: Mapping[int, MemoryProfile] = field(default_factory=dict)
-    profiles_with_boundary: Set[int] = frozenset()
+    #: The same of a cell that keeps its graph, with its input; or as yet only the bytes of that graph per row.
+    kept_profiles: Mapping[int, MemoryProfile] = field(default_factory=dict)
+    graph_bytes_per_row: Mapping[int, float] = field(default_factory=dict)
     #: Held all the time: homes in that memory, buffers.
     constant_bytes: int = 0
 
@@ -165,7 +167,7 @@ class _Replay:
 
     def _forward(self, cell: Key, position: int, *, keeps: bool) -> None:
         (j, i), sizes = cell, self._sizes
-        profile = sizes.memory_profiles.get(j)
+        profile = self._profile(j, keeps=keeps)
         if j in self._waiting:
             # A shard computes when its update is done, which frees the gradients.
             self._waiting.discard(j)
@@ -174,9 +176,7 @@ class _Replay:
         if profile is not None:
             self._count_memory(position, profile.kept_bytes(sizes.rows[i]), following)
         if keeps and profile is not None:
-            # The profile of a recomputed cell does not include its boundary.
-            own = 0 if j in sizes.profiles_with_boundary else self._held.get((False, j, i), 0)
-            self._graphs[cell] = own + profile.kept_bytes(sizes.rows[i])
+            self._graphs[cell] = self._bytes_of_graph(cell, profile)
             self._graph_bytes += self._graphs[cell]
         if cell not in self._recomputed:
             self._drop((False, j, i))
@@ -186,21 +186,34 @@ class _Replay:
     def _backward(self, cell: Key, position: int) -> None:
         (j, i), sizes = cell, self._sizes
         onward = sizes.gradients(cell) if j > self._last_shard else 0
-        profile = sizes.memory_profiles.get(j)
-        kept = self._graphs.pop(cell, 0)
+        kept = self._graphs.pop(cell, None)
+        profile = self._profile(j, keeps=kept is not None)
         if profile is not None:
-            # The peak of the cell includes what a kept graph holds; its boundary comes on top.
-            own = kept - profile.kept_bytes(sizes.rows[i]) if kept else 0
+            # What a profile frees is not more than the graph holds: a recomputed one knows no recipes of cheap results.
+            own = max(0, kept - profile.kept_bytes(sizes.rows[i])) if kept is not None else 0
             inside = profile.peak_bytes(sizes.rows[i], sizes.gradient_bytes[j], adds=i > 0)
-            self._graph_bytes -= kept - own
-            self._count_memory(position, inside, onward)
-            graphs = self._graph_bytes + profile.peak_bytes(sizes.rows[i], 0)
+            self._graph_bytes -= kept or 0
+            self._count_memory(position, own + inside, onward)
+            graphs = self._graph_bytes + own + profile.peak_bytes(sizes.rows[i], 0)
             self.peak.activation_bytes = max(self.peak.activation_bytes, graphs)
-            self._graph_bytes -= own
         self._drop((True, j + 1, i))
         self._drop((False, j, i))
         if j > self._last_shard:
             self._hold((True, j, i), onward)
+
+    def _profile(self, j: int, *, keeps: bool) -> MemoryProfile | None:
+        known, others = self._sizes.kept_profiles, self._sizes.memory_profiles
+        if not keeps:
+            known, others = others, known
+        return known.get(j) or others.get(j)
+
+    def _bytes_of_graph(self, cell: Key, profile: MemoryProfile) -> int:
+        (j, i), sizes = cell, self._sizes
+        if j not in sizes.kept_profiles and j in sizes.graph_bytes_per_row:
+            return int(sizes.graph_bytes_per_row[j] * sizes.rows[i])
+        # The profile of a recomputed cell does not include its boundary.
+        own = 0 if j in sizes.kept_profiles else self._held.get((False, j, i), 0)
+        return own + profile.kept_bytes(sizes.rows[i])
 
     def _put_output_gradients(self, count: int) -> None:
         """Stores the gradients of the output one by one; each may be spilled before the next is stored."""

@@ -105,7 +105,8 @@ class Plan:
     """Ordered actions for ``slots`` device slots.
 
     ``resident`` are the shards that are in a slot before it starts, ``pending`` those that an earlier step left to be
-    updated. ``clips``: an update needs the norm of all gradients.
+    updated. ``clips``: an update needs the norm of all gradients. Shards ``in_memory`` compute where they rest, without a
+    slot.
     """
 
     actions: tuple[Action, ...]
@@ -113,6 +114,7 @@ class Plan:
     resident: frozenset[int] = frozenset()
     pending: frozenset[int] = frozenset()
     clips: bool = False
+    in_memory: frozenset[int] = frozenset()
 
     def __str__(self) -> str:
         return " ".join(map(str, self.actions))
@@ -197,6 +199,7 @@ class _Proof:
         self._slots, self._clips = plan.slots, plan.clips
         self._last_drain = max((k for k, action in enumerate(plan.actions) if action.kind is Kind.DRAIN), default=-1)
         self._there = set(plan.resident)
+        self._in_memory = plan.in_memory
         self._pending, self._drained, self._stale = set(plan.pending), set[int](), set[int]()
         self.undrained: set[int] = set()
         #: Cells that ran forward: whether they kept their graphs. Those that ran backward.
@@ -237,7 +240,8 @@ class _Proof:
         """A cell."""
         kind, shard, i = action.kind, action.shard, action.microbatch
         name, cell = f"{shard}.{i}", (shard, i)
-        yield shard not in self._there, f"shard {shard} is not resident"
+        yield shard not in self._there and shard not in self._in_memory, f"shard {shard} is not resident"
+        yield shard in self._in_memory and shard in self._pending, f"shard {shard} computes before its pending update"
         yield shard in self._stale, f"shard {shard} was updated since it was loaded"
         kept = self._forward.get(cell)
         if kind in BACKWARD_CELLS:

@@ -40,13 +40,14 @@ class Pass:
     records: bool = True  #: Whether a forward has a backward.
     kept: Collection[Key] = frozenset()  #: Cells that keep their graphs from forward to backward.
     resident: Collection[int] = frozenset()  #: Shards that are in a slot already.
+    in_memory: Collection[int] = frozenset()  #: Shards that compute where they rest, without a slot.
     later: Sequence[int] = ()  #: The order of use after this pass, as far as it is known.
     pending: Collection[int] = frozenset()  #: Shards that must be updated before they are loaded.
     updates: bool = False  #: Whether a shard is updated as soon as its gradients are drained.
     consume: bool = True  #: Whether a backward is the last one.
 
     def __post_init__(self) -> None:
-        if self.slots < 1:
+        if self.slots < 1 and len(self.in_memory) < self.shards:
             raise ValueError(f"expected at least 1 slot, got slots={self.slots}")
 
     @property
@@ -73,8 +74,12 @@ class Pass:
             gradients = gradients or Residency(math.inf, gradients=True)
             for i in range(self.microbatches):
                 yield from gradients.put((self.shards, i), sizes((self.shards, i)), [self.now(self.shards - 1, i)])
-        for position, j in enumerate(self.order):
-            yield from loads.ahead(position)
+        visited = 0
+        # These have no load that they could go before: their updates run as soon as the step allows.
+        yield from (Action(Kind.UPDATE, j) for j in self.order if j in self.in_memory and j in self.pending)
+        for j in self.order:
+            yield from loads.ahead(visited)
+            visited += j not in self.in_memory
             for i in range(self.microbatches):
                 if gradients is None:
                     yield from self._forward_cell(j, i, boundaries, sizes)
@@ -129,7 +134,7 @@ class _Loads:
 
     def __init__(self, one: Pass) -> None:
         self._slots = one.slots
-        self._uses = [*one.order, *one.later]
+        self._uses = [j for j in (*one.order, *one.later) if j not in one.in_memory]
         self._positions: dict[int, list[int]] = {}
         for k, shard in enumerate(self._uses):
             self._positions.setdefault(shard, []).append(k)
@@ -176,6 +181,7 @@ def plan_step(
     training: bool = True,
     first: int = 0,
     kept: Collection[Key] = frozenset(),
+    in_memory: Collection[int] = frozenset(),
     pending: Collection[int] = (),
     updates: bool = False,
     clips: bool = False,
@@ -187,7 +193,7 @@ def plan_step(
     """Plans a whole step from empty slots: forward, and backward where ``training``.
 
     Args:
-        shards, slots, microbatches, first, kept, pending, updates: see :class:`Pass`.
+        shards, slots, microbatches, first, kept, in_memory, pending, updates: see :class:`Pass`.
         training: whether there is a backward.
         clips: see :class:`Plan`.
         boundaries, gradients: which boundaries, and gradients of boundaries, stay in memory; all, if left out.
@@ -202,11 +208,12 @@ def plan_step(
         first=first,
         records=training,
         kept=kept,
+        in_memory=in_memory,
         later=range(shards - 1, first - 1, -1) if training else (),
         pending=frozenset(pending),
     )
     actions = tuple(forward.actions(boundaries, boundary_sizes))
-    plan = Plan(actions, slots, pending=frozenset(pending), clips=clips)
+    plan = Plan(actions, slots, in_memory=frozenset(in_memory), pending=frozenset(pending), clips=clips)
     if not training:
         return plan
     resident = plan.resident_after

@@ -24,7 +24,18 @@ from offload.planning.planner import Updates, plan_step
 from offload.planning.residency import Key, Residency
 from offload.planning.simulate import Costs, Forecast, simulate
 
-__all__ = ["Choice", "Found", "NothingFitsError", "Prediction", "StepModel", "predict", "search"]
+__all__ = [
+    "Choice",
+    "Found",
+    "NothingFitsError",
+    "Prediction",
+    "StepModel",
+    "best_at",
+    "fill",
+    "predict",
+    "predict_plan",
+    "search",
+]
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,7 @@ class StepModel:
     costs: Costs
     #: Without graphs that are kept, waiting gradients and shards in memory.
     sizes: StepBytes
-    updates: Updates
+    updates: Updates = field(default_factory=lambda: Updates(pending=frozenset(), updates=False, clips=False))
     #: Bytes of each shard that rests in memory: weights and optimizer states, without gradients. Missing where a shard
     #: cannot rest there.
     resting_bytes: Mapping[int, int] = field(default_factory=dict)
@@ -103,12 +114,20 @@ class NothingFitsError(ValueError):
         self.least_bytes = least_bytes
 
 
+def predict_plan(
+    model: StepModel, plan: Plan, choice: Choice | None = None, course: list[Moment] | None = None
+) -> tuple[Forecast, PeakMemory]:
+    """Simulates a plan and replays its memory; appends the memory during each cell to ``course``."""
+    chosen = Choice(plan.slots, plan.in_memory) if choice is None else choice
+    forecast = simulate(plan, _costs(model, chosen))
+    return forecast, peak_memory(plan, _sizes(model, chosen, forecast), course)
+
+
 def predict(model: StepModel, choice: Choice) -> Prediction:
     """Plans, simulates and replays one choice."""
     plan = _plan(model, choice)
-    forecast = simulate(plan, _costs(model, choice))
     course: list[Moment] = []
-    peak = peak_memory(plan, _sizes(model, choice, forecast), course)
+    forecast, peak = predict_plan(model, plan, choice, course)
     return Prediction(
         choice,
         plan,
@@ -181,6 +200,20 @@ def _most(count: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
+def fill(model: StepModel, choice: Choice, limit_bytes: float) -> Choice:
+    """With the slots and shards in memory of ``choice``: boundaries, kept graphs and waiting gradients that fit.
+
+    Raises:
+        NothingFitsError: if the step does not fit without any of them.
+    """
+    found = _Search(model, limit_bytes)
+    filled = found.fill(replace(choice, kept=frozenset(), waiting=frozenset(), boundary_bytes=math.inf))
+    if filled is None:
+        least = _memory(model, replace(choice, kept=frozenset(), waiting=frozenset(), boundary_bytes=0))
+        raise NothingFitsError(least, int(limit_bytes))
+    return found.with_waiting(filled)
+
+
 def search(model: StepModel, limit_bytes: float) -> Found:
     """The fastest plan whose memory never exceeds ``limit_bytes``.
 
@@ -209,7 +242,7 @@ class _Search:
         if not ranked:
             least = _memory(model, Choice(self._slots(0, model.least_slots), boundary_bytes=0))
             raise NothingFitsError(least, int(self._limit))
-        best = self._with_waiting(ranked[0])
+        best = predict(model, self.with_waiting(ranked[0].choice))
         return Found(best, ranked[1] if len(ranked) > 1 else None, self._tried)
 
     def _slots(self, in_memory: int, slots: int) -> int:
@@ -244,18 +277,19 @@ class _Search:
         return frozenset(self._may_rest[:count])
 
     def _fastest(self, slots: int, count: int) -> Prediction | None:
-        """With these shards in memory: boundaries stay where they fit, then as many graphs as fit are kept."""
-        choice = Choice(slots, self._first(count))
+        choice = self.fill(Choice(slots, self._first(count)))
+        return None if choice is None else predict(self._model, choice)
+
+    def fill(self, choice: Choice) -> Choice | None:
+        """Boundaries stay where they fit, then as many graphs as fit are kept; None if no plan fits or can win."""
         if not self._fits(choice):
             choice = self._with_fewer_boundaries(choice)
             if not self._fits(choice):
                 return None
         if self._cannot_win(choice):
             return None
-        kept = _most(
-            len(self._graphs), lambda k: self._fits(replace(choice, kept=frozenset(self._graphs[:k])))
-        )
-        return predict(self._model, replace(choice, kept=frozenset(self._graphs[:kept])))
+        kept = _most(len(self._graphs), lambda k: self._fits(replace(choice, kept=frozenset(self._graphs[:k]))))
+        return replace(choice, kept=frozenset(self._graphs[:kept]))
 
     def _with_fewer_boundaries(self, choice: Choice) -> Choice:
         """The largest share, in 1/32, of all boundaries whose plan fits."""
@@ -275,17 +309,17 @@ class _Search:
         writes = sum(costs.drain)
         return max(compute, reads, writes) > best
 
-    def _with_waiting(self, prediction: Prediction) -> Prediction:
+    def with_waiting(self, choice: Choice) -> Choice:
         """The gradients of the first shards wait in memory, as many as fit: these are updated first."""
         model = self._model
         if not model.gradients_wait:
-            return prediction
-        away = [j for j in range(model.first, model.shards) if j not in prediction.choice.in_memory]
+            return choice
+        away = [j for j in range(model.first, model.shards) if j not in choice.in_memory]
 
         def waiting(count: int) -> Choice:
-            return replace(prediction.choice, waiting=frozenset(away[:count]))
+            return replace(choice, waiting=frozenset(away[:count]))
 
-        return predict(model, waiting(_most(len(away), lambda count: self._fits(waiting(count)))))
+        return waiting(_most(len(away), lambda count: self._fits(waiting(count))))
 
 
 def best_at(model: StepModel, limits: Sequence[int]) -> Iterator[tuple[int, Found | None]]:

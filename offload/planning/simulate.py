@@ -19,7 +19,8 @@ __all__ = ["Costs", "Forecast", "simulate"]
 class Costs:
     """Seconds of an action of each shard; of ``forward`` and ``backward``, of one cell.
 
-    ``boundary``: of a copy of a boundary or its gradient; the additional last entry is for the output.
+    ``backward`` includes the recomputation, ``kept_backward`` is that of a cell whose graph was kept. ``boundary``: of a
+    copy of a boundary or its gradient; the additional last entry is for the output.
     """
 
     load: Sequence[float]
@@ -28,6 +29,7 @@ class Costs:
     drain: Sequence[float]
     update: Sequence[float] = ()
     boundary: Sequence[float] = ()
+    kept_backward: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,13 @@ def simulate(plan: Plan, costs: Costs) -> Forecast:
             moving = max(moving, compute) + costs.boundary[shard]
             back[kind is Kind.PREFETCH_GRADIENT, shard, action.microbatch] = moving
         elif kind in CELLS:
+            if shard in plan.in_memory:
+                arrival[shard] = updated.get(shard, 0.0)
             entered = 0.0 if kind is Kind.BACKWARD_KEPT else back.pop((False, shard, action.microbatch), 0.0)
             if kind in BACKWARD_CELLS:
                 entered = max(entered, back.pop((True, shard + 1, action.microbatch), 0.0))
             start = max(compute, arrival[shard], entered)
-            seconds = (costs.backward if kind in BACKWARD_CELLS else costs.forward)[shard]
+            seconds = _seconds(costs, kind)[shard]
             if kind in BACKWARD_CELLS:
                 full = start + (costs.forward[shard] if kind is Kind.BACKWARD else 0.0)
                 drained.update((j, position) for j, end in home.items() if j not in drained and end <= full)
@@ -84,3 +88,9 @@ def simulate(plan: Plan, costs: Costs) -> Forecast:
             compute = start + seconds
     end = max(compute, loading, draining, updating, moving)
     return Forecast(end, waited, computed, drained)
+
+
+def _seconds(costs: Costs, kind: Kind) -> Sequence[float]:
+    if kind not in BACKWARD_CELLS:
+        return costs.forward
+    return costs.kept_backward if kind is Kind.BACKWARD_KEPT and costs.kept_backward else costs.backward

@@ -46,6 +46,8 @@ class GradientOffload:
         self._lane = lane
         self._meter = meter
         self._drains: deque[tuple[Arrival, int, list[Tensor]]] = deque()
+        #: The shards whose gradients wait in memory for their update; None: by the optimizers' ``gradient_bytes``.
+        self.waiting: Collection[int] | None = None
         #: They request norms, gradients in host memory, and updates during backward.
         self.optimizers = Optimizers()
         #: Norms of gradients that are being copied.
@@ -223,6 +225,8 @@ class GradientOffload:
 
     def _stays_in_memory(self, shard: Shard) -> bool:
         """Whether a shard's gradients stay in host memory: those of the first shards, which are updated first."""
+        if self.waiting is not None:
+            return shard.index in self.waiting
         most = self.optimizers.gradient_bytes
         if not most:
             return False

@@ -67,6 +67,10 @@ class Heap:
         self._needed: int | None = None
         self._most = math.inf if budget_bytes is None else max(int(budget_bytes * BUDGET_SHARE), LEAST_BYTES)
 
+    def allow(self, nbytes: int) -> None:
+        """Sets how much free memory may be kept."""
+        self._most = max(nbytes, LEAST_BYTES)
+
     def trim_if_grown(self) -> None:
         """Called after much was freed: trims the heap if it has grown. Usually takes microseconds."""
         if KEEP_BYTES is None:

@@ -75,6 +75,20 @@ class Streamer:
         self.finish_step: Callable[[], None] | None = None
         self.gradient_offload = GradientOffload(shards, device=device, tier=tier, lane=lanes.drain, meter=meter)
 
+    def resize(self, slots: int) -> None:
+        """Changes the number of slots, between passes. Shared slots keep theirs."""
+        if slots == self.slots or self.slot_pool.shared:
+            return
+        self.release()
+        self.slot_pool.free_memory()
+        self.slots = slots
+        self.slot_pool = SlotPool(self._device, slots, self._slot_bytes)
+
+    def allow_free_bytes(self, nbytes: int) -> None:
+        """Sets how much freed heap memory the process may keep."""
+        if self._heap is not None:
+            self._heap.allow(nbytes)
+
     def resident(self) -> frozenset[int]:
         """The shards in slots, with current values. Evicts those whose stored weights were written since the load."""
         for shard in self.shards:

@@ -55,13 +55,13 @@ class Meter:
         self.update_bytes_written = 0
         self.wait = Clock(device)
         self.compute = Clock(device)
-        #: (forward or backward, shard) -> time of its cells, by rows.
+        #: (letter of the cell in a plan, shard) -> time of its cells, by rows.
         self.cells: dict[tuple[str, int], Clock] = {}
         #: Largest number of bytes that autograd keeps of one row while a shard computes.
         self.activation_bytes_per_row = 0.0
-        #: Shard -> tensors that a cell saves for backward; and the shards that keep their graphs.
+        #: Shard -> tensors that a recomputed cell saves for backward; the same of one that keeps its graph.
         self.memory_profiles: dict[int, MemoryProfile] = {}
-        self.keeping: set[int] = set()
+        self.kept_profiles: dict[int, MemoryProfile] = {}
         self._steps = 0
         self._device = device
         self.tracer = Tracer()
@@ -86,10 +86,10 @@ class Meter:
             yield
 
     @contextlib.contextmanager
-    def cell(self, kind: str, shard: int, microbatch: int, rows: int, *, token: str | None = None) -> Iterator[None]:
-        """Counts the time of one cell, ``"F"`` or ``"B"``; ``token`` is its letter in the plan, if it is another."""
+    def cell(self, kind: str, shard: int, microbatch: int, rows: int) -> Iterator[None]:
+        """Counts the time of one cell, whose letter in the plan is ``kind``."""
         clock = self.cells.setdefault((kind, shard), Clock(self._device))
-        token = f"{token or kind}{shard}.{microbatch}"
+        token = f"{kind}{shard}.{microbatch}"
         # A visit is one sample, since its first micro-batch always takes longer than the others.
         with self.compute.span(), clock.span(rows, continues=microbatch > 0), self.tracer.span("compute", token):
             with torch.profiler.record_function(token):
@@ -107,6 +107,20 @@ class Meter:
         clock = self.cells.get((kind, shard))
         return 0.0 if clock is None else clock.seconds_each()
 
+    def forward_seconds_per_row(self, shard: int) -> float:
+        """Predicted seconds of a forward per row."""
+        return self.cell_seconds_per_row("F", shard) or self.cell_seconds_per_row("K", shard)
+
+    def kept_backward_seconds_per_row(self, shard: int) -> float:
+        """Predicted seconds of the backward of a cell that kept its graph."""
+        recomputed, forward = self.cell_seconds_per_row("B", shard), self.forward_seconds_per_row(shard)
+        return self.cell_seconds_per_row("G", shard) or max(0.0, recomputed - forward)
+
+    def backward_seconds_per_row(self, shard: int) -> float:
+        """Predicted seconds of the backward of a cell, with its recomputation."""
+        kept = self.cell_seconds_per_row("G", shard)
+        return self.cell_seconds_per_row("B", shard) or (kept and kept + self.forward_seconds_per_row(shard))
+
     def copy_seconds_per_byte(self, lane: str) -> float:
         """Predicted seconds of a lane's copies per byte (of updates: of gradients); 0 if none was measured."""
         return self._lane_clocks[lane].seconds_each()
@@ -117,8 +131,7 @@ class Meter:
 
     def record_memory_profile(self, shard: int, memory_profile: MemoryProfile, *, keeps: bool) -> None:
         """Records the tensors that a cell saves for backward, and whether it keeps its graph."""
-        self.memory_profiles[shard] = memory_profile
-        (self.keeping.add if keeps else self.keeping.discard)(shard)
+        (self.kept_profiles if keeps else self.memory_profiles)[shard] = memory_profile
 
     def hold(self, nbytes: int) -> None:
         """Counts bytes that were allocated on the compute device."""

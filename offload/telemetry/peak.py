@@ -1,0 +1,60 @@
+"""Measures the peak of memory during a step: of the process on the CPU, of the allocator on a device.
+
+On Linux the kernel records the peak of a process's resident memory; writing ``5`` to ``/proc/self/clear_refs`` resets
+it. File-mapped pages are subtracted.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+__all__ = ["PeakMeter", "anonymous_bytes"]
+
+_KIB = re.compile(rb"^(VmHWM|RssAnon|RssFile|RssShmem):\s+(\d+) kB", re.MULTILINE)
+
+
+def _status() -> dict[str, int]:
+    """Bytes of each kind of resident memory; empty where the system does not say."""
+    try:
+        return {k.decode(): int(v) << 10 for k, v in _KIB.findall(Path("/proc/self/status").read_bytes())}
+    except OSError:
+        return {}
+
+
+def anonymous_bytes() -> int:
+    """Bytes of anonymous and shared memory of this process, which no file backs; 0 if the system does not say."""
+    status = _status()
+    return status.get("RssAnon", 0) + status.get("RssShmem", 0)
+
+
+class PeakMeter:
+    """How far memory rises above its begin."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._began: int | None = None
+
+    def begin(self) -> None:
+        """Begins to measure."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._began = torch.cuda.memory_allocated(self._device)
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        except OSError:
+            self._began = None  # not permitted here
+        else:
+            self._began = anonymous_bytes()
+
+    def rise(self) -> int | None:
+        """Bytes of the peak since :meth:`begin` above the begin; None where it cannot be measured."""
+        if self._began is None:
+            return None
+        if self._device.type == "cuda":
+            return max(0, torch.cuda.max_memory_allocated(self._device) - self._began)
+        status = _status()
+        return max(0, status.get("VmHWM", 0) - status.get("RssFile", 0) - self._began)
