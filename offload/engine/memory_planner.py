@@ -16,8 +16,9 @@ memory than predicted, the difference becomes a margin and the next step begins 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,13 +36,14 @@ from offload.planning.search import (
 )
 from offload.storage import Tier
 from offload.streaming.streamer import Streamer
+from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.peak import PeakMeter
 from offload.telemetry.statistics import Meter
 
 if TYPE_CHECKING:
     from offload.engine.steps import Steps
 
-__all__ = ["MemoryPlanner", "PlanReport"]
+__all__ = ["MemoryPlanner"]
 
 #: Steps after which a plan is chosen.
 PLAN_AFTER = (1, 3)
@@ -49,19 +51,6 @@ PLAN_AFTER = (1, 3)
 LEAST_GAIN = 0.05
 #: Different sizes of a batch whose choices are remembered.
 SIZES_REMEMBERED = 64
-
-
-@dataclass(frozen=True)
-class PlanReport:
-    """What the last step was predicted to cost, and did."""
-
-    limit_bytes: int
-    found: Found | None
-    model: StepModel | None
-    predicted: Prediction | None
-    measured_seconds: float | None
-    measured_bytes: int | None
-    margin_bytes: int
 
 
 class MemoryPlanner:
@@ -99,10 +88,17 @@ class MemoryPlanner:
         self._choices: dict[tuple[tuple[int, ...], int], Prediction] = {}
         self._in_memory: frozenset[int] = frozenset()
         self._margin_bytes = 0
+        #: Whether slots and buffers of the present plan are still to be allocated.
+        self._fresh = True
+        self._warned = False
+        #: Sizes of batches that ran: these are never refused later.
+        self._ran: set[tuple[int, ...]] = set()
         self._peak = PeakMeter(device)
         self._began = 0.0
+        streamer.allow_free_bytes(limit_bytes // 8)
         self._measured_seconds: float | None = None
         self._measured_bytes: int | None = None
+        self._measured_course: list[int] = []
 
     def begin(self, steps: Steps, rows: Sequence[int], *, idle: bool) -> None:
         """Begins a training step; ``idle``: no earlier forward waits for its backward.
@@ -120,15 +116,19 @@ class MemoryPlanner:
     def end(self, steps: Steps, rows: Sequence[int]) -> None:
         """Ends a training step: measures it, and decides whether to plan again before the next."""
         self._steps_done += 1
+        self._ran.add(tuple(rows))
         self._measured_seconds = time.perf_counter() - self._began
-        rise = self._peak.rise()
-        if rise is not None and self._prediction is not None:
-            held = self._held_before(self._prediction)
-            self._measured_bytes = held + rise
-            more = held + rise - (self._prediction.memory_bytes - self._margin_bytes)
+        rise, predicted = self._peak.rise(), self._prediction
+        if rise is not None and predicted is not None:
+            # What is made in the first step of a plan is not there at its begin.
+            held = 0 if self._fresh else self._held_before(predicted)
+            more = held + rise - (predicted.memory_bytes - self._margin_bytes)
+            if not self._fresh:
+                self._measured_bytes = held + rise
+            self._fresh = False
             if more > self._margin_bytes:
                 self._margin_bytes = more
-                self._due = True
+                self._due |= predicted.memory_bytes > self.limit_bytes - more
                 self._choices.clear()
         self._due |= self._steps_done in PLAN_AFTER
 
@@ -155,7 +155,8 @@ class MemoryPlanner:
         try:
             found = search(model, self.limit_bytes)
         except NothingFitsError as error:
-            raise self._refused(error, rows) from error
+            self._refuse(error, rows)
+            return  # :meth:`_choose` takes the leanest plan
         self._due = False
         if self._found is not None:
             now = self._filled(model, self._found.best.choice)
@@ -173,6 +174,7 @@ class MemoryPlanner:
 
     def _switch(self, choice: Choice) -> None:
         """Changes slots and the shards in memory."""
+        self._fresh = True
         self._streamer.resize(choice.slots)
         if self._keep_in_memory is not None and choice.in_memory != self._in_memory:
             self._keep_in_memory(choice.in_memory)
@@ -188,7 +190,8 @@ class MemoryPlanner:
             try:
                 choice = fill(model, present, self.limit_bytes)
             except NothingFitsError as error:
-                raise self._refused(error, rows) from error
+                self._refuse(error, rows)
+                choice = replace(present, boundary_bytes=0)
             if len(self._choices) >= SIZES_REMEMBERED:
                 self._choices.clear()
             self._choices[key] = predict(model, choice)
@@ -212,21 +215,38 @@ class MemoryPlanner:
                     held += s.nbytes
         return held
 
-    def _refused(self, error: NothingFitsError, rows: Sequence[int]) -> ValueError:
-        return ValueError(
-            f"a step of micro-batches of {max(rows)} rows takes at least {error.least_bytes:,} bytes on "
-            f"{self._device}, {error.least_bytes - self.limit_bytes:,} more than memory={self.limit_bytes:,}; pass "
-            f"more memory, fewer rows, or more micro-batches (num_microbatches)"
+    def _refuse(self, error: NothingFitsError, rows: Sequence[int]) -> None:
+        """Raises ValueError for a batch that does not fit; warns for a size that ran before, which goes on."""
+        least, name = error.least_bytes, "the margin that earlier steps were measured to need"
+        message = (
+            f"a step of micro-batches of {max(rows)} rows takes at least {least:,} bytes on {self._device}, "
+            f"{least - self.limit_bytes:,} more than memory={self.limit_bytes:,}, {self._margin_bytes:,} of them "
+            f"{name}; pass more memory, fewer rows, or more micro-batches (num_microbatches)"
         )
+        if tuple(rows) not in self._ran:
+            raise ValueError(message)
+        if not self._warned:
+            self._warned = True
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
-    def report(self) -> PlanReport:
-        """The last choice, and what its step measured."""
-        return PlanReport(
-            self.limit_bytes,
-            self._found,
-            None,
-            self._prediction,
-            self._measured_seconds,
-            self._measured_bytes,
-            self._margin_bytes,
+    def report(self, steps: Steps, rows: Sequence[int] | None) -> MemoryReport:
+        """What the present plan takes and costs; ``rows``: of the last step, if any."""
+        more, runner_up = None, None if self._found is None else self._found.runner_up
+        more_limit = self.limit_bytes + max(1 << 20, self.limit_bytes // 4)
+        predicted = self._prediction
+        if predicted is not None and rows is not None:
+            more = search(self._model(steps, rows), more_limit).best
+        return MemoryReport(
+            device=str(self._device),
+            limit_bytes=self.limit_bytes,
+            shards=len(self._streamer.shards),
+            cells=len(self._streamer.shards) * (1 if rows is None else len(rows)),
+            predicted=predicted,
+            measured_seconds=self._measured_seconds,
+            measured_bytes=self._measured_bytes,
+            margin_bytes=self._margin_bytes,
+            runner_up=runner_up,
+            more=more,
+            more_limit_bytes=more_limit,
+            measured_course=self._measured_course,
         )

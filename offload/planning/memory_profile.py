@@ -10,7 +10,8 @@ Not included: memory that operations allocate inside, and gradients that wait fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 __all__ = ["MemoryProfile", "SavedTensor"]
 
@@ -32,10 +33,16 @@ class MemoryProfile:
 
     rows: int
     saved_tensors: Sequence[SavedTensor]
+    #: Results of :meth:`peak_bytes`: a search of plans asks for the same ones again and again.
+    _peaks: dict[tuple[int, int, bool], int] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @cached_property
+    def _freed_bytes(self) -> int:
+        return sum(saved_tensor.freed for saved_tensor in self.saved_tensors)
 
     def kept_bytes(self, rows: int) -> int:
         """Bytes that a cell keeps until its backward begins."""
-        return sum(saved_tensor.freed for saved_tensor in self.saved_tensors) * rows // max(self.rows, 1)
+        return self._freed_bytes * rows // max(self.rows, 1)
 
     def peak_bytes(self, rows: int, gradient_bytes: int, *, adds: bool = False) -> int:
         """Peak bytes of its activations, their gradients and the gradients of its weights.
@@ -43,6 +50,12 @@ class MemoryProfile:
         ``gradient_bytes``: of all weights; those that autograd did not save (a bias, an embedding) come last.
         ``adds``: whether they are added to those of an earlier micro-batch.
         """
+        key = rows, gradient_bytes, adds
+        if key not in self._peaks:
+            self._peaks[key] = self._peak_bytes(*key)
+        return self._peaks[key]
+
+    def _peak_bytes(self, rows: int, gradient_bytes: int, adds: bool) -> int:
         scale = rows / max(self.rows, 1)
         kept = float(self.kept_bytes(rows))
         weights, new, following = 0.0, 0.0, 0.0  # gradients of weights, the newest of them, of the operation after

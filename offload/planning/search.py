@@ -189,14 +189,27 @@ def _order_of_graphs(model: StepModel) -> list[Key]:
     return [cell for cell in cells if cell not in model.always_kept]
 
 
-def _most(count: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to ``count`` that fits, by bisection; 0 is taken to fit."""
-    if fits(count):
-        return count
-    low, high = 0, count
+def _most(count: int, nbytes: Callable[[int], int], limit_bytes: float) -> int:
+    """The largest number up to ``count`` whose ``nbytes``, which grow with it, are within a limit; 0 is taken to fit.
+
+    Bytes are nearly linear in the number, so the next one to try is interpolated.
+    """
+    high, above = count, nbytes(count)
+    if above <= limit_bytes or count <= 1:
+        return count if above <= limit_bytes else 0
+    low, below = 0, nbytes(0)
+    guessed = False
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        if not guessed and above > below:
+            middle = low + int((high - low) * max(0.0, limit_bytes - below) / (above - below))
+            middle = min(max(middle, low + 1), high - 1)
+        guessed = not guessed and high - low > 8  # a guess that was far off is followed by a bisection
+        found = nbytes(middle)
+        if found <= limit_bytes:
+            low, below = middle, found
+        else:
+            high, above = middle, found
     return low
 
 
@@ -248,13 +261,16 @@ class _Search:
     def _slots(self, in_memory: int, slots: int) -> int:
         return min(slots, self._model.shards - in_memory)
 
-    def _fits(self, choice: Choice) -> bool:
+    def _memory(self, choice: Choice) -> int:
         self._tried += 1
-        return _memory(self._model, choice) <= self._limit
+        return _memory(self._model, choice)
+
+    def _fits(self, choice: Choice) -> bool:
+        return self._memory(choice) <= self._limit
 
     def _try_numbers_in_memory(self, slots: int) -> None:
         """Seconds first fall with the number of shards in memory, then rise as graphs have to leave for them."""
-        most = _most(len(self._may_rest), lambda count: self._fits(self._leanest(slots, count)))
+        most = _most(len(self._may_rest), lambda count: self._memory(self._leanest(slots, count)), self._limit)
         step = max(1, most // 4)
         best = self._best_of(slots, [*range(0, most + 1, step), most])
         while step > 1 and best is not None:
@@ -282,13 +298,15 @@ class _Search:
 
     def fill(self, choice: Choice) -> Choice | None:
         """Boundaries stay where they fit, then as many graphs as fit are kept; None if no plan fits or can win."""
+        if self._cannot_win(choice):
+            return None
         if not self._fits(choice):
             choice = self._with_fewer_boundaries(choice)
             if not self._fits(choice):
                 return None
-        if self._cannot_win(choice):
-            return None
-        kept = _most(len(self._graphs), lambda k: self._fits(replace(choice, kept=frozenset(self._graphs[:k]))))
+        kept = _most(
+            len(self._graphs), lambda k: self._memory(replace(choice, kept=frozenset(self._graphs[:k]))), self._limit
+        )
         return replace(choice, kept=frozenset(self._graphs[:kept]))
 
     def _with_fewer_boundaries(self, choice: Choice) -> Choice:
@@ -296,18 +314,35 @@ class _Search:
         sizes = self._model.sizes
         each = (sizes.boundaries((j, i)) for j in range(1, self._model.shards) for i in range(len(sizes.rows)))
         most = sum(each)
-        share = _most(32, lambda k: self._fits(replace(choice, boundary_bytes=most * k / 32)))
+        share = _most(32, lambda k: self._memory(replace(choice, boundary_bytes=most * k / 32)), self._limit)
         return replace(choice, boundary_bytes=most * share / 32)
 
     def _cannot_win(self, choice: Choice) -> bool:
-        """Whether even with all graphs kept a plan takes longer than one that was found."""
+        """Whether a plan takes longer than one that was found, even with as many graphs as its bytes allow."""
         best = min((p.seconds for p in self._found.values() if p is not None), default=math.inf)
-        costs, away = _costs(self._model, choice), set(range(self._model.shards)) - choice.in_memory
-        count = len(self._model.sizes.rows)
-        compute = count * (sum(costs.forward) + sum(costs.kept_backward))
-        reads = sum(costs.load[j] for j in away)
-        writes = sum(costs.drain)
+        if best == math.inf:
+            return False
+        model, costs = self._model, _costs(self._model, choice)
+        away = set(range(model.shards)) - choice.in_memory
+        resting = sum(model.resting_bytes[j] for j in choice.in_memory)
+        left = self._limit - model.margin_bytes - model.sizes.constant_bytes - resting - choice.slots * model.sizes.slot_bytes
+        # The cells that save most by their graphs, as if each took as little as the smallest graph.
+        smallest = min((self._graph_bytes(cell) for cell in self._graphs), default=0)
+        most = len(self._graphs) if smallest <= 0 else max(0, int(left // smallest))
+        saved = sorted((costs.backward[j] - costs.kept_backward[j] for j, _ in self._graphs), reverse=True)
+        cells = [*self._graphs, *model.always_kept]
+        compute = sum(costs.backward[j] for j, _ in cells) - sum(saved[:most])
+        compute += len(model.sizes.rows) * sum(costs.forward)
+        reads, writes = sum(costs.load[j] for j in away), sum(costs.drain)
         return max(compute, reads, writes) > best
+
+    def _graph_bytes(self, cell: Key) -> int:
+        """Bytes of a kept graph, without the cell's input."""
+        (j, i), sizes = cell, self._model.sizes
+        if j not in sizes.kept_profiles and j in sizes.graph_bytes_per_row:
+            return int(sizes.graph_bytes_per_row[j] * sizes.rows[i])
+        profile = sizes.kept_profiles.get(j) or sizes.memory_profiles.get(j)
+        return 0 if profile is None else profile.kept_bytes(sizes.rows[i])
 
     def with_waiting(self, choice: Choice) -> Choice:
         """The gradients of the first shards wait in memory, as many as fit: these are updated first."""
@@ -319,7 +354,7 @@ class _Search:
         def waiting(count: int) -> Choice:
             return replace(choice, waiting=frozenset(away[:count]))
 
-        return waiting(_most(len(away), lambda count: self._fits(waiting(count))))
+        return waiting(_most(len(away), lambda count: self._memory(waiting(count)), self._limit))
 
 
 def best_at(model: StepModel, limits: Sequence[int]) -> Iterator[tuple[int, Found | None]]:

@@ -1,0 +1,120 @@
+"""Reports how the memory of a model is used, and why: each choice with its bytes, predicted and measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload.planning.search import Choice, Prediction
+
+__all__ = ["MemoryReport"]
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """How a step uses the memory that a model may take; ``print()`` shows it as text."""
+
+    #: Where, and how many bytes.
+    device: str
+    limit_bytes: int
+    shards: int
+    cells: int
+    #: The prediction of the present plan; None before the first step has been measured.
+    predicted: Prediction | None
+    #: The last step, and the peak of its memory; None where the system does not measure it.
+    measured_seconds: float | None
+    measured_bytes: int | None
+    margin_bytes: int
+    #: The fastest other plan; and what more memory would buy.
+    runner_up: Prediction | None = None
+    more: Prediction | None = None
+    more_limit_bytes: int = 0
+    #: Measured bytes at the end of each cell of the last step that was measured so.
+    measured_course: Sequence[int] = ()
+
+    def __str__(self) -> str:
+        first = f"memory: {_mib(self.limit_bytes)} on {self.device}"
+        if self.predicted is None:
+            return f"{first}; the plan is chosen when one training step has been measured"
+        return "\n".join([first, *self._totals(self.predicted), "", *self._kinds(self.predicted), *self._others()])
+
+    def _totals(self, p: Prediction) -> list[str]:
+        seconds, nbytes = self.measured_seconds, self.measured_bytes
+        measured = f"; measured {seconds:.3g} s" if seconds is not None else ""
+        peak = f"; measured {_mib(nbytes)}" if nbytes is not None else ""
+        return [
+            f"step:   {p.seconds:.3g} s predicted ({p.compute_seconds:.3g} s compute, {p.wait_seconds:.3g} s waiting)"
+            f"{measured}",
+            f"peak:   {_mib(p.memory_bytes)} predicted, {_mib(self.margin_bytes)} of it a margin from earlier steps{peak}",
+        ]
+
+    def _kinds(self, p: Prediction) -> list[str]:
+        top, choice = max(p.course, key=lambda moment: moment.nbytes), p.choice
+        boundaries = "all stay" if choice.boundary_bytes == float("inf") else f"at most {_mib(choice.boundary_bytes)}"
+        rows = [
+            ("weights", top.weights, f"{choice.slots} slots; {len(choice.in_memory)} of {self.shards} shards in memory"),
+            ("gradients", top.gradients, f"those of {len(choice.waiting)} shards wait in memory for their update"),
+            ("boundaries", top.boundaries, boundaries),
+            ("graphs", top.graphs, f"{len(choice.kept)} of {self.cells} cells keep theirs, the others are recomputed"),
+            ("running cell", top.cell, "activations, and gradients of its weights"),
+            ("others", top.others, "output, buffers of updates and transfers, homes in memory"),
+        ]
+        return [f"{name:13s} {_mib(nbytes):>12s}  {what}" for name, nbytes, what in rows]
+
+    def _others(self) -> list[str]:
+        lines = [""]
+        assert self.predicted is not None
+        if self.runner_up is not None:
+            lines.append(
+                f"runner-up: {describe(self.runner_up.choice)}: {self.runner_up.seconds:.3g} s, "
+                f"{_mib(self.runner_up.memory_bytes)}"
+            )
+        if self.more is not None:
+            gain = self.predicted.seconds - self.more.seconds
+            lines.append(
+                f"with {_mib(self.more_limit_bytes)}: {self.more.seconds:.3g} s, {max(0.0, gain):.3g} s less "
+                f"({describe(self.more.choice)})"
+            )
+        return lines if len(lines) > 1 else []
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the memory over one step, stacked by kind, with what was measured. Needs matplotlib."""
+        from matplotlib.figure import Figure
+
+        if self.predicted is None:
+            raise RuntimeError("run one training step first: the plan is chosen from what it measures")
+        course = self.predicted.course
+        kinds = ("others", "weights", "gradients", "boundaries", "graphs", "cell")
+        figure = Figure(figsize=(9, 4), layout="constrained")
+        axes = figure.add_subplot()
+        cells = range(len(course))
+        stacked = [[getattr(moment, kind) / _MIB for moment in course] for kind in kinds]
+        axes.stackplot(cells, stacked, labels=["running cell" if kind == "cell" else kind for kind in kinds], step="mid")
+        if self.measured_course:
+            axes.plot(
+                range(len(self.measured_course)),
+                [nbytes / _MIB for nbytes in self.measured_course],
+                "k.",
+                markersize=3,
+                label="measured between cells",
+            )
+        axes.axhline(self.limit_bytes / _MIB, color="black", linewidth=1, linestyle="--", label="limit")
+        axes.set_xlabel("cells of a step, forward and then backward")
+        axes.set_ylabel("MiB")
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        figure.savefig(os.fspath(path), dpi=150)
+
+
+def describe(choice: Choice) -> str:
+    """A choice in words."""
+    return (
+        f"{choice.slots} slots, {len(choice.in_memory)} shards in memory, {len(choice.kept)} graphs kept, gradients of "
+        f"{len(choice.waiting)} shards waiting"
+    )
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / _MIB:,.0f} MiB" if nbytes >= 10 * _MIB else f"{nbytes / _MIB:,.2f} MiB"
