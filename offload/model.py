@@ -314,9 +314,7 @@ class OffloadModel(SlotSharingModule):
         """
         ran = self._executor.steps.last(batch_rows, training=training)
         rows = self._rows_of_micro_batches(batch_rows or self._num_microbatches)
-        slots = self._executor.streamer.slots
-        updates = self._executor.streamer.gradient_offload.optimizers.planned()
-        return ran or self._executor.steps.plan(rows, updates, slots=slots, training=training)
+        return ran or self._executor.next_plan(rows, training=training)
 
     def _rows_of_micro_batches(self, batch_rows: int) -> list[int]:
         """Rows of each micro-batch."""
@@ -335,8 +333,7 @@ class OffloadModel(SlotSharingModule):
             ValueError: if ``memory_budget`` is too small for such a batch.
         """
         executor, rows = self._executor, self._rows_of_micro_batches(batch_rows)
-        updates = executor.streamer.gradient_offload.optimizers.planned()
-        plan = executor.steps.plan(rows, updates, slots=executor.streamer.slots, training=True)
+        plan = executor.next_plan(rows, training=True)
         return predict_step(plan, rows, executor, meter=self._meter, tier=self._tier)
 
     @contextlib.contextmanager
@@ -379,6 +376,8 @@ class OffloadModel(SlotSharingModule):
             self._executor.structure.check()
         self._executor.streamer.apply_pending_updates()
         self._executor.assigned_data.store()
+        if self._persistent_home.keeps:
+            self._executor.write_back()
         self._persistent_home.close()
         self._executor.closed = True
         self._finalizer()

@@ -100,16 +100,24 @@ class ShardRunner:
         """Whether a recomputation may skip dead code: operations that no gradient needs."""
         return not (self.reads_values or self.layers.listened_to)
 
+    @property
+    def needs_copy(self) -> bool:
+        """Whether the next forward must not use a home in place: layers may write it, see :meth:`compares_weights`."""
+        return self.compares_always or self.writes_weights or self._forwards[self._modes()] < FORWARDS_COMPARED
+
     def compares_weights(self) -> bool:
         """Whether parameters are compared with their homes after the forward of this visit.
 
         A write through ``.data`` increments no version. Layers write so in their first forward (an initialisation from
         data) or in each one, so the first forwards of each combination of ``training`` flags and hooks are compared.
         """
+        compares = self.needs_copy
+        self._forwards[self._modes()] += 1
+        return compares
+
+    def _modes(self) -> tuple[int, ...]:
         modules = [module for _, module in self.watched.modules]
-        modes = *(m.training for m in modules), *(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
-        self._forwards[modes] += 1
-        return self.compares_always or self.writes_weights or self._forwards[modes] <= FORWARDS_COMPARED
+        return *(m.training for m in modules), *(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
 
     def forward(self, boundary: Any, output_fn: OutputFn | None = None) -> Any:
         """Runs the cell for its output only."""

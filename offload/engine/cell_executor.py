@@ -98,10 +98,12 @@ class CellExecutor:
         """
         runner = self._runners[j]
         shard = runner.shard
-        compare = runner.compares_weights()
+        in_place = shard.bound_in_place
+        compare = not in_place and runner.compares_weights()
         written = find_writes(shard, compare=compare)
         # Before the writes of the layers are stored.
         checked = {owner for k in written if self._home_checksums[owner := shard.owner_of(k)[0].index].recorded}
+        checked = set() if in_place else checked
         records_sums = compare and tape.records and (j >= tape.first or j in self._lending)
         for index in checked | {j} if records_sums else checked:
             self._home_checksums[index].compare()
@@ -113,6 +115,13 @@ class CellExecutor:
             entered = {cell: input_of(cell) for cell in recorded}
             if recorded and runner.repeats_writes is None:
                 runner.repeats_writes = self._repeats_writes(tape, recorded[0], entered[recorded[0]])
+            if recorded and not runner.repeats_writes and in_place:
+                raise RuntimeError(
+                    f"the layers of shard {j} wrote their own parameters while they ran, for the first time after "
+                    f"forwards in which they did not, and a recomputation would write other values; discard this "
+                    f"forward, restore the parameters and run it again: the shard is copied before each use from now "
+                    f"on. Or use checkpoint_activation=False"
+                )
             if recorded and not runner.repeats_writes:
                 set_values(shard, values_at_home(shard))  # the values before this visit
                 for cell, boundary in entered.items():
@@ -189,6 +198,11 @@ class CellExecutor:
                 source, value = _source(tape, cell, boundary)
                 outputs = flatten(runner.recompute(value, tape.cells[cell], self._output_fn(tape, cell), until))[0]
                 _check_same(tape, cell, outputs)
+                if runner.shard.bound_in_place and runner.shard.versions() != tape.versions[cell.j]:
+                    raise RuntimeError(
+                        f"the layers of shard {cell.j} wrote their own parameters while they were recomputed, unlike "
+                        f"in their forward; the writes stay. Use checkpoint_activation=False"
+                    )
                 if runner.writes_weights and differs_from_home(runner.shard):
                     raise RuntimeError(
                         f"the layers of shard {cell.j} write their own parameters while they run, and the "

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from offload.engine.boundary_store import SpillingStore
 from offload.engine.cell import Cell, OutputFn, ShardRunner
 from offload.engine.cell_executor import CellExecutor, largest_rows, requires
-from offload.engine.exclusive import ExclusivePasses
 from offload.engine.follow import Follower, performers
+from offload.engine.homes import MovableHomes
 from offload.engine.layouts import bytes_of_boundary, refuse_hidden, refuse_strided_nested
 from offload.engine.raw_chunk import RawChunk, versions_of
 from offload.engine.references import References
@@ -53,15 +53,13 @@ from pipe.torch_private import transform_under_way
 __all__ = ["Executor"]
 
 
-class Executor(ExclusivePasses):
+class Executor(MovableHomes):
     """Forward and backward over the shards of one model.
 
     Moves the parameters of ``layers`` to their homes and the buffers to the compute device. ``cuts`` are the numbers of
     layers of each shard; ``values`` the sources of parameters and buffers that are not read from the layers.
     """
 
-    #: Whether the model was closed.
-    closed = False
     #: Of the layers, once the model is complete.
     structure: Structure | None = None
 
@@ -134,10 +132,6 @@ class Executor(ExclusivePasses):
             known.update(p for p in node.parameters if p in known)
         return self._references.held_elsewhere(known, views)
 
-    def bytes_at_home(self) -> int:
-        """Bytes of stored parameters and gradients."""
-        return sum(b.nbytes for shard in self.shards for b in (shard.home, shard.gradients) if b is not None)
-
     @contextlib.contextmanager
     def frozen_weights(self) -> Iterator[None]:
         """A context in which parameters do not change: forwards reuse the shards that are in slots."""
@@ -158,7 +152,7 @@ class Executor(ExclusivePasses):
 
     def tape(self, chunks: Sequence[Any], output_fns: Sequence[OutputFn | None] = ()) -> Tape:
         """An empty tape for a forward over ``chunks``, each an (args, kwargs) pair with a function of its output."""
-        self._check_open()
+        self.check_open()
         inputs = [flatten(chunk)[0] for chunk in chunks]
         tensors = [x for leaves in inputs for x in leaves if isinstance(x, Tensor)]
         transform = transform_under_way(tensors)
@@ -226,6 +220,7 @@ class Executor(ExclusivePasses):
                 records=tape.records,
                 kept=tape.graphs,
                 resident=self.streamer.resident(),
+                in_memory=self.streamer.in_place(),
                 later=range(n) if reuses_slots and shared else range(n - 1, tape.first - 1, -1) if tape.records else (),
                 pending=self.streamer.pending(),
             )
@@ -259,7 +254,7 @@ class Executor(ExclusivePasses):
 
             @contextlib.contextmanager
             def visit(j: int) -> Iterator[None]:
-                with self.streamer.visit(j):
+                with self.streamer.visit(j, copied=self.runners[j].needs_copy):
                     with self._cell_executor.storing_writes_on_failure(j, self.streamer):
                         yield
                     end_visit(j)
@@ -307,7 +302,7 @@ class Executor(ExclusivePasses):
 
         Returns gradients of the inputs, like ``output_gradients``, and those of ``returned``.
         """
-        self._check_open()
+        self.check_open()
         n, m = len(self.shards), tape.microbatches
         gradients = self._store(gradients=True)
         input_gradients: list[list[Any]] = [[None] * len(leaves) for leaves in tape.inputs]
@@ -336,6 +331,7 @@ class Executor(ExclusivePasses):
                 first=first,
                 kept=tape.graphs,
                 resident=resident,
+                in_memory=self.streamer.in_place(),
                 later=range(n - 1, tape.first - 1, -1) if reuses_slots else (),
                 pending=self.streamer.pending(),
                 updates=updates,
@@ -368,11 +364,12 @@ class Executor(ExclusivePasses):
                 elif j == 0:
                     input_gradients[i] = back
 
+            def visit(j: int) -> contextlib.AbstractContextManager[object]:
+                return self.streamer.visit(j, copied=self.runners[j].writes_weights)
+
             follower = Follower(performers(run, self.streamer, tape.boundaries, gradients))
-            follower.follow(
-                this.actions(tape.residency, size, self.steps.residency(gradients=True)), self.streamer.visit
-            )
-            if tape.plan is not None:
+            follower.follow(this.actions(tape.residency, size, self.steps.residency(gradients=True)), visit)
+            if tape.plan is not None and tape.plan.in_memory == this.in_memory:
                 self.steps.record_step(joined(tape.plan, follower.plan(this)), tape.rows, training=True)
                 tape.plan = None  # a second backward begins with other shards in slots
             self.streamer.gradient_offload.wait_idle()
@@ -386,10 +383,6 @@ class Executor(ExclusivePasses):
         return input_gradients, taken
 
     # --- both passes ---------------------------------------------------------------------------------------------
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise RuntimeError("this OffloadModel was closed and cannot run; make a new one")
 
     def _store(self, *, spills: bool = True, gradients: bool = False) -> SpillingStore:
         """A store for boundaries, or for their gradients; a backward has both."""

@@ -57,7 +57,13 @@ class Follower:
 
     def plan(self, this: Pass) -> Plan:
         """The plan of a pass that ran."""
-        return Plan(tuple(self.done), this.slots, frozenset(this.resident), frozenset(this.pending))
+        return Plan(
+            tuple(self.done),
+            this.slots,
+            frozenset(this.resident),
+            frozenset(this.pending),
+            in_memory=frozenset(this.in_memory),
+        )
 
     def follow(
         self,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from offload.engine.steps import Steps
 from offload.planning.peak_memory import StepBytes
 from offload.planning.search import StepModel
 from offload.planning.simulate import Costs
@@ -14,25 +14,29 @@ from offload.storage import Tier
 from offload.streaming.shard import Shard
 from offload.telemetry.statistics import Meter
 
-if TYPE_CHECKING:
-    from offload.engine.steps import Steps
-
 __all__ = ["step_model"]
 
 
 def step_model(
-    shards: Sequence[Shard], steps: Steps, rows: Sequence[int], *, meter: Meter, tier: Tier, device: torch.device
+    shards: Sequence[Shard],
+    steps: Steps,
+    rows: Sequence[int],
+    resting_bytes: Mapping[int, int],
+    *,
+    meter: Meter,
+    tier: Tier,
+    device: torch.device,
 ) -> StepModel:
-    """The measured model of a step on micro-batches of so many ``rows``."""
+    """The measured model of a step on micro-batches of so many ``rows``.
+
+    ``resting_bytes``: of each shard in host memory, weights and optimizer states.
+    """
     mean_rows = sum(rows) / len(rows)
     loads = [sum(s.nbytes for s in shard.at_home) for shard in shards]
     gradient_bytes = [sum(s.nbytes for s in shard.at_home if s.parameter.requires_grad) for shard in shards]
     each = {lane: meter.copy_seconds_per_byte(lane) for lane in ("load", "drain", "update", "boundary")}
     boundaries = steps.sizes(rows)
     on_host = device.type == "cpu"
-    # In host memory a home takes gradients as they are.
-    stay = on_host and not tier.blocking_io
-    at_home = sum(s.nbytes for shard in shards for s in shard.own) if stay else 0
     costs = Costs(
         load=[nbytes * each["load"] for nbytes in loads],
         forward=[meter.forward_seconds_per_row(shard.index) * mean_rows for shard in shards],
@@ -42,19 +46,31 @@ def step_model(
         update=[nbytes * each["update"] for nbytes in gradient_bytes],
         boundary=[boundaries((j, 0)) * each["boundary"] for j in range(len(shards) + 1)],
     )
+    always = on_host and not tier.blocking_io  # homes are in host memory anyway
     sizes = StepBytes(
-        slot_bytes=max(shard.slot_bytes for shard in shards),
+        slot_bytes=max((shard.slot_bytes for shard in shards if not shard.in_place), default=0),
         gradient_bytes=gradient_bytes,
-        gradients_stay=stay,
+        # In host memory a home takes gradients as they are.
+        gradients_stay=frozenset(shard.index for shard in shards if on_host and not shard.blocking_io),
         rows=rows,
         boundaries=boundaries,
         gradients=steps.sizes(rows, gradients=True),
         memory_profiles=meter.memory_profiles,
         kept_profiles=meter.kept_profiles,
         graph_bytes_per_row=steps.graph_bytes_per_row(),
-        constant_bytes=(tier.staging_bytes + steps.reserved_bytes if on_host else 0) + at_home,
+        constant_bytes=(tier.staging_bytes + steps.reserved_bytes if on_host else 0)
+        + (sum(resting_bytes.values()) if always else 0),
     )
     trainable = (shard.index for shard in shards if shard.trainable)
     return StepModel(
-        shards=len(shards), first=next(trainable, len(shards)), costs=costs, sizes=sizes, spills=tier.scratch() is not None
+        shards=len(shards),
+        first=next(trainable, len(shards)),
+        costs=costs,
+        sizes=sizes,
+        resting_bytes={
+            shard.index: 0 if always else resting_bytes[shard.index]
+            for shard in shards
+            if on_host and shard.may_bind_in_place
+        },
+        spills=tier.scratch() is not None,
     )

@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
-from offload.engine.measured import step_model
 from offload.planning.search import (
     Choice,
     Found,
@@ -34,14 +32,11 @@ from offload.planning.search import (
     predict,
     search,
 )
-from offload.storage import Tier
-from offload.streaming.streamer import Streamer
 from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.peak import PeakMeter
-from offload.telemetry.statistics import Meter
 
 if TYPE_CHECKING:
-    from offload.engine.steps import Steps
+    from offload.engine.homes import MovableHomes
 
 __all__ = ["MemoryPlanner"]
 
@@ -54,31 +49,13 @@ SIZES_REMEMBERED = 64
 
 
 class MemoryPlanner:
-    """Plans the steps of one model.
+    """Plans the steps of one model within ``limit_bytes`` of the memory that its layers compute in."""
 
-    Args:
-        limit_bytes: of the memory that layers compute in.
-        keep_in_memory: moves shards between their files and memory; None where all rest where they are.
-    """
-
-    def __init__(
-        self,
-        limit_bytes: int,
-        *,
-        streamer: Streamer,
-        meter: Meter,
-        tier: Tier,
-        device: torch.device,
-        keep_in_memory: Callable[[Collection[int]], None] | None = None,
-        may_rest: Callable[[], dict[int, int]] = dict,
-    ) -> None:
+    def __init__(self, limit_bytes: int, executor: MovableHomes) -> None:
         self.limit_bytes = limit_bytes
-        self._streamer = streamer
-        self._meter = meter
-        self._tier = tier
-        self._device = device
-        self._keep_in_memory = keep_in_memory
-        self._may_rest = may_rest
+        self._executor = weakref.ref(executor)  # without it, a cycle with its steps
+        self._streamer = executor.streamer
+        self._device = executor.device
         self._steps_done = 0
         self._due = False
         self._found: Found | None = None
@@ -93,27 +70,27 @@ class MemoryPlanner:
         self._warned = False
         #: Sizes of batches that ran: these are never refused later.
         self._ran: set[tuple[int, ...]] = set()
-        self._peak = PeakMeter(device)
+        self._peak = PeakMeter(executor.device)
         self._began = 0.0
-        streamer.allow_free_bytes(limit_bytes // 8)
+        self._streamer.allow_free_bytes(limit_bytes // 8)
         self._measured_seconds: float | None = None
         self._measured_bytes: int | None = None
         self._measured_course: list[int] = []
 
-    def begin(self, steps: Steps, rows: Sequence[int], *, idle: bool) -> None:
+    def begin(self, rows: Sequence[int], *, idle: bool) -> None:
         """Begins a training step; ``idle``: no earlier forward waits for its backward.
 
         Raises:
             ValueError: if no plan of this step fits, before anything has moved.
         """
         if self._due and idle:
-            self._plan_again(steps, rows)
+            self._plan_again(rows)
         if self._steps_done:
-            self._choose(steps, rows)
+            self._choose(rows)
         self._peak.begin()
         self._began = time.perf_counter()
 
-    def end(self, steps: Steps, rows: Sequence[int]) -> None:
+    def end(self, rows: Sequence[int]) -> None:
         """Ends a training step: measures it, and decides whether to plan again before the next."""
         self._steps_done += 1
         self._ran.add(tuple(rows))
@@ -137,21 +114,21 @@ class MemoryPlanner:
         first = prediction.course[0]
         return first.nbytes - first.cell - first.boundaries
 
-    def _model(self, steps: Steps, rows: Sequence[int]) -> StepModel:
-        shards = self._streamer.shards
-        model = step_model(shards, steps, rows, meter=self._meter, tier=self._tier, device=self._device)
-        optimizers = self._streamer.gradient_offload.optimizers
+    def _model(self, rows: Sequence[int]) -> StepModel:
+        executor = self._executor()
+        assert executor is not None
+        model = executor.measured(rows)
+        updates = self._streamer.gradient_offload.optimizers.planned()
         return replace(
             model,
-            updates=optimizers.planned(),
-            resting_bytes=self._may_rest(),
-            always_kept=frozenset((cell.j, cell.i) for cell in steps.written_cells(rows, model.first)),
-            gradients_wait=self._tier.blocking_io and not optimizers.planned()["updates"],
+            updates=updates,
+            always_kept=frozenset((j, i) for j, i in executor.steps.written_cells(rows, model.first)),
+            gradients_wait=any(shard.blocking_io for shard in executor.shards) and not updates["updates"],
             margin_bytes=self._margin_bytes,
         )
 
-    def _plan_again(self, steps: Steps, rows: Sequence[int]) -> None:
-        model = self._model(steps, rows)
+    def _plan_again(self, rows: Sequence[int]) -> None:
+        model = self._model(rows)
         try:
             found = search(model, self.limit_bytes)
         except NothingFitsError as error:
@@ -175,16 +152,21 @@ class MemoryPlanner:
     def _switch(self, choice: Choice) -> None:
         """Changes slots and the shards in memory."""
         self._fresh = True
+        executor = self._executor()
+        assert executor is not None
+        fewer = self._in_memory & choice.in_memory
+        if fewer != self._in_memory:  # those that leave go first: in one call both would be in memory for a moment
+            executor.keep_in_memory(fewer)
+        if choice.in_memory != fewer:
+            executor.keep_in_memory(choice.in_memory)
+        self._in_memory = choice.in_memory
         self._streamer.resize(choice.slots)
-        if self._keep_in_memory is not None and choice.in_memory != self._in_memory:
-            self._keep_in_memory(choice.in_memory)
-            self._in_memory = choice.in_memory
 
-    def _choose(self, steps: Steps, rows: Sequence[int]) -> None:
+    def _choose(self, rows: Sequence[int]) -> None:
         """The choice for micro-batches of so many rows, with the present slots and shards in memory."""
         key = (tuple(rows), self._gradient_bytes_held())
         if key not in self._choices:
-            model = self._model(steps, rows)
+            model = self._model(rows)
             model = replace(model, sizes=replace(model.sizes, constant_bytes=model.sizes.constant_bytes + key[1]))
             present = Choice(self._streamer.slots, self._in_memory)
             try:
@@ -202,11 +184,9 @@ class MemoryPlanner:
 
     def _gradient_bytes_held(self) -> int:
         """Bytes of gradients in memory that no pending update owns: those of accumulation."""
-        if not self._tier.blocking_io:
-            return 0
         held = 0
         for shard in self._streamer.shards:
-            if shard.pending is not None:
+            if shard.pending is not None or shard.index in self._in_memory or not shard.blocking_io:
                 continue
             stored = None if shard.gradients is None else shard.gradients.tensor.untyped_storage().data_ptr()
             for s in shard.own:
@@ -229,13 +209,13 @@ class MemoryPlanner:
             self._warned = True
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
-    def report(self, steps: Steps, rows: Sequence[int] | None) -> MemoryReport:
+    def report(self, rows: Sequence[int] | None) -> MemoryReport:
         """What the present plan takes and costs; ``rows``: of the last step, if any."""
         more, runner_up = None, None if self._found is None else self._found.runner_up
         more_limit = self.limit_bytes + max(1 << 20, self.limit_bytes // 4)
         predicted = self._prediction
         if predicted is not None and rows is not None:
-            more = search(self._model(steps, rows), more_limit).best
+            more = search(self._model(rows), more_limit).best
         return MemoryReport(
             device=str(self._device),
             limit_bytes=self.limit_bytes,

@@ -9,7 +9,6 @@ import torch
 
 from offload.engine.cell import OutputFn
 from offload.engine.executor import Executor
-from offload.engine.measured import step_model
 from offload.planning.estimate import Estimate
 from offload.planning.plan import Kind, Plan
 from offload.planning.search import predict_plan
@@ -36,16 +35,16 @@ def measured_activations(executor: Executor, call: Any, output_fn: OutputFn | No
 
 def predict_step(plan: Plan, rows: Sequence[int], executor: Executor, *, meter: Meter, tier: Tier) -> Estimate:
     """Predicts a plan for micro-batches of so many ``rows``."""
-    if not meter.bytes_loaded or not all(
-        meter.backward_seconds_per_row(shard.index) for shard in executor.shards if shard.trainable
-    ):
+    shards = executor.shards
+    seen = all(meter.backward_seconds_per_row(shard.index) for shard in shards if shard.trainable)
+    if not seen or (plan.loads and not meter.bytes_loaded):
         raise RuntimeError("run one training step first: estimate() predicts from the bandwidths that it measures")
-    model = step_model(executor.shards, executor.steps, rows, meter=meter, tier=tier, device=executor.device)
+    model = executor.measured(rows)
     forecast, peak = predict_plan(model, plan)
-    own = [s for shard in executor.shards for s in shard.own]
-    weights, staging = sum(s.nbytes for s in own), tier.staging_bytes + executor.steps.reserved_bytes
-    gradients = sum(s.nbytes for s in own if s.parameter.requires_grad)
-    loads = [sum(s.nbytes for s in shard.at_home) for shard in executor.shards]
+    loads = [sum(s.nbytes for s in shard.at_home) for shard in shards]
+    resting = executor.bytes_in_memory()
+    at_home = [resting[shard.index] for shard in shards if shard.blocking_io == tier.blocking_io]
+    kept = [resting[shard.index] for shard in shards if not shard.blocking_io]
     return Estimate(
         seconds=forecast.seconds,
         wait_seconds=forecast.wait_seconds,
@@ -54,9 +53,10 @@ def predict_step(plan: Plan, rows: Sequence[int], executor: Executor, *, meter: 
         bytes_stored=sum(model.sizes.gradient_bytes[a.shard] for a in plan.actions if a.kind is Kind.DRAIN),
         peak_bytes={
             "device": peak.device_bytes,
-            tier.name: weights + gradients + peak.spilled_bytes,
-            "staging": staging,
-        },
+            tier.name: sum(each.weights + each.gradients for each in at_home) + peak.spilled_bytes,
+            "staging": tier.staging_bytes + executor.steps.reserved_bytes,
+        }
+        | ({"memory": sum(each.total for each in kept)} if kept and tier.blocking_io else {}),
         activation_bytes=peak.activation_bytes,
         memory_bytes=peak.memory_bytes,
     )

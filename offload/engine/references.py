@@ -55,7 +55,7 @@ class References:
             if gradient is not None and sys.getrefcount(gradient) != _UNHELD_GRADIENT:
                 return True
         return any(
-            storage_uses(shard.home.tensor) != 1 + len(shard.own) + views[shard.index]
+            storage_uses(shard.home.tensor) != shard.home_uses + views[shard.index]
             for shard in self._shards
             if shard.home is not None and shard.index in views
         )

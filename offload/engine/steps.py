@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -135,7 +135,7 @@ class Steps:
         ``elements``: of the input of each micro-batch; 0 if unknown. ``idle``: no forward waits for its backward.
         """
         if training and self.planner is not None:
-            self.planner.begin(self, rows, idle=idle)
+            self.planner.begin(rows, idle=idle)
         if self._strict:
             each = [least for j, least in self._least_per_element.items() if training or j < self._shards]
             check_boundaries(int(max(elements) * max(each, default=0)), self._budget_bytes)
@@ -154,10 +154,18 @@ class Steps:
     def record_step(self, plan: Plan, rows: Sequence[int], *, training: bool) -> None:
         """Records the plan of a step that ran."""
         if training and self.planner is not None:
-            self.planner.end(self, rows)
+            self.planner.end(rows)
         self._last_steps[training] = plan, sum(rows)
 
-    def plan(self, rows: Sequence[int], updates: Updates, *, slots: int, training: bool) -> Plan:
+    def plan(
+        self,
+        rows: Sequence[int],
+        updates: Updates,
+        *,
+        slots: int,
+        training: bool,
+        in_memory: Collection[int] = frozenset(),
+    ) -> Plan:
         """The plan of a step that did not run yet, from empty slots, on micro-batches that need no gradient."""
         trainable = (runner.shard.index for runner in self._runners if runner.shard.trainable)
         first = next(trainable, self._shards)
@@ -168,6 +176,7 @@ class Steps:
             training=training and first < self._shards,
             first=first,
             kept=self.kept_cells(rows, first),
+            in_memory=in_memory,
             boundaries=self.residency(),
             gradients=self.residency(gradients=True),
             boundary_sizes=self.sizes(rows),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from offload.engine.executor import Executor
+    from offload.optim.moves import MovableStates
     from offload.optim.optimizer import OffloadOptimizer
     from offload.storage import Tier
     from offload.telemetry.statistics import Meter
@@ -31,15 +32,10 @@ class OptimizerAccess:
         self.shards = executor.shards
         #: The compute device.
         self.device = executor.device
-        #: Storage of the states, the same as that of the parameters.
+        #: Storage of the states where shards rest at home, the same as that of the parameters.
         self.tier = tier
         #: Counts the bytes that updates read and write.
         self.meter = meter
-
-    @property
-    def updates_in_slot(self) -> bool:
-        """Whether a shard is updated in the slot into which its next load has read it from a file."""
-        return self.tier.blocking_io and self.device.type == "cpu"
 
     def add(self, optimizer: OffloadOptimizer) -> None:
         """Registers the optimizer with the model, by a weak reference: see :mod:`offload.streaming.optimizers`."""
@@ -49,7 +45,7 @@ class OptimizerAccess:
         """Bytes that the model's memory budget leaves to an optimizer; infinite without a budget."""
         return self._executor.steps.spare_bytes()
 
-    def reserve(self, optimizer: OffloadOptimizer, nbytes: int) -> None:
+    def reserve(self, optimizer: MovableStates, nbytes: int) -> None:
         """Subtracts the buffers of an optimizer from the model's budget, as long as the optimizer lives."""
         self._executor.steps.reserve(optimizer, nbytes)
 

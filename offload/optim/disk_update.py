@@ -24,6 +24,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,11 +36,12 @@ from offload.optim.io_requests import Copy, Read, StateSlice, UpdateBlock, Write
 from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
 from offload.planning.partition import aligned
 from offload.storage import Block, Tier
-from offload.storage.buffer import PAGE_BYTES, whole_pages
+from offload.storage.buffer import PAGE_BYTES, host_buffer, whole_pages
 from offload.storage.contract import bytes_of
+from offload.storage.host import HostBlock
 from offload.streaming.shard import Shard, Slice
 
-__all__ = ["MAX_BLOCK_BYTES", "DiskParamBlock", "group_slices", "update_block_bytes"]
+__all__ = ["MAX_BLOCK_BYTES", "DiskParamBlock", "update_block_bytes"]
 
 #: Most bytes of weights of one update block.
 MAX_BLOCK_BYTES = 8 << 20
@@ -76,21 +78,6 @@ def update_block_bytes(shards: Sequence[Shard], limit_bytes: float = math.inf) -
     return update_block
 
 
-def group_slices(slices: Sequence[Slice], max_bytes: int) -> Iterator[list[Slice]]:
-    """Groups parameters into param blocks of at most ``max_bytes``; a larger parameter is one of its own.
-
-    In order of size: norms and biases, which are stored between matrices, are then updated together.
-    """
-    param_block: list[Slice] = []
-    for s in sorted(slices, key=lambda s: s.nbytes):
-        if param_block and sum(member.nbytes for member in param_block) + s.nbytes > max_bytes:
-            yield param_block
-            param_block = []
-        param_block.append(s)
-    if param_block:
-        yield param_block
-
-
 class DiskParamBlock(ParamBlock):
     """A param block in files of ``tier``, updated ``max_bytes`` at a time in the optimizer's ``buffer_pool``."""
 
@@ -119,6 +106,25 @@ class DiskParamBlock(ParamBlock):
         except BaseException:
             self._stored = previous
             raise
+
+    def adopt_states(
+        self, states: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """See :meth:`ParamBlock.adopt_states`; the states are written to files."""
+        super().adopt_states(states, options)
+        self._store_all_states()
+        files = zip(states, self.states(), strict=True)
+        return [(value, there[key]) for here, there in files for key, value in here.items() if _is_stored(value)]
+
+    def states_in_memory(self) -> list[tuple[Tensor, Tensor]]:
+        """See :meth:`ParamBlock.states_in_memory`; each file is read at once."""
+        memory: dict[Block, Block] = {}
+        for stored in self._stored.values():
+            if stored.block not in memory:
+                memory[stored.block] = HostBlock(host_buffer(stored.block.nbytes))
+                stored.block.read_into(memory[stored.block].tensor)
+        states = self.states()
+        return [(states[k][key], replace(s, block=memory[s.block]).view()) for (k, key), s in self._stored.items()]
 
     @staticmethod
     def _copied(value: Any) -> Any:

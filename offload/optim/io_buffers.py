@@ -171,6 +171,10 @@ class IOBufferPool:
             self._finish_oldest()
         return bool(self._idle)
 
+    def free_memory(self) -> None:
+        """Frees the memory of idle I/O buffers."""
+        self._idle = [IOBuffer() for _ in self._idle]
+
     def is_prefetching(self, update_block: Hashable) -> bool:
         """Whether a block is being prefetched."""
         return any(io_buffer.update_block == update_block for io_buffer in self._prefetched)

@@ -140,9 +140,11 @@ class StateSlice:
 
     def view(self) -> Tensor:
         """The state as a tensor on its file, without a copy."""
+        # Not an autograd view, which would reference its base: references to the storage of a block are counted.
+        block = self.block.tensor
+        offset = (block.storage_offset() + self.offset) // self.dtype.itemsize
         with torch.inference_mode(False):
-            flat = self.block.tensor[self.offset : self.offset + self.nbytes].view(self.dtype)
-            return flat.as_strided(self.shape, self.stride, flat.storage_offset())
+            return torch.empty(0, dtype=self.dtype).set_(block.untyped_storage(), offset, self.shape, self.stride)
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.optim.disk_update import DiskParamBlock, group_slices, update_block_bytes
+from offload.optim.disk_update import update_block_bytes
 from offload.optim.groups import GroupChanges, check_choices, options_of, placeholder, resolve_groups
 from offload.optim.in_backward import InBackward
-from offload.optim.io_buffers import IOBufferPool, buffer_pool_bytes
-from offload.optim.param_block import HostParamBlock, OptimizerFactory, ParamBlock, UpdateJob
+from offload.optim.io_buffers import IOBufferPool
+from offload.optim.moves import MovableStates
+from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
 from offload.optim.update import Update
 from offload.planning.budget import parse_bytes
 from offload.storage.state_views import on_own_storages
@@ -36,7 +37,7 @@ def open_update_lane(device: torch.device) -> CopyLane:
     return ThreadCopyLane("update", device)
 
 
-class OffloadOptimizer(Optimizer):
+class OffloadOptimizer(MovableStates):
     """Any ``torch.optim`` class for an :class:`~offload.OffloadModel`; states are stored beside the shards.
 
     ``step()`` makes the updates pending and returns. Each shard is updated just before its next load, in the order of
@@ -104,16 +105,15 @@ class OffloadOptimizer(Optimizer):
         #: Bytes of gradients that may be kept in host memory until their update, where homes are on disk.
         self.gradient_bytes = 0 if gradient_bytes is None else parse_bytes(gradient_bytes, "gradient_bytes")
         self._model = model
-        self._access = model.optimizer_access()
+        self.access = model.optimizer_access()
         self._lane = open_update_lane(model.device)
-        self._buffer_pool = IOBufferPool()
-        self._update_block_bytes = update_block_bytes(self._access.shards, self._access.spare_bytes())
-        if self._access.tier.blocking_io:
-            self._access.reserve(self, buffer_pool_bytes(self._update_block_bytes))
+        self.buffer_pool = IOBufferPool()
+        self.update_block_bytes = update_block_bytes(self.access.shards, self.access.spare_bytes())
+        self.reserve_buffers()
         #: Reads weights into a slot while the update before still runs.
         self._filler = Threads(1, "offload-filler")
-        self._factory = OptimizerFactory(optimizer_class, optimizer_kwargs)
-        self.param_blocks: dict[Shard, list[ParamBlock]] = {}
+        self.factory = OptimizerFactory(optimizer_class, optimizer_kwargs)
+        self.param_blocks = {}
         #: Updates shards during backward; None without ``update_in_backward``.
         self.in_backward = InBackward(self) if update_in_backward else None
         self._group_changes = GroupChanges(optimizer_class)
@@ -127,7 +127,7 @@ class OffloadOptimizer(Optimizer):
         #: Of the class only: torch adds others to ``defaults`` when a state is loaded.
         self._class_defaults = dict(template.defaults)
         super().__init__(groups, dict(template.defaults))
-        self._access.add(self)
+        self.access.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as in ``torch.optim``; its ``"params"`` may be patterns."""
@@ -135,22 +135,14 @@ class OffloadOptimizer(Optimizer):
         (group,) = resolve_groups(dict(self._model.named_parameters()), [param_group])
         super().add_param_group(group)
         index, members = len(self.param_groups) - 1, set(self.param_groups[-1]["params"])
-        tier, shards = self._access.tier, self._access.shards
-        max_bytes = self._update_block_bytes
-        for shard in shards:
+        for shard in self.access.shards:
             slices = [s for s in shard.own if s.parameter in members]
-            param_blocks = self.param_blocks.setdefault(shard, [])
-            if tier.blocking_io:
-                param_blocks += [
-                    DiskParamBlock(shard, part, index, self._factory, tier, self._buffer_pool, max_bytes)
-                    for part in group_slices(slices, max_bytes)
-                ]
-            elif slices:
-                param_blocks.append(HostParamBlock(shard, slices, index, self._factory))
+            tier = shard.tier or self.access.tier
+            self.param_blocks.setdefault(shard, []).extend(self.make_param_blocks(shard, slices, index, tier))
         if self._states_at_once:
             for param_block in self._all_param_blocks():
                 param_block.prepare(self.options())
-                self._publish(param_block)
+                self.publish(param_block)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -167,8 +159,8 @@ class OffloadOptimizer(Optimizer):
             )
         self._check_idle()
         self.synchronize()
-        held = self._access.held_elsewhere(self)
-        self._access.store_assigned_data()
+        held = self.access.held_elsewhere(self)
+        self.access.store_assigned_data()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) != 0:
             return  # GradScaler skips this step
@@ -201,12 +193,11 @@ class OffloadOptimizer(Optimizer):
             if not isinstance(error, OSError):
                 raise
             # A failed read or write is repeated before the next access, as with all pending updates.
-        self._access.commit(decide)
-        if not self._access.tier.blocking_io:
+        self.access.commit(decide)
+        for shard, update in decided:
             # Homes in host memory are updated in place, so the update can run at once.
-            for _, update in decided:
-                if not update.done:
-                    update.start()
+            if not (shard.blocking_io or update.done):
+                update.start()
         if held or self._group_changes.expected:
             self.synchronize()
         if self._group_changes.expected:
@@ -225,7 +216,7 @@ class OffloadOptimizer(Optimizer):
             OSError: if a home cannot be read or written. Call it again to resume.
             RuntimeError: if the class does not treat each parameter by itself.
         """
-        self._access.apply_pending_updates()
+        self.access.apply_pending_updates()
         self._group_changes.check()
 
     @contextlib.contextmanager
@@ -266,12 +257,7 @@ class OffloadOptimizer(Optimizer):
             param_block.load_states([loaded.get(p, {}) for p in param_block.parameters], options)
             for p in param_block.parameters:
                 loaded.pop(p, None)
-            self._publish(param_block)
-
-    def _publish(self, param_block: ParamBlock) -> None:
-        for parameter, state in zip(param_block.parameters, param_block.states(), strict=True):
-            if state:
-                self.state[parameter] = state
+            self.publish(param_block)
 
     def _step_groups_without_gradients(self, options: list[dict[str, Any]]) -> None:
         """Steps groups without gradients on one param block: the plain class writes into these groups, too."""
@@ -302,7 +288,7 @@ class OffloadOptimizer(Optimizer):
         )
 
     def _check_idle(self) -> None:
-        self._access.check_idle()
+        self.access.check_idle()
         if self.in_backward is not None:
             self.in_backward.check()
 
@@ -340,7 +326,7 @@ class OffloadOptimizer(Optimizer):
 
         def finished(job: UpdateJob) -> None:
             if (optimizer := owner()) is not None:
-                optimizer._publish(job.param_block)
+                optimizer.publish(job.param_block)
                 if job.group_changes is not None:
                     optimizer._group_changes.publish(
                         optimizer.param_groups, job.param_block.group, job.group_changes, job.options
@@ -350,8 +336,8 @@ class OffloadOptimizer(Optimizer):
             shard,
             tasks,
             self._lane,
-            self._access.meter,
-            in_slot=self._access.updates_in_slot,
+            self.access.meter,
+            in_slot=shard.blocking_io and self.access.device.type == "cpu",
             io_threads=self._filler,
             finished=finished,
         )

@@ -158,6 +158,21 @@ class ParamBlock(ABC):
             self.optimizer = previous
             raise
 
+    def adopt_states(
+        self, states: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Takes over states of other param blocks, the same tensors. Returns those that move, with their new memory."""
+        optimizer = ParamBlock.prepare(self, options)
+        for proxy, state in zip(self.proxies, states, strict=True):
+            optimizer.state.pop(proxy, None)  # some classes make states when they are constructed
+            if state:
+                optimizer.state[proxy] = dict(state)
+        return []
+
+    def states_in_memory(self) -> list[tuple[Tensor, Tensor]]:
+        """The states that are stored in files, each with a copy in memory."""
+        return []
+
     @staticmethod
     def _copied(value: Any) -> Any:
         return value.detach().clone() if isinstance(value, Tensor) else value

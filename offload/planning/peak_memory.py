@@ -31,9 +31,9 @@ class StepBytes:
     slot_bytes: int
     #: Of the gradients of each shard's weights, in the type of their home.
     gradient_bytes: Sequence[int]
-    #: Whether gradients are stored in the memory that layers compute in.
-    gradients_stay: bool = False
-    #: Of these, the shards whose gradients wait there for an update at the beginning of the next step.
+    #: The shards whose gradients are stored in the memory that layers compute in; and of these, or of others, those whose
+    #: gradients wait there for an update at the beginning of the next step.
+    gradients_stay: Set[int] = frozenset()
     waiting: Set[int] = frozenset()
     #: Shard -> position in the plan of the first cell after its gradients were stored. Missing: at the next drain.
     drained: Mapping[int, int] = field(default_factory=dict)
@@ -223,7 +223,7 @@ class _Replay:
         self._output_gradients = max(self._output_gradients, count)
 
     def _drain(self, j: int) -> None:
-        if not self._updates and (self._sizes.gradients_stay or j in self._sizes.waiting):
+        if not self._updates and (j in self._sizes.gradients_stay or j in self._sizes.waiting):
             self._at_home += self._sizes.gradient_bytes[j]
             return
         # The engine waits for the previous shard's gradients only when these are complete.

@@ -6,6 +6,7 @@ A plan prints as short tokens, which :meth:`Plan.parse` reads; logs, errors, tes
     U0 L0 U1 L1 F0.0 E0 U2 L2 F1.0 F2.0 B2.0 D2 E2 L0 B1.0 D1 B0.0 D0       the same after an optimizer's step
     L0 L1 F0.0 E0 L2 F1.0 F2.0 B2.0 D2 V2 E2 L0 B1.0 D1 V1 B0.0 D0 V0       with updates in backward
     L0 F0.0 L1 F1.0 S1.0 L2 K2.0 P1.0 G2.0 D2 B1.0 D1 B0.0 D0               a boundary is spilled, a graph is kept
+    U1 L0 F0.0 F1.0 L2 F2.0 B2.0 D2 B1.0 D1 B0.0 D0                         shard 1 is used in memory, where it rests
 
 ========  =====================================================================
 token     meaning
@@ -18,7 +19,7 @@ token     meaning
 ``Gj.i``  push the gradient back through the graph that ``Kj.i`` kept
 ``Rj.i``  run cell (j, i) forward again, for the input of the next, which was not kept
 ``Dj``    start to offload the gradients of shard j (drain)
-``Uj``    start the pending update of shard j of an earlier step, before its load
+``Uj``    start the pending update of shard j of an earlier step, before its load or its first cell in memory
 ``Vj``    start the update of shard j in backward, with the gradients that were drained
 ``Sj.i``  start to spill the boundary that enters cell (j, i)
 ``Pj.i``  start to read it back (prefetch)
@@ -31,6 +32,8 @@ token     meaning
 The boundary that enters shard n of n is the output, of which only the gradient is stored. The input of shard 0 belongs
 to the user. An update uses gradients that were drained before: by an earlier step, whose updates are ``pending`` when a
 plan starts, or by the plan itself; if gradients are clipped by their norm (``clips``), after the last drain.
+
+A shard that rests ``in_memory`` in which layers compute has no load, no eviction and no slot: its cells use it there.
 
 This module knows nothing of tensors or torch. :mod:`offload.planning.planner` makes plans.
 """
@@ -105,8 +108,7 @@ class Plan:
     """Ordered actions for ``slots`` device slots.
 
     ``resident`` are the shards that are in a slot before it starts, ``pending`` those that an earlier step left to be
-    updated. ``clips``: an update needs the norm of all gradients. Shards ``in_memory`` compute where they rest, without a
-    slot.
+    updated, ``in_memory`` those that are never loaded. ``clips``: an update needs the norm of all gradients.
     """
 
     actions: tuple[Action, ...]
@@ -121,7 +123,14 @@ class Plan:
 
     @classmethod
     def parse(
-        cls, text: str, slots: int, resident: Iterable[int] = (), pending: Iterable[int] = (), *, clips: bool = False
+        cls,
+        text: str,
+        slots: int,
+        resident: Iterable[int] = (),
+        pending: Iterable[int] = (),
+        *,
+        clips: bool = False,
+        in_memory: Iterable[int] = (),
     ) -> Plan:
         """Reads what ``str(plan)`` wrote.
 
@@ -135,7 +144,7 @@ class Plan:
                 raise ValueError(f"expected a token such as L3, E2, F3.0, B3.0, D3 or U3, got {word!r}")
             move, moved, cell, shard, microbatch = match.groups()
             actions.append(Action(Kind(move), int(moved)) if move else Action(Kind(cell), int(shard), int(microbatch)))
-        return cls(tuple(actions), slots, frozenset(resident), frozenset(pending), clips)
+        return cls(tuple(actions), slots, frozenset(resident), frozenset(pending), clips, frozenset(in_memory))
 
     @property
     def loads(self) -> tuple[int, ...]:
@@ -170,9 +179,9 @@ def validate(plan: Plan) -> None:
     """Checks that a plan can run.
 
     Each cell has its shard and its input in memory; slots suffice; each gradient is drained once. A shard is updated at
-    most once for each drain, after it, before its next load, and after the last drain if gradients are clipped; a copy
-    loaded earlier is not used any more. A boundary is spilled once, and read back only while it is not in memory. A
-    cell is recomputed if and only if it did not keep its graph.
+    most once for each drain, after it, before its next load or cell in memory, and after the last drain if gradients
+    are clipped; a copy loaded earlier is not used any more. A boundary is spilled once, and read back only while it is
+    not in memory. A cell is recomputed if and only if it did not keep its graph.
 
     Raises:
         PlanError: at the first action that breaks one of these.
@@ -196,10 +205,11 @@ class _Proof:
     def __init__(self, plan: Plan) -> None:
         if len(plan.resident) > plan.slots:
             raise PlanError(plan, 0, f"{len(plan.resident)} shards are resident in {plan.slots} slots")
-        self._slots, self._clips = plan.slots, plan.clips
+        if plan.resident & plan.in_memory:
+            raise PlanError(plan, 0, f"shards {sorted(plan.resident & plan.in_memory)} are in slots and in memory")
+        self._slots, self._clips, self._in_memory = plan.slots, plan.clips, plan.in_memory
         self._last_drain = max((k for k, action in enumerate(plan.actions) if action.kind is Kind.DRAIN), default=-1)
         self._there = set(plan.resident)
-        self._in_memory = plan.in_memory
         self._pending, self._drained, self._stale = set(plan.pending), set[int](), set[int]()
         self.undrained: set[int] = set()
         #: Cells that ran forward: whether they kept their graphs. Those that ran backward.
@@ -213,6 +223,7 @@ class _Proof:
         """A load, an eviction, a drain or an update."""
         kind, shard, there = action.kind, action.shard, self._there
         if kind is Kind.LOAD:
+            yield shard in self._in_memory, f"shard {shard} is loaded, but it is used in memory, where it rests"
             yield shard in there, f"shard {shard} is loaded while it is resident"
             yield len(there) == self._slots, f"shard {shard} is loaded, but all {self._slots} slots are taken"
             yield shard in self._pending, f"shard {shard} is loaded before its pending update"
@@ -240,8 +251,9 @@ class _Proof:
         """A cell."""
         kind, shard, i = action.kind, action.shard, action.microbatch
         name, cell = f"{shard}.{i}", (shard, i)
-        yield shard not in self._there and shard not in self._in_memory, f"shard {shard} is not resident"
-        yield shard in self._in_memory and shard in self._pending, f"shard {shard} computes before its pending update"
+        in_memory = shard in self._in_memory
+        yield not in_memory and shard not in self._there, f"shard {shard} is not resident"
+        yield in_memory and shard in self._pending, f"shard {shard} is used in memory before its pending update"
         yield shard in self._stale, f"shard {shard} was updated since it was loaded"
         kept = self._forward.get(cell)
         if kind in BACKWARD_CELLS:

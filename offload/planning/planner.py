@@ -30,7 +30,10 @@ Sizes = Callable[[Key], int]
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """The parameters of the plan of one pass over all shards; two slots are needed for loads that run ahead of use."""
+    """The parameters of the plan of one pass over all shards; two slots are needed for loads that run ahead of use.
+
+    Where all shards are used in memory, no slot is needed.
+    """
 
     shards: int
     microbatches: int
@@ -40,14 +43,14 @@ class Pass:
     records: bool = True  #: Whether a forward has a backward.
     kept: Collection[Key] = frozenset()  #: Cells that keep their graphs from forward to backward.
     resident: Collection[int] = frozenset()  #: Shards that are in a slot already.
-    in_memory: Collection[int] = frozenset()  #: Shards that compute where they rest, without a slot.
+    in_memory: Collection[int] = frozenset()  #: Shards that are used where they rest: never loaded, in no slot.
     later: Sequence[int] = ()  #: The order of use after this pass, as far as it is known.
-    pending: Collection[int] = frozenset()  #: Shards that must be updated before they are loaded.
+    pending: Collection[int] = frozenset()  #: Shards that must be updated before they are loaded, or used in memory.
     updates: bool = False  #: Whether a shard is updated as soon as its gradients are drained.
     consume: bool = True  #: Whether a backward is the last one.
 
     def __post_init__(self) -> None:
-        if self.slots < 1 and len(self.in_memory) < self.shards:
+        if self.slots < 1 and not {*range(self.shards)} <= {*self.in_memory}:
             raise ValueError(f"expected at least 1 slot, got slots={self.slots}")
 
     @property
@@ -74,12 +77,8 @@ class Pass:
             gradients = gradients or Residency(math.inf, gradients=True)
             for i in range(self.microbatches):
                 yield from gradients.put((self.shards, i), sizes((self.shards, i)), [self.now(self.shards - 1, i)])
-        visited = 0
-        # These have no load that they could go before: their updates run as soon as the step allows.
-        yield from (Action(Kind.UPDATE, j) for j in self.order if j in self.in_memory and j in self.pending)
-        for j in self.order:
-            yield from loads.ahead(visited)
-            visited += j not in self.in_memory
+        for position, j in enumerate(self.order):
+            yield from loads.ahead(position)
             for i in range(self.microbatches):
                 if gradients is None:
                     yield from self._forward_cell(j, i, boundaries, sizes)
@@ -134,17 +133,21 @@ class _Loads:
 
     def __init__(self, one: Pass) -> None:
         self._slots = one.slots
-        self._uses = [j for j in (*one.order, *one.later) if j not in one.in_memory]
+        self._uses = [*one.order, *one.later]
         self._positions: dict[int, list[int]] = {}
         for k, shard in enumerate(self._uses):
             self._positions.setdefault(shard, []).append(k)
         self._there = set(one.resident)
         self._pending = set(one.pending)
+        self._in_memory = frozenset(one.in_memory)
 
     def ahead(self, position: int) -> Iterator[Action]:
         """Loads the missing shards that will be used next, until no slot can be freed."""
         for wanted in range(position, len(self._uses)):
             shard = self._uses[wanted]
+            if shard in self._in_memory:
+                yield from self._update(shard)
+                continue
             if shard in self._there:
                 continue
             if len(self._there) >= self._slots:
@@ -154,10 +157,13 @@ class _Loads:
                 self._there.discard(victim)
                 yield Action(Kind.EVICT, victim)
             self._there.add(shard)
-            if shard in self._pending:
-                self._pending.discard(shard)
-                yield Action(Kind.UPDATE, shard)
+            yield from self._update(shard)
             yield Action(Kind.LOAD, shard)
+
+    def _update(self, shard: int) -> Iterator[Action]:
+        if shard in self._pending:
+            self._pending.discard(shard)
+            yield Action(Kind.UPDATE, shard)
 
     def _next_use(self, shard: int, position: int) -> int:
         mine = self._positions.get(shard, [])
@@ -208,12 +214,12 @@ def plan_step(
         first=first,
         records=training,
         kept=kept,
-        in_memory=in_memory,
+        in_memory=frozenset(in_memory),
         later=range(shards - 1, first - 1, -1) if training else (),
         pending=frozenset(pending),
     )
     actions = tuple(forward.actions(boundaries, boundary_sizes))
-    plan = Plan(actions, slots, in_memory=frozenset(in_memory), pending=frozenset(pending), clips=clips)
+    plan = Plan(actions, slots, pending=frozenset(pending), clips=clips, in_memory=frozenset(in_memory))
     if not training:
         return plan
     resident = plan.resident_after

@@ -78,7 +78,8 @@ def simulate(plan: Plan, costs: Costs) -> Forecast:
             entered = 0.0 if kind is Kind.BACKWARD_KEPT else back.pop((False, shard, action.microbatch), 0.0)
             if kind in BACKWARD_CELLS:
                 entered = max(entered, back.pop((True, shard + 1, action.microbatch), 0.0))
-            start = max(compute, arrival[shard], entered)
+            there = updated.get(shard, 0.0) if shard in plan.in_memory else arrival[shard]
+            start = max(compute, there, entered)
             seconds = _seconds(costs, kind)[shard]
             if kind in BACKWARD_CELLS:
                 full = start + (costs.forward[shard] if kind is Kind.BACKWARD else 0.0)

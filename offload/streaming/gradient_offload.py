@@ -202,7 +202,7 @@ class GradientOffload:
         owner, s = shard.owner_of(position)
         parameter = s.parameter
         stored = parameter.grad
-        in_memory = not self._tier.blocking_io or self._stays_in_memory(owner)
+        in_memory = self._stays_in_memory(owner)
         if gradient.is_sparse or (stored is not None and stored.is_sparse):
             moved = gradient.to(parameter.device)
             parameter.grad = moved if stored is None else stored + moved
@@ -212,11 +212,11 @@ class GradientOffload:
             parameter.grad = gradient
             if self.optimizers.clip:
                 yield lambda: gradient
-        elif in_memory and self._tier.blocking_io:
+        elif in_memory and owner.blocking_io:
             parameter.grad = torch.empty_strided(parameter.shape, s.stride, dtype=parameter.dtype)
             yield partial(_convert, parameter.grad, gradient)
         else:
-            block, offset, view = owner.gradient_home(s, self._tier)
+            block, offset, view = owner.gradient_home(s)
             parameter.grad = view
             if gradient.stride() == s.stride and gradient.dtype == parameter.dtype:
                 yield partial(_store, block, offset, gradient)
@@ -224,13 +224,20 @@ class GradientOffload:
                 yield partial(_convert, view, gradient)
 
     def _stays_in_memory(self, shard: Shard) -> bool:
-        """Whether a shard's gradients stay in host memory: those of the first shards, which are updated first."""
+        """Whether a shard's gradients stay in host memory: with all of the shard, or to be updated among the first."""
+        if not shard.blocking_io:
+            return True
         if self.waiting is not None:
             return shard.index in self.waiting
         most = self.optimizers.gradient_bytes
         if not most:
             return False
-        before = (s for other in self._shards[: shard.index + 1] for s in other.own if s.parameter.requires_grad)
+        before = (
+            s
+            for other in self._shards[: shard.index + 1]
+            for s in other.own
+            if s.parameter.requires_grad and other.blocking_io
+        )
         return sum(s.nbytes for s in before) <= most
 
 

@@ -17,6 +17,7 @@ from offload.planning.planner import Updates
 if TYPE_CHECKING:
     from offload.optim.in_backward import InBackward
     from offload.optim.optimizer import OffloadOptimizer
+    from offload.streaming.shard import Shard
 
 __all__ = ["Optimizers"]
 
@@ -51,6 +52,11 @@ class Optimizers:
     def gradient_bytes(self) -> int:
         """Bytes of gradients that may be kept in host memory until their update, where homes are on disk."""
         return max((o.gradient_bytes for o in self), default=0)
+
+    def home_views(self, shard: Shard) -> Iterator[int]:
+        """The number of tensors of each optimizer on the home of a shard."""
+        for o in self:
+            yield sum(len(param_block.proxies) for param_block in o.param_blocks.get(shard, ()))
 
     def planned(self) -> Updates:
         """The arguments of :func:`~offload.planning.planner.plan_step` that optimizers decide."""

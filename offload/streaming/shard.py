@@ -107,6 +107,12 @@ class Shard:
     #: All parameters that the layers use, as slices of a slot: own first, then borrowed.
     slices: list[Slice] = field(default_factory=list)
     home: Block | None = None
+    #: Storage of :attr:`home`, and of the gradients and optimizer states that are made from now on.
+    tier: Tier | None = None
+    #: The file of a home that rests in memory, with the values of an earlier time; None where :attr:`home` is the file.
+    file: Block | None = None
+    #: Whether layers use the home itself instead of a copy in a slot.
+    in_place: bool = False
     gradients: Block | None = None
     #: Offsets in :attr:`gradients` of the parameters that have space there.
     gradient_offsets: dict[Slice, int] = field(default_factory=dict)
@@ -142,6 +148,26 @@ class Shard:
     def casts(self) -> bool:
         """Whether slots hold another type than storage."""
         return any(there.dtype != here.dtype for there, here in zip(self.at_home, self.slices, strict=True))
+
+    @property
+    def may_bind_in_place(self) -> bool:
+        """Whether layers can compute with the home itself: they do not cast, and borrow from no other shard."""
+        return not (self.casts or self.loans)
+
+    @property
+    def bound_in_place(self) -> bool:
+        """Whether :attr:`slot` is the home itself, and not a copy of it."""
+        return self.home is not None and self._slot is self.home.tensor
+
+    @property
+    def home_uses(self) -> int:
+        """The engine's own references to the memory of the home, without those of optimizers."""
+        return 1 + len(self.own) + (0 if self.home is None else len(self._views.get(self.home.tensor, ())))
+
+    @property
+    def blocking_io(self) -> bool:
+        """Whether the shard rests in a file, see :attr:`Tier.blocking_io`."""
+        return self.tier is not None and self.tier.blocking_io
 
     def versions(self) -> tuple[int, ...]:
         """Version counter of each parameter: equal counters mean no write in between."""
@@ -304,7 +330,7 @@ class Shard:
         if too_large or storage_uses(block.tensor) > 1 + stored:
             self.gradients, self.gradient_offsets = None, {}
 
-    def gradient_home(self, s: Slice, tier: Tier) -> tuple[Block, int, Tensor]:
+    def gradient_home(self, s: Slice) -> tuple[Block, int, Tensor]:
         """Block, offset and view of an own gradient. Makes the block on demand, for all trainable ones."""
         if s not in self.gradient_offsets:
             self.gradients, self.gradient_offsets, end = None, {}, 0
@@ -312,7 +338,8 @@ class Shard:
                 if own is s or own.parameter.requires_grad:
                     self.gradient_offsets[own] = end
                     end += aligned(own.nbytes)
-            self.gradients = tier.allocate(end, f"shard{self.index}-gradients")
+            assert self.tier is not None
+            self.gradients = self.tier.allocate(end, f"shard{self.index}-gradients")
         assert self.gradients is not None
         offset = self.gradient_offsets[s]
         with torch.inference_mode(False):
@@ -350,7 +377,7 @@ def make_shards(
         part = layers[first : first + count]
         for name, module in part:
             materializer.allocate(name, module)
-        shard = Shard(index, first, [module for _, module in part])
+        shard = Shard(index, first, [module for _, module in part], tier=tier)
         used = named_parameters(part)
         new = [(name, p) for name, p in used if p not in stored]
         shard.own, home_bytes = layout(new)

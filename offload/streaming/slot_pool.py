@@ -111,8 +111,14 @@ class SlotPool:
         assert self._free is not None
         self._free.append(slot)
 
+    def resize(self, slots: int, slot_bytes: int) -> None:
+        """Changes number and size of the slots, while all are free; they are allocated at their next use."""
+        if (slots, slot_bytes) != (self.slots, self.slot_bytes):
+            self.free_memory()
+            self.slots, self.slot_bytes = slots, slot_bytes
+
     def free_memory(self) -> None:
-        """Frees all memory, when the only model of the pool moves to another one."""
+        """Frees all memory, when the only model of the pool moves to another one, or needs other slots."""
         if self._meter is not None:
             self._meter.release(self.slots * self.slot_bytes)
         self._free = self._meter = None

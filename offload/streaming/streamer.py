@@ -1,6 +1,7 @@
 """Loads shards into device slots ahead of their use, and runs the plan's other copies: evict, drain, update.
 
-Layers compute with a shard inside :meth:`Streamer.visit`. :mod:`offload.streaming.gradient_offload` stores the
+Layers compute with a shard inside :meth:`Streamer.visit`: in its slot; or in place, where it rests in the memory that
+layers compute in, and then nothing is loaded or evicted. :mod:`offload.streaming.gradient_offload` stores the
 gradients of a visit.
 
 Guarantees
@@ -24,12 +25,14 @@ import torch
 from torch import Tensor
 
 from offload.storage import Tier
+from offload.storage.buffer import device_buffer
 from offload.streaming.gradient_offload import GradientOffload
 from offload.streaming.heap import Heap
 from offload.streaming.lane import Arrival, CopyLanes, error_context
 from offload.streaming.shard import Shard, State
 from offload.streaming.slot_pool import SlotPool
 from offload.telemetry.statistics import Meter
+from pipe.torch_private import storage_uses
 
 if TYPE_CHECKING:
     from offload.optim.update import Update
@@ -52,7 +55,8 @@ class Streamer:
         budget_bytes: int | None = None,
     ) -> None:
         self.shards = shards
-        self.slots = slots
+        #: Slots that passes use; fewer where fewer shards are loaded.
+        self.slots = self.most_slots = slots
         self._device = device
         self._tier = tier
         self._lanes = lanes
@@ -76,13 +80,10 @@ class Streamer:
         self.gradient_offload = GradientOffload(shards, device=device, tier=tier, lane=lanes.drain, meter=meter)
 
     def resize(self, slots: int) -> None:
-        """Changes the number of slots, between passes. Shared slots keep theirs."""
-        if slots == self.slots or self.slot_pool.shared:
-            return
-        self.release()
-        self.slot_pool.free_memory()
-        self.slots = slots
-        self.slot_pool = SlotPool(self._device, slots, self._slot_bytes)
+        """Changes the most slots that passes use, between passes. Shared slots stay as they are."""
+        if slots != self.most_slots and not self.slot_pool.shared:
+            self.most_slots = slots
+            self.homes_moved()
 
     def allow_free_bytes(self, nbytes: int) -> None:
         """Sets how much freed heap memory the process may keep."""
@@ -96,12 +97,28 @@ class Streamer:
                 self.evict(shard.index)
         return frozenset(shard.index for shard in self.shards if shard.state is not State.HOME)
 
+    def in_place(self) -> frozenset[int]:
+        """The shards that layers use where they rest."""
+        return frozenset(shard.index for shard in self.shards if shard.in_place)
+
+    def homes_moved(self) -> None:
+        """Called when other shards are used in place than before, between passes: keeps no more slots than needed."""
+        self.release()
+        loaded = [shard.slot_bytes for shard in self.shards if not shard.in_place]
+        self.slots = min(self.most_slots, len(loaded))
+        if not self.slot_pool.shared:
+            self.slot_pool.resize(self.slots, max(loaded, default=0))
+
     def pending(self) -> frozenset[int]:
-        """The shards that must be updated before they are loaded."""
+        """The shards that must be updated before they are loaded, or used in place."""
         return frozenset(shard.index for shard in self.shards if shard.pending is not None)
 
     def update(self, j: int) -> None:
-        """Starts the pending update of shard ``j`` in the slot that its load then fills, where it may compute."""
+        """Starts the pending update of shard ``j``: in place, or in the slot that its load then fills."""
+        if self.shards[j].in_place:
+            if (pending := self.shards[j].pending) is not None:
+                pending.start()
+            return
         self._updating[j] = self._start_update(j, self.slot_pool.acquire_slot(self._meter))
 
     def update_in_backward(self, j: int) -> None:
@@ -166,13 +183,7 @@ class Streamer:
         # Remaining views keep the slot. Without this, they would show the next shard.
         self.slot_pool.release(self.slot_pool.replace(slot) if referenced else slot)
         if referenced and warn:
-            warnings.warn(
-                f"a view of the weights of shard {j} outlives their use on the device (stored as an attribute of an "
-                f"autograd function, or by a hook): it occupies {slot.numel():,} bytes, and later changes of the "
-                f"weights do not show in it; use ctx.save_for_backward, or keep the parameter itself",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            _warn_of_view(j, slot)
 
     @staticmethod
     def share_slots(stages: Sequence[Sequence[Streamer]]) -> None:
@@ -183,7 +194,7 @@ class Streamer:
         streamers = [streamer for stage in stages for streamer in stage]
         slots = 0
         for stage in stages:
-            held = sum(streamer.slots for streamer in stage)
+            held = sum(streamer.most_slots for streamer in stage)
             keeps_all = held == sum(len(streamer.shards) for streamer in stage)
             slots = max(slots, held + (keeps_all and len(stages) > 1))
         slot_bytes = max(streamer._slot_bytes for streamer in streamers)
@@ -204,7 +215,7 @@ class Streamer:
         self.must_cancel = True
         there = set(self.resident())
         for j in order:
-            if j in there:
+            if j in there or self.shards[j].in_place:
                 continue
             slot = self.slot_pool.acquire_unneeded(self) if len(there) < self.slots else None
             if slot is None:
@@ -221,9 +232,16 @@ class Streamer:
         return j is not None
 
     @contextlib.contextmanager
-    def visit(self, j: int) -> Iterator[Shard]:
-        """Inside, the parameters of shard ``j`` are on the compute device. After an exception call :meth:`cancel`."""
+    def visit(self, j: int, *, copied: bool = False) -> Iterator[Shard]:
+        """Inside, the parameters of shard ``j`` are on the compute device. After an exception call :meth:`cancel`.
+
+        ``copied``: layers get a copy of a shard that they would use in place, so that their writes can be told from it.
+        """
         shard = self.shards[j]
+        if shard.in_place:
+            with self._visit_in_memory(shard, copied=copied):
+                yield shard
+            return
         with self._meter.waiting(f"L{j}"), error_context(f"loading shard {j} from {self._tier.name}"):
             # Load lane -> compute. Without this, layers read a slot that is not filled yet.
             self._loads[j].wait()
@@ -233,13 +251,33 @@ class Streamer:
         if self._heap is not None:
             self._heap.trim_if_grown()
 
+    @contextlib.contextmanager
+    def _visit_in_memory(self, shard: Shard, *, copied: bool) -> Iterator[None]:
+        with self._meter.waiting(f"U{shard.index}"), error_context(f"updating shard {shard.index} in memory"):
+            if (pending := shard.pending) is not None:
+                # Update lane -> compute. Without this, layers read weights from before the optimizer's step.
+                pending.start().wait()
+        home = shard.home
+        slot = device_buffer(shard.slot_bytes, self._device) if copied or home is None else home.tensor
+        if copied and home is not None:
+            home.read_into(slot)
+        shard.load(slot)
+        made = shard.bind()
+        yield
+        self._collected[shard.index] = shard.unbind()
+        shard.drop()
+        if slot.numel() and (home is None or slot is not home.tensor) and storage_uses(slot) > 1 + made:
+            _warn_of_view(shard.index, slot)
+        if self._heap is not None:
+            self._heap.trim_if_grown()
+
     def store_written_weights(self, j: int, written: Sequence[int]) -> None:
         """Stores parameters, at positions ``written`` of ``slices``, that layers wrote to in forward; after a visit.
 
         Examples are an embedding with ``max_norm`` and clipped weights; other weights are never copied back.
         """
         shard = self.shards[j]
-        for position in written:
+        for position in () if shard.bound_in_place else written:
             owner, s = shard.owner_of(position)
             owner.home_view(s).copy_(s.parameter.detach())
         shard.loaded_versions = shard.versions()
@@ -291,3 +329,13 @@ class Streamer:
         self._updating.clear()
         self._collected.clear()
         self.must_cancel = False
+
+
+def _warn_of_view(j: int, slot: Tensor) -> None:
+    warnings.warn(
+        f"a view of the weights of shard {j} outlives their use on the device (stored as an attribute of an "
+        f"autograd function, or by a hook): it occupies {slot.numel():,} bytes, and later changes of the "
+        f"weights do not show in it; use ctx.save_for_backward, or keep the parameter itself",
+        RuntimeWarning,
+        stacklevel=3,
+    )

@@ -332,7 +332,7 @@ def test_an_optimizer_on_disk_has_its_buffers_from_the_budget_or_is_refused(tmp_
         model(torch.randn(4, 256)).sum().backward()
         optimizer.step()
     optimizer.synchronize()
-    io_buffers = [*optimizer._buffer_pool._idle, *optimizer._buffer_pool._prefetched]
+    io_buffers = [*optimizer.buffer_pool._idle, *optimizer.buffer_pool._prefetched]
     assert 0 < sum(io_buffer._memory.numel() for io_buffer in io_buffers) <= steps.reserved_bytes
     assert model.estimate(4).peak_bytes["staging"] >= steps.reserved_bytes
     del optimizer, io_buffers

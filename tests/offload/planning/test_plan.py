@@ -33,23 +33,29 @@ def test_an_update_is_planned_before_the_next_load_of_its_shard_or_after_its_dra
     microbatches=st.integers(1, 4),
     training=st.booleans(),
     pending=st.sets(st.integers(0, 11)),
+    in_memory=st.sets(st.integers(0, 11)),
     updates=st.booleans(),
 )
 def test_every_plan_is_valid_prints_and_parses(
-    shards: int, slots: int, microbatches: int, training: bool, pending: set[int], updates: bool
+    shards: int, slots: int, microbatches: int, training: bool, pending: set[int], in_memory: set[int], updates: bool
 ) -> None:
     pending &= set(range(shards))
+    in_memory &= set(range(shards))
+    slots = min(slots, shards - len(in_memory))
     plan = plan_step(
         shards,
         slots=slots,
         microbatches=microbatches,
         training=training,
+        in_memory=in_memory,
         pending=pending,
         updates=updates,
         clips=not updates,
     )
     validate(plan)
-    assert Plan.parse(str(plan), slots, pending=pending, clips=not updates) == plan
+    assert Plan.parse(str(plan), slots, pending=pending, clips=not updates, in_memory=in_memory) == plan
+    assert in_memory.isdisjoint(a.shard for a in plan.actions if a.kind in (Kind.LOAD, Kind.EVICT))
+    simulate(plan, costs(shards, load=1.0, cell=1.0, drain=1.0))
     updated = {kind: sorted(a.shard for a in plan.actions if a.kind is kind) for kind in Kind}
     assert updated[Kind.UPDATE] == sorted(pending)
     assert updated[Kind.UPDATE_IN_BACKWARD] == (list(range(shards)) if updates and training else [])

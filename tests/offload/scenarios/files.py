@@ -413,7 +413,7 @@ def _fails_once(
             patch.setattr(owner, name, fails)
             with pytest.raises(type(error)):
                 pair.eval()
-            assert not pair.ours._buffer_pool._writing, "transfers go on after a failure"
+            assert not pair.ours.buffer_pool._writing, "transfers go on after a failure"
             filling = pair.ours._filler.under_way()  # type: ignore[attr-defined]
             assert filling == 0, "transfers go on after a failure"
         for task in pair.model._executor.shards[0].pending.tasks:

@@ -183,7 +183,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("self.synchronize()", reading.gradients_are_zeroed_after_their_use_by_the_optimizer),
         ],
         "OffloadOptimizer.synchronize": [
-            ("self._access.apply_pending_updates()", reading.synchronize_finishes_the_update)
+            ("self.access.apply_pending_updates()", reading.synchronize_finishes_the_update)
         ],
         "OffloadOptimizer.state_dict": [("self.synchronize()", reading.the_state_of_the_optimizer_is_updated)],
         "OffloadOptimizer.load_state_dict": [

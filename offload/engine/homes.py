@@ -1,0 +1,147 @@
+"""Where the shards of a model rest between steps, in files or in host memory; changed between steps, for a planner."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offload.engine.exclusive import ExclusivePasses
+from offload.engine.measured import step_model
+from offload.engine.steps import Steps
+from offload.engine.weight_writes import AssignedData
+from offload.planning.plan import Plan
+from offload.planning.search import StepModel
+from offload.storage import Tier
+from offload.storage.host import HostTier
+from offload.streaming.lane import error_context
+from offload.streaming.moves import move_homes
+from offload.streaming.shard import Shard
+from offload.telemetry.statistics import Meter
+
+__all__ = ["MovableHomes", "ShardBytes"]
+
+
+@dataclass(frozen=True)
+class ShardBytes:
+    """Host memory that a shard takes while it rests there."""
+
+    weights: int
+    #: From backward until they are set to None, or a pending update has used them.
+    gradients: int
+    #: Of all optimizers; 0 before the first update.
+    states: int
+
+    @property
+    def total(self) -> int:
+        """All together."""
+        return self.weights + self.gradients + self.states
+
+
+class MovableHomes(ExclusivePasses):
+    """The part of an executor that knows where shards rest."""
+
+    shards: Sequence[Shard]
+    steps: Steps
+    assigned_data: AssignedData
+    _tier: Tier
+    _meter: Meter
+    #: Whether the model was closed.
+    closed = False
+
+    def check_open(self) -> None:
+        """Raises RuntimeError after ``close()``."""
+        if self.closed:
+            raise RuntimeError("this OffloadModel was closed and cannot run; make a new one")
+
+    def keep_in_memory(self, shards: Iterable[int]) -> None:
+        """Makes exactly these shards rest in host memory, the others in their files, between two passes.
+
+        Weights, gradients and optimizer states move; values, parameters and tensors of states stay the same objects.
+        Where layers compute in host memory, they use these shards in place: without a slot, a load or a copy, except
+        shards that are cast (``param_dtype``) or borrow a tied parameter from another one, which still need slots
+        (:attr:`Shard.may_bind_in_place <offload.streaming.shard.Shard.may_bind_in_place>`). Where homes are in host
+        memory anyway, only that changes. Forwards that look for writes of layers into their weights (the first ones
+        of each mode) take a temporary copy of a shard.
+
+        Shards that leave memory are written first. A call that moves shards in both directions holds them all for a
+        moment; two calls do not.
+
+        Raises:
+            ValueError: for an index that is none of a shard.
+            RuntimeError: in a forward or backward, or if the model was closed.
+            HomeInUseError: if other code holds views of weights or states of a shard that would move.
+            OSError, MemoryError: if there is no space, or a pending update fails. After any of these nothing moved.
+        """
+        self.check_open()
+        wanted = frozenset(shards)
+        if not wanted <= {*range(len(self.shards))}:
+            raise ValueError(f"expected indices of {len(self.shards)} shards, got {sorted(wanted)} (shards)")
+        if self.busy:
+            raise RuntimeError("expected no running forward or backward, but shards were to be moved within one")
+        self.streamer.apply_pending_updates()
+        self.assigned_data.store()
+        self.streamer.release()
+        optimizers = self.streamer.gradient_offload.optimizers
+        with error_context("moving shards between file and memory"):
+            files = (
+                move_homes(self.shards, self._tier, HostTier(self.device), wanted, optimizers)
+                if (self._tier.blocking_io)
+                else []
+            )
+
+        @torch.no_grad()
+        def commit() -> None:
+            with torch.inference_mode(False):
+                for move in files:
+                    move.commit()
+            for shard in self.shards:
+                on_host = self.device.type == "cpu"
+                shard.in_place = on_host and shard.index in wanted and shard.may_bind_in_place
+            self.streamer.homes_moved()
+            for optimizer in optimizers:
+                optimizer.reserve_buffers()
+
+        try:
+            commit()
+        except BaseException:
+            commit()  # an interrupt: everything is copied, and the rest cannot fail
+            raise
+
+    def write_back(self) -> None:
+        """Writes the weights of shards that rest in memory to their files."""
+        for shard in self.shards:
+            if shard.file is not None and shard.home is not None:
+                with error_context(f"writing shard {shard.index} to {self._tier.name}"):
+                    shard.file.write(shard.home.tensor, 0)
+
+    def bytes_in_memory(self) -> list[ShardBytes]:
+        """For each shard: the host memory that it takes, or would take, while it rests there."""
+        optimizers = self.streamer.gradient_offload.optimizers
+        return [
+            ShardBytes(
+                weights=0 if shard.home is None else shard.home.nbytes,
+                gradients=sum(s.nbytes for s in shard.own if s.parameter.requires_grad),
+                states=sum(optimizer.state_bytes(shard) for optimizer in optimizers),
+            )
+            for shard in self.shards
+        ]
+
+    def measured(self, rows: Sequence[int]) -> StepModel:
+        """What is known of a step on micro-batches of so many rows."""
+        resting = {j: each.weights + each.states for j, each in enumerate(self.bytes_in_memory())}
+        return step_model(
+            self.shards, self.steps, rows, resting, meter=self._meter, tier=self._tier, device=self.device
+        )
+
+    def bytes_at_home(self) -> int:
+        """Bytes of stored parameters and gradients."""
+        return sum(b.nbytes for shard in self.shards for b in (shard.home, shard.gradients) if b is not None)
+
+    def next_plan(self, rows: Sequence[int], *, training: bool) -> Plan:
+        """The plan of the next step from empty slots, on micro-batches of so many rows."""
+        streamer = self.streamer
+        updates = streamer.gradient_offload.optimizers.planned()
+        in_memory: Collection[int] = streamer.in_place()
+        return self.steps.plan(rows, updates, slots=streamer.slots, training=training, in_memory=in_memory)

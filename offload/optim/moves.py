@@ -1,0 +1,126 @@
+"""Moves the optimizer states of a shard between files and host memory: param blocks of the other kind take them over.
+
+In files a shard has several param blocks of a limited size, in memory one for each group. States are handed over
+parameter by parameter, as by a checkpoint.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from offload.optim.disk_update import DiskParamBlock
+from offload.optim.io_buffers import IOBufferPool, buffer_pool_bytes
+from offload.optim.param_block import HostParamBlock, OptimizerFactory, ParamBlock
+from offload.storage import Block, Tier
+from offload.streaming.shard import Shard, Slice
+from pipe.torch_private import storage_uses
+
+if TYPE_CHECKING:
+    from offload.optim.access import OptimizerAccess
+
+__all__ = ["MovableStates"]
+
+
+def group_slices(slices: Sequence[Slice], max_bytes: int) -> Iterator[list[Slice]]:
+    """Groups parameters into param blocks of at most ``max_bytes``; a larger parameter is one of its own.
+
+    In order of size: norms and biases, which are stored between matrices, are then updated together.
+    """
+    param_block: list[Slice] = []
+    for s in sorted(slices, key=lambda s: s.nbytes):
+        if param_block and sum(member.nbytes for member in param_block) + s.nbytes > max_bytes:
+            yield param_block
+            param_block = []
+        param_block.append(s)
+    if param_block:
+        yield param_block
+
+
+class MovableStates(Optimizer):
+    """The part of :class:`~offload.OffloadOptimizer` that knows where states are stored."""
+
+    access: OptimizerAccess
+    factory: OptimizerFactory
+    buffer_pool: IOBufferPool
+    #: Bytes of weights that are updated at a time, where they are in files.
+    update_block_bytes: int
+    #: Of each shard, for the parameters of this optimizer.
+    param_blocks: dict[Shard, list[ParamBlock]]
+
+    @abstractmethod
+    def options(self) -> list[dict[str, Any]]:
+        """A copy of the hyperparameters of all groups."""
+
+    def publish(self, param_block: ParamBlock) -> None:
+        """Shows the states of a param block in :attr:`state`."""
+        for parameter, state in zip(param_block.parameters, param_block.states(), strict=True):
+            if state:
+                self.state[parameter] = state
+
+    def make_param_blocks(self, shard: Shard, slices: Sequence[Slice], group: int, tier: Tier) -> list[ParamBlock]:
+        """New param blocks of parameters of one shard and one group, whose states are stored in ``tier``."""
+        if not tier.blocking_io:
+            return [HostParamBlock(shard, slices, group, self.factory)] if slices else []
+        most = self.update_block_bytes
+        return [
+            DiskParamBlock(shard, part, group, self.factory, tier, self.buffer_pool, most)
+            for part in group_slices(slices, most)
+        ]
+
+    def reserve_buffers(self) -> None:
+        """Subtracts the buffers of updates in files from the model's budget; frees them if no shard needs them."""
+        if any(shard.blocking_io for shard in self.access.shards):
+            self.access.reserve(self, buffer_pool_bytes(self.update_block_bytes))
+        else:
+            self.access.reserve(self, 0)
+            self.buffer_pool.free_memory()
+
+    def state_bytes(self, shard: Shard) -> int:
+        """Bytes of the states of a shard; 0 before its first update."""
+        return sum(value.numel() * value.element_size() for value in self._state_tensors(shard))
+
+    def states_in_use(self, shard: Shard) -> bool:
+        """Whether other code has views of the states of a shard, besides the tensors themselves."""
+        tensors = [value for value in self._state_tensors(shard) if value.dim() and not value.is_sparse]
+        ours = Counter(value.untyped_storage().data_ptr() for value in tensors)
+        stored = 1 if shard.blocking_io else 0  # the block itself
+        return any(storage_uses(value) > ours[value.untyped_storage().data_ptr()] + stored for value in tensors)
+
+    def _state_tensors(self, shard: Shard) -> Iterator[Tensor]:
+        for param_block in self.param_blocks.get(shard, ()):
+            for state in param_block.states():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def prepare_move(
+        self, shard: Shard, tier: Tier, home: Block
+    ) -> tuple[list[tuple[Tensor, Tensor]], Callable[[], None]]:
+        """Copies the states of a shard to ``tier``.
+
+        ``home``: where the weights will be. Returns the tensors that move, each with its new memory; and what ends the
+        move after they got it (idempotent).
+        """
+        old, options = self.param_blocks.get(shard, []), self.options()
+        new: list[ParamBlock] = []
+        moved = [] if tier.blocking_io else [pair for block in old for pair in block.states_in_memory()]
+        for group in dict.fromkeys(block.group for block in old):
+            members = [block for block in old if block.group == group]
+            states = {s: state for block in members for s, state in zip(block.slices, block.states(), strict=True)}
+            for block in self.make_param_blocks(shard, [s for s in shard.own if s in states], group, tier):
+                if any(member.optimizer is not None for member in members):
+                    moved += block.adopt_states([states[s] for s in block.slices], options)
+                moved += [(proxy, s.view(home.tensor)) for s, proxy in zip(block.slices, block.proxies, strict=True)]
+                new.append(block)
+
+        def commit() -> None:
+            if shard in self.param_blocks:
+                self.param_blocks[shard] = new
+            for block in new:
+                self.publish(block)
+
+        return moved, commit
