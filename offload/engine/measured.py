@@ -37,11 +37,14 @@ def step_model(
     each = {lane: meter.copy_seconds_per_byte(lane) for lane in ("load", "drain", "update", "boundary")}
     boundaries = steps.sizes(rows)
     on_host = device.type == "cpu"
+    # On the CPU copies and updates take the cores from layers.
+    share = meter.contention.share() if on_host else 0.0
     costs = Costs(
         load=[nbytes * each["load"] for nbytes in loads],
-        forward=[meter.forward_seconds_per_row(shard.index) * mean_rows for shard in shards],
-        backward=[meter.backward_seconds_per_row(shard.index) * mean_rows for shard in shards],
-        kept_backward=[meter.kept_backward_seconds_per_row(shard.index) * mean_rows for shard in shards],
+        forward=[meter.forward_seconds_per_row(shard.index, share) * mean_rows for shard in shards],
+        backward=[meter.backward_seconds_per_row(shard.index, share) * mean_rows for shard in shards],
+        kept_backward=[meter.kept_backward_seconds_per_row(shard.index, share) * mean_rows for shard in shards],
+        contention=share,
         drain=[nbytes * each["drain"] for nbytes in gradient_bytes],
         update=[nbytes * each["update"] for nbytes in gradient_bytes],
         boundary=[boundaries((j, 0)) * each["boundary"] for j in range(len(shards) + 1)],

@@ -30,6 +30,8 @@ class Costs:
     update: Sequence[float] = ()
     boundary: Sequence[float] = ()
     kept_backward: Sequence[float] = ()
+    #: Seconds that a cell loses to each second of a busy lane, where these share the cores.
+    contention: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,18 @@ def simulate(plan: Plan, costs: Costs) -> Forecast:
     leaving: deque[float] = deque()  # when boundaries are written
     back: dict[tuple[bool, int, int | None], float] = {}  # when gradients, or not, of boundaries are read back
     drained: dict[int, int] = {}
+    lanes = _Lanes(costs.contention)
     for position, action in enumerate(plan.actions):
         shard, kind = action.shard, action.kind
         if kind is Kind.LOAD:
-            loading = arrival[shard] = max(loading, compute, updated.get(shard, 0.0)) + costs.load[shard]
+            begin = max(loading, compute, updated.get(shard, 0.0))
+            loading = arrival[shard] = lanes.busy(begin, begin + costs.load[shard])
         elif kind is Kind.DRAIN:
-            draining = home[shard] = max(draining, compute) + costs.drain[shard]
+            begin = max(draining, compute)
+            draining = home[shard] = lanes.busy(begin, begin + costs.drain[shard])
         elif kind in (Kind.UPDATE, Kind.UPDATE_IN_BACKWARD):
-            updating = updated[shard] = max(updating, compute, home.get(shard, 0.0)) + costs.update[shard]
+            begin = max(updating, compute, home.get(shard, 0.0))
+            updating = updated[shard] = lanes.busy(begin, begin + costs.update[shard])
         elif kind in (Kind.SPILL, Kind.SPILL_GRADIENT):
             oldest = leaving.popleft() if len(leaving) == WRITES_IN_FLIGHT else compute
             waited += max(0.0, oldest - compute)
@@ -80,7 +86,7 @@ def simulate(plan: Plan, costs: Costs) -> Forecast:
                 entered = max(entered, back.pop((True, shard + 1, action.microbatch), 0.0))
             there = updated.get(shard, 0.0) if shard in plan.in_memory else arrival[shard]
             start = max(compute, there, entered)
-            seconds = _seconds(costs, kind)[shard]
+            seconds = lanes.slowed(start, _seconds(costs, kind)[shard])
             if kind in BACKWARD_CELLS:
                 full = start + (costs.forward[shard] if kind is Kind.BACKWARD else 0.0)
                 drained.update((j, position) for j, end in home.items() if j not in drained and end <= full)
@@ -89,6 +95,32 @@ def simulate(plan: Plan, costs: Costs) -> Forecast:
             compute = start + seconds
     end = max(compute, loading, draining, updating, moving)
     return Forecast(end, waited, computed, drained)
+
+
+class _Lanes:
+    """When lanes are busy, and how much longer cells take then."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._spans: list[tuple[float, float]] = []
+
+    def busy(self, begin: float, end: float) -> float:
+        """A lane is busy in this span; returns its end."""
+        if self._share and end > begin:
+            self._spans.append((begin, end))
+        return end
+
+    def slowed(self, start: float, seconds: float) -> float:
+        """Seconds of a cell that takes ``seconds`` alone."""
+        if not self._share:
+            return seconds
+        self._spans = [span for span in self._spans if span[1] > start]
+        taken = seconds
+        for _ in range(3):  # a longer cell meets more of the lanes' work
+            end = start + taken
+            overlap = sum(min(end, until) - max(start, begin) for begin, until in self._spans if begin < end)
+            taken = seconds + self._share * overlap
+        return taken
 
 
 def _seconds(costs: Costs, kind: Kind) -> Sequence[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 
 from offload.planning.memory_profile import MemoryProfile
 from offload.telemetry.clock import Clock
+from offload.telemetry.contention import Contention
 from offload.telemetry.trace import Tracer
 
 __all__ = ["Meter", "Statistics"]
@@ -65,6 +67,8 @@ class Meter:
         self._steps = 0
         self._device = device
         self.tracer = Tracer()
+        #: How much copies and updates slow down layers that compute on the same cores.
+        self.contention = Contention()
         #: Bytes that are on the compute device now.
         self.held_bytes = 0
         self._peak = 0
@@ -76,8 +80,12 @@ class Meter:
     @contextlib.contextmanager
     def on_lane(self, lane: str, token: str, nbytes: int = 0) -> Iterator[None]:
         """Counts the time of one copy of so many bytes, in the thread or stream that makes it."""
-        with self._lane_clocks[lane].span(nbytes), self.tracer.span(f"{lane} lane", token):
-            yield
+        self.contention.lane_begins()
+        try:
+            with self._lane_clocks[lane].span(nbytes), self.tracer.span(f"{lane} lane", token):
+                yield
+        finally:
+            self.contention.lane_ends()
 
     @contextlib.contextmanager
     def waiting(self, token: str) -> Iterator[None]:
@@ -90,10 +98,14 @@ class Meter:
         """Counts the time of one cell, whose letter in the plan is ``kind``."""
         clock = self.cells.setdefault((kind, shard), Clock(self._device))
         token = f"{kind}{shard}.{microbatch}"
+        began, busy = time.perf_counter(), self.contention.busy_seconds()
         # A visit is one sample, since its first micro-batch always takes longer than the others.
         with self.compute.span(), clock.span(rows, continues=microbatch > 0), self.tracer.span("compute", token):
             with torch.profiler.record_function(token):
                 yield
+        if self._steps > 1:
+            overlap = self.contention.busy_seconds() - busy
+            self.contention.record((kind, shard), rows, time.perf_counter() - began, overlap)
 
     def begin_step(self) -> None:
         """Begins a training step. The first one is measured separately, since it also makes files and buffers."""
@@ -102,24 +114,29 @@ class Meter:
             for clock in (*self.cells.values(), *self._lane_clocks.values()):
                 clock.first_step_ends()
 
-    def cell_seconds_per_row(self, kind: str, shard: int) -> float:
-        """Predicted seconds of a cell per row; 0 if none was measured."""
+    def cell_seconds_per_row(self, kind: str, shard: int, share: float = 0.0) -> float:
+        """Predicted seconds of a cell per row; 0 if none was measured.
+
+        ``share``: what a cell loses to one second of a busy lane, which is subtracted.
+        """
         clock = self.cells.get((kind, shard))
-        return 0.0 if clock is None else clock.seconds_each()
+        seconds = 0.0 if clock is None else clock.seconds_each()
+        return max(0.1 * seconds, seconds - share * self.contention.mean_overlap((kind, shard))) if share else seconds
 
-    def forward_seconds_per_row(self, shard: int) -> float:
+    def forward_seconds_per_row(self, shard: int, share: float = 0.0) -> float:
         """Predicted seconds of a forward per row."""
-        return self.cell_seconds_per_row("F", shard) or self.cell_seconds_per_row("K", shard)
+        return self.cell_seconds_per_row("F", shard, share) or self.cell_seconds_per_row("K", shard, share)
 
-    def kept_backward_seconds_per_row(self, shard: int) -> float:
+    def kept_backward_seconds_per_row(self, shard: int, share: float = 0.0) -> float:
         """Predicted seconds of the backward of a cell that kept its graph."""
-        recomputed, forward = self.cell_seconds_per_row("B", shard), self.forward_seconds_per_row(shard)
-        return self.cell_seconds_per_row("G", shard) or max(0.0, recomputed - forward)
+        recomputed, forward = self.cell_seconds_per_row("B", shard, share), self.forward_seconds_per_row(shard, share)
+        return self.cell_seconds_per_row("G", shard, share) or max(0.0, recomputed - forward)
 
-    def backward_seconds_per_row(self, shard: int) -> float:
+    def backward_seconds_per_row(self, shard: int, share: float = 0.0) -> float:
         """Predicted seconds of the backward of a cell, with its recomputation."""
-        kept = self.cell_seconds_per_row("G", shard)
-        return self.cell_seconds_per_row("B", shard) or (kept and kept + self.forward_seconds_per_row(shard))
+        kept = self.cell_seconds_per_row("G", shard, share)
+        recomputed = self.cell_seconds_per_row("B", shard, share)
+        return recomputed or (kept and kept + self.forward_seconds_per_row(shard, share))
 
     def copy_seconds_per_byte(self, lane: str) -> float:
         """Predicted seconds of a lane's copies per byte (of updates: of gradients); 0 if none was measured."""

@@ -1,0 +1,81 @@
+"""Measures how much slower layers compute while copies and updates run on the same cores.
+
+A cell that takes ``seconds`` while lanes are busy for ``overlap`` seconds in all is modelled as ``alone + share *
+overlap``. The share is that of least squares over the latest cells, whose mean is subtracted in groups of cells that do
+the same work: in some of them lanes are busy longer than in others. Without enough difference :data:`PRIOR` is used.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Hashable
+
+__all__ = ["PRIOR", "Contention"]
+
+#: Seconds that a cell loses to one second of a lane, before it is measured.
+PRIOR = 0.25
+#: Cells that are remembered, and the least number for a fit.
+LATEST, LEAST = 512, 24
+#: Least standard deviation of the overlap, as a share of the mean duration of a cell.
+LEAST_SPREAD = 0.05
+
+
+class Contention:
+    """Overlaps of cells with lanes, and the share of them that cells lose."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._busy = 0
+        self._busy_seconds = 0.0
+        self._since = 0.0
+        #: (group, rows, seconds, overlap) of the latest cells.
+        self._cells: deque[tuple[Hashable, int, float, float]] = deque(maxlen=LATEST)
+
+    def lane_begins(self) -> None:
+        """A lane begins to copy or to update."""
+        self._count(1)
+
+    def lane_ends(self) -> None:
+        """A lane ends to do so."""
+        self._count(-1)
+
+    def _count(self, more: int) -> None:
+        with self._lock:
+            now = time.perf_counter()
+            self._busy_seconds += self._busy * (now - self._since)
+            self._since = now
+            self._busy += more
+
+    def busy_seconds(self) -> float:
+        """Seconds in which lanes were busy so far, summed over lanes."""
+        with self._lock:
+            return self._busy_seconds + self._busy * (time.perf_counter() - self._since)
+
+    def record(self, group: Hashable, rows: int, seconds: float, overlap: float) -> None:
+        """Records a cell; ``group``: of cells that do the same work for each row."""
+        if rows:
+            self._cells.append((group, rows, seconds, overlap))
+
+    def share(self) -> float:
+        """Seconds that a cell loses to one second of a busy lane, from 0 to 1."""
+        groups: dict[Hashable, list[tuple[float, float]]] = {}
+        for group, rows, seconds, overlap in self._cells:
+            groups.setdefault((group, rows), []).append((seconds, overlap))
+        both = square = total = 0.0
+        count = 0
+        for samples in groups.values():
+            mean, middle = (sum(column) / len(samples) for column in zip(*samples, strict=True))
+            both += sum((seconds - mean) * (overlap - middle) for seconds, overlap in samples)
+            square += sum((overlap - middle) ** 2 for _, overlap in samples)
+            total += sum(seconds for seconds, _ in samples)
+            count += len(samples)
+        if count < LEAST or (square / count) ** 0.5 < LEAST_SPREAD * total / count:
+            return PRIOR
+        return min(1.0, max(0.0, both / square))
+
+    def mean_overlap(self, group: Hashable) -> float:
+        """Mean seconds of busy lanes for each row of a cell of this group; 0 if none was recorded."""
+        found = [(overlap, rows) for other, rows, _, overlap in self._cells if other == group]
+        return sum(overlap for overlap, _ in found) / sum(rows for _, rows in found) if found else 0.0
