@@ -8,6 +8,7 @@ from offload.files.pretrained import Pretrained, load_pretrained
 from offload.model import OffloadModel
 from offload.optim import OffloadOptimizer
 from offload.planning.plan import Plan
+from offload.policy import MemoryPolicy
 from offload.storage import DiskHome, HomeError
 from offload.telemetry.statistics import Statistics
 
@@ -15,6 +16,7 @@ __all__ = [
     "Checkpoint",
     "DiskHome",
     "HomeError",
+    "MemoryPolicy",
     "OffloadEmbeddingBag",
     "OffloadModel",
     "OffloadOptimizer",

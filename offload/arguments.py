@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.planning.budget import Layout, fit, parse_bytes
-from offload.planning.partition import aligned, cut_layers
+from offload.planning.partition import aligned
 from pipe.refusals import beyond_layers
 from pipe.torch_private import is_traceable_wrapper_subclass
 
@@ -22,14 +21,9 @@ __all__ = [
     "compute_device",
     "layer_bytes",
     "layers_of",
-    "layout_of",
     "names_given",
     "names_taken",
-    "sizes_of",
 ]
-
-#: Device bytes for boundaries where the user sets no budget.
-DEFAULT_BOUNDARY_BYTES = 64 << 20
 
 
 def layers_of(model: Any) -> dict[str, nn.Module]:
@@ -84,77 +78,26 @@ def check_separate(named: Iterable[tuple[str, nn.Parameter]]) -> None:
                 )
 
 
-def check_choices(
-    num_slices: int | None,
-    num_microbatches: int,
-    num_slots: int | None,
-    param_dtype: torch.dtype | None,
-) -> None:
+def check_choices(num_slices: int | None, num_microbatches: int, param_dtype: torch.dtype | None) -> None:
     """Checks types and ranges of the arguments of the same names."""
     if param_dtype is not None and not (isinstance(param_dtype, torch.dtype) and param_dtype.is_floating_point):
         raise TypeError(f"expected a floating-point torch.dtype, got param_dtype={param_dtype!r}")
-    slots = 2 if num_slots is None else num_slots
-    for name, value, least in (("num_microbatches", num_microbatches, 1), ("num_slots", slots, 2)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"expected an integer of at least {least}, got {name}={value!r}")
+    if not isinstance(num_microbatches, int) or isinstance(num_microbatches, bool) or num_microbatches < 1:
+        raise ValueError(f"expected an integer of at least 1, got num_microbatches={num_microbatches!r}")
     if num_slices is not None and (not isinstance(num_slices, int) or isinstance(num_slices, bool)):
         raise TypeError(f"expected the number of shards, or None, got num_slices={num_slices!r}")
 
 
-def sizes_of(
-    boundary_bytes: int | str | None,
-    activation_bytes: int | str | None,
-    graph_bytes: int | str | None,
-    recompute: bool,
-) -> tuple[int | None, int | None, int]:
-    """The arguments of the same names in bytes; 0 bytes of graphs where None is given.
+def layer_bytes(layers: Sequence[nn.Module], dtype: torch.dtype | None = None, *, trainable: bool = False) -> list[int]:
+    """Bytes of each layer, floating-point parameters as ``dtype``; a tied one counts in every layer that uses it.
 
-    Raises TypeError or ValueError for what is no number of bytes, or a budget of graphs though all are kept.
+    ``trainable``: only parameters that take a gradient.
     """
-    if graph_bytes and not recompute:
-        raise ValueError(
-            f"graph_bytes needs checkpoint_activation=True, got graph_bytes={graph_bytes!r}: without it all graphs are "
-            f"kept anyway"
-        )
-    # A budget of 0 is valid: no boundary stays on the device, no graph is kept.
-    boundaries = boundary_bytes
-    if boundaries is not None and (boundaries != 0 or isinstance(boundaries, bool)):
-        boundaries = parse_bytes(boundaries, "boundary_bytes")
-    activations = None if activation_bytes is None else parse_bytes(activation_bytes, "activation_bytes")
-    return boundaries, activations, parse_bytes(graph_bytes, "graph_bytes") if graph_bytes else 0
-
-
-def layer_bytes(layers: Sequence[nn.Module], dtype: torch.dtype | None = None) -> list[int]:
-    """Bytes of each layer, floating-point parameters as ``dtype``; a tied one counts in every layer that uses it."""
 
     def size(p: nn.Parameter) -> int:
         return aligned(p.numel() * (dtype if dtype is not None and p.is_floating_point() else p.dtype).itemsize)
 
-    return [sum(map(size, layer.parameters())) for layer in layers]
-
-
-def layout_of(
-    layers: list[nn.Module],
-    num_slices: int | None,
-    memory_budget: int | str | None,
-    num_slots: int | None,
-    boundary_bytes: int | None,
-    recompute: bool,
-    param_dtype: torch.dtype | None,
-) -> Layout:
-    """Shards, slots and bytes for boundaries, from the arguments of the same names."""
-    in_slot = layer_bytes(layers, param_dtype)
-    if memory_budget is None:
-        if num_slices is None:
-            raise ValueError("num_slices=None lets memory_budget choose the number of shards; pass a memory_budget")
-        cuts = cut_layers(in_slot, num_slices)
-        spare = DEFAULT_BOUNDARY_BYTES if boundary_bytes is None else boundary_bytes
-        return Layout(tuple(cuts), min(num_slots or 2, num_slices), spare)
-    if boundary_bytes is not None:
-        raise ValueError("memory_budget decides how many bytes boundaries get; do not pass boundary_bytes with it")
-    if not recompute:
-        raise ValueError("memory_budget needs checkpoint_activation=True: activations that are kept have no bound")
-    return fit(in_slot, layer_bytes(layers), parse_bytes(memory_budget), shards=num_slices, slots=num_slots)
+    return [sum(size(p) for p in layer.parameters() if p.requires_grad or not trainable) for layer in layers]
 
 
 def compute_device(device: Any) -> torch.device:

@@ -16,25 +16,26 @@ from offload.arguments import (
     check_separate,
     compute_device,
     layers_of,
-    layout_of,
     names_given,
     names_taken,
-    sizes_of,
 )
 from offload.engine.autograd import attach
 from offload.engine.executor import Executor
 from offload.engine.prediction import measured_activations, predict_step
 from offload.engine.raw_chunk import RawChunk, as_call
-from offload.engine.regroup import RegroupedTape, by_chunk, join_chunks, looks_across_rows, split_output
+from offload.engine.regroup import RegroupedTape, by_chunk, join_chunks, rows_together, split_output
 from offload.engine.structure import Structure
 from offload.engine.tape import Tape
 from offload.files.pretrained import Pretrained, tensors_of
+from offload.limits import MemoryLimits
+from offload.memory import layout_of, limits_for, memory_of
 from offload.optim.access import OptimizerAccess
 from offload.persistence import PersistentHome
 from offload.planning.estimate import Estimate
 from offload.planning.plan import Plan
+from offload.policy import MemoryPolicy
 from offload.slot_sharing import SlotSharingModule
-from offload.storage import DiskHome, open_tier
+from offload.storage import DiskHome, is_directory, open_tier
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import open_lanes
 from offload.streaming.rollback import Rollback
@@ -64,27 +65,21 @@ class OffloadModel(SlotSharingModule):
         offload_device: storage of the shards: ``"cpu"`` for host memory, or a directory (an ``os.PathLike``, or a
             string with a path separator), for files that are removed with the model. A :class:`~offload.DiskHome` is a
             directory with more options, among them files that are kept and adopted by the next model.
-        num_slices: number of shards, balanced by bytes; from 1 to the number of layers. None: as few as
-            ``memory_budget`` allows.
+        num_slices: number of shards, balanced by bytes; from 1 to the number of layers. None: with ``memory`` one for
+            each layer, or for neighbours that are small; without, 3.
         checkpoint_activation: if True, keep only the inputs of each shard and recompute the rest in backward; if False,
-            keep all activations of the layers, but no second copy of their weights, nor of casts of them.
+            keep all activations of the layers, but no second copy of their weights, nor of casts of them. None: True
+            with ``memory``, else False.
         num_microbatches: parts into which a batch is split along dimension 0. Each shard is loaded once per pass and
             runs all of them. Any number of rows; the last micro-batch may be smaller. The result is that of the bare
             model where layers treat each row on its own. Layers that look across rows (batch normalisation) see one
             micro-batch at a time, and random numbers are drawn shard by shard and micro-batch by micro-batch: with more
             than one, a model with dropout draws other masks than the bare model does.
-        memory_budget: bytes, or a string such as ``"2GiB"``, of slots, gradients and boundaries together on the compute
-            device, without the activations inside one cell. Chooses ``num_slots`` and ``num_slices`` where they are
-            None. Needs ``checkpoint_activation=True``.
-        num_slots: shards that the compute device holds at once, at least 2. Slots beyond that are a cache.
-        boundary_bytes: bytes, or a string such as ``"64MiB"``, of activations between shards on the compute device; the
-            others are stored with the shards and read back ahead of use. Only with ``checkpoint_activation=True``.
-        activation_bytes: bytes, or a string such as ``"1GiB"``, that the activations of one cell may take. With it, the
-            chunks of :meth:`forward_chunks` run together as far as they fit, from the second step on (the first one
-            measures). For layers that treat each row on its own; where batch normalisation trains, chunks stay apart.
-        graph_bytes: bytes, or a string, of graphs between forward and backward: the cells that backward begins with
-            keep theirs as far as they fit, and are not recomputed, from the second step on (the first one measures).
-            Not part of ``memory_budget``. Only with ``checkpoint_activation=True``.
+        memory: the memory that the model, its optimizer and its steps may use: bytes, a string such as ``"2GiB"``,
+            ``"auto"`` for what the machine has free, ``{"device": ..., "host": ...}``, or a
+            :class:`~offload.MemoryPolicy`, which says what counts. Decides ``num_slices`` and
+            ``checkpoint_activation`` where they are None.
+        memory_budget, num_slots, boundary_bytes, activation_bytes, graph_bytes: deprecated; fields of ``memory``.
         param_dtype: floating-point type in which layers compute, such as ``torch.bfloat16``: slots hold parameters in
             it and floating-point inputs are cast to it, while homes keep the parameters as they are (fp32 masters) and
             gradients are summed in the home's type. Buffers stay as they are.
@@ -116,10 +111,11 @@ class OffloadModel(SlotSharingModule):
         model: nn.Sequential | Sequence[nn.Module],
         device: torch.device | str | int,
         offload_device: torch.device | str | os.PathLike[str] = "cpu",
-        num_slices: int | None = 3,
-        checkpoint_activation: bool = False,
+        num_slices: int | None = None,
+        checkpoint_activation: bool | None = None,
         num_microbatches: int = 1,
         *,
+        memory: MemoryPolicy | int | str | Mapping[str, int | str] | None = None,
         memory_budget: int | str | None = None,
         num_slots: int | None = None,
         boundary_bytes: int | str | None = None,
@@ -138,52 +134,64 @@ class OffloadModel(SlotSharingModule):
         self.device = compute_device(device)
         if not isinstance(model, nn.Sequential):
             num_slices = len(named)
-        check_choices(num_slices, num_microbatches, num_slots, param_dtype)
-        boundaries, activations, graphs = sizes_of(boundary_bytes, activation_bytes, graph_bytes, checkpoint_activation)
-        layout = layout_of(
-            list(named.values()), num_slices, memory_budget, num_slots, boundaries, checkpoint_activation, param_dtype
+        check_choices(num_slices, num_microbatches, param_dtype)
+        resources = memory_of(
+            memory,
+            memory_budget=memory_budget,
+            num_slots=num_slots,
+            boundary_bytes=boundary_bytes,
+            activation_bytes=activation_bytes,
+            graph_bytes=graph_bytes,
         )
-        cuts = list(layout.cuts) if _cuts is None else _cuts
+        recompute = resources.recomputes(checkpoint_activation)
+        layers = list(named.values())
+        layout, self._policy, needs = layout_of(
+            resources,
+            layers,
+            num_slices,
+            _cuts,
+            device=self.device,
+            on_disk=is_directory(offload_device),
+            param_dtype=param_dtype,
+        )
         stored = {} if pretrained is None else Pretrained.at(pretrained).match(tensors_of(named))[0]
         self._arguments = {
             "device": self.device,
             "offload_device": offload_device.for_a_copy() if isinstance(offload_device, DiskHome) else offload_device,
             "num_slices": num_slices,
-            "checkpoint_activation": checkpoint_activation,
+            "checkpoint_activation": recompute,
             "num_microbatches": num_microbatches,
-            "memory_budget": memory_budget,
-            "num_slots": num_slots,
-            "boundary_bytes": boundary_bytes,
-            "activation_bytes": activation_bytes,
-            "graph_bytes": graph_bytes,
+            "memory": resources,
             "param_dtype": param_dtype,
             "detect_weight_writes": detect_weight_writes,
         }
-        self._activation_bytes = activations
         self._num_microbatches = num_microbatches
         #: Names of the arguments of layers after the first.
-        self._taken_later = {name for layer in list(named.values())[1:] for name in names_taken(layer)}
+        self._taken_later = {name for layer in layers[1:] for name in names_taken(layer)}
         self._tier = open_tier(offload_device, self.device, keeps=True)
         self._meter = Meter(self.device)
         with contextlib.ExitStack() as undo:
             # A failure from here on, such as a full disk or an interrupt, leaves the layers as they were.
             undo.callback(self._tier.close)
-            self._persistent_home = PersistentHome(self._tier, named, cuts, stored)
-            undo.callback(Rollback(named.values(), self._persistent_home.values).restore)
+            #: What the planner may use; None where only the deprecated keywords, or none, were given.
+            self._memory_limits = limits_for(resources, layout, needs, self.device, self._meter)
+            undo.callback(_release, self._memory_limits)
+            self._persistent_home = PersistentHome(self._tier, named, layout.cuts, stored)
+            undo.callback(Rollback(layers, self._persistent_home.values).restore)
             # A copy that changes the type is converted on the host, which must not block this thread.
             lanes = open_lanes(self.device, blocking_io=self._tier.blocking_io or param_dtype is not None)
             undo.callback(lanes.close)
             self._executor = Executor(
                 named,
-                cuts,
+                layout.cuts,
                 self._persistent_home.values,
-                layout=layout,
+                policy=self._policy,
+                budget_bytes=layout.budget_bytes,
                 device=self.device,
                 tier=self._tier,
                 lanes=lanes,
                 meter=self._meter,
-                recompute=checkpoint_activation,
-                graph_bytes=graphs,
+                recompute=recompute,
                 param_dtype=param_dtype,
             )
             # Children under the bare model's names, as in state_dict(). A layer may have the name of a method.
@@ -269,7 +277,8 @@ class OffloadModel(SlotSharingModule):
         else:
             calls = [as_call(i, chunk) for i, chunk in enumerate(chunks)]
         groups, rows = calls, [[0]] * len(calls)
-        most_rows = self._rows_together()
+        per_row, runners = self._meter.activation_bytes_per_row, self._executor.runners
+        most_rows = rows_together(self._policy, per_row, self._layers(), runners)
         if most_rows > 1 and input_fn is None:
             groups, rows = join_chunks(calls, most_rows)
         output_fns = [output_fn and by_chunk(output_fn, sizes) for sizes in rows]
@@ -287,13 +296,6 @@ class OffloadModel(SlotSharingModule):
         """
         call = map_tensors(Tensor.clone, as_call(0, chunk))  # of a view, the whole base would be counted
         return measured_activations(self._executor, call, output_fn)
-
-    def _rows_together(self) -> int:
-        """Rows whose activations fit in one cell; 0 if chunks stay as they are."""
-        per_row = self._meter.activation_bytes_per_row
-        if self._activation_bytes is None or not per_row or looks_across_rows(list(self.children())):
-            return 0
-        return int(self._activation_bytes // per_row)
 
     # --- reports ------------------------------------------------------------------------------------------------
 
@@ -381,6 +383,12 @@ class OffloadModel(SlotSharingModule):
         self._persistent_home.close()
         self._executor.closed = True
         self._finalizer()
+        _release(self._memory_limits)
+
+
+def _release(limits: MemoryLimits | None) -> None:
+    if limits is not None:
+        limits.release()
 
 
 def _close(lanes: Any, tier: Any) -> None:

@@ -30,6 +30,7 @@ from pipe.recompute.cheap_ops import CheapRecompute
 from pipe.recompute.dead_code import Listener
 from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.module_state import ModuleState, WatchedModule
+from pipe.recompute.replay import Replay
 from pipe.recompute.rerun import RepeatableLayers, Rerun
 from pipe.torch_private import hidden_hooks, uncompiled_hooks
 
@@ -81,6 +82,8 @@ class ShardRunner:
     #: Compare parameters with their homes after each forward, not only after the first ones.
     compares_always: bool = False
     _forwards: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    #: ``training`` flags -> whether the layers drew random numbers in a forward with these.
+    _draws: dict[tuple[bool, ...], bool] = field(default_factory=dict)
     #: Whether a recomputation needed values that no gradient needs, or differed from its first run.
     reads_values: bool = False
 
@@ -104,6 +107,14 @@ class ShardRunner:
     def needs_copy(self) -> bool:
         """Whether the next forward must not use a home in place: layers may write it, see :meth:`compares_weights`."""
         return self.compares_always or self.writes_weights or self._forwards[self._modes()] < FORWARDS_COMPARED
+
+    @property
+    def draws(self) -> bool | None:
+        """Whether the layers draw random numbers in their present modes; None if they did not run in these yet."""
+        return self._draws.get(self._training())
+
+    def _training(self) -> tuple[bool, ...]:
+        return tuple([module.training for _, module in self.watched.modules])
 
     def compares_weights(self) -> bool:
         """Whether parameters are compared with their homes after the forward of this visit.
@@ -183,6 +194,8 @@ class ShardRunner:
         hooks = torch.autograd.graph.saved_tensors_hooks(pack if saved else id, unpack)
         with rerun.first(), enable_checkpointing(), torch.enable_grad(), hooks:
             output, given = self._first_run(boundary, output_fn, *around, listener=listener, rerun=rerun)
+        if rerun.replay.drawn:
+            self._draws[self._training()] = True  # also if it did not in its first forward
         return output, given, rerun
 
     def until_backward(self) -> contextlib.AbstractContextManager[contextlib.ExitStack | None]:
@@ -245,7 +258,11 @@ class ShardRunner:
         rerun: Rerun | None = None,
     ) -> tuple[Any, Any]:
         """Output, and input of the layers. The contexts ``around`` enclose only the layers, ``listener`` innermost."""
+        modes = self._training()
+        first = None if modes in self._draws else Replay.capture([self.device], self.watched.generators)
         output, given = self.layers.run(self.call(output_fn), boundary, *around, listener=listener, rerun=rerun)
+        if first is not None:
+            self._draws[modes] = bool(first.record_changes().drawn)
         # Without this, an output that is a parameter or a view of one would change with the next load of the slot.
         output = self._out_of_slot(output)
         if not isinstance(output, Tensor):

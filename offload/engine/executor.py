@@ -36,10 +36,10 @@ from offload.engine.steps import Steps, joined
 from offload.engine.structure import Structure
 from offload.engine.tape import Tape
 from offload.engine.weight_writes import AssignedData
-from offload.planning.budget import Layout
 from offload.planning.plan import Action, Kind
 from offload.planning.planner import Pass
 from offload.planning.residency import Key
+from offload.policy import MemoryPolicy
 from offload.storage import Tier
 from offload.streaming.lane import CopyLanes
 from offload.streaming.materialize import Values
@@ -69,13 +69,13 @@ class Executor(MovableHomes):
         cuts: Sequence[int],
         values: Mapping[Tensor, Values],
         *,
-        layout: Layout,
+        policy: MemoryPolicy,
+        budget_bytes: int | None,
         device: torch.device,
         tier: Tier,
         lanes: CopyLanes,
         meter: Meter,
         recompute: bool,
-        graph_bytes: int,
         param_dtype: torch.dtype | None,
     ) -> None:
         self.shards = make_shards(list(layers.items()), cuts, tier, param_dtype, values)
@@ -85,12 +85,12 @@ class Executor(MovableHomes):
                     module._buffers[key] = buffer.to(device)
         self.streamer = Streamer(
             self.shards,
-            slots=layout.slots,
+            slots=min(policy.slots or 2, len(cuts)),
             device=device,
             tier=tier,
             lanes=lanes,
             meter=meter,
-            budget_bytes=layout.budget_bytes,
+            budget_bytes=budget_bytes,
         )
         names = list(layers)
         self.runners = [
@@ -103,21 +103,21 @@ class Executor(MovableHomes):
         self._tier = tier
         self._lanes = lanes
         self._meter = meter
-        self.boundary_bytes = layout.boundary_bytes
+        #: What the model may hold, with all bytes decided.
+        self.policy = policy
         self._recompute = recompute
         self._param_dtype = param_dtype
         #: Makes plans, and keeps those that ran.
         self.steps = Steps(
             self.runners,
-            boundary_bytes=layout.boundary_bytes,
+            policy=policy,
             recompute=recompute,
-            graph_bytes=graph_bytes,
-            strict=layout.budget_bytes is not None,
+            strict=budget_bytes is not None,
             spills=tier.scratch() is not None,
             on_host=device.type == "cpu",
         )
         for runner in self.runners:
-            runner.measures_graphs = recompute and graph_bytes > 0
+            runner.measures_graphs = recompute and bool(policy.graph_bytes)
         self._references = References(self.shards, (p for runner in self.runners for _, p in runner.watched.parameters))
         super().__init__()
         self._frozen_weights = 0

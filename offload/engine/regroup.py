@@ -10,16 +10,20 @@ where a layer is known to look across rows: batch normalisation in training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from offload.engine.tape import Tape
+from offload.policy import MemoryPolicy
 from pipe.microbatch import gather_nested
 from pipe.nested import flatten, tensors_in, unflatten
 from pipe.torch_private import BatchNorm
+
+if TYPE_CHECKING:
+    from offload.engine.cell import ShardRunner
 
 __all__ = [
     "RegroupedTape",
@@ -28,6 +32,7 @@ __all__ = [
     "joined",
     "looks_across_rows",
     "rows_in",
+    "rows_together",
     "runs_alike",
     "split_output",
 ]
@@ -40,6 +45,19 @@ def looks_across_rows(layers: Sequence[nn.Module]) -> bool:
         for layer in layers
         for module in layer.modules()
     )
+
+
+def rows_together(
+    policy: MemoryPolicy, bytes_per_row: float, layers: Sequence[nn.Module], runners: Iterable[ShardRunner]
+) -> int:
+    """Rows whose activations, of so many bytes each, fit in one cell; 0 if chunks stay as they are."""
+    if policy.activation_bytes is None or policy.join_chunks is False or not bytes_per_row:
+        return 0
+    if looks_across_rows(layers):
+        return 0
+    if policy.join_chunks is None and any(runner.draws is not False for runner in runners):
+        return 0  # together they would draw other numbers than apart
+    return int(policy.activation_bytes // bytes_per_row)
 
 
 def rows_in(chunk: Any) -> int | None:
@@ -101,7 +119,7 @@ def split_output(output: Any, rows: Sequence[int]) -> list[Any]:
         if isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.size(0) != sum(rows)):
             raise ValueError(
                 f"expected outputs with one row for each of the {sum(rows)} rows of {len(rows)} chunks that ran "
-                f"together, got shape {tuple(leaf.shape)}; leave activation_bytes out to keep chunks apart"
+                f"together, got shape {tuple(leaf.shape)}; pass MemoryPolicy(join_chunks=False) to keep chunks apart"
             )
         columns.append(leaf.split(list(rows)) if isinstance(leaf, Tensor) else [leaf] * len(rows))
     return [unflatten(list(row), spec) for row in zip(*columns, strict=True)]

@@ -13,6 +13,7 @@ from offload.planning.peak_memory import graphs_that_fit
 from offload.planning.plan import Action, Kind, Plan
 from offload.planning.planner import Sizes, Updates, plan_step
 from offload.planning.residency import MOVING, Residency, check_boundaries
+from offload.policy import MemoryPolicy
 
 if TYPE_CHECKING:
     from offload.engine.memory_planner import MemoryPlanner
@@ -24,8 +25,8 @@ class Steps:
     """Makes the plans of a model.
 
     Args:
-        boundary_bytes: memory for boundaries and their gradients.
-        recompute: recompute cells, except those whose graphs fit in ``graph_bytes`` between forward and backward.
+        policy: its ``boundary_bytes`` hold boundaries and their gradients.
+        recompute: recompute cells, except those whose graphs fit in its ``graph_bytes`` between forward and backward.
         strict: whether the model has a memory budget.
         spills: whether boundaries can be moved out of the memory in which layers compute.
         on_host: whether that is host memory, as for the buffers of optimizers.
@@ -35,20 +36,19 @@ class Steps:
         self,
         runners: Sequence[ShardRunner],
         *,
-        boundary_bytes: int,
+        policy: MemoryPolicy,
         recompute: bool,
-        graph_bytes: int,
         strict: bool,
         spills: bool,
         on_host: bool,
     ) -> None:
         self._runners = runners
         self._shards = len(runners)
-        self._boundary_bytes = boundary_bytes if spills else math.inf
+        self._boundary_bytes = policy.boundary_bytes or 0 if spills else math.inf
         #: Bytes of the same memory that other objects take, as long as they live.
         self._reserved: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._recompute = recompute
-        self._graph_bytes = graph_bytes
+        self._graph_bytes = policy.graph_bytes or 0
         self._strict = strict and spills
         self._on_host = on_host
         #: Chooses plans, for a model with a limit of memory.

@@ -37,6 +37,11 @@ class OptimizerAccess:
         #: Counts the bytes that updates read and write.
         self.meter = meter
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that may wait in host memory until their update, where homes are on disk."""
+        return self._executor.policy.gradient_bytes or 0
+
     def add(self, optimizer: OffloadOptimizer) -> None:
         """Registers the optimizer with the model, by a weak reference: see :mod:`offload.streaming.optimizers`."""
         self._streamer.gradient_offload.optimizers.add(optimizer)

@@ -20,6 +20,7 @@ from offload.optim.moves import MovableStates
 from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
 from offload.optim.update import Update
 from offload.planning.budget import parse_bytes
+from offload.policy import warn_of_old_keywords
 from offload.storage.state_views import on_own_storages
 from offload.streaming.grad_norm import attached_norm, detach_norm, norm_of, total_norm
 from offload.streaming.lane import CopyLane, ThreadCopyLane
@@ -59,8 +60,7 @@ class OffloadOptimizer(MovableStates):
         update_in_backward: update a shard as soon as its gradients are complete, in backward; they are never stored.
             For loops with one backward per step and without a ``GradScaler``. ``step()`` then only marks the end of
             the step.
-        gradient_bytes: bytes, or a string such as ``"1GiB"``, of host memory for gradients until their update, where
-            homes are on disk. Gradients that fit are neither written nor read: 4 bytes less of each, below.
+        gradient_bytes: deprecated; a field of the model's :class:`~offload.MemoryPolicy`.
         optimizer_kwargs: of ``optimizer_class``.
 
     Raises:
@@ -102,10 +102,14 @@ class OffloadOptimizer(MovableStates):
         self.steps = 0
         #: Global norm of the gradients at the last step, before clipping; None without ``max_norm``.
         self.last_norm: Tensor | None = None
-        #: Bytes of gradients that may be kept in host memory until their update, where homes are on disk.
-        self.gradient_bytes = 0 if gradient_bytes is None else parse_bytes(gradient_bytes, "gradient_bytes")
         self._model = model
         self.access = model.optimizer_access()
+        #: Bytes of gradients that may be kept in host memory until their update, where homes are on disk.
+        self.gradient_bytes = self.access.gradient_bytes
+        if gradient_bytes is not None:
+            given = {"gradient_bytes": gradient_bytes}
+            warn_of_old_keywords("OffloadOptimizer", None, given, {"gradient_bytes": "gradient_bytes"}, stacklevel=2)
+            self.gradient_bytes = parse_bytes(gradient_bytes, "gradient_bytes")
         self._lane = open_update_lane(model.device)
         self.buffer_pool = IOBufferPool()
         self.update_block_bytes = update_block_bytes(self.access.shards, self.access.spare_bytes())

@@ -12,13 +12,14 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 
 from offload.planning.partition import cut_layers
 from offload.planning.peak_memory import StepBytes, peak_memory
 from offload.planning.planner import plan_step
 from offload.planning.residency import MOVING
 
-__all__ = ["Layout", "fit", "parse_bytes"]
+__all__ = ["Layout", "fit", "parse_bytes", "requirement"]
 
 _UNITS = {"": 1, "b": 1} | {
     prefix + suffix: base**power
@@ -31,18 +32,22 @@ BOUNDARY_SHARE = 0.5
 SMALLEST_BOUNDARIES = 2 * MOVING
 
 
-def parse_bytes(value: int | str, name: str = "memory_budget") -> int:
-    """Bytes from a positive integer, or from a string such as ``"2GiB"``, ``"1.5 GB"`` or ``"300MiB"``."""
+def parse_bytes(value: int | str, name: str = "memory_budget", *, least: int = 1) -> int:
+    """Bytes from an integer of at least ``least``, or a string such as ``"2GiB"``, ``"1.5 GB"`` or ``"300MiB"``."""
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
         if match is None or match[2].lower() not in _UNITS:
             raise ValueError(f"expected bytes such as 2147483648 or '2GiB', got {name}={value!r}")
-        return int(float(match[1]) * _UNITS[match[2].lower()])
-    if not isinstance(value, int) or isinstance(value, bool):
+        number = int(Decimal(match[1]) * _UNITS[match[2].lower()])
+    elif not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"expected bytes such as 2147483648 or '2GiB', got {name}={value!r}")
-    if value <= 0:
-        raise ValueError(f"expected a positive number of bytes, got {name}={value}")
-    return value
+    else:
+        number = value
+    if number < least:
+        raise ValueError(
+            f"expected {'a positive number of' if least else 'no fewer than 0'} bytes, got {name}={value!r}"
+        )
+    return number
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,18 @@ class Layout:
     slots: int
     boundary_bytes: int
     budget_bytes: int | None = None
+
+
+def requirement(
+    slot_bytes: Sequence[int], gradient_bytes: Sequence[int], cuts: Sequence[int], slots: int
+) -> tuple[int, int]:
+    """Bytes of slots, gradients and the smallest boundaries for shards of so many layers; and of the largest shard."""
+    ends = [0, *itertools.accumulate(cuts)]
+    parts = [slice(*ends_of_shard) for ends_of_shard in itertools.pairwise(ends)]
+    largest = max(sum(slot_bytes[part]) for part in parts)
+    sizes = StepBytes(slot_bytes=largest, gradient_bytes=[sum(gradient_bytes[part]) for part in parts])
+    plan = plan_step(len(cuts), slots=min(slots, len(cuts)))
+    return peak_memory(plan, sizes).device_bytes + SMALLEST_BOUNDARIES, largest
 
 
 def fit(
@@ -78,12 +95,7 @@ def fit(
     def needs(count: int) -> tuple[int, int, list[int]]:
         """(slots, gradients and the smallest boundaries; largest shard; cuts)"""
         cuts = cut_layers(slot_bytes, count)
-        ends = [0, *itertools.accumulate(cuts)]
-        parts = [slice(*ends_of_shard) for ends_of_shard in itertools.pairwise(ends)]
-        largest = max(sum(slot_bytes[part]) for part in parts)
-        sizes = StepBytes(slot_bytes=largest, gradient_bytes=[sum(gradient_bytes[part]) for part in parts])
-        plan = plan_step(count, slots=min(slots or 2, count))
-        return peak_memory(plan, sizes).device_bytes + SMALLEST_BOUNDARIES, largest, cuts
+        return *requirement(slot_bytes, gradient_bytes, cuts, slots or 2), cuts
 
     # One shard needs one slot, and no gradients are on their way while others are summed.
     finest = min((layers, 1), key=lambda count: needs(count)[0])

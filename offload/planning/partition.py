@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pipe.balance.blockpartition import solve
 
-__all__ = ["aligned", "cut_layers"]
+__all__ = ["aligned", "cut_layers", "merge_small_layers"]
 
 #: Every parameter starts at a multiple of this, in homes and in slots: a cache line, and what vector kernels prefer.
 ALIGNMENT_BYTES = 64
@@ -26,3 +26,22 @@ def cut_layers(sizes: Sequence[int], shards: int) -> list[int]:
             f"holds at least one layer; pass num_slices={max(1, min(shards, count))}"
         )
     return [len(block) for block in solve(sizes, shards)]
+
+
+def merge_small_layers(sizes: Sequence[int], least: int) -> list[int]:
+    """Number of layers in each shard of the finest cut whose shards have at least ``least`` bytes.
+
+    A layer that is large enough is a shard with the small ones before it. If all together have less, there is one
+    shard; small layers at the end belong to the last.
+    """
+    cuts, layers, nbytes = [], 0, 0
+    for size in sizes:
+        layers += 1
+        nbytes += size
+        if nbytes >= least:
+            cuts.append(layers)
+            layers, nbytes = 0, 0
+    if not cuts:
+        return [layers]
+    cuts[-1] += layers
+    return cuts

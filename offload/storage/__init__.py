@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import TypeGuard
 
 import torch
 
@@ -12,7 +13,23 @@ from offload.storage.host import HostTier
 from offload.storage.manifest import HomeError
 from offload.storage.persistent import DiskHome, PersistentTier
 
-__all__ = ["Block", "DiskHome", "DiskTier", "HomeError", "HostTier", "PersistentTier", "Scratch", "Tier", "open_tier"]
+__all__ = [
+    "Block",
+    "DiskHome",
+    "DiskTier",
+    "HomeError",
+    "HostTier",
+    "PersistentTier",
+    "Scratch",
+    "Tier",
+    "is_directory",
+    "open_tier",
+]
+
+
+def is_directory(offload_device: object) -> TypeGuard[str | os.PathLike[str]]:
+    """Whether ``offload_device`` names a directory, so that homes are files."""
+    return isinstance(offload_device, os.PathLike) or (isinstance(offload_device, str) and os.sep in offload_device)
 
 
 def open_tier(
@@ -30,7 +47,7 @@ def open_tier(
         if not keeps:
             raise ValueError("DiskHome(keep=True) is supported by OffloadModel only; pass a directory")
         return PersistentTier(offload_device, device)
-    if isinstance(offload_device, os.PathLike) or (isinstance(offload_device, str) and os.sep in offload_device):
+    if is_directory(offload_device):
         return DiskTier(offload_device, device)
     if not isinstance(offload_device, (str, torch.device)):
         raise TypeError(

@@ -22,7 +22,6 @@ file show the same bytes only if the file system keeps them coherent, which is t
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import tempfile
@@ -32,6 +31,7 @@ from pathlib import Path
 
 import psutil
 
+from offload.machine import control_groups
 from offload.storage.buffer import PAGE_BYTES, host_buffer, view_memory
 
 __all__ = ["CACHE_HOLDS", "CACHE_PAYS_UP_TO", "RECHECK_BYTES", "CacheUsage", "PageCache", "available_bytes"]
@@ -117,42 +117,14 @@ class PageCache:
 
 
 def available_bytes() -> int:
-    """Memory available without swapping: the machine's, or what the control groups of this process leave."""
+    """Memory available without swapping: the machine's, or what the control groups of this process leave.
+
+    All of a group's page cache is available: files that each step reads again are on its active list, too.
+    """
     available = int(psutil.virtual_memory().available)
-    for limit, usage, cached in _control_groups():
-        available = min(available, max(0, limit - usage + cached))
+    for group in control_groups():
+        available = min(available, max(0, group.limit - group.usage + group.inactive_file + group.active_file))
     return available
-
-
-#: Counters of a control group's page cache: both, since files that each step reads again are on the active list.
-_LISTS = ["inactive_file", "active_file"]
-
-
-def _control_groups() -> list[tuple[int, int, int]]:
-    """(limit, usage, page cache included in it) of each control group of this process, in bytes."""
-    groups = []
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            _, controllers, inner = line.split(":", 2)
-            if controllers == "":
-                root, names, lists = Path("/sys/fs/cgroup"), ("memory.max", "memory.current"), _LISTS
-            elif "memory" in controllers.split(","):
-                root = Path("/sys/fs/cgroup/memory")
-                names, lists = ("memory.limit_in_bytes", "memory.usage_in_bytes"), [f"total_{name}" for name in _LISTS]
-            else:
-                continue
-            group = root / inner.lstrip("/")
-            for folder in [group, *group.parents]:
-                if not folder.is_relative_to(root):
-                    break
-                with contextlib.suppress(OSError, ValueError):  # no limit is "max", or no such file
-                    limit, usage = (int((folder / name).read_text(encoding="utf-8")) for name in names)
-                    counts = dict(
-                        line.split(maxsplit=1)
-                        for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
-                    )
-                    groups.append((limit, usage, sum(int(counts.get(name, 0)) for name in lists)))
-    return groups
 
 
 def _direct_works(folder: Path) -> bool:

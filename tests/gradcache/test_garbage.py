@@ -12,7 +12,7 @@ from torch import nn
 
 from gradcache import GradCache
 from gradcache.loss import SimpleContrastiveLoss
-from offload import OffloadModel
+from offload import MemoryPolicy, OffloadModel
 
 
 class Block(nn.Module):
@@ -31,7 +31,14 @@ def in_memory(layers: list[nn.Module], home: Path) -> nn.Module:
 
 
 def offloaded(layers: list[nn.Module], home: Path) -> nn.Module:
-    return OffloadModel(layers, "cpu", home, checkpoint_activation=True, activation_bytes=1 << 20, graph_bytes=1 << 20)
+    return OffloadModel(
+        layers,
+        "cpu",
+        home,
+        checkpoint_activation=True,
+        num_slices=3,
+        memory=MemoryPolicy(activation_bytes=1 << 20, graph_bytes=1 << 20),
+    )
 
 
 @pytest.mark.parametrize("make", [in_memory, offloaded])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gradcache import GradCache
 from gradcache.loss import SimpleContrastiveLoss
 from gradcache.streamed import StreamedModel
-from offload import OffloadModel
+from offload import MemoryPolicy, OffloadModel
 
 
 def tower(seed: int = 0, depth: int = 4, dropout: float = 0.0) -> nn.Sequential:
@@ -184,7 +184,9 @@ def test_audit_tells_of_a_layer_that_repeats_itself_otherwise_wherever_it_is(how
         model: nn.Module = nn.Sequential(*layers)
         options: dict[str, Any] = {}
         if how in ("streamed", "together"):
-            model = offloaded(model, num_slices=5, **({"activation_bytes": "1MiB"} if how == "together" else {}))
+            model = offloaded(
+                model, num_slices=5, **({"memory": MemoryPolicy(activation_bytes="1MiB")} if how == "together" else {})
+            )
         else:
             # The lean budget holds what enters layers, and no graph.
             options["boundary_bytes"] = 0 if how == "cheap_recompute" else 3 * 2 * 6 * 8 * 4
@@ -221,7 +223,7 @@ def test_chunks_that_the_engine_runs_together_give_the_same_gradient_in_every_st
         return nn.functional.dropout(nn.functional.normalize(out), 0.0)
 
     bare = tower()
-    ours = offloaded(copy.deepcopy(bare), activation_bytes="1MiB")
+    ours = offloaded(copy.deepcopy(bare), memory=MemoryPolicy(activation_bytes="1MiB"))
     x, y = torch.randn(13, 8), torch.randn(13, 8)
     step = GradCache([ours, ours], 2, SimpleContrastiveLoss(), get_rep_fn=rep, audit=True)
     for _ in range(3):

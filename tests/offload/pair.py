@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.func import functional_call
 
-from offload import OffloadModel, OffloadOptimizer
+from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from tests.offload.zoo import WIDTH, build
 
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -44,6 +44,7 @@ class Pair:
         grouped: bool = False,
         recompute: bool = True,
         param_dtype: torch.dtype | None = None,
+        gradient_bytes: int | None = None,
         **more: Any,
     ) -> None:
         kind, arguments = CLASSES[name]
@@ -56,6 +57,7 @@ class Pair:
             num_slices=slices,
             checkpoint_activation=recompute,
             param_dtype=param_dtype,
+            memory=None if gradient_bytes is None else MemoryPolicy(gradient_bytes=gradient_bytes),
         )
         self.param_dtype = param_dtype
         groups: Any = None

@@ -169,7 +169,13 @@ def test_a_failure_after_all_parameters_moved_leaves_the_layers_as_they_were(
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"graph_bytes": "lots"}, {"graph_bytes": -1}, {"activation_bytes": "some"}, {"memory_budget": "1 parsec"}],
+    [
+        {"memory": "lots"},
+        {"memory": -1},
+        {"memory": {"disk": 1 << 30}},
+        {"memory": 1000},
+        {"memory": {"device": "1GiB", "host": "2GiB"}},
+    ],
     ids=str,
 )
 def test_bad_arguments_are_refused_before_anything_moves(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload import OffloadModel
+from offload import MemoryPolicy, OffloadModel
 from offload.storage.disk import DiskBlock
 from offload.storage.scratch import DiskScratch
 from tests.offload.test_model import at_home, batch
@@ -70,7 +70,7 @@ def test_a_fault_at_any_moment_of_a_step_raises_and_the_next_step_works(
         num_slices=5,
         checkpoint_activation=True,
         num_microbatches=2,
-        boundary_bytes=0,
+        memory=MemoryPolicy(boundary_bytes=0),
         detect_weight_writes=True,
     )
     bare(batch()).pow(2).mean().backward()

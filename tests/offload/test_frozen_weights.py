@@ -12,14 +12,16 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from offload import OffloadModel, OffloadOptimizer, load_pretrained
+from offload import MemoryPolicy, OffloadModel, OffloadOptimizer, load_pretrained
 from tests.offload.zoo import WIDTH, build
 
 
 def make(home: str = "cpu", slots: int = 4) -> tuple[nn.Sequential, OffloadModel]:
     bare = build(["linear", "linear"])
     layers = copy.deepcopy(bare)
-    return bare, OffloadModel(layers, "cpu", home, num_slices=4, num_slots=slots, checkpoint_activation=True)
+    return bare, OffloadModel(
+        layers, "cpu", home, num_slices=4, memory=MemoryPolicy(slots=slots), checkpoint_activation=True
+    )
 
 
 def batch() -> torch.Tensor:
@@ -185,7 +187,7 @@ def test_a_held_parameter_may_be_written_at_any_time(hold: str, when: str, home:
     bare = build(["linear"])
     layers = copy.deepcopy(bare)
     held = HOLDS[hold](layers) if when == "before wrapping" else None
-    model = OffloadModel(layers, "cpu", home, num_slices=3, num_slots=3, checkpoint_activation=True)
+    model = OffloadModel(layers, "cpu", home, num_slices=3, memory=MemoryPolicy(slots=3), checkpoint_activation=True)
     if when == "after":
         held = HOLDS[hold](model)
     infer(model)

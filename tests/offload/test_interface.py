@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
+from offload import MemoryPolicy, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
 from offload.files.checkpoint import INDEX
 
 WIDTH = 16
@@ -80,7 +80,7 @@ def test_boundary_bytes_may_be_a_string(tmp_path: Path) -> None:
             num_slices=4,
             checkpoint_activation=True,
             num_microbatches=4,
-            boundary_bytes=size,
+            memory=MemoryPolicy(boundary_bytes=size),
         )
         model(torch.randn(8, WIDTH)).sum().backward()
         assert (model.statistics().bytes_spilled > 0) == spilled, size

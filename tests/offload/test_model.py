@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import offload
-from offload import OffloadModel
+from offload import MemoryPolicy, OffloadModel
 from offload.engine.cell_executor import CellExecutor
 from offload.streaming.shard import State
 from offload.telemetry.statistics import Meter
@@ -55,13 +55,13 @@ def at_home(model: OffloadModel) -> bool:
         ({"num_slices": "2"}, TypeError, "num_slices='2'"),
         ({"num_microbatches": 0}, ValueError, "num_microbatches=0"),
         ({"num_microbatches": 1.5}, ValueError, "num_microbatches=1.5"),
-        ({"num_slots": 1}, ValueError, "num_slots=1"),
-        ({"num_slots": 0}, ValueError, "num_slots=0"),
-        ({"boundary_bytes": -1}, ValueError, "boundary_bytes=-1"),
-        ({"boundary_bytes": "much"}, ValueError, "boundary_bytes='much'"),
-        ({"boundary_bytes": 1.5}, TypeError, "boundary_bytes=1.5"),
-        ({"graph_bytes": "1MiB"}, ValueError, "graph_bytes needs checkpoint_activation=True"),
-        ({"graph_bytes": "lots", "checkpoint_activation": True}, ValueError, "graph_bytes='lots'"),
+        ({"memory": 1.5}, TypeError, "memory=1.5"),
+        ({"memory": "much"}, ValueError, "memory='much'"),
+        (
+            {"memory": MemoryPolicy(graph_bytes="1MiB"), "checkpoint_activation": False},
+            ValueError,
+            "graph_bytes needs checkpoint_activation=True",
+        ),
         ({"offload_device": "disk"}, ValueError, "offload_device"),
     ],
 )
@@ -190,7 +190,7 @@ def peak(depth: int, slices: int, tmp_path: Path) -> tuple[int, int]:
         num_slices=slices,
         checkpoint_activation=True,
         num_microbatches=4,
-        boundary_bytes=2048,
+        memory=MemoryPolicy(boundary_bytes=2048),
     )
     model(batch(64)).sum().backward()
     return model.statistics().peak_device_bytes, model._executor.streamer._slot_bytes
@@ -442,9 +442,9 @@ def test_a_finalizer_never_waits_for_a_thread(tmp_path: Path) -> None:
 
 def test_a_model_that_is_a_global_lets_the_interpreter_exit(tmp_path: Path) -> None:
     code = (
-        "import sys, torch; from torch import nn; from offload import OffloadModel\n"
+        "import sys, torch; from torch import nn; from offload import MemoryPolicy, OffloadModel\n"
         "model = OffloadModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 'cpu', sys.argv[1] + '/', num_slices=2,"
-        " checkpoint_activation=True, boundary_bytes=0)\n"
+        " checkpoint_activation=True, memory=MemoryPolicy(boundary_bytes=0))\n"
         "loss = model(torch.randn(2, 4)).sum(); loss.backward(); kept = model(torch.randn(2, 4))"
     )
     result = subprocess.run(

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from offload import OffloadModel, OffloadOptimizer
+from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from tests.offload.pair import Pair, pending
 from tests.offload.zoo import WIDTH, build
 
 
-def model_at(home: str) -> OffloadModel:
-    return OffloadModel(build(["linear", "linear"]), "cpu", home, num_slices=2, checkpoint_activation=True)
+def model_at(home: str, **more: Any) -> OffloadModel:
+    return OffloadModel(build(["linear", "linear"]), "cpu", home, num_slices=2, checkpoint_activation=True, **more)
 
 
 def backward(model: OffloadModel) -> None:
@@ -84,8 +84,8 @@ def test_norms_are_no_longer_computed(home: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_gradients_no_longer_wait_in_memory(tmp_path: Path) -> None:
-    model = model_at(f"{tmp_path}/")
-    optimizer: Any = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, gradient_bytes="1GiB")
+    model = model_at(f"{tmp_path}/", memory=MemoryPolicy(gradient_bytes="1GiB"))
+    optimizer: Any = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     before = model.statistics().bytes_stored
     backward(model)
     assert model.statistics().bytes_stored == before

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from offload import OffloadModel
+from offload import MemoryPolicy, OffloadModel
 from offload.arguments import layer_bytes
 from offload.planning.partition import cut_layers
 from tests.offload.zoo import LAYERS, WIDTH, build, reference
@@ -81,8 +81,7 @@ def test_any_combination_trains_like_the_bare_model(data: st.DataObject) -> None
             num_slices=slices,
             checkpoint_activation=recompute,
             num_microbatches=microbatches,
-            num_slots=slots,
-            boundary_bytes=boundary_bytes,
+            memory=MemoryPolicy(slots=slots, boundary_bytes=boundary_bytes),
         )
         cuts = cut_layers(layer_bytes(list(bare)), slices)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (bare, model)]

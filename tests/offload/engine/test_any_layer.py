@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import DiskHome, OffloadModel, OffloadOptimizer
+from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer
 from pipe.recompute.phase import is_recomputing
 from tests.offload.parameters_outside import ActNorm, Custom, TiedHead
 
@@ -109,7 +109,9 @@ def test_a_parameter_that_a_layer_returns_does_not_change_with_the_slot(
 def test_a_view_of_a_weight_that_outlives_its_visit_keeps_its_values(home: str, slots: int) -> None:
     torch.manual_seed(0)
     bare = nn.Sequential(*(Custom(WIDTH) for _ in range(4)))
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, 4, num_slots=slots)
+    model = OffloadModel(
+        copy.deepcopy(bare), "cpu", home, 4, checkpoint_activation=False, memory=MemoryPolicy(slots=slots)
+    )
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         found = train(model, batch(1), batch(2))
@@ -142,7 +144,12 @@ def test_a_tensor_that_is_passed_on_twice_is_one_tensor_when_written_in_place(ho
     bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), Twice(), WritesFirst(), nn.Linear(WIDTH, WIDTH), Twice())
     for recompute in (False, True):
         model = OffloadModel(
-            copy.deepcopy(bare), "cpu", home, 5, recompute, boundary_bytes=budget if recompute else None
+            copy.deepcopy(bare),
+            "cpu",
+            home,
+            5,
+            recompute,
+            memory=MemoryPolicy(boundary_bytes=budget if recompute else None),
         )
         a, b = model(batch())
         (a.pow(2).sum() + b.sum()).backward()

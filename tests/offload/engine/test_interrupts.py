@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _python_dispatch as dispatch
 
 import offload
-from offload import OffloadModel, OffloadOptimizer
+from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.engine.executor import Executor
 from pipe import Pipe
 from pipe.recompute.phase import is_checkpointing, is_recomputing
@@ -33,8 +33,12 @@ EXTENTS = ["once", pytest.param("each time", marks=pytest.mark.slow)]
 #: Home, arguments of the model, optimizer.
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "recompute": ("host", {"checkpoint_activation": True}, "plain"),
-    "disk": ("disk", {"checkpoint_activation": True, "boundary_bytes": 0, "num_microbatches": 2}, "clipped"),
-    "graphs": ("host", {"checkpoint_activation": True, "graph_bytes": 1 << 20}, "plain"),
+    "disk": (
+        "disk",
+        {"checkpoint_activation": True, "memory": MemoryPolicy(boundary_bytes=0), "num_microbatches": 2},
+        "clipped",
+    ),
+    "graphs": ("host", {"checkpoint_activation": True, "memory": MemoryPolicy(graph_bytes=1 << 20)}, "plain"),
     "keep": ("host", {"checkpoint_activation": False, "num_microbatches": 2}, "in backward"),
     "cast": ("disk", {"checkpoint_activation": True, "param_dtype": torch.bfloat16}, "clipped"),
 }

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import OffloadModel
+from offload import MemoryPolicy, OffloadModel
 from offload.engine.layouts import take_apart
 from pipe import Pipe
 
@@ -127,8 +127,7 @@ def test_sparse_and_jagged_tensors_cross_shards_as_in_the_bare_model(
         "cpu" if home == "host" else tmp_path,
         len(bare),
         mode != "kept",
-        boundary_bytes=0,
-        graph_bytes="1MiB" if mode == "graphs" else None,
+        memory=MemoryPolicy(boundary_bytes=0, graph_bytes="1MiB" if mode == "graphs" else None),
     )
     for _ in range(2):
         x = torch.randn(NODES, WIDTH)
@@ -218,7 +217,9 @@ def test_a_boundary_of_a_subclass_keeps_its_class_on_disk(tmp_path: Path) -> Non
             seen.append(type(x))
             return self.linear(x)
 
-    model = OffloadModel(nn.Sequential(Tag(), Look(), Look(), Look()), "cpu", tmp_path, 4, True, boundary_bytes=0)
+    model = OffloadModel(
+        nn.Sequential(Tag(), Look(), Look(), Look()), "cpu", tmp_path, 4, True, memory=MemoryPolicy(boundary_bytes=0)
+    )
     model(torch.randn(2, WIDTH)).sum().backward()
     assert set(seen) == {Tagged}
 

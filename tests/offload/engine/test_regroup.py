@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from offload import OffloadModel
+from offload import MemoryPolicy, OffloadModel
 from offload.engine.regroup import join_chunks, split_output
 from tests.offload.zoo import WIDTH, build
 
@@ -57,7 +57,12 @@ def test_gradients_are_those_of_the_chunks_apart(home: str, skip: int | None) ->
     gradients = {}
     for budget in (None, 1, "1MiB"):
         model = OffloadModel(
-            copy.deepcopy(bare), "cpu", home, num_slices=3, checkpoint_activation=True, activation_bytes=budget
+            copy.deepcopy(bare),
+            "cpu",
+            home,
+            num_slices=3,
+            checkpoint_activation=True,
+            memory=MemoryPolicy(activation_bytes=budget),
         )
         forwards = []
         model.get_submodule("0").register_forward_hook(lambda _m, _a, y, f=forwards: f.append(len(y)))
@@ -73,7 +78,13 @@ def test_gradients_are_those_of_the_chunks_apart(home: str, skip: int | None) ->
 
 
 def test_batch_norm_keeps_the_chunks_while_it_trains() -> None:
-    model = OffloadModel(build(["batchnorm"]), "cpu", checkpoint_activation=True, activation_bytes="1MiB")
+    model = OffloadModel(
+        build(["batchnorm"]),
+        "cpu",
+        checkpoint_activation=True,
+        num_slices=3,
+        memory=MemoryPolicy(activation_bytes="1MiB"),
+    )
     sizes = []
     model.get_submodule("1").register_forward_hook(lambda _m, _a, y: sizes.append(len(y)))
     chunks = list(torch.randn(8, WIDTH).split(2))
@@ -83,11 +94,46 @@ def test_batch_norm_keeps_the_chunks_while_it_trains() -> None:
     model.eval()
     sizes.clear()
     step(model, chunks)
+    assert set(sizes) == {2}  # whether layers draw in these modes is not known yet
+    sizes.clear()
+    step(model, chunks)
     assert set(sizes) == {8}
 
 
+@pytest.mark.parametrize("drawn", ["from the start", "after a step without"])
+def test_chunks_of_layers_that_draw_stay_apart_unless_the_policy_joins_them(drawn: str) -> None:
+    chunks = list(torch.randn(8, WIDTH).split(2))
+    seen = {}
+    for join in (None, True, False):
+        model = OffloadModel(
+            build(["dropout"]),
+            "cpu",
+            num_slices=3,
+            memory=MemoryPolicy(activation_bytes="1MiB", join_chunks=join),
+        )
+        sizes: list[int] = []
+        model.get_submodule("1").register_forward_hook(lambda _m, _a, y, s=sizes: s.append(len(y)))
+        if drawn == "after a step without":
+            model.eval()
+            for _ in range(2):
+                step(model, chunks)
+            assert sizes[-1] == (2 if join is False else 8)
+            model.train()
+        step(model, chunks)
+        sizes.clear()
+        step(model, chunks)
+        seen[join] = set(sizes)
+    assert seen == {None: {2}, True: {8}, False: {2}}
+
+
 def test_masks_of_joined_chunks_are_drawn_again() -> None:
-    model = OffloadModel(build(["dropout", "dropout"]), "cpu", checkpoint_activation=True, activation_bytes="1MiB")
+    model = OffloadModel(
+        build(["dropout", "dropout"]),
+        "cpu",
+        checkpoint_activation=True,
+        num_slices=3,
+        memory=MemoryPolicy(activation_bytes="1MiB", join_chunks=True),
+    )
     chunks = list(torch.randn(9, WIDTH).split(2))
     step(model, chunks)
     model.zero_grad()
@@ -108,7 +154,7 @@ def test_an_output_that_has_no_row_for_each_row_is_refused() -> None:
         "cpu",
         num_slices=2,
         checkpoint_activation=True,
-        activation_bytes=10**6,
+        memory=MemoryPolicy(activation_bytes=10**6),
     )
     chunks = list(torch.randn(6, WIDTH).split(2))
     model.forward_chunks(chunks)
@@ -117,7 +163,9 @@ def test_an_output_that_has_no_row_for_each_row_is_refused() -> None:
 
 
 def test_wrong_gradients_of_joined_chunks_are_named() -> None:
-    model = OffloadModel(build(["linear"]), "cpu", checkpoint_activation=True, activation_bytes="1MiB")
+    model = OffloadModel(
+        build(["linear"]), "cpu", checkpoint_activation=True, num_slices=3, memory=MemoryPolicy(activation_bytes="1MiB")
+    )
     chunks = list(torch.randn(6, WIDTH).split(2))
     step(model, chunks)
     outputs, tape = model.forward_chunks(chunks)
@@ -139,7 +187,13 @@ def test_output_fn_sees_one_chunk_at_a_time_also_when_chunks_run_together() -> N
     chunks = list(torch.randn(6, WIDTH).split(2))
     gradients = []
     for budget in (None, "1MiB"):
-        model = OffloadModel(copy.deepcopy(bare), "cpu", checkpoint_activation=True, activation_bytes=budget)
+        model = OffloadModel(
+            copy.deepcopy(bare),
+            "cpu",
+            checkpoint_activation=True,
+            num_slices=3,
+            memory=MemoryPolicy(activation_bytes=budget),
+        )
         for _ in range(2):
             model.zero_grad()
             outputs, tape = model.forward_chunks(chunks, output_fn=centred)

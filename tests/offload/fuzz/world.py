@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from offload import DiskHome, OffloadModel, OffloadOptimizer
+from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer
 from pipe.nested import tensors_in
 from tests.offload.fuzz.models import IDS, ROWS, WIDTH, build
 from tests.offload.fuzz.program import Setup
@@ -129,9 +129,9 @@ class World:
             num_slices=min(setup.slices, len(layers)),
             checkpoint_activation=setup.checkpoint,
             num_microbatches=setup.microbatches,
-            num_slots=setup.slots,
-            boundary_bytes=setup.boundary,
-            graph_bytes=setup.graphs if setup.checkpoint else None,
+            memory=MemoryPolicy(
+                slots=setup.slots, boundary_bytes=setup.boundary, graph_bytes=setup.graphs if setup.checkpoint else None
+            ),
             detect_weight_writes=setup.compares,
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload import OffloadModel, OffloadOptimizer
+from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.engine.follow import Follower
 from offload.planning.plan import Kind, validate
 from tests.offload.pair import Pair
@@ -89,7 +89,7 @@ def test_the_executed_actions_are_the_printed_plan(
         num_slices=4,
         checkpoint_activation=True,
         num_microbatches=2,
-        num_slots=slots,
+        memory=MemoryPolicy(slots=slots),
     )
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     if how != "none":

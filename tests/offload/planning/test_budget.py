@@ -23,6 +23,8 @@ from offload.engine.shape_inference import inferred_boundaries
 from offload.planning.budget import fit, parse_bytes
 from tests.offload.zoo import WIDTH
 
+pytestmark = pytest.mark.filterwarnings("ignore:OffloadModel.memory_budget=:DeprecationWarning")
+
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
@@ -200,7 +202,7 @@ def test_training_stays_within_the_budget_and_is_exact(
     )
     x = torch.randn(rows, WIDTH)
     cell = -(-rows // min(rows, microbatches)) * WIDTH * 4
-    if 4 * cell > model._executor.boundary_bytes // 2:
+    if 4 * cell > model._executor.policy.boundary_bytes // 2:
         with pytest.raises(ValueError, match="use more micro-batches"):
             model(x).pow(2).sum().backward()
         return
@@ -290,7 +292,6 @@ def test_the_constructor_refuses_what_leaves_no_input_a_boundary(tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"num_slices": None}, "pass a memory_budget"),
         ({"memory_budget": "1MiB"}, "checkpoint_activation=True"),
         ({"memory_budget": "1MiB", "checkpoint_activation": True, "boundary_bytes": 5}, "do not pass boundary_bytes"),
     ],
@@ -321,12 +322,12 @@ def test_an_optimizer_on_disk_has_its_buffers_from_the_budget_or_is_refused(tmp_
         return OffloadModel(layers, "cpu", home, 4, num_slots=2, checkpoint_activation=True, memory_budget=budget)
 
     fixed = make(tmp_path, 4 << 20)
-    taken = (4 << 20) - fixed._executor.boundary_bytes
+    taken = (4 << 20) - fixed._executor.policy.boundary_bytes
     model = make(tmp_path, taken + (1 << 20))
     steps = model._executor.steps
     before = steps._budget_bytes
     optimizer = OffloadOptimizer(model, torch.optim.AdamW)
-    assert 0 < steps.reserved_bytes <= model._executor.boundary_bytes // 2
+    assert 0 < steps.reserved_bytes <= model._executor.policy.boundary_bytes // 2
     assert steps._budget_bytes == before - steps.reserved_bytes // 2
     for _ in range(2):
         model(torch.randn(4, 256)).sum().backward()

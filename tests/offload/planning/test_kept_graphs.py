@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload import OffloadModel
+from offload import MemoryPolicy, OffloadModel
 from offload.engine.cell import Cell
 from offload.planning.peak_memory import graphs_that_fit
 from tests.offload.zoo import WIDTH
@@ -65,7 +65,9 @@ def test_a_shard_whose_graphs_are_kept_runs_forward_once_from_the_second_step_on
     bare = build(["linear", "tanh", "linear"])
     for layer in bare:
         layer.register_forward_hook(lambda _m, args, _o: rows.append(args[0].size(0)))
-    model = OffloadModel(bare, "cpu", home, num_slices=3, checkpoint_activation=True, graph_bytes=budget)
+    model = OffloadModel(
+        bare, "cpu", home, num_slices=3, checkpoint_activation=True, memory=MemoryPolicy(graph_bytes=budget)
+    )
     for step in range(2):
         rows.clear()
         outputs, tape = model.forward_chunks(list(torch.randn(9, WIDTH).split(2)))
@@ -87,7 +89,7 @@ def test_gradients_and_generators_are_the_same_whatever_is_kept(home: str, kinds
             num_slices=len(kinds),
             checkpoint_activation=True,
             num_microbatches=3,
-            graph_bytes=budget if keeps else None,
+            memory=MemoryPolicy(graph_bytes=budget if keeps else None),
         )
         torch.manual_seed(1)
         for _ in range(2):
@@ -113,7 +115,12 @@ def test_norms_of_shards_that_share_slots_are_made_again_with_the_weights_of_the
     for parameter in bare.parameters():
         nn.init.normal_(parameter)
     model = OffloadModel(
-        copy.deepcopy(bare), "cpu", home, num_slices=6, num_slots=2, checkpoint_activation=True, graph_bytes=budget
+        copy.deepcopy(bare),
+        "cpu",
+        home,
+        num_slices=6,
+        memory=MemoryPolicy(slots=2, graph_bytes=budget),
+        checkpoint_activation=True,
     )
     x = torch.randn(6, WIDTH)
     for _ in range(2):
@@ -139,7 +146,13 @@ def layers_run_in_second_step(bare: nn.Sequential, x: torch.Tensor, graph_bytes:
     ran: list[nn.Module] = []
     linear = [layer for layer in bare.modules() if isinstance(layer, nn.Linear)]
     handles = [layer.register_forward_hook(lambda layer, _a, _o: ran.append(layer)) for layer in linear]
-    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True, graph_bytes=graph_bytes)
+    model = OffloadModel(
+        copy.deepcopy(bare),
+        "cpu",
+        num_slices=2,
+        checkpoint_activation=True,
+        memory=MemoryPolicy(graph_bytes=graph_bytes),
+    )
     model(x).sum().backward()
     ran.clear()
     model(x).sum().backward()
@@ -161,7 +174,7 @@ def test_kept_graphs_are_counted_without_results_of_norms_and_activations_and_do
     for layers in bare:
         for k in (0, 2):
             layers[k].register_forward_hook(lambda _m, _a, out: made.append(StorageWeakRef(out.untyped_storage())))
-    model = OffloadModel(bare, "cpu", num_slices=2, checkpoint_activation=True, graph_bytes="1MiB")
+    model = OffloadModel(bare, "cpu", num_slices=2, checkpoint_activation=True, memory=MemoryPolicy(graph_bytes="1MiB"))
     model(x).sum().backward()
     made.clear()
     loss = model(x).sum()
@@ -186,7 +199,9 @@ def test_saved_tensor_hooks_of_the_user_see_every_tensor_of_a_kept_graph() -> No
         seen.append(tensor.numel())
         return tensor
 
-    model = OffloadModel(perceptron(), "cpu", num_slices=1, checkpoint_activation=True, graph_bytes="1MiB")
+    model = OffloadModel(
+        perceptron(), "cpu", num_slices=1, checkpoint_activation=True, memory=MemoryPolicy(graph_bytes="1MiB")
+    )
     x = torch.randn(3, WIDTH)
     model(x).sum().backward()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -197,7 +212,12 @@ def test_saved_tensor_hooks_of_the_user_see_every_tensor_of_a_kept_graph() -> No
 
 def test_kept_graphs_of_a_retained_forward_serve_two_backwards(home: str) -> None:
     model = OffloadModel(
-        build(["linear", "tanh", "linear"]), "cpu", home, checkpoint_activation=True, graph_bytes="1MiB"
+        build(["linear", "tanh", "linear"]),
+        "cpu",
+        home,
+        checkpoint_activation=True,
+        num_slices=3,
+        memory=MemoryPolicy(graph_bytes="1MiB"),
     )
     x = torch.randn(4, WIDTH)
     model(x).sum().backward()
@@ -274,7 +294,12 @@ def test_a_kept_graph_holds_a_buffer_as_it_was_before_later_micro_batches_wrote_
     bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), Drifting(), Drifting())
     models = [
         OffloadModel(
-            copy.deepcopy(bare), "cpu", num_slices=3, checkpoint_activation=True, num_microbatches=3, graph_bytes=size
+            copy.deepcopy(bare),
+            "cpu",
+            num_slices=3,
+            checkpoint_activation=True,
+            num_microbatches=3,
+            memory=MemoryPolicy(graph_bytes=size),
         )
         for size in (None, "1MiB")
     ]

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from offload import OffloadModel
+from offload import MemoryPolicy, OffloadModel
 from offload.engine.saved_tensors import MemoryProfileRecorder
 from offload.planning.estimate import Estimate
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
@@ -113,7 +113,7 @@ def estimate_of(model: OffloadModel, rows: int, *, drain: float = 0.0) -> Estima
         {"checkpoint_activation": True, "num_slices": DEPTH, "num_microbatches": 2},
         {"checkpoint_activation": False, "num_slices": DEPTH},
         {"checkpoint_activation": False, "num_slices": DEPTH, "num_microbatches": 4},
-        {"checkpoint_activation": True, "num_slices": DEPTH, "graph_bytes": "64MiB"},
+        {"checkpoint_activation": True, "num_slices": DEPTH, "memory": MemoryPolicy(graph_bytes="64MiB")},
     ],
     ids=lambda settings: ", ".join(f"{value}" for value in settings.values()),
 )

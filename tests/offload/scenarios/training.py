@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload import OffloadModel
+from offload import MemoryPolicy, OffloadModel
 from offload.engine.cell_executor import CellExecutor
 from offload.storage.disk import DiskBlock
 from offload.streaming.gradient_offload import GradientOffload
@@ -276,9 +276,8 @@ def the_host_waits_at_the_end_of_a_pass_and_never_before(monkeypatch: pytest.Mon
             f"{path}/",
             num_slices=4,
             checkpoint_activation=True,
-            num_slots=slots,
+            memory=MemoryPolicy(slots=slots, boundary_bytes=0),
             num_microbatches=2,
-            boundary_bytes=0,
         )
 
     x = torch.randn(6, WIDTH)

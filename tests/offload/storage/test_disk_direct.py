@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from offload import DiskHome, OffloadModel, OffloadOptimizer
+from offload.machine import ControlGroup
 from offload.storage import DiskTier, Tier
 from offload.storage import page_cache as cache_module
 from offload.storage.buffer import PAGE_BYTES, host_buffer
@@ -293,29 +294,8 @@ def test_a_file_system_whose_mappings_do_not_see_direct_writes_gets_the_page_cac
 
 
 def test_available_memory_is_what_the_control_groups_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "_control_groups", lambda: [(1000, 900, 50), (800, 700, 20)])
+    groups = [ControlGroup(1000, 900, 30, 20), ControlGroup(800, 700, 20, 0)]
+    monkeypatch.setattr(cache_module, "control_groups", lambda: groups)
     assert available_bytes() == 120
     monkeypatch.undo()
     assert available_bytes() > 0
-    assert all(limit > 0 and usage >= 0 <= cached for limit, usage, cached in cache_module._control_groups())
-
-
-def test_page_cache_of_a_control_group_is_available_whether_it_was_used_once_or_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = {
-        "proc/self/cgroup": "7:cpu:/x\n4:memory:/job\n0::/job/step\n",
-        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "5000",
-        "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "4000",
-        "sys/fs/cgroup/memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 30\ntotal_active_file 600\n",
-        "sys/fs/cgroup/job/step/memory.max": "max",
-        "sys/fs/cgroup/job/step/memory.current": "700",
-        "sys/fs/cgroup/job/memory.max": "1000",
-        "sys/fs/cgroup/job/memory.current": "900",
-        "sys/fs/cgroup/job/memory.stat": "anon 500\ninactive_file 20\nactive_file 300\n",
-    }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(cache_module, "Path", lambda name: tmp_path / name.lstrip("/"))
-    assert sorted(cache_module._control_groups()) == [(1000, 900, 320), (5000, 4000, 630)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload import OffloadModel
+from offload import MemoryPolicy, OffloadModel
 from offload.streaming.casts import Cast
 from tests.offload.zoo import reference
 
@@ -96,7 +96,7 @@ def build(kind: str = "linear", *, tied: bool = False) -> nn.Sequential:
 
 
 def offloaded(bare: nn.Module, home: str, **arguments: Any) -> OffloadModel:
-    return OffloadModel(copy.deepcopy(bare), "cpu", home, SHARDS, num_slots=2, **arguments)
+    return OffloadModel(copy.deepcopy(bare), "cpu", home, SHARDS, **arguments)
 
 
 def gradients(model: nn.Module, run: Callable[[Tensor], Tensor], *, cache: bool = True) -> list[Tensor | None]:
@@ -186,7 +186,7 @@ def test_what_the_bare_model_keeps_is_what_this_is_compared_with() -> None:
 
 
 def test_a_graph_that_recomputation_keeps_refers_to_casts_as_well() -> None:
-    model = offloaded(build(), "cpu", checkpoint_activation=True, graph_bytes="1MiB")
+    model = offloaded(build(), "cpu", checkpoint_activation=True, memory=MemoryPolicy(graph_bytes="1MiB"))
     gradients(model, model)  # the first step measures
     counts = Counts()
     with torch.autocast("cpu", dtype=torch.bfloat16), counts:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import OffloadModel, OffloadOptimizer
+from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 
 WIDTH, RANK = 64, 2
 
@@ -32,7 +32,9 @@ class Adapted(nn.Module):
 def adapted(folder: Path, layers: int = 4, **more: Any) -> tuple[nn.Sequential, OffloadModel]:
     torch.manual_seed(0)
     plain = nn.Sequential(*(Adapted() for _ in range(layers)))
-    model = OffloadModel(copy.deepcopy(plain), "cpu", f"{folder}/", num_slices=layers, checkpoint_activation=True)
+    model = OffloadModel(
+        copy.deepcopy(plain), "cpu", f"{folder}/", num_slices=layers, checkpoint_activation=True, **more
+    )
     return plain, model
 
 
@@ -105,8 +107,8 @@ def test_freezing_and_thawing_between_steps_is_that_of_the_plain_model(
 
 
 def test_memory_for_waiting_gradients_counts_trained_parameters(tmp_path: Path) -> None:
-    _, model = adapted(tmp_path)
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, gradient_bytes=4 * 2 * WIDTH * RANK * 4)
+    _, model = adapted(tmp_path, memory=MemoryPolicy(gradient_bytes=4 * 2 * WIDTH * RANK * 4))
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     model(torch.randn(3, WIDTH)).sum().backward()
     assert gradient_files(tmp_path) == []
     optimizer.step()

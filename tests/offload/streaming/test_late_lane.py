@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from offload import OffloadModel
+from offload import MemoryPolicy, OffloadModel
 from offload.streaming.lane import Arrival, CopyLanes, ThreadCopyLane
 from offload.telemetry.statistics import Meter
 from tests.late_cuda import DEVICE, LateCuda
@@ -50,8 +50,7 @@ def both(
         num_slices=slices,
         checkpoint_activation=recompute,
         num_microbatches=microbatches,
-        num_slots=slots,
-        boundary_bytes=100,
+        memory=MemoryPolicy(slots=slots, boundary_bytes=100),
     )
     cuts = [len(shard.layers) for shard in model._executor.shards]
     return train(bare, lambda x: reference(bare, cuts, x, microbatches)), train(model, model)
@@ -161,7 +160,9 @@ def test_no_load_is_under_way_when_an_inference_returns(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         "offload.model.open_lanes", lambda device, **_: CopyLanes(*(Recorded(name, device) for name in ("a", "b", "c")))
     )
-    model = OffloadModel(build(["linear"]), "cpu", num_slices=3, num_slots=3, checkpoint_activation=True)
+    model = OffloadModel(
+        build(["linear"]), "cpu", num_slices=3, memory=MemoryPolicy(slots=3), checkpoint_activation=True
+    )
     with torch.no_grad():
         model(torch.randn(3, WIDTH))
     assert len(arrivals) == 3

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload import OffloadModel
+from offload import MemoryPolicy, OffloadModel
 from offload.planning.plan import CELLS, Kind, Plan, validate
 from offload.telemetry.timeline import draw_timeline
 
@@ -20,7 +20,13 @@ from offload.telemetry.timeline import draw_timeline
 def make(tmp_path: Path) -> OffloadModel:
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     return OffloadModel(
-        layers, "cpu", tmp_path / "home", num_slices=4, checkpoint_activation=True, num_microbatches=2, boundary_bytes=0
+        layers,
+        "cpu",
+        tmp_path / "home",
+        num_slices=4,
+        checkpoint_activation=True,
+        num_microbatches=2,
+        memory=MemoryPolicy(boundary_bytes=0),
     )
 
 
@@ -50,11 +56,11 @@ def test_compute_follows_the_plan_and_lanes_copy_what_it_says(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "settings",
     [
-        {"num_microbatches": 3, "boundary_bytes": 0},
-        {"num_microbatches": 3, "boundary_bytes": 1600},
-        {"num_microbatches": 2, "boundary_bytes": 0, "graph_bytes": 500},
-        {"num_microbatches": 2, "boundary_bytes": 0, "checkpoint_activation": False},
-        {"num_microbatches": 1, "num_slots": 4},
+        {"num_microbatches": 3, "memory": MemoryPolicy(boundary_bytes=0)},
+        {"num_microbatches": 3, "memory": MemoryPolicy(boundary_bytes=1600)},
+        {"num_microbatches": 2, "memory": MemoryPolicy(boundary_bytes=0, graph_bytes=500)},
+        {"num_microbatches": 2, "memory": MemoryPolicy(boundary_bytes=0), "checkpoint_activation": False},
+        {"num_microbatches": 1, "memory": MemoryPolicy(slots=4)},
     ],
     ids=str,
 )
@@ -81,9 +87,9 @@ def test_a_step_does_what_its_plan_said_before_as_soon_as_sizes_are_known(
             validate(ran)
             assert Plan.parse(str(ran), ran.slots) == ran
         assert str(ran) == str(planned)
-    kinds = {action.kind for action in model.plan(7).actions}
-    assert (Kind.FORWARD_KEPT in kinds) == ("graph_bytes" in settings or "checkpoint_activation" in settings)
-    assert (Kind.SPILL in kinds) == ("boundary_bytes" in settings and "checkpoint_activation" not in settings)
+    kinds, policy = {action.kind for action in model.plan(7).actions}, settings["memory"]
+    assert (Kind.FORWARD_KEPT in kinds) == (bool(policy.graph_bytes) or "checkpoint_activation" in settings)
+    assert (Kind.SPILL in kinds) == (policy.boundary_bytes is not None and "checkpoint_activation" not in settings)
 
 
 def test_a_step_between_whose_passes_another_forward_ran_prints_what_happened(tmp_path: Path) -> None:

@@ -1,0 +1,173 @@
+"""Shares the memory of a machine among the models of this process, and among the ranks of one host.
+
+A model that is given a number keeps it. Models that say ``"auto"`` get equal parts of the rest, measured when the first
+of them asks after a model was made or has ended: 90 % of what is free, and what they use already, less what numbers
+promise to other models that do not use it yet.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from offload.machine import capacity, free_bytes
+from offload.policy import MemoryPolicy
+
+__all__ = ["Grant", "MemoryLimits", "check_place", "grant", "limits_of"]
+
+#: Part of the free memory that ``"auto"`` may use.
+AUTO_SHARE = 0.9
+
+HOST = torch.device("cpu")
+_serials = itertools.count()
+#: The grants of living models. Single operations on a dict need no lock, which a finalizer could not take.
+_living: dict[int, weakref.ref[Grant]] = {}
+_warned: set[torch.device] = set()
+
+
+class Grant:
+    """The bytes that one model may hold in the memory of one device."""
+
+    def __init__(self, place: torch.device, asked: int | None, least: int, held: Callable[[], int]) -> None:
+        #: The device whose memory this is.
+        self.place = place
+        #: The number that was given; None for ``"auto"``.
+        self.asked = asked
+        self._least = least
+        self._held = held
+        self._serial = next(_serials)
+        self._shared_with: list[int] = []
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the model may hold now. ``"auto"``: measured again when models were made or have ended."""
+        if self.asked is not None:
+            return self.asked
+        living = [one for reference in list(_living.values()) if (one := reference()) is not None]
+        here = [one for one in living if one.place == self.place]
+        present = [one._serial for one in here]
+        if present != self._shared_with:
+            share = _share(self.place, here)
+            for one in here:
+                one._nbytes, one._shared_with = max(one._least, share), present
+        return self._nbytes
+
+    def release(self) -> None:
+        """Gives the bytes back, at once instead of when this object is collected."""
+        _living.pop(self._serial, None)
+
+
+def _share(place: torch.device, grants: list[Grant]) -> int:
+    """What each ``"auto"`` among these grants gets."""
+    pool = AUTO_SHARE * free_bytes(place) / _ranks()
+    for one in grants:
+        held = one._held()
+        pool += held if one.asked is None else -max(0, one.asked - held)
+    return int(max(pool, 0) / max(sum(one.asked is None for one in grants), 1))
+
+
+def _ranks() -> int:
+    """Processes of one distributed run on this host."""
+    value = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(int(value), 1) if value.isdigit() else 1
+
+
+def grant(place: torch.device, asked: int | None, *, least: int, held: Callable[[], int]) -> Grant:
+    """Registers a model's bytes until the result is released or collected.
+
+    Args:
+        place: the device whose memory it is.
+        asked: the number; None for ``"auto"``, which is at least ``least``.
+        held: returns the bytes that the model uses at present; must not refer to the result.
+    """
+    made = Grant(place, asked, least, held)
+    for serial, reference in list(_living.items()):
+        if reference() is None:
+            _living.pop(serial, None)
+    _living[made._serial] = weakref.ref(made)
+    return made
+
+
+def check_place(place: torch.device, asked: int | None, needs: int, advice: str) -> None:
+    """Raises ValueError if a number is less than a model ``needs``; warns once if it is more than the machine has."""
+    if asked is None:
+        return
+    name = "host memory" if place.type == "cpu" else f"the memory of {place}"
+    if asked < needs:
+        raise ValueError(
+            f"expected at least {needs:,} bytes of {name}, got memory={asked:,}, which is {needs - asked:,} bytes "
+            f"short: pass memory={needs}, the least that works{advice}"
+        )
+    there = capacity(place)
+    if asked > there and place not in _warned:
+        _warned.add(place)
+        warnings.warn(
+            f"memory={asked:,} is more than the {there:,} bytes of {name} that this machine has; pass less, or 'auto' "
+            f"for what is free",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """The bytes that a model may hold on the compute device and in host memory; one grant where these are the same."""
+
+    device: Grant
+    host: Grant
+
+    @property
+    def device_bytes(self) -> int:
+        """On the compute device."""
+        return self.device.nbytes
+
+    @property
+    def host_bytes(self) -> int:
+        """In host memory."""
+        return self.host.nbytes
+
+    def release(self) -> None:
+        """Gives the bytes back."""
+        self.device.release()
+        self.host.release()
+
+
+def limits_of(
+    policy: MemoryPolicy,
+    device: torch.device,
+    *,
+    least: tuple[int, int],
+    held: tuple[Callable[[], int], Callable[[], int]],
+) -> MemoryLimits:
+    """Grants a model its memory; ``least`` and ``held`` are of the compute device and of host memory."""
+    if device.type == "cpu":
+        one = grant(HOST, numbers_of(policy, device)[0], least=least[0], held=held[0])
+        return MemoryLimits(one, one)
+    asked = numbers_of(policy, device)
+    return MemoryLimits(
+        grant(device, asked[0], least=least[0], held=held[0]), grant(HOST, asked[1], least=least[1], held=held[1])
+    )
+
+
+def numbers_of(policy: MemoryPolicy, device: torch.device) -> tuple[int | None, int | None]:
+    """Bytes for the compute device and for host memory, None for ``"auto"``; equal on the CPU.
+
+    Raises ValueError if a policy has two different numbers for the CPU.
+    """
+    on_device, on_host = policy.limit_of("device"), policy.limit_of("host")
+    if device.type != "cpu":
+        return on_device, on_host
+    if on_device is not None and on_host is not None and on_device != on_host:
+        raise ValueError(
+            f"expected one number where the compute device is the CPU, whose memory is the host's, got "
+            f"memory={policy.memory!r}; pass memory={on_host}"
+        )
+    one = on_device if on_device is not None else on_host
+    return one, one

@@ -1,0 +1,135 @@
+"""Reads how much memory this process can still get: control groups and ``/proc/meminfo``; on CUDA, the allocator.
+
+Every function of the host takes the root of the file system, below which it reads ``/proc`` and the mounted control
+groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+__all__ = ["ControlGroup", "capacity", "control_groups", "free_bytes", "free_device_bytes", "free_host_bytes"]
+
+_ROOT = Path("/")
+
+
+@dataclass(frozen=True)
+class ControlGroup:
+    """The memory of one control group, in bytes; the page cache of files is a part of ``usage``."""
+
+    limit: int
+    usage: int
+    inactive_file: int
+    active_file: int
+
+
+@dataclass(frozen=True)
+class _Version:
+    """The file system of a version of control groups, and the names of its files."""
+
+    file_system: str
+    limit: str
+    usage: str
+    prefix: str
+
+
+_V1 = _Version("cgroup", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+_V2 = _Version("cgroup2", "memory.max", "memory.current", "")
+
+
+def free_bytes(device: torch.device, root: Path = _ROOT) -> int:
+    """Bytes that this process can still get in the memory of a device."""
+    return free_host_bytes(root) if device.type == "cpu" else free_device_bytes(device)
+
+
+def free_host_bytes(root: Path = _ROOT) -> int:
+    """The least of what the machine has without swapping and of what each control group above this process leaves.
+
+    A group leaves ``memory.max - (memory.current - inactive_file)``: its inactive file pages are dropped first.
+    """
+    left = [group.limit - (group.usage - group.inactive_file) for group in control_groups(root)]
+    return max(0, min([_meminfo("MemAvailable", root), *left]))
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Bytes that torch's allocator can still get on an accelerator: free ones, and those that it keeps for reuse."""
+    module = torch.get_device_module(device)
+    return int(module.mem_get_info(device)[0] + module.memory_reserved(device) - module.memory_allocated(device))
+
+
+def capacity(device: torch.device, root: Path = _ROOT) -> int:
+    """All bytes of a device's memory; on the host no more than any control group above this process may use."""
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).mem_get_info(device)[1])
+    return min([_meminfo("MemTotal", root), *(group.limit for group in control_groups(root))])
+
+
+def control_groups(root: Path = _ROOT) -> list[ControlGroup]:
+    """The control groups of this process and their ancestors, of both versions, that limit its memory."""
+    found = []
+    for version, mount, inner in _groups_of_this_process(root):
+        group = mount / inner
+        for folder in [group, *group.parents]:
+            if not folder.is_relative_to(mount):
+                break
+            with contextlib.suppress(OSError, ValueError):  # no limit is "max", or no such file
+                limit, usage = (int(_text(folder / name)) for name in (version.limit, version.usage))
+                counts = dict(line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines())
+                lists = [int(counts.get(f"{version.prefix}{name}_file", 0)) for name in ("inactive", "active")]
+                found.append(ControlGroup(limit, usage, *lists))
+    return found
+
+
+def _groups_of_this_process(root: Path) -> Iterator[tuple[_Version, Path, Path]]:
+    """The version, the folder in which control groups are mounted, and the group's path in it."""
+    with contextlib.suppress(OSError, ValueError):
+        mounts = list(_mounts(root))
+        for line in _text(root / "proc/self/cgroup").splitlines():
+            _, controllers, inner = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            version = _V1 if controllers else _V2
+            if ".." in Path(inner).parts:
+                continue  # outside of the namespace of control groups, so no mount shows its ancestors
+            for of, shown, folder in mounts:
+                if of is version:
+                    # In a container only the container's group is mounted.
+                    own = Path(inner).relative_to(shown) if Path(inner).is_relative_to(shown) else Path()
+                    yield version, folder, own
+
+
+def _mounts(root: Path) -> Iterator[tuple[_Version, Path, Path]]:
+    """The version, the group that is mounted, and where, for each mount that has the controller of memory."""
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(" ", 2)
+        shown, folder = (Path(_unescaped(path)) for path in before.split()[3:5])
+        for version in (_V1, _V2):
+            if kind == version.file_system and (version is _V2 or "memory" in options.split(",")):
+                yield version, shown, root / folder.relative_to("/")
+
+
+def _unescaped(path: str) -> str:
+    """A path of ``mountinfo``, where white space is written in octal."""
+    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), path)
+
+
+def _meminfo(name: str, root: Path) -> int:
+    with contextlib.suppress(OSError):
+        for line in _text(root / "proc/meminfo").splitlines():
+            key, value = line.split(":", 1)
+            if key == name:
+                return int(value.split()[0]) * 1024
+    memory = psutil.virtual_memory()  # not Linux, or a kernel before 3.14
+    return int(memory.available if name == "MemAvailable" else memory.total)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")

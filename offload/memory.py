@@ -1,0 +1,190 @@
+"""Resolves the arguments of ``OffloadModel`` that concern memory: shards and slots, the policy, and its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.arguments import layer_bytes
+from offload.limits import MemoryLimits, check_place, limits_of, numbers_of
+from offload.planning.budget import SMALLEST_BOUNDARIES, Layout, fit, parse_bytes, requirement
+from offload.planning.partition import cut_layers, merge_small_layers
+from offload.policy import DEFAULT_MEMORY, MemoryPolicy, policy_of, warn_of_old_keywords
+from offload.telemetry.statistics import Meter
+
+__all__ = ["MemoryArguments", "layout_of", "limits_for", "memory_of"]
+
+#: Device bytes for boundaries where the user sets none.
+DEFAULT_BOUNDARY_BYTES = 64 << 20
+#: Shards where neither their number nor a memory is given.
+DEFAULT_SHARDS = 3
+#: Where only a memory is given, smaller layers are merged: such a load costs more than its bytes.
+SMALLEST_SHARD_BYTES = 1 << 20
+#: What the keywords of OffloadModel become.
+_FIELDS = {
+    "num_slots": "slots",
+    "boundary_bytes": "boundary_bytes",
+    "activation_bytes": "activation_bytes",
+    "graph_bytes": "graph_bytes",
+}
+
+
+@dataclass(frozen=True)
+class MemoryArguments:
+    """What an OffloadModel was told of memory; a copy of the model is told the same."""
+
+    policy: MemoryPolicy
+    #: Whether the policy bounds all memory; else its fields are all that was said.
+    bounds: bool
+    #: The deprecated ``memory_budget``.
+    budget_bytes: int | None = None
+
+    def recomputes(self, checkpoint_activation: bool | None) -> bool:
+        """Whether cells are recomputed. Raises ValueError for a policy that needs it."""
+        recompute = self.bounds if checkpoint_activation is None else bool(checkpoint_activation)
+        if recompute:
+            return True
+        if self.policy.graph_bytes:
+            raise ValueError(
+                f"graph_bytes needs checkpoint_activation=True, got graph_bytes={self.policy.graph_bytes}: without it "
+                f"all graphs are kept anyway"
+            )
+        if self.budget_bytes is not None:
+            raise ValueError("memory_budget needs checkpoint_activation=True: activations that are kept have no bound")
+        if self.bounds and self.policy.memory != "auto":
+            raise ValueError(
+                f"memory={self.policy.memory!r} also bounds activations, but checkpoint_activation=False keeps all of "
+                f"them; leave it out, or pass memory='auto'"
+            )
+        return False
+
+
+def memory_of(memory: Any, **old: Any) -> MemoryArguments:
+    """The arguments that concern memory, from ``memory`` and the deprecated keywords.
+
+    Raises TypeError or ValueError for what is no memory, or both.
+    """
+    if isinstance(memory, MemoryArguments):  # of the model that is copied
+        return memory
+    given = {name: value for name, value in old.items() if value is not None}
+    if given.keys() >= {"memory_budget", "boundary_bytes"} and memory is None:
+        raise ValueError("memory_budget decides how many bytes boundaries get; do not pass boundary_bytes with it")
+    warn_of_old_keywords("OffloadModel", memory, given, _FIELDS, stacklevel=3)
+    budget = given.pop("memory_budget", None)
+    if given or budget is not None:
+        # Chunks that ran together also drew together.
+        joins = True if "activation_bytes" in given else None
+        policy = MemoryPolicy(join_chunks=joins, **{_FIELDS[name]: value for name, value in given.items()})
+        return MemoryArguments(policy, False, None if budget is None else parse_bytes(budget))
+    policy_given = policy_of(DEFAULT_MEMORY if memory is None else memory)
+    return MemoryArguments(policy_given or MemoryPolicy(), bounds=policy_given is not None)
+
+
+class _Needs:
+    """The least bytes that a model needs on the compute device and in host memory, for cuts into shards."""
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        slots: int,
+        *,
+        device: torch.device,
+        on_disk: bool,
+        param_dtype: torch.dtype | None,
+    ) -> None:
+        self.in_slot = layer_bytes(layers, param_dtype)
+        self.gradients = layer_bytes(layers, trainable=True)
+        self._slots = slots
+        self.on_host = device.type == "cpu"
+        #: Bytes of homes in host memory.
+        self.stored = 0 if on_disk else sum(layer_bytes(layers)) + sum(self.gradients)
+        if self.on_host and not on_disk:
+            # A home in the memory in which layers compute takes gradients as they are.
+            self.gradients = [0] * len(layers)
+
+    def __call__(self, cuts: Sequence[int]) -> int:
+        """On the compute device."""
+        slots = requirement(self.in_slot, self.gradients, cuts, self._slots)[0]
+        return slots + (self.stored if self.on_host else 0)
+
+    def finest(self) -> list[int]:
+        """The cuts that need least: a shard for each layer, or one, which needs one slot."""
+        count = len(self.in_slot)
+        return min(([1] * count, [count]), key=self)
+
+
+def layout_of(
+    memory: MemoryArguments,
+    layers: Sequence[nn.Module],
+    num_slices: int | None,
+    cuts: Sequence[int] | None,
+    *,
+    device: torch.device,
+    on_disk: bool,
+    param_dtype: torch.dtype | None,
+) -> tuple[Layout, MemoryPolicy, _Needs]:
+    """Shards, slots and bytes for boundaries; the policy with these, and zeros where it leaves bytes open; the needs.
+
+    Args:
+        memory, layers, num_slices, device, param_dtype: of the model.
+        cuts: those of the model that is copied.
+        on_disk: whether homes are files.
+
+    Raises ValueError if a number is less than the least that these shards and slots need.
+    """
+    policy = memory.policy
+    slots = policy.slots or 2
+    needs = _Needs(layers, slots, device=device, on_disk=on_disk, param_dtype=param_dtype)
+    if memory.budget_bytes is not None:
+        in_slot, at_home = layer_bytes(layers, param_dtype), layer_bytes(layers)
+        layout = fit(in_slot, at_home, memory.budget_bytes, shards=num_slices, slots=policy.slots)
+        layout = layout if cuts is None else replace(layout, cuts=tuple(cuts))
+    else:
+        on_device, on_host = numbers_of(policy, device) if memory.bounds else (None, None)
+        if cuts is None and num_slices is None and memory.bounds:
+            cuts = merge_small_layers(needs.in_slot, SMALLEST_SHARD_BYTES)
+            if on_device is not None and needs(cuts) > on_device:
+                cuts = needs.finest()
+        elif cuts is None:
+            cuts = cut_layers(needs.in_slot, min(DEFAULT_SHARDS, len(layers)) if num_slices is None else num_slices)
+        least, finest = needs(cuts), needs.finest()
+        finer = f"; num_slices={len(finest)} needs {needs(finest):,}" if needs(finest) < least else ""
+        check_place(device, on_device, least, f" with {len(cuts)} shards and {slots} slots{finer}")
+        if not needs.on_host:
+            check_place(torch.device("cpu"), on_host, needs.stored, " with homes in host memory; or pass a directory")
+        boundaries = DEFAULT_BOUNDARY_BYTES if policy.boundary_bytes is None else policy.boundary_bytes
+        if on_device is not None and policy.boundary_bytes is None:
+            boundaries = min(boundaries, on_device - least + SMALLEST_BOUNDARIES)
+        layout = Layout(tuple(cuts), min(slots, len(cuts)), boundaries)
+    decided = replace(
+        policy,
+        slots=max(layout.slots, 2),
+        boundary_bytes=layout.boundary_bytes,
+        graph_bytes=policy.graph_bytes or 0,
+        gradient_bytes=policy.gradient_bytes or 0,
+        resident_bytes=policy.resident_bytes or 0,
+    )
+    return layout, decided, needs
+
+
+def limits_for(
+    memory: MemoryArguments, layout: Layout, needs: _Needs, device: torch.device, meter: Meter
+) -> MemoryLimits | None:
+    """What the model may hold on the compute device and in host memory; None without bounds.
+
+    ``meter``: counts what the model holds on the compute device.
+    """
+    if not memory.bounds:
+        return None
+    stored, least = needs.stored, needs(layout.cuts)
+    homes = stored if needs.on_host else 0
+    return limits_of(
+        memory.policy,
+        device,
+        least=(least, least if needs.on_host else stored),
+        held=(lambda: meter.held_bytes + homes, lambda: stored),
+    )

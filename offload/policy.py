@@ -1,0 +1,189 @@
+"""``MemoryPolicy``: how much memory a model may use for training, and what of it is fixed instead of planned."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from offload.planning.budget import parse_bytes
+
+__all__ = ["DEFAULT_MEMORY", "MemoryPolicy", "policy_of", "warn_of_old_keywords"]
+
+#: What ``memory=None`` means where none of the keywords that it replaces is given: ``"auto"``, or None for the layout
+#: of fairscale's OffloadModel (three shards, activations kept).
+DEFAULT_MEMORY: str | None = None
+
+#: The two places of a mapping: where layers compute, and the host's memory.
+PLACES = ("device", "host")
+
+Bytes = int | str
+_LEAST = {"activation_bytes": 1}
+
+
+@dataclass(frozen=True, init=False)
+class MemoryPolicy:
+    """The memory that training may use. One number bounds all of it; a field fixes one use, and None lets the plan.
+
+    Everything counts that the model, its :class:`~offload.OffloadOptimizer` and its GradCache steps hold on the compute
+    device and, where that is the CPU, in host memory: slots, gradients, boundaries, activations and gradients inside a
+    cell, graphs that are kept, buffers of optimizers and of copies, and homes in host memory. All sizes are bytes or
+    strings such as ``"2GiB"``; once made, the policy holds them in bytes.
+
+    Args:
+        memory: bytes, or a string such as ``"2GiB"``; or a mapping ``{"device": ..., "host": ...}`` where the compute
+            device has memory of its own, with ``"auto"`` for a place that is left out; or ``"auto"``: 90 % of what the
+            machine has free when the model is made (see below). One number is for the compute device.
+        slots: shards that the compute device holds at once, at least 2. Slots beyond that are a cache.
+        boundary_bytes: activations between shards on the compute device; the others are stored with the shards and
+            read back ahead of use. In a GradCache step over a plain ``nn.Sequential``: inputs of layers that are kept
+            between the passes, and graphs of the last ones where bytes are left. Only with recomputation.
+        activation_bytes: activations of one cell. The chunks of :meth:`OffloadModel.forward_chunks` run together as far
+            as they fit, from the second step on (the first one measures). ``GradCache(chunk_sizes="auto")`` chooses as
+            many rows as fit.
+        graph_bytes: graphs between forward and backward: the cells that backward begins with keep theirs as far as
+            they fit, and are not recomputed, from the second step on (the first one measures). Only with recomputation.
+        gradient_bytes: gradients that wait in host memory for the update of an ``OffloadOptimizer``, where homes are
+            on disk. Those that fit are neither written nor read: 4 bytes less of each.
+        resident_bytes: shards that rest in host memory although their home is a file.
+        join_chunks: which chunks may run together. None: where layers draw no random numbers and do not look across
+            rows; True: also where they draw; False: none. Batch normalisation that trains keeps chunks apart in any
+            case.
+
+    Raises:
+        TypeError, ValueError: with a line for each field that cannot be used.
+
+    ``"auto"`` is measured: on the host the least of ``MemAvailable`` and of what each control group above the process
+    leaves (``memory.max - (memory.current - inactive_file)``); on a GPU what torch's allocator can still get. Models of
+    one process that say ``"auto"`` share it equally, after what others were given by number and do not use yet; ranks
+    on one host (``LOCAL_WORLD_SIZE``) share it, too. It is never less than the leanest plan needs.
+    """
+
+    memory: int | str | Mapping[str, int | str] = field(hash=False)
+    slots: int | None
+    boundary_bytes: int | None
+    activation_bytes: int | None
+    graph_bytes: int | None
+    gradient_bytes: int | None
+    resident_bytes: int | None
+    join_chunks: bool | None
+
+    def __init__(
+        self,
+        memory: Bytes | Mapping[str, Bytes] = "auto",
+        *,
+        slots: int | None = None,
+        boundary_bytes: Bytes | None = None,
+        activation_bytes: Bytes | None = None,
+        graph_bytes: Bytes | None = None,
+        gradient_bytes: Bytes | None = None,
+        resident_bytes: Bytes | None = None,
+        join_chunks: bool | None = None,
+    ) -> None:
+        given: dict[str, tuple[Any, Callable[[Any, str], Any]]] = {
+            "memory": (memory, _memory),
+            "slots": (slots, _slots),
+            "boundary_bytes": (boundary_bytes, _size),
+            "activation_bytes": (activation_bytes, _size),
+            "graph_bytes": (graph_bytes, _size),
+            "gradient_bytes": (gradient_bytes, _size),
+            "resident_bytes": (resident_bytes, _size),
+            "join_chunks": (join_chunks, _flag),
+        }
+        wrong: list[Exception] = []
+        for name, (value, check) in given.items():
+            try:
+                object.__setattr__(self, name, check(value, name))
+            except (TypeError, ValueError) as error:
+                wrong.append(error)
+        if wrong:
+            kind = TypeError if all(isinstance(error, TypeError) for error in wrong) else ValueError
+            raise kind("\n".join(map(str, wrong)))
+
+    def __repr__(self) -> str:
+        given = [repr(self.memory)] if self.memory != "auto" else []
+        given += [
+            f"{one.name}={getattr(self, one.name)!r}"
+            for one in fields(self)
+            if one.name != "memory" and getattr(self, one.name) is not None
+        ]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+    def limit_of(self, place: str) -> int | None:
+        """Bytes for ``"device"`` or ``"host"``; None for ``"auto"``. One number is for the device."""
+        if isinstance(self.memory, Mapping):
+            value = self.memory.get(place, "auto")
+        else:
+            value = self.memory if place == "device" else "auto"
+        return value if isinstance(value, int) else None
+
+
+def _memory(value: Any, name: str) -> int | str | dict[str, int | str]:
+    if not isinstance(value, Mapping):
+        return "auto" if isinstance(value, str) and value == "auto" else parse_bytes(value, name)
+    unknown = [key for key in value if key not in PLACES]
+    if unknown or not value:
+        named = ", ".join(map(repr, unknown)) or "an empty mapping"
+        raise ValueError(f"expected 'device', 'host' or both, got {named} ({name})")
+    wrong: list[Exception] = []
+    checked: dict[str, int | str] = {}
+    for place, nbytes in value.items():
+        try:
+            checked[place] = "auto" if nbytes == "auto" else parse_bytes(nbytes, f"{name}[{place!r}]")
+        except (TypeError, ValueError) as error:
+            wrong.append(error)
+    if wrong:
+        kind = TypeError if all(isinstance(error, TypeError) for error in wrong) else ValueError
+        raise kind("\n".join(map(str, wrong)))
+    return checked
+
+
+def _slots(value: Any, name: str) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"expected an integer of at least 2, got {name}={value!r}")
+    if value < 2:
+        raise ValueError(f"expected an integer of at least 2, got {name}={value!r}: one computes, one is loaded ahead")
+    return value
+
+
+def _flag(value: Any, name: str) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"expected True, False or None, got {name}={value!r}")
+    return value
+
+
+def _size(value: Any, name: str) -> int | None:
+    return None if value is None else parse_bytes(value, name, least=_LEAST.get(name, 0))
+
+
+def policy_of(memory: Any) -> MemoryPolicy | None:
+    """The policy that an argument ``memory`` stands for; None for None."""
+    return memory if memory is None or isinstance(memory, MemoryPolicy) else MemoryPolicy(memory)
+
+
+def warn_of_old_keywords(
+    caller: str, memory: Any, given: Mapping[str, Any], fields_of: Mapping[str, str], *, stacklevel: int
+) -> None:
+    """Warns of keywords that fields of a policy replace; raises ValueError beside ``memory``.
+
+    Args:
+        caller, memory: whose keywords, and what it was given for ``memory``.
+        given: the old keywords that were given, with their values.
+        fields_of: the field that each becomes.
+        stacklevel: of the user, seen from the caller.
+    """
+    if not given:
+        return
+    old = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    kept = [f"{fields_of[name]}={value!r}" for name, value in given.items() if name in fields_of]
+    new = f"memory=MemoryPolicy({', '.join(kept)})" if kept else "memory=..., which bounds activations as well"
+    if memory is not None:
+        raise ValueError(f"memory replaces {', '.join(given)}, got memory={memory!r} and {old} ({caller}); pass {new}")
+    warnings.warn(
+        f"{caller}({old}) is deprecated and will be refused in the next version; pass {new}",
+        DeprecationWarning,
+        stacklevel=stacklevel + 1,
+    )

@@ -1,0 +1,111 @@
+"""What the machine has, read from trees of files as the kernel shows them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.machine import ControlGroup, capacity, control_groups, free_bytes, free_device_bytes, free_host_bytes
+from offload.storage.page_cache import available_bytes
+
+CPU = torch.device("cpu")
+MEMINFO = "MemTotal:       40 kB\nMemFree:        1 kB\nMemAvailable:   {} kB\n"
+V2 = "31 23 0:28 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
+
+
+def tree(root: Path, files: dict[str, str], *, available: int = 30) -> Path:
+    for name, text in {"proc/meminfo": MEMINFO.format(available), **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def group(folder: str, limit: int | str, usage: int, inactive: int = 0, active: int = 0) -> dict[str, str]:
+    return {
+        f"{folder}/memory.max": f"{limit}\n",
+        f"{folder}/memory.current": f"{usage}\n",
+        f"{folder}/memory.stat": f"anon 5\ninactive_file {inactive}\nactive_file {active}\n",
+    }
+
+
+def test_without_a_limit_free_memory_is_what_is_available(tmp_path: Path) -> None:
+    tree(tmp_path, {"proc/self/cgroup": "0::/a\n", "proc/self/mountinfo": V2} | group("sys/fs/cgroup/a", "max", 7))
+    assert control_groups(tmp_path) == []
+    assert free_host_bytes(tmp_path) == 30 * 1024
+    assert capacity(CPU, tmp_path) == 40 * 1024
+
+
+@pytest.mark.parametrize("tightest", ["own", "parent", "machine"])
+def test_free_memory_is_the_least_of_all_ancestors_and_the_machine(tmp_path: Path, tightest: str) -> None:
+    files = {"proc/self/cgroup": "0::/job/step\n", "proc/self/mountinfo": V2}
+    files |= group("sys/fs/cgroup/job", 9000 if tightest == "parent" else 90_000, 8000, inactive=500, active=300)
+    files |= group("sys/fs/cgroup/job/step", 5000 if tightest == "own" else 50_000, 4800, inactive=100)
+    files |= group("sys/fs/cgroup/other", 10, 10)
+    tree(tmp_path, files, available=2 if tightest == "machine" else 30)
+    assert free_host_bytes(tmp_path) == {"own": 300, "parent": 1500, "machine": 2048}[tightest]
+    assert free_bytes(CPU, tmp_path) == free_host_bytes(tmp_path)
+    assert capacity(CPU, tmp_path) == {"own": 5000, "parent": 9000, "machine": 40 * 1024}[tightest]
+
+
+def test_a_group_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
+    files = {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": V2} | group("sys/fs/cgroup", 10, 20)
+    assert free_host_bytes(tree(tmp_path, files)) == 0
+
+
+def test_both_versions_of_control_groups_count(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "7:cpu:/x\n4:hugetlb,memory:/job\n1:name=systemd:/y\n0::/job/step\n",
+        "proc/self/mountinfo": (
+            "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+            "36 31 0:33 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
+            "41 31 0:38 / /sys/fs/cgroup/unified rw,relatime shared:9 - cgroup2 cgroup2 rw\n"
+            "42 31 0:39 / / rw - ext4 /dev/vda rw,errors=memory\n"
+        ),
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "5000",
+        "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "4000",
+        "sys/fs/cgroup/memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 30\ntotal_active_file 600\n",
+    }
+    files |= group("sys/fs/cgroup/unified/job", 1000, 900, 20, 300)
+    tree(tmp_path, files)
+    assert control_groups(tmp_path) == [ControlGroup(5000, 4000, 30, 600), ControlGroup(1000, 900, 20, 300)]
+    assert free_host_bytes(tmp_path) == 120
+
+
+@pytest.mark.parametrize(
+    ("line", "mount", "folder"),
+    [
+        ("0::/docker/1234/inner", "/docker/1234 /sys/fs/cgroup", "sys/fs/cgroup/inner"),
+        ("0::/docker/1234", "/docker/1234 /sys/fs/cgroup", "sys/fs/cgroup"),
+        ("0::/", "/ /the\\040groups", "the groups"),
+    ],
+)
+def test_in_a_container_the_group_is_found_below_what_is_mounted(
+    tmp_path: Path, line: str, mount: str, folder: str
+) -> None:
+    files = {"proc/self/cgroup": line + "\n", "proc/self/mountinfo": f"9 8 0:1 {mount} rw - cgroup2 cgroup2 rw\n"}
+    assert free_host_bytes(tree(tmp_path, files | group(folder, 1000, 900))) == 100
+
+
+def test_a_group_outside_of_the_namespace_is_not_taken_for_the_one_that_is_mounted(tmp_path: Path) -> None:
+    files = {"proc/self/cgroup": "0::/../other\n", "proc/self/mountinfo": V2} | group("sys/fs/cgroup", 10, 9)
+    assert control_groups(tree(tmp_path, files)) == []
+
+
+def test_the_machine_itself_can_be_read() -> None:
+    assert 0 < free_host_bytes() <= available_bytes() + (1 << 30)
+    assert free_host_bytes() <= capacity(CPU)
+
+
+def test_an_accelerator_can_still_give_what_is_free_and_what_its_allocator_keeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Accelerator:
+        mem_get_info = staticmethod(lambda device: (700, 1000))
+        memory_reserved = staticmethod(lambda device: 250)
+        memory_allocated = staticmethod(lambda device: 50)
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Accelerator)
+    assert free_device_bytes(torch.device("cuda", 0)) == free_bytes(torch.device("cuda", 0)) == 900
+    assert capacity(torch.device("cuda", 0)) == 1000

@@ -1,0 +1,315 @@
+"""MemoryPolicy: what it takes, what it refuses, and what a model makes of it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import itertools
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload.limits
+import offload.memory
+from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
+from offload.limits import Grant, MemoryLimits, grant
+from offload.planning.partition import merge_small_layers
+from tests.offload.zoo import WIDTH, build
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> dict[torch.device, int]:
+    """Free bytes of each device; no other grants."""
+    found = {CPU: 1000 * MIB}
+    monkeypatch.setattr(offload.limits, "free_bytes", lambda place: found[place])
+    monkeypatch.setattr(offload.limits, "_living", {})
+    return found
+
+
+# --- the policy -----------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_holds_bytes_whatever_it_was_given() -> None:
+    policy = MemoryPolicy({"device": "2GiB", "host": "auto"}, boundary_bytes="1KiB", graph_bytes=0, slots=3)
+    assert policy == MemoryPolicy({"host": "auto", "device": 2 << 30}, boundary_bytes=1024, graph_bytes="0", slots=3)
+    assert (policy.limit_of("device"), policy.limit_of("host")) == (2 << 30, None)
+    assert MemoryPolicy("2GiB").limit_of("device") == 2 << 30
+    assert MemoryPolicy("2GiB").limit_of("host") is None
+    assert MemoryPolicy().memory == "auto"
+    assert hash(policy) == hash(dataclasses.replace(policy))
+    assert pickle.loads(pickle.dumps(policy)) == copy.deepcopy(policy) == policy
+    assert eval(repr(policy)) == policy
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.slots = 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"memory": "lots"}, ValueError, "memory='lots'"),
+        ({"memory": 0}, ValueError, "memory=0"),
+        ({"memory": True}, TypeError, "memory=True"),
+        ({"memory": None}, TypeError, "memory=None"),
+        ({"memory": {}}, ValueError, "'device', 'host' or both, got an empty mapping"),
+        ({"memory": {"gpu": 1}}, ValueError, "got 'gpu'"),
+        ({"memory": {"device": "1GiB", "host": 1.5}}, TypeError, r"memory\['host'\]=1.5"),
+        ({"slots": 1}, ValueError, "slots=1"),
+        ({"slots": "3"}, TypeError, "slots='3'"),
+        ({"activation_bytes": 0}, ValueError, "activation_bytes=0"),
+        ({"join_chunks": 1}, TypeError, "join_chunks=1"),
+        *(
+            ({f"{name}_bytes": value}, error, f"{name}_bytes={value!r}")
+            for name, (value, error) in itertools.product(
+                ["boundary", "activation", "graph", "gradient", "resident"],
+                [(-1, ValueError), ("much", ValueError), (1.5, TypeError), (False, TypeError)],
+            )
+        ),
+    ],
+)
+def test_a_field_that_cannot_be_used_is_named(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        MemoryPolicy(**arguments)
+
+
+def test_all_fields_that_cannot_be_used_are_named_at_once() -> None:
+    with pytest.raises(ValueError, match="memory='x'") as raised:
+        MemoryPolicy("x", slots=0, graph_bytes=2.5)
+    assert [line.rpartition("got ")[2].partition("=")[0] for line in str(raised.value).splitlines()] == [
+        "memory",
+        "slots",
+        "graph_bytes",
+    ]
+
+
+# --- the model ------------------------------------------------------------------------------------------------------
+
+
+def model_of(depth: int = 4, **arguments: Any) -> OffloadModel:
+    return OffloadModel(nn.Sequential(*(nn.Linear(512, 512) for _ in range(depth))), "cpu", **arguments)
+
+
+def limits(model: OffloadModel) -> MemoryLimits:
+    assert model._memory_limits is not None
+    return model._memory_limits
+
+
+def cuts_of(model: OffloadModel) -> list[int]:
+    return [len(shard.layers) for shard in model._executor.shards]
+
+
+def test_a_memory_makes_a_shard_of_each_large_layer_and_recomputes() -> None:
+    model = model_of(memory="64MiB")
+    assert cuts_of(model) == [1] * 4
+    assert model._executor._recompute
+    assert limits(model).device_bytes == limits(model).host_bytes == 64 * MIB
+    assert cuts_of(OffloadModel(build(["linear", "linear"]), "cpu", memory="64MiB")) == [4]
+
+
+def test_the_finest_cut_merges_small_neighbours() -> None:
+    assert merge_small_layers([5, 1, 1, 4, 9, 0, 2], 5) == [1, 3, 3]
+    assert merge_small_layers([1, 1], 5) == [2]
+    assert merge_small_layers([7, 8], 5) == [1, 1]
+    assert sum(merge_small_layers([0, 9, 0, 0], 1)) == 4
+
+
+def test_without_memory_the_layout_is_that_of_fairscale() -> None:
+    model = model_of(6)
+    assert cuts_of(model) == [2, 2, 2]
+    assert not model._executor._recompute
+    assert model._memory_limits is None
+    assert cuts_of(model_of(2)) == [1, 1]
+
+
+def test_shards_slots_and_recomputation_that_are_given_stay() -> None:
+    policy = MemoryPolicy(slots=3, boundary_bytes="1KiB", graph_bytes="2KiB", gradient_bytes="3KiB")
+    model = model_of(6, num_slices=4, memory=policy)
+    assert len(cuts_of(model)) == 4
+    assert model._executor.streamer.slots == 3
+    assert (model._policy.boundary_bytes, model._policy.graph_bytes) == (1024, 2048)
+    assert OffloadOptimizer(model, torch.optim.SGD, lr=0.1).gradient_bytes == 3072
+    assert not model_of(memory="auto", checkpoint_activation=False)._executor._recompute
+
+
+def test_a_step_in_a_memory_is_that_of_the_bare_model(home: str) -> None:
+    bare = build(["linear", "inplace", "linear"])
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, memory="64MiB")
+    x = torch.randn(5, WIDTH)
+    for one in (bare, model):
+        one(x).square().sum().backward()
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("given", ["memory", "budget", "slots", "nothing"])
+def test_a_copy_has_the_same_memory_and_warns_of_nothing(given: str, how: str) -> None:
+    options: dict[str, Any] = {
+        "memory": {"memory": MemoryPolicy("64MiB", slots=3)},
+        "budget": {"memory_budget": "64MiB", "checkpoint_activation": True},
+        "slots": {"num_slots": 3, "num_slices": 4},
+        "nothing": {},
+    }[given]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = model_of(**options)
+    other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    assert other._policy == model._policy
+    assert cuts_of(other) == cuts_of(model)
+    assert other._executor.streamer.slots == model._executor.streamer.slots
+    assert (other._memory_limits is None) == (model._memory_limits is None) == (given != "memory")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"num_slots": 3}, "memory=MemoryPolicy(slots=3)"),
+        ({"boundary_bytes": "1KiB"}, "memory=MemoryPolicy(boundary_bytes='1KiB')"),
+        ({"activation_bytes": 9, "graph_bytes": 0}, "memory=MemoryPolicy(activation_bytes=9, graph_bytes=0)"),
+        ({"memory_budget": "64MiB"}, "memory=..., which bounds activations as well"),
+    ],
+    ids=str,
+)
+def test_an_old_keyword_works_warns_at_the_call_and_is_refused_beside_memory(old: dict[str, Any], new: str) -> None:
+    with pytest.warns(DeprecationWarning, match=r"OffloadModel\(.* is deprecated") as warned:
+        model_of(num_slices=4, checkpoint_activation=True, **old)
+    assert [w.filename for w in warned] == [__file__]
+    assert str(warned[0].message).endswith(f"pass {new}")
+    with pytest.raises(ValueError, match=f"memory replaces {', '.join(old)}, got memory='auto'"):
+        model_of(memory="auto", **old)
+
+
+def test_the_optimizers_old_keyword_works_and_warns_at_the_call(tmp_path: Path) -> None:
+    model = model_of(offload_device=tmp_path)
+    with pytest.warns(DeprecationWarning, match=r"memory=MemoryPolicy\(gradient_bytes='1MiB'\)") as warned:
+        optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, gradient_bytes="1MiB")
+    assert [w.filename for w in warned] == [__file__]
+    assert optimizer.gradient_bytes == MIB
+
+
+def test_the_default_is_switched_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload.memory, "DEFAULT_MEMORY", "auto")
+    model = model_of()
+    assert cuts_of(model) == [1] * 4
+    assert model._executor._recompute
+    assert model._memory_limits is not None
+    with pytest.warns(DeprecationWarning, match="num_slots=2"):
+        assert model_of(num_slots=2)._memory_limits is None
+    assert cuts_of(model_of(num_slices=2)) == [2, 2]
+
+
+# --- limits ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("num_slices", [None, 2])
+def test_a_memory_that_is_too_small_says_the_least_that_works(
+    tmp_path: Path, on_disk: bool, num_slices: int | None
+) -> None:
+    home = tmp_path if on_disk else "cpu"
+    layer = 4 * 512 * 513
+    bare = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    with pytest.raises(ValueError, match=r"expected at least .* bytes of host memory, got memory=1,000") as raised:
+        OffloadModel(bare, "cpu", home, num_slices, memory=1000)
+    message = str(raised.value)
+    least = int(message.split("pass memory=")[1].split(",")[0])
+    assert f"which is {least - 1000:,} bytes short" in message
+    shard = layer if num_slices is None else 2 * layer
+    # Two slots, and two sets of gradients on their way to files, or all weights and gradients at home.
+    assert least == (4 * shard if on_disk else 2 * shard + 8 * layer) + 8
+    assert ("num_slices=4 needs" in message) == (num_slices == 2)
+    model = OffloadModel(bare, "cpu", home, num_slices, memory=least)
+    assert model._policy.boundary_bytes == 8
+    model(torch.randn(2, 512)).sum().backward()
+    with pytest.raises(ValueError, match="which is 1 bytes short"):
+        OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices, memory=least - 1)
+
+
+def test_a_small_memory_makes_finer_shards_than_the_usual_ones(tmp_path: Path) -> None:
+    layer = 4 * 128 * 129
+    layers = [nn.Linear(128, 128) for _ in range(40)]
+    assert len(cuts_of(OffloadModel(nn.Sequential(*layers), "cpu", tmp_path, memory="1GiB"))) < 5
+    layers = [nn.Linear(128, 128) for _ in range(40)]
+    assert len(cuts_of(OffloadModel(nn.Sequential(*layers), "cpu", tmp_path, memory=5 * layer))) == 40
+
+
+def test_more_memory_than_the_machine_has_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload.limits, "_warned", set())
+    monkeypatch.setattr(offload.limits, "capacity", lambda place: 64 * MIB)
+    with pytest.warns(RuntimeWarning, match="more than the 67,108,864 bytes of host memory that this machine has"):
+        model_of(memory="65MiB")
+    model_of(memory="65MiB")
+
+
+def test_on_the_cpu_two_numbers_must_agree() -> None:
+    assert limits(model_of(memory={"host": "64MiB"})).device_bytes == 64 * MIB
+    assert limits(model_of(memory={"host": "64MiB", "device": 64 * MIB})).host_bytes == 64 * MIB
+    with pytest.raises(ValueError, match="one number where the compute device is the CPU"):
+        model_of(memory={"host": "64MiB", "device": "32MiB"})
+
+
+def test_activations_that_are_all_kept_have_no_bound() -> None:
+    with pytest.raises(ValueError, match="checkpoint_activation=False keeps all of them"):
+        model_of(memory="64MiB", checkpoint_activation=False)
+
+
+def granted(asked: int | None = None, *, least: int = 0, holds: int = 0) -> Grant:
+    return grant(CPU, asked, least=least, held=lambda: holds)
+
+
+def test_auto_is_a_part_of_what_is_free_shared_by_those_that_say_so(free: dict[torch.device, int]) -> None:
+    first = granted()
+    assert first.nbytes == 900 * MIB
+    second = granted(holds=100 * MIB)
+    assert first.nbytes == second.nbytes == 500 * MIB  # what the second uses is its own
+    free[CPU] = 0
+    assert first.nbytes == 500 * MIB  # measured only when models are made or end
+    free[CPU] = 1000 * MIB
+    del second
+    assert first.nbytes == 900 * MIB
+
+
+def test_a_number_is_kept_and_what_it_promises_is_not_given_to_others(free: dict[torch.device, int]) -> None:
+    number = granted(400 * MIB, holds=150 * MIB)
+    other = granted()
+    assert number.nbytes == 400 * MIB
+    assert other.nbytes == (900 - 250) * MIB
+    number.release()
+    assert other.nbytes == 900 * MIB
+
+
+def test_ranks_of_one_host_share_what_is_free(free: dict[torch.device, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert granted().nbytes == 225 * MIB
+
+
+def test_auto_is_at_least_what_the_leanest_plan_needs(free: dict[torch.device, int]) -> None:
+    free[CPU] = 5
+    assert granted(least=77).nbytes == 77
+
+
+@pytest.mark.parametrize("end", ["collected", "closed", "never made"])
+def test_the_memory_of_a_model_that_ended_is_free_for_others(
+    free: dict[torch.device, int], end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if end == "never made":
+        monkeypatch.setattr("offload.model.open_lanes", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as raised:
+            model_of(memory="auto")
+        assert raised.value is not None
+    else:
+        model = model_of(memory="auto")
+        if end == "closed":
+            model.close()
+        else:
+            del model
+            gc.collect()
+    assert granted().nbytes == 900 * MIB
