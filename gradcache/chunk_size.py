@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import psutil
 import torch
 from torch import nn
 
 from gradcache.chunks import call_arguments
-from gradcache.context_managers import device_of, devices_in_use
+from gradcache.context_managers import devices_in_use
 from gradcache.nested import map_tensors, tensors_in
 from pipe.microbatch import rows_of
 from pipe.recompute.module_state import WatchedModule
@@ -29,31 +28,26 @@ Split = Callable[[int], Sequence[Any]]
 
 
 class ChunkSizes:
-    """Chooses chunk sizes, and caches the choice for inputs of the same trailing shapes.
+    """Chooses chunk sizes, and caches the choice for inputs of the same trailing shapes."""
 
-    Args:
-        budget_bytes: bytes that the graph of one chunk may keep; None: half of the free memory of the model's device
-            when a size is chosen. Temporaries of layers and gradients need memory in addition.
-    """
-
-    def __init__(self, budget_bytes: int | None) -> None:
-        if budget_bytes is not None and budget_bytes < 1:
-            raise ValueError(f"expected a positive number of bytes, got memory_budget={budget_bytes}")
-        self._budget_bytes = budget_bytes
+    def __init__(self) -> None:
         self._chosen: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 
-    def rows_for(self, model: nn.Module, split: Split, measure: Callable[[Any], int]) -> int:
-        """Rows of a chunk; ``split(n)`` splits the input into chunks of n rows, ``measure`` returns the bytes kept."""
+    def rows_for(self, model: nn.Module, budget: int, split: Split, measure: Callable[[Any], int]) -> int:
+        """Rows of a chunk whose graph keeps up to ``budget`` bytes; temporaries of layers need memory in addition.
+
+        ``split(n)`` splits the input into chunks of n rows, ``measure`` returns the bytes that the graph of one keeps.
+        """
         # At least two rows: a model with BatchNorm cannot train on one.
         probes = [split(2)[0], split(4)[0]]
         known = self._chosen.setdefault(model, {})
         key = repr([(t.dtype, t.shape[1:]) for t in tensors_in(probes[0])])
         if key not in known:
-            known[key] = self._choose(model, probes, measure)
+            known[key] = self._choose(budget, probes, measure)
         return known[key]
 
-    def _choose(self, model: nn.Module, probes: list[Any], measure: Callable[[Any], int]) -> int:
-        budget = self._budget_bytes if self._budget_bytes is not None else _free_bytes(model) // 2
+    @staticmethod
+    def _choose(budget: int, probes: list[Any], measure: Callable[[Any], int]) -> int:
         rows = [rows_of(tensors_in(probe)) for probe in probes]
         sizes = [measure(probe) for probe in probes]
         per_row = sizes[1] / rows[1] if rows[0] == rows[1] else (sizes[1] - sizes[0]) / (rows[1] - rows[0])
@@ -62,7 +56,7 @@ class ChunkSizes:
         if fitting < 1:
             raise ValueError(
                 f"expected a budget for at least one row, got {budget} bytes where one row keeps "
-                f"{int(fixed + per_row)}; raise memory_budget, or checkpoint inside the model"
+                f"{int(fixed + per_row)}; give it more memory, or checkpoint inside the model"
             )
         return fitting
 
@@ -110,10 +104,3 @@ def _as_if_trained(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
-
-
-def _free_bytes(model: nn.Module) -> int:
-    device = device_of(model)
-    if device.type == "cpu":
-        return int(psutil.virtual_memory().available)
-    return int(torch.get_device_module(device).mem_get_info(device)[0])

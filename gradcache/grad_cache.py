@@ -31,11 +31,13 @@ from gradcache.context_managers import device_of
 from gradcache.deferred import attach
 from gradcache.distributed.reduction import unwrapped, watch
 from gradcache.distributed.sharded import check_equal_chunks
+from gradcache.memory import StepMemory
 from gradcache.nested import map_tensors, tensors_in
 from gradcache.sequential import SequentialModel
 from gradcache.step import Step
 from gradcache.streamed import StreamedModel, Tower
 from gradcache.used_modules import CallableModel, UsedModules, as_modules
+from offload import MemoryPolicy
 
 __all__ = ["GradCache", "StepResult"]
 
@@ -63,7 +65,7 @@ class GradCache:
             A model with ``forward_chunks`` (``offload.OffloadModel``) is run shard by shard, see ``streamed``, by
             itself or inside another module, see ``wrapped``; make it with ``checkpoint_activation=True``, or it keeps
             the activations of all chunks.
-        chunk_sizes: rows of a chunk, for all towers or one number each; ``"auto"``: as many as fit ``memory_budget``.
+        chunk_sizes: rows of a chunk, for all towers or one number each; ``"auto"``: as many as fit ``memory``.
         loss_fn: ``loss_fn(*representations, **loss_kwargs)`` returns the scalar loss, or a tuple that starts with it.
         split_input_fn: ``split_input_fn(model_input, chunk_size)`` returns the chunks; default :meth:`split_inputs`.
         get_rep_fn: selects the representations (a tensor, or tensors in a tuple or dict) from a model's output.
@@ -71,15 +73,18 @@ class GradCache:
         scaler: a ``torch.amp.GradScaler`` that scales the loss; the caller unscales and steps.
         process_fn: converts a chunk to the model's input directly before the model runs, in both passes, with the same
             random numbers; its results are not kept. If it has trainable parameters it must be an ``nn.Module``; with
-            ``boundary_bytes`` it then runs once for all chunks.
+            ``memory`` and towers that run layer by layer it then runs once for all chunks.
         precision: the autocast type of models and loss, such as ``torch.bfloat16``.
         broadcast: keys or positions of input members that every chunk receives whole.
-        boundary_bytes: run plain ``nn.Sequential`` towers layer by layer, as if each layer were checkpointed, and keep
-            up to this many bytes of layer inputs between the passes; unused bytes hold chunks that run together, and
-            graphs, which need not be recomputed; see ``sequential``. None: chunk by chunk.
-        regroup: whether several chunks may run together with ``boundary_bytes``.
-        memory_budget: bytes that the graph of a chunk may keep (for an OffloadModel: of one shard at a time), for
-            ``chunk_sizes="auto"``; default: half of the free memory.
+        memory: what the steps over plain modules may hold: bytes, a string such as ``"2GiB"``, ``"auto"`` or an
+            :class:`offload.MemoryPolicy`. Plain ``nn.Sequential`` towers then run layer by layer, as if each layer were
+            checkpointed, and keep up to ``boundary_bytes`` of layer inputs between the passes; unused bytes hold chunks
+            that run together (``join_chunks``), and graphs, which need not be recomputed; see ``sequential``. With
+            ``chunk_sizes="auto"`` the graph of a chunk keeps up to ``activation_bytes`` (an OffloadModel's, whose own
+            memory decides: of one shard at a time). Without these fields a number is shared by gradients, values
+            between the passes and a chunk's graph. None: chunk by chunk, and half of the free memory for a graph.
+        boundary_bytes, regroup, memory_budget: deprecated; fields ``boundary_bytes``, ``join_chunks`` and
+            ``activation_bytes`` of ``memory``.
         audit: compare the results of the two passes, layer by layer if the model runs layer by layer; see ``audit``.
 
     Raises:
@@ -104,8 +109,9 @@ class GradCache:
         precision: torch.dtype | None = None,
         broadcast: Collection[str | int] = (),
         audit: bool = False,
+        memory: MemoryPolicy | int | str | Mapping[str, int | str] | None = None,
         boundary_bytes: int | None = None,
-        regroup: bool = True,
+        regroup: bool | None = None,
         memory_budget: int | None = None,
     ) -> None:
         if callable(models) and not isinstance(models, nn.ModuleList):
@@ -131,9 +137,9 @@ class GradCache:
         self.precision = torch.float16 if fp16 else precision
         self.broadcast = tuple(broadcast)
         self.audit = audit
-        self.boundary_bytes = boundary_bytes
-        self.regroup = regroup
-        self.budget = ChunkSizes(memory_budget)
+        old = {"boundary_bytes": boundary_bytes, "regroup": regroup, "memory_budget": memory_budget}
+        self.memory = StepMemory.of(memory, old)
+        self.chosen_sizes = ChunkSizes()
         self.step_result: StepResult | None = None
         self._inputs = two_pass.InputGradients()
         self._wants_gradient: list[bool] = []
@@ -305,7 +311,8 @@ class GradCache:
                     return kept_by_a_shard(model, chunk, self.processed, self.get_reps)
             return kept_bytes(model, chunk, self.encoder_of(model))
 
-        return self.budget.rows_for(model, lambda n: self.split_inputs(model_input, n), measure)
+        budget = self.memory.activation_bytes(model, self.towers)
+        return self.chosen_sizes.rows_for(model, budget, lambda n: self.split_inputs(model_input, n), measure)
 
     def _loss(self, reps: Sequence[Any], loss_kwargs: dict[str, Any]) -> Tensor:
         with self.autocast(*reps):
@@ -333,6 +340,7 @@ class GradCache:
             self.chunk_sizes = [self.chunk_sizes[0]] * len(self.models)
         self.chunk_sizes = [chunking.chunk_size_of(size) for size in self.chunk_sizes]
         self.towers = as_modules(self.models, self.towers)
+        self.memory.check(self.towers)
         watch(self.towers)
 
     # -- how a model is called ----------------------------------------------------------------------------------------

@@ -38,12 +38,21 @@ class LayerProfile:
     #: The operations that a recomputation may leave out.
     dead_code: DeadCode | None
     writes_buffers: bool
+    #: Whether it draws random numbers.
+    draws: bool
 
     @classmethod
     def of(cls, runner: ResidentRunner, rerun: Rerun, entering_bytes: int) -> LayerProfile:
         """The measurements of the layer that has just run."""
         writes = rerun.module_state is not None and rerun.module_state.moved
-        return cls(runner.activation_bytes, runner.graph_bytes, entering_bytes, rerun.dead_code, writes)
+        return cls(
+            runner.activation_bytes,
+            runner.graph_bytes,
+            entering_bytes,
+            rerun.dead_code,
+            writes,
+            bool(rerun.replay.drawn),
+        )
 
 
 @dataclass(frozen=True)
@@ -91,11 +100,11 @@ class Profile:
 class Profiles:
     """The profiles of the layers of one model, by kinds of chunks."""
 
-    def __init__(self, runners: Sequence[ResidentRunner], regroup: bool) -> None:
+    def __init__(self, runners: Sequence[ResidentRunner], join_chunks: bool | None) -> None:
         self._runners = runners
         self._modules = [module for runner in runners for _, module in runner.watched.modules]
         self._parameters = [parameter for runner in runners for parameter in runner.shard.parameters]
-        self._regroup = regroup
+        self._join_chunks = join_chunks
         self._known: dict[str, Profile] = {}
         self._apart: dict[tuple[bool, ...], bool] = {}
 
@@ -110,8 +119,10 @@ class Profiles:
         self._known[self._key(chunk)] = Profile(rows_in(chunk) or 0, together, layers)
 
     def _may_join(self, layers: Sequence[LayerProfile], further: Callable[[], Sequence[Any]]) -> bool:
-        if not self._regroup or any(layer.writes_buffers for layer in layers):
+        if self._join_chunks is False or any(layer.writes_buffers for layer in layers):
             return False
+        if self._join_chunks is None and any(layer.draws for layer in layers):
+            return False  # together they would draw other numbers than apart
         pair = further()
         if runs_alike(pair, sum(rows_in(chunk) or 0 for chunk in pair)) != [[0, 1]]:
             return False

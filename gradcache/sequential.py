@@ -55,15 +55,15 @@ def is_plain_sequential(model: nn.Module) -> bool:
 class SequentialModel:
     """A plain ``nn.Sequential`` as a :class:`gradcache.streamed.StreamedModel`. Keeps measurements between steps.
 
-    ``boundary_bytes`` may be kept between the passes of one step; ``regroup``: chunks may run together.
+    ``boundary_bytes`` may be kept between the passes of one step; ``join_chunks``: see :class:`~offload.MemoryPolicy`.
     """
 
-    def __init__(self, model: nn.Sequential, boundary_bytes: int, regroup: bool = True) -> None:
+    def __init__(self, model: nn.Sequential, boundary_bytes: int, join_chunks: bool | None = None) -> None:
         self.layers = list(model)
         self.boundary_bytes = boundary_bytes
         self.parameters = list(model.parameters())
         self.resident = ResidentLayers(self.layers, representations.push)
-        self.profiles = Profiles(self.resident.runners, regroup)
+        self.profiles = Profiles(self.resident.runners, join_chunks)
 
     def forward_chunks(
         self, chunks: Sequence[Any], output_fn: OutputFn | None = None, input_fn: InputFn | None = None

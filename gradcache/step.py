@@ -6,7 +6,7 @@ model                               module that runs it
 has ``forward_chunks``              ``streamed``: each shard is loaded once for all chunks of all towers of this model
 contains such a model               ``wrapped``: the same for the model inside, chunk by chunk around it
 plain ``nn.Sequential``, and        ``sequential``: the same engine over layers in memory
-``boundary_bytes`` is set
+``memory`` is given
 any other; or a subclass replaces   ``two_pass``: chunk by chunk, through the hooks ``forward_no_grad`` and
 ``model_call`` or such a hook       ``forward_backward``
 ==================================  =================================================================================
@@ -141,16 +141,18 @@ class Step:
 
     def _streamed(self, model: nn.Module) -> StreamedModel | None:
         """The model, or an adapter of a plain one, that runs all chunks together; None if they run one by one."""
-        owner, budget = self._owner, self._owner.boundary_bytes
+        owner = self._owner
         if owner.replaced(*_CHUNK_HOOKS):
             return None
         if isinstance(model, StreamedModel):
             return model
-        if budget is None or not is_plain_sequential(model):
+        budget = owner.memory.boundary_bytes(owner.towers) if is_plain_sequential(model) else None
+        if budget is None:
             return None
         assert isinstance(model, nn.Sequential)
         known = owner.layered.get(model)
         if known is None or known.layers != list(model) or known.boundary_bytes != budget:
             # Members that every chunk receives whole cannot be concatenated.
-            owner.layered[model] = known = SequentialModel(model, budget, owner.regroup and not owner.broadcast)
+            joins = False if owner.broadcast else owner.memory.join_chunks
+            owner.layered[model] = known = SequentialModel(model, budget, joins)
         return known

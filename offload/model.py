@@ -299,6 +299,11 @@ class OffloadModel(SlotSharingModule):
 
     # --- reports ------------------------------------------------------------------------------------------------
 
+    @property
+    def memory_policy(self) -> MemoryPolicy:
+        """What the model may hold, with the slots and bytes that were decided."""
+        return self._policy
+
     def statistics(self) -> Statistics:
         """Counts of loads, stores and waits since the model was made."""
         return self._meter.read()

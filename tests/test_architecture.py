@@ -87,6 +87,7 @@ ORDERS = {
         "sequential",
         "functional",
         "chunk_size",
+        "memory",
         "wrapped",
         "ranking",
         "step",

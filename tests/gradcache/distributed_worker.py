@@ -21,7 +21,7 @@ from gradcache import GradCache
 from gradcache.functional import cached, cat_input_tensor, gather_input_tensor
 from gradcache.loss import DistributedContrastiveLoss, SimpleContrastiveLoss
 from gradcache.sentence_transformers import CachedMultipleNegativesRankingLoss
-from offload import OffloadModel
+from offload import MemoryPolicy, OffloadModel
 
 Report = dict[str, Any]
 
@@ -313,7 +313,8 @@ def sharded(rank: int) -> Report:
             model = tower(1)
             for layer in [model[0], model[2], *([model] if whole else [])]:
                 fully_shard(layer)
-            cache = GradCache([model, model], 2, DistributedContrastiveLoss(), boundary_bytes=boundary_bytes)
+            memory = None if boundary_bytes is None else MemoryPolicy(boundary_bytes=boundary_bytes)
+            cache = GradCache([model, model], 2, DistributedContrastiveLoss(), memory=memory)
             cache(*parts_of([4, 4], rank, x, y))
             gradients = [p.grad.full_tensor() for p in model.parameters()]
             report[f"{whole}, {boundary_bytes}"] = max(

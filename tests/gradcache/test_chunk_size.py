@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradcache import GradCache
 from gradcache.chunk_size import kept_bytes
-from offload import OffloadModel
+from offload import MemoryPolicy, OffloadModel
 
 # Input (32 bytes a row) is saved by the first layer, its output (64) by tanh, which returns what the second saves.
 BYTES_PER_ROW = 32 + 64
@@ -38,7 +38,7 @@ def test_auto_takes_as_many_rows_as_the_budget_holds(rows_that_fit: int, assert_
     x = torch.randn(12, 8)
     energy(bare(x)).backward()
     runs = rows_run(ours)
-    GradCache([ours], "auto", energy, memory_budget=BYTES_PER_ROW * rows_that_fit + 10)(x)
+    GradCache([ours], "auto", energy, memory=MemoryPolicy(activation_bytes=BYTES_PER_ROW * rows_that_fit + 10))(x)
     trial, first_pass = runs[:2], runs[2]
     assert trial == [2, 4]
     assert first_pass == min(rows_that_fit, 12)
@@ -49,7 +49,7 @@ def test_a_chunk_of_the_chosen_size_keeps_no_more_than_the_budget() -> None:
     model = tower()
     x = torch.randn(12, 8)
     runs = rows_run(model)
-    GradCache([model], "auto", energy, memory_budget=500)(x)
+    GradCache([model], "auto", energy, memory=MemoryPolicy(activation_bytes=500))(x)
     chosen = runs[2]  # after two trials
     kept = kept_bytes(model, x[:chosen], model)
     assert kept == chosen * BYTES_PER_ROW
@@ -66,7 +66,7 @@ def test_the_trial_runs_once_per_shape_and_leaves_buffers_and_generators_alone()
     once(x)
     expected = torch.get_rng_state()
     torch.manual_seed(1)
-    step = GradCache([model], "auto", energy, memory_budget=1 << 20)
+    step = GradCache([model], "auto", energy, memory=MemoryPolicy(activation_bytes=1 << 20))
     step(x)
     assert torch.equal(torch.get_rng_state(), expected)
     torch.testing.assert_close(model[1].running_mean, once[1].running_mean)
@@ -84,9 +84,9 @@ def test_frozen_tower_is_measured_as_if_it_were_trained_and_stays_frozen() -> No
 def test_budget_below_one_row_and_other_misuse_are_named(streamed: Any) -> None:
     x = torch.randn(4, 8)
     with pytest.raises(ValueError, match=f"one row keeps {BYTES_PER_ROW}"):
-        GradCache([tower()], "auto", energy, memory_budget=20)(x)
-    with pytest.raises(ValueError, match="memory_budget=0"):
-        GradCache([tower()], "auto", energy, memory_budget=0)
+        GradCache([tower()], "auto", energy, memory=MemoryPolicy(activation_bytes=20))(x)
+    with pytest.raises(ValueError, match="activation_bytes=0"):
+        GradCache([tower()], "auto", energy, memory=MemoryPolicy(activation_bytes=0))
     with pytest.raises(ValueError, match="has no activation_bytes"):
         GradCache([streamed(tower())], "auto", energy)(x)
     with pytest.raises(ValueError, match="at least 1 row"):
@@ -104,12 +104,13 @@ def test_auto_over_an_offloaded_model_counts_the_shard_that_keeps_most(assert_sa
     """Linear and tanh save their inputs or outputs: 32 + 64 bytes a row in the first shard, 64 in the second."""
     bare = tower()
     layers = copy.deepcopy(bare)
-    model = OffloadModel([layers[:2], layers[2:]], "cpu", checkpoint_activation=True)
+    memory = MemoryPolicy(activation_bytes=5 * BYTES_PER_ROW + 10)
+    model = OffloadModel([layers[:2], layers[2:]], "cpu", memory=memory)
     x = torch.randn(12, 8)
     runs = rows_run(layers[0])
     assert [model.activation_bytes(x[:rows]) for rows in (1, 4)] == [BYTES_PER_ROW, 4 * BYTES_PER_ROW]
     runs.clear()
-    GradCache([model], "auto", energy, memory_budget=5 * BYTES_PER_ROW + 10)(x)
+    GradCache([model], "auto", energy)(x)
     assert runs == [2, 4, *[5, 5, 2] * 2]
     energy(bare(x)).backward()
     for mine, theirs in zip(model.parameters(), bare.parameters(), strict=True):
@@ -120,7 +121,7 @@ def test_measuring_an_offloaded_model_leaves_no_trace_and_measures_a_frozen_one_
     layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8))
     layers.requires_grad_(False)
     before = copy.deepcopy(layers.state_dict())
-    model = OffloadModel(layers, "cpu", num_slices=4, checkpoint_activation=True)
+    model = OffloadModel(layers, "cpu", num_slices=4, memory=MemoryPolicy(activation_bytes=4 * 64))
     x = torch.randn(12, 8)
     state = torch.get_rng_state()
     assert model.activation_bytes(x) == 0
@@ -138,7 +139,7 @@ def test_measuring_an_offloaded_model_leaves_no_trace_and_measures_a_frozen_one_
 
     process = {"process_fn": lambda chunk: chunk + 0 * torch.rand(())}
     with torch.no_grad(), pytest.raises(Measured):
-        OnlyMeasures([model], "auto", energy, memory_budget=4 * 64, **process)(x)
+        OnlyMeasures([model], "auto", energy, **process)(x)
     assert sizes[:2] == [2, 4]
     assert 1 < sizes[2] < 8  # a row of the norm's input takes 32 bytes at least
     assert torch.equal(state, torch.get_rng_state())

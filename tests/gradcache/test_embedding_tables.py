@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from gradcache import GradCache
+from offload import MemoryPolicy
 from offload.engine.tables import rows_in_place, tables_of
 
 ROWS, WIDTH = 20, 4
@@ -102,7 +103,7 @@ def test_gradients_are_those_of_autograd(kind: str, budget: int, monkeypatch: py
             monkeypatch.setattr("offload.engine.tables._takes_rows", lambda weight, total: False)
         else:
             monkeypatch.undo()
-        cache = GradCache([model], 2, energy, boundary_bytes=budget, regroup=False)
+        cache = GradCache([model], 2, energy, memory=MemoryPolicy(boundary_bytes=budget, join_chunks=False))
         for _ in range(2):
             cache(tokens())
     for mine, theirs in zip(ours.parameters(), bare.parameters(), strict=True):
@@ -117,7 +118,7 @@ def test_gradients_are_those_of_autograd(kind: str, budget: int, monkeypatch: py
 )
 @pytest.mark.parametrize("budget", [0, PLENTY])
 def test_only_the_first_chunk_makes_a_gradient_of_the_table_s_size(kind: str, dense: int, budget: int) -> None:
-    cache = GradCache([model_of(kind)], 2, energy, boundary_bytes=budget, regroup=False)
+    cache = GradCache([model_of(kind)], 2, energy, memory=MemoryPolicy(boundary_bytes=budget, join_chunks=False))
     cache(tokens())
     with Dense() as counted:
         cache(tokens())
@@ -129,7 +130,7 @@ def test_hooks_on_the_gradient_of_a_table_see_every_chunk(listens: str) -> None:
     model = model_of("plain")
     heard: list[float] = []
     getattr(model[0].weight, listens)(lambda t: heard.append(float(t.detach().abs().sum())))
-    GradCache([model], 2, energy, boundary_bytes=0, regroup=False)(tokens())
+    GradCache([model], 2, energy, memory=MemoryPolicy(boundary_bytes=0, join_chunks=False))(tokens())
     assert len(heard) == 4
     assert all(heard)
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcache import GradCache
 from gradcache.loss import ContrastiveLossWithQueryClosure, SimpleContrastiveLoss
+from offload import MemoryPolicy
 
 
 def tower(width: int = 8, dropout: float = 0.0, seed: int = 0) -> nn.Sequential:
@@ -267,7 +268,10 @@ def test_a_large_buffer_is_copied_only_where_a_chunk_writes_it(boundary_bytes: i
     plain = [bare(chunk) for chunk in x.split(3)]  # a graph saves what it read: writes would be refused
     weights = torch.randn(12, 6)
     cache = GradCache(
-        [nn.Sequential(model)], 3, lambda r: (r * weights).sum(), boundary_bytes=boundary_bytes, regroup=False
+        [nn.Sequential(model)],
+        3,
+        lambda r: (r * weights).sum(),
+        memory=None if boundary_bytes is None else MemoryPolicy(boundary_bytes=boundary_bytes, join_chunks=False),
     )
     with LargeCopies() as copies:
         loss = cache(x)
@@ -289,7 +293,12 @@ def test_a_kept_graph_of_a_large_buffer_that_is_first_written_later_is_refused_o
     model = Queue(True)
     x = -torch.randn(12, 8).abs()
     x[6:9] *= -1
-    cache = GradCache([nn.Sequential(model)], 3, lambda r: r.square().sum(), boundary_bytes=1 << 20, regroup=False)
+    cache = GradCache(
+        [nn.Sequential(model)],
+        3,
+        lambda r: r.square().sum(),
+        memory=MemoryPolicy(boundary_bytes=1 << 20, join_chunks=False),
+    )
     with pytest.raises(RuntimeError, match="changed in place"):
         cache(x)
     assert model.linear.weight.grad is None

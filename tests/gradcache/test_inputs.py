@@ -19,7 +19,7 @@ from gradcache.functional import cached
 from gradcache.loss import SimpleContrastiveLoss
 from gradcache.nested import map_tensors, tensors_in
 from gradcache.used_modules import UsedModules
-from offload import OffloadModel
+from offload import MemoryPolicy, OffloadModel
 
 
 class Overwriting(nn.Module):
@@ -68,7 +68,7 @@ def test_inputs_in_a_mapping_of_any_type_take_gradients(execution: str) -> None:
         4,
         SimpleContrastiveLoss(),
         split_input_fn=lambda x, size: [UserDict({"input": x["input"][i : i + size]}) for i in range(0, 6, size)],
-        boundary_bytes=1 << 20 if execution == "layers" else None,
+        memory=MemoryPolicy(boundary_bytes=1 << 20) if execution == "layers" else None,
     )(UserDict({"input": actual[0] * 1}), UserDict({"input": actual[1] * 1}))
     torch.testing.assert_close(actual.grad, expected.grad)
 
@@ -221,7 +221,9 @@ def test_an_output_with_a_field_that_the_loss_ignores(execution: str, assert_sam
 
     x, y = torch.randn(2, 6, 8)
     loss(bare(x), bare(y)).backward()
-    cache = GradCache([model, model], 2, loss, boundary_bytes=1 << 20 if execution == "layers" else None)
+    cache = GradCache(
+        [model, model], 2, loss, memory=MemoryPolicy(boundary_bytes=1 << 20) if execution == "layers" else None
+    )
     if execution == "encode":
         loss(*cache.encode(x, y)).backward()
     else:
@@ -266,8 +268,11 @@ def test_reach_finds_what_a_function_names() -> None:
 
 EXECUTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "chunks": (lambda net: net.forward, {}),
-    "layers": (lambda net: net, {"boundary_bytes": 1 << 20}),
-    "layers, nothing kept": (lambda net: net, {"boundary_bytes": 0, "process_fn": lambda x: x * 1}),
+    "layers": (lambda net: net, {"memory": MemoryPolicy(boundary_bytes=1 << 20)}),
+    "layers, nothing kept": (
+        lambda net: net,
+        {"memory": MemoryPolicy(boundary_bytes=0), "process_fn": lambda x: x * 1},
+    ),
     "shards": (lambda net: OffloadModel(net, "cpu", num_slices=2, checkpoint_activation=True), {}),
     "shards, graphs kept": (lambda net: OffloadModel(net, "cpu", num_slices=2), {}),
     "audit": (lambda net: net, {"audit": True}),
@@ -332,7 +337,7 @@ def test_a_generator_that_a_layer_holds_draws_the_same_in_the_second_pass(how: s
     ours: nn.Module = copy.deepcopy(bare)
     if how == "streamed":
         ours = OffloadModel(ours, "cpu", num_slices=3, checkpoint_activation=True)
-    options = {"boundary_bytes": 0} if how == "layered" else {}
+    options = {"memory": MemoryPolicy(boundary_bytes=0)} if how == "layered" else {}
     for _ in range(2):
         x = torch.randn(6, 8)
         bare(x).pow(2).sum().backward()

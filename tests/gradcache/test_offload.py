@@ -189,7 +189,7 @@ def test_audit_tells_of_a_layer_that_repeats_itself_otherwise_wherever_it_is(how
             )
         else:
             # The lean budget holds what enters layers, and no graph.
-            options["boundary_bytes"] = 0 if how == "cheap_recompute" else 3 * 2 * 6 * 8 * 4
+            options["memory"] = MemoryPolicy(boundary_bytes=0 if how == "cheap_recompute" else 3 * 2 * 6 * 8 * 4)
         step = GradCache([model, model], 2, SimpleContrastiveLoss(), audit=True, **options)
         step(torch.randn(6, 8), torch.randn(6, 8))
         assert step.step_result is not None
@@ -211,7 +211,8 @@ def test_bfloat16_gradients_of_a_thousand_chunks_add_up_within_one_percent(how: 
         model: nn.Module = offloaded(layers, num_slices=1, param_dtype=torch.bfloat16)
     else:
         model = layers.bfloat16()
-    GradCache([model], 1, lambda r: r.float().sum(), boundary_bytes=1 << 20, regroup=False)(x)
+    memory = MemoryPolicy(boundary_bytes=1 << 20, join_chunks=False) if how == "layered" else None
+    GradCache([model], 1, lambda r: r.float().sum(), memory=memory)(x)
     exact = x.double().sum(0).expand(8, 16)
     (weight,) = model.parameters()
     assert weight.grad is not None

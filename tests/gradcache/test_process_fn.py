@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from gradcache import GradCache
-from offload import OffloadModel
+from gradcache.memory import StepMemory
+from offload import MemoryPolicy, OffloadModel
 from pipe import is_recomputing
 
 EXECUTIONS = ["two passes", "layered", "offloaded"]
@@ -27,7 +28,7 @@ def make(
 ) -> tuple[nn.Module, GradCache]:
     model: nn.Module = bare
     if execution == "layered":
-        options = {"boundary_bytes": 0, "regroup": False, **options}
+        options = {"memory": MemoryPolicy(boundary_bytes=0, join_chunks=False), **options}
     if execution == "offloaded":
         model = OffloadModel(bare, "cpu", num_slices=3, checkpoint_activation=True)
     return model, GradCache([model], size, lambda rep: rep.square().sum(), process_fn=process_fn, **options)
@@ -112,7 +113,7 @@ def test_processed_chunks_run_together_and_the_gradient_stays_the_whole_batch_s(
     ours[0].register_forward_hook(lambda _m, args, _o: rows.append(args[0].size(0)))
     _, step = make("layered", ours, lambda text: torch.stack([torch.full((8,), float(ord(c))).sin() for c in text]))
     step.split_input_fn = lambda text, size: [text[k : k + size] for k in range(0, len(text), size)]
-    step.boundary_bytes, step.regroup = 1 << 20, True
+    step.memory = StepMemory(MemoryPolicy(boundary_bytes=1 << 20))
     text = "a batch of characters"
     for _ in range(2):
         rows.clear()

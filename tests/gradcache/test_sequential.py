@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradcache import GradCache
 from gradcache.loss import SimpleContrastiveLoss
 from gradcache.sequential import SequentialModel, is_plain_sequential
-from offload import OffloadModel
+from offload import MemoryPolicy, OffloadModel
 from offload.engine.regroup import runs_alike
 from pipe import is_recomputing
 from tests.gradcache.allocated import Allocated
@@ -109,7 +109,9 @@ def test_layer_by_layer_equals_chunk_by_chunk_for_every_combination_of_layers(
     x = torch.randn(rows, 8)
     inputs = [x.clone().requires_grad_(input_gradient) for _ in range(2)]
     first = GradCache([bare, bare] if tied else [bare], size, energy)
-    second = GradCache([ours, ours] if tied else [ours], size, energy, boundary_bytes=budget, regroup=regroup)
+    second = GradCache(
+        [ours, ours] if tied else [ours], size, energy, memory=MemoryPolicy(boundary_bytes=budget, join_chunks=regroup)
+    )
     for _ in range(steps):
         losses = [s(*[given] * len(s.models)) for s, given in zip((first, second), inputs, strict=True)]
         torch.testing.assert_close(losses[0], losses[1])
@@ -123,7 +125,7 @@ def test_layer_by_layer_equals_chunk_by_chunk_for_every_combination_of_layers(
 def test_layers_run_forward_once_where_graphs_fit_and_the_first_chunk_twice_in_the_first_step() -> None:
     model = layers("linear", "tanh", "linear")
     watch = Watch(model)
-    step = GradCache([model], 2, energy, boundary_bytes=PLENTY, regroup=False)
+    step = GradCache([model], 2, energy, memory=MemoryPolicy(boundary_bytes=PLENTY, join_chunks=False))
     step(torch.randn(8, 8))
     assert watch.rows() == [10, 10, 10]
     watch.clear()
@@ -160,7 +162,7 @@ def test_the_cells_that_backward_begins_with_keep_their_graphs_as_far_as_the_bud
             return self.inner(x).tanh()
 
     model = nn.Sequential(*layers("linear", "linear", "tanh"), Head())
-    step = GradCache([model], 2, energy, boundary_bytes=4 * 3 * 64 + extra, regroup=False)
+    step = GradCache([model], 2, energy, memory=MemoryPolicy(boundary_bytes=4 * 3 * 64 + extra, join_chunks=False))
     step(torch.randn(8, 8))
     watch = Watch(model)
     step(torch.randn(8, 8))
@@ -190,7 +192,7 @@ def test_backward_of_chunks_with_kept_graphs_runs_together_and_of_others_one_at_
 ) -> None:
     model = layers("linear", "linear", "linear")
     order = order_of_gradients(model)
-    GradCache([model], 2, energy, boundary_bytes=budget, regroup=False)(torch.randn(6, 8))
+    GradCache([model], 2, energy, memory=MemoryPolicy(boundary_bytes=budget, join_chunks=False))(torch.randn(6, 8))
     assert order == expected
 
 
@@ -198,7 +200,7 @@ def test_backward_of_chunks_with_kept_graphs_runs_together_and_of_others_one_at_
 def test_kept_activations_are_freed_as_gradients_are_computed(budget: int) -> None:
     """So that the two share their memory. What enters a layer is also the result that the graph before it holds."""
     model = layers("linear", "linear", "linear", "linear")
-    step = GradCache([model], 2, energy, boundary_bytes=budget, regroup=False)
+    step = GradCache([model], 2, energy, memory=MemoryPolicy(boundary_bytes=budget, join_chunks=False))
     step(torch.randn(6, 8))  # graphs are kept from the second step on
     entered: list[list[weakref.ref[Any]]] = [[] for _ in model]
     alive: list[tuple[int, int]] = []
@@ -232,7 +234,9 @@ class Products(TorchDispatchMode):
 def test_an_unused_product_is_not_recomputed(kind: str) -> None:
     """Of the two products of a block the second."""
     model = layers(kind, kind)
-    step = GradCache([model], 2, energy, boundary_bytes=8 * 8 * 4)  # what enters the second block, and no graph
+    step = GradCache(
+        [model], 2, energy, memory=MemoryPolicy(boundary_bytes=8 * 8 * 4)
+    )  # what enters the second block, and no graph
     step(torch.randn(8, 8))  # learns
     with Products() as products:
         step(torch.randn(8, 8))
@@ -242,7 +246,7 @@ def test_an_unused_product_is_not_recomputed(kind: str) -> None:
 def test_a_layer_that_is_thawed_after_a_step_gets_its_gradient(assert_same_gradients: Any) -> None:
     """What a frozen layer does not save is dead, until the layer is thawed."""
     bare, ours = layers("block", "block", "linear"), layers("block", "block", "linear")
-    steps = [GradCache([bare], 2, energy), GradCache([ours], 2, energy, boundary_bytes=512)]
+    steps = [GradCache([bare], 2, energy), GradCache([ours], 2, energy, memory=MemoryPolicy(boundary_bytes=512))]
     for frozen in (True, False):
         x = torch.randn(8, 8)
         for model, step in zip((bare, ours), steps, strict=True):
@@ -263,7 +267,10 @@ def test_a_layer_whose_operations_differ_from_the_measured_ones_is_recomputed_in
 
     bare, ours = [nn.Sequential(Fickle(*layers("block")[0]), nn.Linear(8, 8)) for _ in range(2)]
     ours.load_state_dict(bare.state_dict())
-    steps = [GradCache([bare], 4, energy), GradCache([ours], 4, energy, boundary_bytes=1, regroup=False)]
+    steps = [
+        GradCache([bare], 4, energy),
+        GradCache([ours], 4, energy, memory=MemoryPolicy(boundary_bytes=1, join_chunks=False)),
+    ]
     x = torch.randn(8, 8)
     counts = []
     for further in (False, True, True):
@@ -278,7 +285,7 @@ def test_a_layer_whose_operations_differ_from_the_measured_ones_is_recomputed_in
 
 def test_without_a_budget_a_layer_runs_forward_a_third_time_and_never_a_fourth() -> None:
     model = layers("linear", "tanh", "linear")
-    step = GradCache([model], 2, energy, boundary_bytes=0, regroup=False)
+    step = GradCache([model], 2, energy, memory=MemoryPolicy(boundary_bytes=0, join_chunks=False))
     step(torch.randn(8, 8))
     watch = Watch(model)
     step(torch.randn(8, 8))
@@ -303,7 +310,7 @@ def test_chunks_larger_than_the_first_keep_graphs_that_fit_and_recompute_the_res
     model(torch.cat(chunks)).square().sum().backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     for budget in range(0, 6000, 50):
-        layered = SequentialModel(model, budget, regroup=False)
+        layered = SequentialModel(model, budget, join_chunks=False)
         for _ in range(2):
             model.zero_grad()
             outputs, tape = layered.forward_chunks(chunks)
@@ -332,8 +339,8 @@ def test_a_layer_that_counts_its_calls_counts_every_chunk_once(execution: str) -
     counted = list(model)
     if execution == "shards":
         model = OffloadModel(model, "cpu", num_slices=2, checkpoint_activation=True)
-    budget = {} if execution == "two passes" else {"boundary_bytes": 64}
-    GradCache([model], 2, energy, regroup=False, **budget)(torch.randn(6, 8))
+    memory = MemoryPolicy(boundary_bytes=64, join_chunks=False) if execution == "layers" else None
+    GradCache([model], 2, energy, memory=memory)(torch.randn(6, 8))
     assert [layer.calls for layer in counted] == [3, 3]
 
 
@@ -360,7 +367,7 @@ def test_the_budget_is_never_exceeded_and_graphs_that_fit_are_kept() -> None:
     """Each chunk of 2 rows keeps 64 bytes before each layer but the first: 128 for three layers."""
     x = torch.randn(8, 8)
     for budget, kept in [(0, 0), (63, 0), (64, 64), (200, 192)]:
-        model = SequentialModel(layers("linear", "tanh", "linear"), budget, regroup=False)
+        model = SequentialModel(layers("linear", "tanh", "linear"), budget, join_chunks=False)
         with Allocated() as allocated:
             outputs, tape = model.forward_chunks(list(x.split(2)))
         assert allocated.alive(x, *outputs, *model.parameters) == kept
@@ -370,7 +377,7 @@ def test_the_budget_is_never_exceeded_and_graphs_that_fit_are_kept() -> None:
 def test_chunks_run_together_from_the_second_step_on_as_many_as_one_chunk_s_activations_take() -> None:
     kinds = ["linear", "tanh"] * 4
     model = layers(*kinds)
-    step = GradCache([model], 2, energy, boundary_bytes=PLENTY)
+    step = GradCache([model], 2, energy, memory=MemoryPolicy(boundary_bytes=PLENTY))
     step(torch.randn(32, 8))
     watch = Watch(model)
     step(torch.randn(32, 8))
@@ -386,7 +393,7 @@ def test_chunks_run_together_only_within_the_remaining_budget() -> None:
     kinds = ["linear", "tanh"] * 2
     for extra, most in [(0, 1), (63, 1), (64, 2), (128, 3)]:
         model = layers(*kinds)
-        step = GradCache([model], 2, energy, boundary_bytes=8 * 3 * 64 + extra)
+        step = GradCache([model], 2, energy, memory=MemoryPolicy(boundary_bytes=8 * 3 * 64 + extra))
         step(torch.randn(16, 8))
         watch = Watch(model)
         step(torch.randn(16, 8))
@@ -396,7 +403,7 @@ def test_chunks_run_together_only_within_the_remaining_budget() -> None:
 @pytest.mark.parametrize("kind", ["norm", "across"])
 def test_chunks_never_run_together_across_a_layer_that_could_tell_them_apart(kind: str) -> None:
     model = layers("linear", kind, "linear", "tanh")
-    step = GradCache([model], 2, energy, boundary_bytes=PLENTY)
+    step = GradCache([model], 2, energy, memory=MemoryPolicy(boundary_bytes=PLENTY))
     step(torch.randn(12, 8))
     watch = Watch(model)
     step(torch.randn(12, 8))
@@ -425,8 +432,7 @@ def test_dropout_in_layers_and_in_get_rep_fn_draws_the_same_masks_in_both_passes
         2,
         energy,
         get_rep_fn=lambda out: nn.functional.dropout(out, 0.5),
-        boundary_bytes=budget,
-        regroup=regroup,
+        memory=MemoryPolicy(boundary_bytes=budget, join_chunks=regroup),
         audit=True,
     )
     for _ in range(2):
@@ -449,7 +455,7 @@ def test_the_trial_of_grouping_leaves_the_generator_as_it_was() -> None:
         torch.rand(())
     expected = torch.get_rng_state()
     torch.manual_seed(1)
-    step = GradCache([model], 2, energy, boundary_bytes=0, regroup=True)
+    step = GradCache([model], 2, energy, memory=MemoryPolicy(boundary_bytes=0, join_chunks=True))
     step(torch.randn(2 * chunks, 8, generator=torch.Generator().manual_seed(0)))
     # Groups draw once for several chunks; so no more than chunk by chunk, and the trial draws nothing that lasts.
     torch.manual_seed(1)
@@ -468,7 +474,9 @@ def test_autocast_reaches_both_passes_and_no_stale_cast_is_used(assert_same_grad
     x, y = torch.randn(6, 8), torch.randn(6, 8)
     loss = SimpleContrastiveLoss()
     expected = GradCache([bare, bare], 2, loss, precision=torch.bfloat16)(x, y)
-    actual = GradCache([ours, ours], 2, loss, precision=torch.bfloat16, boundary_bytes=PLENTY, regroup=False)(x, y)
+    actual = GradCache(
+        [ours, ours], 2, loss, precision=torch.bfloat16, memory=MemoryPolicy(boundary_bytes=PLENTY, join_chunks=False)
+    )(x, y)
     torch.testing.assert_close(actual, expected)
     assert_same_gradients([bare], [ours], tolerance=1e-3)
 
@@ -502,7 +510,7 @@ def test_only_sequentials_that_do_nothing_else_run_layer_by_layer() -> None:
 def test_layers_that_are_exchanged_between_steps_are_seen(assert_same_gradients: Any) -> None:
     bare, ours = layers("linear", "tanh", "linear"), layers("linear", "tanh", "linear")
     x = torch.randn(6, 8)
-    step = GradCache([ours], 2, energy, boundary_bytes=PLENTY)
+    step = GradCache([ours], 2, energy, memory=MemoryPolicy(boundary_bytes=PLENTY))
     step(x)
     for model in (bare, ours):
         model[1] = nn.ReLU()
@@ -535,7 +543,7 @@ def test_nested_values_and_keyword_arguments_pass_between_layers(assert_same_gra
     ours = copy.deepcopy(bare)
     x, mask = torch.randn(9, 8), torch.rand(9) > 0.5
     energy(bare[1](bare[0](x, mask=mask))).backward()
-    step = GradCache([ours], 2, energy, boundary_bytes=PLENTY)
+    step = GradCache([ours], 2, energy, memory=MemoryPolicy(boundary_bytes=PLENTY))
     for _ in range(2):
         ours.zero_grad()
         step({"x": x, "mask": mask})
@@ -562,7 +570,12 @@ def test_chunks_with_other_data_flow_than_the_first_are_recomputed_as_they_ran(b
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Exchanging(), nn.Linear(8, 8), Exchanging(), nn.Linear(8, 4)).double()
     plain = copy.deepcopy(model)
-    cache = GradCache([model, model], 4, SimpleContrastiveLoss(), boundary_bytes=boundary_bytes, regroup=False)
+    cache = GradCache(
+        [model, model],
+        4,
+        SimpleContrastiveLoss(),
+        memory=MemoryPolicy(boundary_bytes=boundary_bytes, join_chunks=False),
+    )
     expected = GradCache([plain, plain], 4, SimpleContrastiveLoss())
     for step in range(6):
         x, y = torch.randn(2, 32, 8, dtype=torch.float64)
@@ -578,7 +591,7 @@ def test_what_entered_a_layer_and_was_changed_before_backward_raises_and_is_not_
     model = layers("linear", "linear")
     seen: list[Tensor] = []
     model[1].register_forward_pre_hook(lambda _m, args: seen.append(args[0]) if not is_recomputing() else None)
-    model_of_layers = SequentialModel(model, PLENTY, regroup=False)
+    model_of_layers = SequentialModel(model, PLENTY, join_chunks=False)
     for _ in range(2):  # a first run of a layer is on a copy
         outputs, tape = model_of_layers.forward_chunks([torch.randn(2, 8)])
     with torch.no_grad():
@@ -600,7 +613,9 @@ def test_chunks_that_must_not_run_together_do_not_however_short_they_are() -> No
     for regroup in (False, True):
         for model in (ours, bare):
             model.zero_grad()
-        actual = GradCache([ours, ours], [4, 2], loss, boundary_bytes=PLENTY, regroup=regroup)(x, y)
+        actual = GradCache([ours, ours], [4, 2], loss, memory=MemoryPolicy(boundary_bytes=PLENTY, join_chunks=regroup))(
+            x, y
+        )
         expected = loss(torch.cat([bare(part) for part in x.split(4)]), torch.cat([bare(part) for part in y.split(2)]))
         expected.backward()
         torch.testing.assert_close(actual, expected.detach())
@@ -621,7 +636,7 @@ class Noise(nn.Module):
 
 def test_a_trial_leaves_generators_of_layers_as_they_were() -> None:
     x, model = torch.randn(4, 4), nn.Sequential(Noise(), nn.Linear(4, 4))
-    ours = GradCache([model], 1, lambda reps: reps.square().mean(), boundary_bytes=PLENTY)(x)
+    ours = GradCache([model], 1, lambda reps: reps.square().mean(), memory=MemoryPolicy(boundary_bytes=PLENTY))(x)
     after = model[0].generator.get_state()
     model[0].generator.manual_seed(3)
     torch.testing.assert_close(ours, torch.cat([model(part) for part in x.split(1)]).square().mean().detach())

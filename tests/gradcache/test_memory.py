@@ -1,0 +1,140 @@
+"""The argument ``memory`` of GradCache: fields, one number, what replaces the old keywords, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offload.limits
+from gradcache import GradCache
+from gradcache.memory import StepMemory
+from offload import MemoryPolicy, OffloadModel
+
+GRADIENT_BYTES = 3 * 4 * (8 * 8 + 8)
+
+
+def tower(dropout: float | None = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)]
+    return nn.Sequential(*layers, *([] if dropout is None else [nn.Dropout(dropout)]))
+
+
+def energy(*reps: Tensor) -> Tensor:
+    return torch.stack([rep.square().sum() for rep in reps]).sum()
+
+
+def step_of(models: Any, memory: Any = None, **options: Any) -> GradCache:
+    return GradCache(models, 2, energy, memory=memory, **options)
+
+
+@pytest.mark.parametrize("memory", ["1MiB", {"host": "1MiB"}, "auto", MemoryPolicy(boundary_bytes=100), 1 << 20])
+def test_a_step_in_a_memory_is_that_of_the_whole_batch(memory: Any, assert_same_gradients: Any) -> None:
+    bare, ours, x = tower(), tower(), torch.randn(6, 8)
+    energy(bare(x)).backward()
+    step = step_of([ours], memory)
+    for _ in range(2):
+        ours.zero_grad()
+        step(x)
+        assert_same_gradients([bare], [ours])
+    assert ours in step.layered
+
+
+def test_without_memory_towers_run_chunk_by_chunk() -> None:
+    model = tower()
+    step = step_of([model])
+    step(torch.randn(6, 8))
+    assert not step.layered
+
+
+def test_one_number_is_shared_by_gradients_kept_values_and_the_graph_of_a_chunk() -> None:
+    model, other = tower(), tower()
+    memory = StepMemory(MemoryPolicy("1MiB"))
+    half = ((1 << 20) - GRADIENT_BYTES) // 2
+    assert memory.boundary_bytes([model, model]) == memory.activation_bytes(model, [model]) == half
+    both = ((1 << 20) - 2 * GRADIENT_BYTES) // 2
+    assert memory.boundary_bytes([model, other]) == both // 2
+    fixed = StepMemory(MemoryPolicy("1MiB", boundary_bytes=5, activation_bytes=6))
+    assert (fixed.boundary_bytes([model]), fixed.activation_bytes(model, [model])) == (5, 6)
+
+
+def test_a_number_that_holds_no_gradients_says_the_least_that_works() -> None:
+    with pytest.raises(ValueError, match=r"which is \d+ bytes short: pass memory=\d+, the least") as raised:
+        step_of([tower()], 100)
+    least = int(str(raised.value).split("pass memory=")[1].split(",")[0])
+    assert least > GRADIENT_BYTES
+    step_of([tower()], least)(torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("memory", ["lots", 1.5, {"gpu": 1}])
+def test_what_is_no_memory_is_named(memory: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="memory"):
+        step_of([tower()], memory)
+
+
+def test_the_memory_of_an_offloaded_tower_is_the_models() -> None:
+    model = OffloadModel(tower(), "cpu", num_slices=3, checkpoint_activation=True)
+    with pytest.raises(ValueError, match=r"that of the model, got memory=MemoryPolicy\(8\); pass it to the model"):
+        step_of([model, model], 8)
+    plain = tower()
+    step = step_of([plain, model], "1MiB")  # of the plain one
+    assert step.memory.boundary_bytes(step.towers) == ((1 << 20) - GRADIENT_BYTES) // 2
+    step.models = [model, model]
+    with pytest.raises(ValueError, match="that of the model"):
+        step(torch.randn(4, 8), torch.randn(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "layered"),
+    [
+        ({"boundary_bytes": 9}, "boundary_bytes=9", True),
+        ({"boundary_bytes": 9, "regroup": False}, "boundary_bytes=9, join_chunks=False", True),
+        ({"memory_budget": 900}, "activation_bytes=900", False),
+    ],
+    ids=str,
+)
+def test_an_old_keyword_works_warns_at_the_call_and_is_refused_beside_memory(
+    old: dict[str, Any], new: str, layered: bool
+) -> None:
+    model = tower()
+    with pytest.warns(DeprecationWarning, match=r"GradCache\(.* is deprecated") as warned:
+        step = GradCache([model], 2, energy, **old)
+    assert [w.filename for w in warned] == [__file__]
+    assert str(warned[0].message).endswith(f"pass memory=MemoryPolicy({new})")
+    step(torch.randn(4, 8))
+    assert (model in step.layered) == layered
+    assert step.memory.join_chunks is old.get("regroup", True)
+    with pytest.raises(ValueError, match="memory replaces"):
+        step_of([model], 1 << 20, **old)
+
+
+@pytest.mark.parametrize(("join", "together"), [(None, False), (True, True), (False, False)])
+def test_chunks_of_layers_that_draw_stay_apart_unless_the_policy_joins_them(join: bool | None, together: bool) -> None:
+    for dropout in (None, 0.5):
+        model = tower(dropout)
+        rows: list[int] = []
+        model[0].register_forward_hook(lambda _m, args, _o, rows=rows: rows.append(args[0].size(0)))
+        step = step_of([model], MemoryPolicy(boundary_bytes=1 << 20, join_chunks=join))
+        step(torch.randn(6, 8))
+        rows.clear()
+        step(torch.randn(6, 8))
+        assert (max(rows) > 2) == (together if dropout else join is not False)
+
+
+def test_steps_that_say_auto_share_the_machine_with_models_that_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload.limits, "_living", {})
+    monkeypatch.setattr(offload.limits, "free_bytes", lambda place: 1 << 30)
+    model = tower()
+    step = step_of([model], "auto")
+
+    def kept() -> int:
+        return step.memory.boundary_bytes(step.towers) or 0
+
+    alone = kept()
+    other = OffloadModel(copy.deepcopy(model), "cpu", memory="auto")
+    assert 0 < kept() < 0.6 * alone
+    other.close()
+    assert kept() == alone
