@@ -91,14 +91,14 @@ def traced_step() -> list[tuple[str, str, float, float]]:
     import torch
     from torch import nn
 
-    from offload import OffloadModel, OffloadOptimizer
+    from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 
     rows, width, shards = 1024, 512, 4
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(shards)))
-    options = {"num_slices": shards, "checkpoint_activation": True, "num_microbatches": 2, "num_slots": 2}
     boundary = 4 * rows * width // 2
+    memory = MemoryPolicy(slots=2, graph_bytes=3 * boundary, boundary_bytes=5 * boundary)
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as home:
-        model = OffloadModel(layers, "cpu", home, graph_bytes=3 * boundary, boundary_bytes=5 * boundary, **options)
+        model = OffloadModel(layers, "cpu", home, num_slices=shards, num_microbatches=2, memory=memory)
         optimizer = OffloadOptimizer(model, torch.optim.AdamW, max_norm=1.0)
         batch, trace = torch.randn(rows, width), Path(home) / "step.json"
         steps = []
