@@ -39,6 +39,7 @@ from offload.storage import DiskHome, is_directory, open_tier
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import open_lanes
 from offload.streaming.rollback import Rollback
+from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.statistics import Meter, Statistics
 from offload.telemetry.trace import Event
 from pipe.interception import offered
@@ -201,6 +202,8 @@ class OffloadModel(SlotSharingModule):
                 runner.compares_always = detect_weight_writes
             # Of the executor, which tapes refer to: a backward still runs after the model is collected.
             self._finalizer = finalize_here(self._executor, _close, lanes, self._tier)
+            if self._memory_limits is not None and recompute:
+                self._executor.plan_memory(self._memory_limits, resources.policy)
             self._persistent_home.begin()
             return_freed_memory()
             undo.pop_all()
@@ -342,6 +345,14 @@ class OffloadModel(SlotSharingModule):
         executor, rows = self._executor, self._rows_of_micro_batches(batch_rows)
         plan = executor.next_plan(rows, training=True)
         return predict_step(plan, rows, executor, meter=self._meter, tier=self._tier)
+
+    def memory_report(self) -> MemoryReport:
+        """How steps use the memory that they may, and why: ``print(model.memory_report())``.
+
+        It has each choice with its bytes, predicted and measured, the runner-up and what more memory would buy; ``.plot(
+        "memory.png")`` draws the memory over one step. Raises RuntimeError if the model has no ``memory`` to plan with.
+        """
+        return self._executor.memory_report()
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[list[Event]]:

@@ -9,15 +9,19 @@ import torch
 
 from offload.engine.exclusive import ExclusivePasses
 from offload.engine.measured import step_model
+from offload.engine.memory_planner import MemoryPlanner
 from offload.engine.steps import Steps
 from offload.engine.weight_writes import AssignedData
+from offload.limits import MemoryLimits
 from offload.planning.plan import Plan
 from offload.planning.search import StepModel
+from offload.policy import MemoryPolicy
 from offload.storage import Tier
 from offload.storage.host import HostTier
 from offload.streaming.lane import error_context
 from offload.streaming.moves import move_homes
 from offload.streaming.shard import Shard
+from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.statistics import Meter
 
 __all__ = ["MovableHomes", "ShardBytes"]
@@ -127,6 +131,18 @@ class MovableHomes(ExclusivePasses):
             )
             for shard in self.shards
         ]
+
+    def plan_memory(self, limits: MemoryLimits, policy: MemoryPolicy) -> None:
+        """Chooses the plans of steps by what they measure, within the limits."""
+        for runner in self.runners:
+            runner.measures_graphs = True
+        self.steps.planner = MemoryPlanner(limits, policy, self)
+
+    def memory_report(self) -> MemoryReport:
+        """See :meth:`OffloadModel.memory_report <offload.OffloadModel.memory_report>`."""
+        if self.steps.planner is None:
+            raise RuntimeError("expected a model with memory=..., whose plan is chosen; this one has no limit")
+        return self.steps.planner.report()
 
     def measured(self, rows: Sequence[int]) -> StepModel:
         """What is known of a step on micro-batches of so many rows."""

@@ -22,9 +22,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from offload.limits import MemoryLimits
 from offload.planning.search import (
     Choice,
     Found,
+    Given,
     NothingFitsError,
     Prediction,
     StepModel,
@@ -32,6 +34,7 @@ from offload.planning.search import (
     predict,
     search,
 )
+from offload.policy import MemoryPolicy
 from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.peak import PeakMeter
 
@@ -49,10 +52,13 @@ SIZES_REMEMBERED = 64
 
 
 class MemoryPlanner:
-    """Plans the steps of one model within ``limit_bytes`` of the memory that its layers compute in."""
+    """Plans the steps of one model within ``limits``; what its ``policy`` fixes is not searched."""
 
-    def __init__(self, limit_bytes: int, executor: MovableHomes) -> None:
-        self.limit_bytes = limit_bytes
+    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, executor: MovableHomes) -> None:
+        self._limits = limits
+        self._given = Given(
+            policy.slots, policy.resident_bytes, policy.graph_bytes, policy.boundary_bytes, policy.gradient_bytes
+        )
         self._executor = weakref.ref(executor)  # without it, a cycle with its steps
         self._streamer = executor.streamer
         self._device = executor.device
@@ -68,14 +74,21 @@ class MemoryPlanner:
         #: Whether slots and buffers of the present plan are still to be allocated.
         self._fresh = True
         self._warned = False
+        #: Rows of the micro-batches of the last step.
+        self._rows: tuple[int, ...] | None = None
         #: Sizes of batches that ran: these are never refused later.
         self._ran: set[tuple[int, ...]] = set()
         self._peak = PeakMeter(executor.device)
         self._began = 0.0
-        self._streamer.allow_free_bytes(limit_bytes // 8)
+        self._streamer.allow_free_bytes(self.limit_bytes // 8)
         self._measured_seconds: float | None = None
         self._measured_bytes: int | None = None
         self._measured_course: list[int] = []
+
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes of the memory that layers compute in."""
+        return self._limits.device_bytes
 
     def begin(self, rows: Sequence[int], *, idle: bool) -> None:
         """Begins a training step; ``idle``: no earlier forward waits for its backward.
@@ -93,7 +106,8 @@ class MemoryPlanner:
     def end(self, rows: Sequence[int]) -> None:
         """Ends a training step: measures it, and decides whether to plan again before the next."""
         self._steps_done += 1
-        self._ran.add(tuple(rows))
+        self._rows = tuple(rows)
+        self._ran.add(self._rows)
         self._measured_seconds = time.perf_counter() - self._began
         rise, predicted = self._peak.rise(), self._prediction
         if rise is not None and predicted is not None:
@@ -125,6 +139,7 @@ class MemoryPlanner:
             always_kept=frozenset((j, i) for j, i in executor.steps.written_cells(rows, model.first)),
             gradients_wait=any(shard.blocking_io for shard in executor.shards) and not updates["updates"],
             margin_bytes=self._margin_bytes,
+            given=self._given,
         )
 
     def _plan_again(self, rows: Sequence[int]) -> None:
@@ -209,8 +224,9 @@ class MemoryPlanner:
             self._warned = True
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
-    def report(self, rows: Sequence[int] | None) -> MemoryReport:
-        """What the present plan takes and costs; ``rows``: of the last step, if any."""
+    def report(self) -> MemoryReport:
+        """What the present plan takes and costs."""
+        rows = self._rows
         more, runner_up = None, None if self._found is None else self._found.runner_up
         more_limit = self.limit_bytes + max(1 << 20, self.limit_bytes // 4)
         predicted = self._prediction

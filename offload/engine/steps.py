@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["Steps", "joined"]
 
 
+#: Of a limit of memory, buffers of an optimizer take at most one part in so many.
+BUFFERS_SHARE = 8
+
+
 class Steps:
     """Makes the plans of a model.
 
@@ -99,6 +103,8 @@ class Steps:
 
     def spare_bytes(self) -> float:
         """Bytes that may be reserved: half of those of boundaries, as long as the largest known boundary still fits."""
+        if self.planner is not None and self._on_host:
+            return self.planner.limit_bytes // BUFFERS_SHARE
         if not (self._strict and self._on_host):
             return math.inf
         seen = max(self.boundary_bytes.values(), default=0)

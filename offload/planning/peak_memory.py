@@ -31,8 +31,8 @@ class StepBytes:
     slot_bytes: int
     #: Of the gradients of each shard's weights, in the type of their home.
     gradient_bytes: Sequence[int]
-    #: The shards whose gradients are stored in the memory that layers compute in; and of these, or of others, those whose
-    #: gradients wait there for an update at the beginning of the next step.
+    #: The shards whose gradients are stored in the memory that layers compute in; and those whose gradients wait there
+    #: for an update at the beginning of the next step.
     gradients_stay: Set[int] = frozenset()
     waiting: Set[int] = frozenset()
     #: Shard -> position in the plan of the first cell after its gradients were stored. Missing: at the next drain.

@@ -14,8 +14,9 @@ This module knows nothing of tensors or torch.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from offload.planning.peak_memory import Moment, PeakMemory, StepBytes, peak_memory
@@ -27,6 +28,7 @@ from offload.planning.simulate import Costs, Forecast, simulate
 __all__ = [
     "Choice",
     "Found",
+    "Given",
     "NothingFitsError",
     "Prediction",
     "StepModel",
@@ -53,6 +55,17 @@ class Choice:
     waiting: frozenset[int] = frozenset()
 
 
+@dataclass(frozen=True)
+class Given:
+    """Choices that are made already; None: the search makes them. Bytes are limits of what they name."""
+
+    slots: int | None = None
+    resident_bytes: int | None = None
+    graph_bytes: int | None = None
+    boundary_bytes: int | None = None
+    gradient_bytes: int | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepModel:
     """What is known about the steps of a model: sizes, and measured seconds."""
@@ -77,6 +90,8 @@ class StepModel:
     gradients_wait: bool = False
     #: Added to predicted bytes: what measured steps took more.
     margin_bytes: int = 0
+    #: What is not searched but given.
+    given: Given = Given()
 
 
 @dataclass(frozen=True)
@@ -249,7 +264,9 @@ class _Search:
     def run(self) -> Found:
         """Tries slots, and for each coarsely, then finely, numbers of shards in memory."""
         model = self._model
-        for slots in sorted({self._slots(0, count) for count in (model.least_slots, model.least_slots + 1)}):
+        given = model.given.slots
+        counts = (model.least_slots, model.least_slots + 1) if given is None else (given,)
+        for slots in sorted({self._slots(0, count) for count in counts}):
             self._try_numbers_in_memory(slots)
         ranked = sorted((p for p in self._found.values() if p is not None), key=lambda p: p.seconds)
         if not ranked:
@@ -270,6 +287,10 @@ class _Search:
 
     def _try_numbers_in_memory(self, slots: int) -> None:
         """Seconds first fall with the number of shards in memory, then rise as graphs have to leave for them."""
+        if self._model.given.resident_bytes is not None:
+            total = [0, *itertools.accumulate(self._resting_bytes(j) for j in self._may_rest)]
+            self._best_of(slots, [sum(nbytes <= self._model.given.resident_bytes for nbytes in total[1:])])
+            return
         most = _most(len(self._may_rest), lambda count: self._memory(self._leanest(slots, count)), self._limit)
         step = max(1, most // 4)
         best = self._best_of(slots, [*range(0, most + 1, step), most])
@@ -286,8 +307,13 @@ class _Search:
         tried = [(p.seconds, count) for count in counts if (p := self._found[self._slots(count, slots), count])]
         return min(tried)[1] if tried else None
 
+    def _resting_bytes(self, j: int) -> int:
+        return self._model.resting_bytes[j] + self._model.sizes.gradient_bytes[j]
+
     def _leanest(self, slots: int, count: int) -> Choice:
-        return Choice(self._slots(count, slots), self._first(count), boundary_bytes=0 if self._model.spills else math.inf)
+        return Choice(
+            self._slots(count, slots), self._first(count), boundary_bytes=0 if self._model.spills else math.inf
+        )
 
     def _first(self, count: int) -> frozenset[int]:
         return frozenset(self._may_rest[:count])
@@ -298,15 +324,20 @@ class _Search:
 
     def fill(self, choice: Choice) -> Choice | None:
         """Boundaries stay where they fit, then as many graphs as fit are kept; None if no plan fits or can win."""
+        given = self._model.given
+        if given.boundary_bytes is not None:
+            choice = replace(choice, boundary_bytes=given.boundary_bytes / 2)  # as much for their gradients
         if self._cannot_win(choice):
             return None
         if not self._fits(choice):
-            choice = self._with_fewer_boundaries(choice)
+            choice = choice if given.boundary_bytes is not None else self._with_fewer_boundaries(choice)
             if not self._fits(choice):
                 return None
-        kept = _most(
-            len(self._graphs), lambda k: self._memory(replace(choice, kept=frozenset(self._graphs[:k]))), self._limit
-        )
+        allowed = len(self._graphs)
+        if given.graph_bytes is not None:
+            total = itertools.accumulate(map(self._graph_bytes, self._graphs))
+            allowed = sum(nbytes <= given.graph_bytes for nbytes in total)
+        kept = _most(allowed, lambda k: self._memory(replace(choice, kept=frozenset(self._graphs[:k]))), self._limit)
         return replace(choice, kept=frozenset(self._graphs[:kept]))
 
     def _with_fewer_boundaries(self, choice: Choice) -> Choice:
@@ -325,7 +356,13 @@ class _Search:
         model, costs = self._model, _costs(self._model, choice)
         away = set(range(model.shards)) - choice.in_memory
         resting = sum(model.resting_bytes[j] for j in choice.in_memory)
-        left = self._limit - model.margin_bytes - model.sizes.constant_bytes - resting - choice.slots * model.sizes.slot_bytes
+        left = (
+            self._limit
+            - model.margin_bytes
+            - model.sizes.constant_bytes
+            - resting
+            - choice.slots * model.sizes.slot_bytes
+        )
         # The cells that save most by their graphs, as if each took as little as the smallest graph.
         smallest = min((self._graph_bytes(cell) for cell in self._graphs), default=0)
         most = len(self._graphs) if smallest <= 0 else max(0, int(left // smallest))
@@ -350,6 +387,10 @@ class _Search:
         if not model.gradients_wait:
             return choice
         away = [j for j in range(model.first, model.shards) if j not in choice.in_memory]
+
+        if model.given.gradient_bytes is not None:
+            total = [*itertools.accumulate(model.sizes.gradient_bytes[j] for j in away)]
+            away = away[: sum(nbytes <= model.given.gradient_bytes for nbytes in total)]
 
         def waiting(count: int) -> Choice:
             return replace(choice, waiting=frozenset(away[:count]))

@@ -55,7 +55,11 @@ class MemoryReport:
         top, choice = max(p.course, key=lambda moment: moment.nbytes), p.choice
         boundaries = "all stay" if choice.boundary_bytes == float("inf") else f"at most {_mib(choice.boundary_bytes)}"
         rows = [
-            ("weights", top.weights, f"{choice.slots} slots; {len(choice.in_memory)} of {self.shards} shards in memory"),
+            (
+                "weights",
+                top.weights,
+                f"{choice.slots} slots; {len(choice.in_memory)} of {self.shards} shards in memory",
+            ),
             ("gradients", top.gradients, f"those of {len(choice.waiting)} shards wait in memory for their update"),
             ("boundaries", top.boundaries, boundaries),
             ("graphs", top.graphs, f"{len(choice.kept)} of {self.cells} cells keep theirs, the others are recomputed"),
@@ -92,7 +96,9 @@ class MemoryReport:
         axes = figure.add_subplot()
         cells = range(len(course))
         stacked = [[getattr(moment, kind) / _MIB for moment in course] for kind in kinds]
-        axes.stackplot(cells, stacked, labels=["running cell" if kind == "cell" else kind for kind in kinds], step="mid")
+        axes.stackplot(
+            cells, stacked, labels=["running cell" if kind == "cell" else kind for kind in kinds], step="mid"
+        )
         if self.measured_course:
             axes.plot(
                 range(len(self.measured_course)),
