@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from offload.arguments import (
 )
 from offload.engine.autograd import attach
 from offload.engine.executor import Executor
-from offload.engine.prediction import measured_activations, predict_step
+from offload.engine.prediction import measured_activations
 from offload.engine.raw_chunk import RawChunk, as_call
 from offload.engine.regroup import RegroupedTape, by_chunk, join_chunks, rows_together, split_output
 from offload.engine.structure import Structure
@@ -31,17 +31,13 @@ from offload.limits import MemoryLimits
 from offload.memory import layout_of, limits_for, memory_of
 from offload.optim.access import OptimizerAccess
 from offload.persistence import PersistentHome
-from offload.planning.estimate import Estimate
-from offload.planning.plan import Plan
 from offload.policy import MemoryPolicy
-from offload.slot_sharing import SlotSharingModule
+from offload.reports import ReportingModule
 from offload.storage import DiskHome, is_directory, open_tier
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import open_lanes
 from offload.streaming.rollback import Rollback
-from offload.telemetry.memory_report import MemoryReport
-from offload.telemetry.statistics import Meter, Statistics
-from offload.telemetry.trace import Event
+from offload.telemetry.statistics import Meter
 from pipe.interception import offered
 from pipe.microbatch import gather_nested, split_nested
 from pipe.nested import map_tensors
@@ -51,7 +47,7 @@ from pipe.torch_private import outside_of_compiled_graphs
 __all__ = ["OffloadModel"]
 
 
-class OffloadModel(SlotSharingModule):
+class OffloadModel(ReportingModule):
     """An ``nn.Sequential`` that trains on a device whose memory cannot hold it.
 
     The layers are cut into shards. Shards are stored in host memory or in files, and are loaded to the compute device
@@ -300,72 +296,7 @@ class OffloadModel(SlotSharingModule):
         call = map_tensors(Tensor.clone, as_call(0, chunk))  # of a view, the whole base would be counted
         return measured_activations(self._executor, call, output_fn)
 
-    # --- reports ------------------------------------------------------------------------------------------------
-
-    @property
-    def memory_policy(self) -> MemoryPolicy:
-        """What the model may hold, with the slots and bytes that were decided."""
-        return self._policy
-
-    def statistics(self) -> Statistics:
-        """Counts of loads, stores and waits since the model was made."""
-        return self._meter.read()
-
-    def plan(self, batch_rows: int | None = None, *, training: bool = True) -> Plan:
-        """The plan of a step: ``print(model.plan())``.
-
-        That of the last step which ran, if its batch had ``batch_rows`` rows, or None is given. Otherwise that of the
-        next step, from empty slots; with an ``OffloadOptimizer`` it begins with the updates of a step before.
-        Boundaries of unknown size are assumed to stay in memory.
-
-        Args:
-            batch_rows: a batch of few rows has fewer micro-batches.
-            training: whether there is a backward.
-        """
-        ran = self._executor.steps.last(batch_rows, training=training)
-        rows = self._rows_of_micro_batches(batch_rows or self._num_microbatches)
-        return ran or self._executor.next_plan(rows, training=training)
-
-    def _rows_of_micro_batches(self, batch_rows: int) -> list[int]:
-        """Rows of each micro-batch."""
-        count = max(1, min(self._num_microbatches, batch_rows))
-        return [batch_rows // count + (i < batch_rows % count) for i in range(count)]
-
-    def estimate(self, batch_rows: int) -> Estimate:
-        """Predicts a training step on a batch of ``batch_rows`` rows: seconds, bytes moved, peak bytes by tier.
-
-        The plan is simulated with the median of the latest layer times and bandwidths, without the first step's; times
-        of layers are assumed to be proportional to rows. A process is often slow in its second step, too, so times are
-        better after some more steps. Bytes are as good after the first.
-
-        Raises:
-            RuntimeError: if no training step has run yet.
-            ValueError: if ``memory_budget`` is too small for such a batch.
-        """
-        executor, rows = self._executor, self._rows_of_micro_batches(batch_rows)
-        plan = executor.next_plan(rows, training=True)
-        return predict_step(plan, rows, executor, meter=self._meter, tier=self._tier)
-
-    def memory_report(self) -> MemoryReport:
-        """How steps use the memory that they may, and why: ``print(model.memory_report())``.
-
-        It has each choice with its bytes, predicted and measured, the runner-up and what more memory would buy; ``.plot(
-        "memory.png")`` draws the memory over one step. Raises RuntimeError if the model has no ``memory`` to plan with.
-        """
-        return self._executor.memory_report()
-
-    @contextlib.contextmanager
-    def trace(self, path: str | os.PathLike[str]) -> Iterator[list[Event]]:
-        """Records compute and each lane in this context, and writes the trace to ``path`` for https://ui.perfetto.dev.
-
-        ``with model.trace("step.json") as events: ...``; the events are named as in the plan. Draw it with
-        ``python -m offload.telemetry.timeline step.json step.png``.
-        """
-        tracer = self._meter.tracer
-        with tracer.recording(self._executor.bytes_at_home) as events:
-            tracer.sample(self._meter.held_bytes)
-            yield events
-        tracer.write(path, events)
+    # --- other parts of the package ------------------------------------------------------------------------------
 
     def optimizer_access(self) -> OptimizerAccess:
         """The interface for an :class:`~offload.OffloadOptimizer`."""

@@ -61,6 +61,7 @@ ORDERS = {
         "persistence",
         "module",
         "slot_sharing",
+        "reports",
         "model",
         "embedding",
         "__init__",

@@ -19,8 +19,8 @@ __all__ = ["Costs", "Forecast", "simulate"]
 class Costs:
     """Seconds of an action of each shard; of ``forward`` and ``backward``, of one cell.
 
-    ``backward`` includes the recomputation, ``kept_backward`` is that of a cell whose graph was kept. ``boundary``: of a
-    copy of a boundary or its gradient; the additional last entry is for the output.
+    ``backward`` includes the recomputation, ``kept_backward`` is that of a cell whose graph was kept. ``boundary``: of
+    a copy of a boundary or its gradient; the additional last entry is for the output.
     """
 
     load: Sequence[float]

@@ -48,7 +48,7 @@ class MemoryReport:
         return [
             f"step:   {p.seconds:.3g} s predicted ({p.compute_seconds:.3g} s compute, {p.wait_seconds:.3g} s waiting)"
             f"{measured}",
-            f"peak:   {_mib(p.memory_bytes)} predicted, {_mib(self.margin_bytes)} of it a margin from earlier steps{peak}",
+            f"peak:   {_mib(p.memory_bytes)} predicted, of which {_mib(self.margin_bytes)} by earlier steps{peak}",
         ]
 
     def _kinds(self, p: Prediction) -> list[str]:

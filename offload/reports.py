@@ -1,0 +1,95 @@
+"""What an ``OffloadModel`` reports of its steps: counts, plans, predictions, the use of memory, traces."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from offload.engine.executor import Executor
+from offload.engine.prediction import predict_step
+from offload.planning.estimate import Estimate
+from offload.planning.plan import Plan
+from offload.policy import MemoryPolicy
+from offload.slot_sharing import SlotSharingModule
+from offload.storage import Tier
+from offload.telemetry.memory_report import MemoryReport
+from offload.telemetry.statistics import Meter, Statistics
+from offload.telemetry.trace import Event
+
+__all__ = ["ReportingModule"]
+
+
+class ReportingModule(SlotSharingModule):
+    """The part of a model that reports."""
+
+    _executor: Executor
+    _meter: Meter
+    _tier: Tier
+    _policy: MemoryPolicy
+    _num_microbatches: int
+
+    @property
+    def memory_policy(self) -> MemoryPolicy:
+        """What the model may hold, with the slots and bytes that were decided."""
+        return self._policy
+
+    def statistics(self) -> Statistics:
+        """Counts of loads, stores and waits since the model was made."""
+        return self._meter.read()
+
+    def plan(self, batch_rows: int | None = None, *, training: bool = True) -> Plan:
+        """The plan of a step: ``print(model.plan())``.
+
+        That of the last step which ran, if its batch had ``batch_rows`` rows, or None is given. Otherwise that of the
+        next step, from empty slots; with an ``OffloadOptimizer`` it begins with the updates of a step before.
+        Boundaries of unknown size are assumed to stay in memory.
+
+        Args:
+            batch_rows: a batch of few rows has fewer micro-batches.
+            training: whether there is a backward.
+        """
+        ran = self._executor.steps.last(batch_rows, training=training)
+        rows = self._rows_of_micro_batches(batch_rows or self._num_microbatches)
+        return ran or self._executor.next_plan(rows, training=training)
+
+    def _rows_of_micro_batches(self, batch_rows: int) -> list[int]:
+        """Rows of each micro-batch."""
+        count = max(1, min(self._num_microbatches, batch_rows))
+        return [batch_rows // count + (i < batch_rows % count) for i in range(count)]
+
+    def estimate(self, batch_rows: int) -> Estimate:
+        """Predicts a training step on a batch of ``batch_rows`` rows: seconds, bytes moved, peak bytes by tier.
+
+        The plan is simulated with the median of the latest layer times and bandwidths, without the first step's; times
+        of layers are assumed to be proportional to rows. A process is often slow in its second step, too, so times are
+        better after some more steps. Bytes are as good after the first.
+
+        Raises:
+            RuntimeError: if no training step has run yet.
+            ValueError: if ``memory_budget`` is too small for such a batch.
+        """
+        executor, rows = self._executor, self._rows_of_micro_batches(batch_rows)
+        plan = executor.next_plan(rows, training=True)
+        return predict_step(plan, rows, executor, meter=self._meter, tier=self._tier)
+
+    def memory_report(self) -> MemoryReport:
+        """How steps use the memory that they may, and why: ``print(model.memory_report())``.
+
+        It has each choice with its bytes, predicted and measured, the runner-up and what more memory would buy;
+        ``.plot("memory.png")`` draws the memory over one step. Raises RuntimeError if there is no ``memory``.
+        """
+        return self._executor.memory_report()
+
+    @contextlib.contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[list[Event]]:
+        """Records compute and each lane in this context, and writes the trace to ``path`` for https://ui.perfetto.dev.
+
+        ``with model.trace("step.json") as events: ...``; the events are named as in the plan. Draw it with
+        ``python -m offload.telemetry.timeline step.json step.png``.
+        """
+        tracer = self._meter.tracer
+        with tracer.recording(self._executor.bytes_at_home) as events:
+            tracer.sample(self._meter.held_bytes)
+            yield events
+        tracer.write(path, events)
