@@ -112,6 +112,7 @@ class DiskParamBlock(ParamBlock):
     ) -> list[tuple[Tensor, Tensor]]:
         """See :meth:`ParamBlock.adopt_states`; the states are written to files."""
         super().adopt_states(states, options)
+        self._check_storable(range(len(self.slices)))
         self._store_all_states()
         files = zip(states, self.states(), strict=True)
         return [(value, there[key]) for here, there in files for key, value in here.items() if _is_stored(value)]
@@ -314,8 +315,7 @@ class DiskParamBlock(ParamBlock):
             if not _is_stored(value)
         }
 
-    def _drop_stale_slices(self, chosen: Sequence[int], update_block: UpdateBlock) -> None:
-        """Forgets the slices of states that were removed or changed. Raises TypeError for states unfit for a file."""
+    def _check_storable(self, chosen: Sequence[int]) -> None:
         states = self.states()
         for k in chosen:
             for key, value in states[k].items():
@@ -325,6 +325,11 @@ class DiskParamBlock(ParamBlock):
                         f"{type(value).__name__}, which cannot be stored in a file; use homes in host memory "
                         f"(offload_device='cpu'), or a class whose states are plain tensors"
                     )
+
+    def _drop_stale_slices(self, chosen: Sequence[int], update_block: UpdateBlock) -> None:
+        """Forgets the slices of states that were removed or changed. Raises TypeError for states unfit for a file."""
+        states = self.states()
+        self._check_storable(chosen)
         for k, key in [place for place in self._stored if place[0] in chosen]:
             stored, state = self._stored[k, key], states[k].get(key)
             same = state is not None and _is_stored(state) and state.dtype == stored.dtype
