@@ -49,6 +49,30 @@ def loads_see_the_updates_of_their_homes(monkeypatch: pytest.MonkeyPatch, path: 
 
 
 @fails_with("Tensor-likes are not")
+def shards_in_memory_are_used_after_their_updates(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    for seed in SEEDS:
+        run_late(monkeypatch, seed)
+        update_on(monkeypatch, LateLane(seed))
+        pair = Pair("sgd", f"{path}/")
+        pair.model._executor.keep_in_memory(range(4))
+        for action in ("backward", "step", "zero", "eval"):
+            pair.do(action)
+
+
+@fails_with("Tensor-likes are not")
+def shards_move_after_their_updates(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    for seed in SEEDS:
+        run_late(monkeypatch, seed)
+        update_on(monkeypatch, LateLane(seed))
+        pair = Pair("sgd", f"{path}/")
+        pair.model._executor.keep_in_memory([1, 2])
+        for action in ("backward", "step", "zero"):
+            pair.do(action)
+        pair.model._executor.keep_in_memory([])
+        pair.do("eval")
+
+
+@fails_with("Tensor-likes are not")
 def updates_in_backward_see_complete_gradients(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Some rest at home from the backward before, and are added to there; the update is as early as it may be."""
     run_late(monkeypatch, 0)

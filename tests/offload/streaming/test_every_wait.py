@@ -30,6 +30,9 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "Streamer.apply_pending_updates": [("arrival.synchronize()", reading.parameters_are_updated)],
         "Streamer.evict": [("self._loads.pop(j).wait()", training.an_unused_load_never_lands)],
         "Streamer.visit": [("self._loads[j].wait()", training.it_trains_like_the_bare_model)],
+        "Streamer._visit_in_memory": [
+            ("pending.start().wait()", training.shards_in_memory_are_used_after_their_updates)
+        ],
         "Streamer.wait_for_home_reads": [
             ("arrival.synchronize()", training.the_host_waits_at_the_end_of_a_pass_and_never_before)
         ],
@@ -70,6 +73,11 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "Executor.backward": [
             ("self.streamer.gradient_offload.wait_idle()", training.it_trains_like_the_bare_model),
             ("self.streamer.wait_for_home_reads()", training.the_host_waits_at_the_end_of_a_pass_and_never_before),
+        ],
+    },
+    "offload.engine.homes": {
+        "MovableHomes.keep_in_memory": [
+            ("self.streamer.apply_pending_updates()", training.shards_move_after_their_updates),
         ],
     },
     "offload.engine.exclusive": {

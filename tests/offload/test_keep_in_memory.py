@@ -1,0 +1,589 @@
+"""Shards that rest in memory although their home is a file, or are used in place: the same numbers, without a load."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import os
+import weakref
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from offload import DiskHome, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
+from offload.engine.homes import ShardBytes
+from offload.planning.plan import Kind, validate
+from offload.storage.disk import DiskBlock, DiskTier
+from offload.streaming.heap import return_freed_memory
+from offload.streaming.moves import HomeInUseError
+from pipe import Pipe
+from tests.offload.interrupts import interrupted, lines_of
+from tests.offload.pair import Pair
+from tests.offload.test_faults import Faults
+from tests.offload.zoo import WIDTH, build
+
+SHARDS = 4
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1, "fused": True}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
+}
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.LayerNorm(WIDTH)) for _ in range(SHARDS))
+    )
+
+
+def keep(model: OffloadModel, shards: Collection[int]) -> None:
+    model._executor.keep_in_memory(shards)
+
+
+def batch(seed: int = 0) -> Tensor:
+    return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def backward(model: nn.Module, seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    loss = (model(batch(seed)) - 1).pow(2).mean()
+    loss.backward()
+    return loss.detach()
+
+
+def assert_equal(bare: nn.Module, model: nn.Module) -> None:
+    for (name, a), b in zip(bare.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        assert (a.grad is None) == (b.grad is None), name
+        assert a.grad is None or b.grad is None or torch.equal(a.grad, b.grad), name
+
+
+def assert_states_equal(plain: torch.optim.Optimizer, ours: torch.optim.Optimizer) -> None:
+    expected, states = plain.state_dict()["state"], ours.state_dict()["state"]
+    assert expected.keys() == states.keys()
+    for k, state in expected.items():
+        assert state.keys() == states[k].keys()
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(states[k][key])), (k, key)
+
+
+def trained(home: Any, name: str, **settings: Any) -> tuple[nn.Module, OffloadModel, Any, OffloadOptimizer]:
+    kind, arguments = OPTIMIZERS[name]
+    bare = layers()
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, SHARDS, **settings)
+    return bare, model, kind(bare.parameters(), **arguments), OffloadOptimizer(model, kind, **arguments)
+
+
+moves = st.none() | st.sets(st.integers(0, SHARDS - 1))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    recompute=st.booleans(),
+    name=st.sampled_from(sorted(OPTIMIZERS)),
+    steps=st.lists(
+        st.tuples(moves, moves, moves, moves, st.sampled_from(["zero", "to zeros", "accumulate"])),
+        min_size=3,
+        max_size=5,
+    ),
+)
+def test_any_shards_may_rest_in_memory_at_any_time_between_passes(
+    home: str, recompute: bool, name: str, steps: list[Any]
+) -> None:
+    bare, model, plain, ours = trained(home, name, checkpoint_activation=recompute)
+    parameters = [(key, id(p)) for key, p in model.named_parameters()]
+
+    def move(shards: set[int] | None) -> None:
+        if shards is not None:
+            keep(model, shards)
+            assert model._executor.streamer.in_place() == shards
+
+    for k, (before_forward, before_backward, before_step, after_step, zero) in enumerate(steps):
+        move(before_forward)
+        losses = []
+        for run in (bare, model):
+            torch.manual_seed(k)
+            losses.append((run(batch(k)) - 1).pow(2).mean())
+        assert torch.equal(*losses)
+        move(before_backward)
+        for loss in losses:
+            loss.backward()
+        move(before_step)
+        assert_equal(bare, model)
+        plain.step()
+        ours.step()
+        move(after_step)
+        if zero != "accumulate":
+            plain.zero_grad(zero == "zero")
+            ours.zero_grad(zero == "zero")
+    assert_equal(bare, model)
+    assert_states_equal(plain, ours)
+    assert [(key, id(p)) for key, p in model.named_parameters()] == parameters
+
+
+@pytest.mark.parametrize("shards", [[], [0, 3], [0, 1, 2, 3]], ids=str)
+@pytest.mark.parametrize("more", [{"max_norm": 0.1}, {"update_in_backward": True}], ids=str)
+def test_clipped_updates_and_updates_in_backward_are_those_of_the_plain_optimizer(
+    tmp_path: Path, more: dict[str, Any], shards: list[int]
+) -> None:
+    pair = Pair("adamw", f"{tmp_path}/", **more)
+    keep(pair.model, shards)
+    for action in ("backward", "step", "zero", "accumulate", "backward", "step", "zero", "backward"):
+        pair.do(action)
+    keep(pair.model, [1])
+    for action in ("step", "zero", "backward", "step", "zero", "eval"):
+        pair.do(action)
+    pair.compare()
+    pair.compare_states()
+
+
+def test_a_shard_in_memory_is_neither_loaded_nor_in_a_slot(home: str) -> None:
+    _, model, _, ours = trained(home, "adamw", checkpoint_activation=True)
+    for shards, slots in (([1, 2], 2), ([0, 1, 2], 1), (range(SHARDS), 0), ([], 2)):
+        keep(model, shards)
+        before = model.statistics().shard_loads
+        for k in range(2):
+            ours.zero_grad()
+            backward(model, k)
+            ours.step()
+        plan = model.plan()
+        validate(plan)
+        loaded = {action.shard for action in plan.actions if action.kind in (Kind.LOAD, Kind.EVICT)}
+        assert loaded == {*range(SHARDS)} - {*shards}
+        assert plan.in_memory == {*shards}
+        assert plan.slots == slots
+        assert model._executor.streamer.slot_pool.slots == slots
+        assert len(model._executor.streamer.slot_pool._all) == slots
+        assert (model.statistics().shard_loads > before) == bool(loaded)
+
+
+def test_an_update_of_a_shard_in_memory_is_in_the_plan_before_its_first_cell(tmp_path: Path) -> None:
+    _, model, _, _ours = trained(f"{tmp_path}/", "adamw", checkpoint_activation=True)
+    keep(model, [1])
+    plan = str(model.plan())
+    assert plan == "U0 L0 U1 U2 L2 F0.0 E0 U3 L3 F1.0 F2.0 F3.0 B3.0 D3 E3 L0 B2.0 D2 B1.0 D1 B0.0 D0"
+
+
+def anonymous_bytes() -> int:
+    gc.collect()
+    return_freed_memory()
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+    return int(line.split()[1]) << 10
+
+
+def test_the_memory_of_a_shard_is_what_the_engine_says(tmp_path: Path) -> None:
+    width = 1024
+    torch.manual_seed(0)
+    model = OffloadModel(nn.Sequential(*(nn.Linear(width, width) for _ in range(4))), "cpu", tmp_path, 4, True)
+    ours = OffloadOptimizer(model, torch.optim.AdamW)
+    for _ in range(3):
+        ours.zero_grad()
+        model(torch.randn(8, width)).sum().backward()
+        ours.step()
+    ours.zero_grad()
+    ours.synchronize()
+    weights = (width + 1) * width * 4
+    costs = model._executor.bytes_in_memory()
+    assert all(cost.weights in range(weights, weights + 256) and cost.gradients == weights for cost in costs)
+    assert all(cost.states in range(2 * weights, 2 * weights + 64) for cost in costs)
+    assert costs[0] == ShardBytes(costs[0].weights, weights, costs[0].states)
+    assert costs[0].total == sum((costs[0].weights, costs[0].gradients, costs[0].states))
+    keep(model, [1, 2, 3])
+    before = anonymous_bytes()
+    keep(model, [3])
+    expected = costs[1].weights + costs[1].states + costs[2].weights + costs[2].states
+    assert before - anonymous_bytes() == pytest.approx(expected, rel=0.03, abs=1 << 20)
+    keep(model, [1, 2, 3])
+    assert before == pytest.approx(anonymous_bytes(), abs=1 << 20)
+    model(torch.randn(8, width)).sum().backward()
+    stored = [p.grad for j in (1, 2) for p in model[j].parameters()]
+    before = anonymous_bytes()
+    keep(model, [3])
+    del stored
+    expected = costs[1].total + costs[2].total + model._executor.shards[0].slot_bytes  # the slot that was used, too
+    assert before - anonymous_bytes() == pytest.approx(expected, rel=0.03, abs=1 << 20)
+
+
+def test_the_estimate_counts_shards_in_memory(tmp_path: Path) -> None:
+    _, model, _, ours = trained(f"{tmp_path}/", "adamw", checkpoint_activation=True)
+    for k in range(2):
+        backward(model, k)
+        ours.step()
+        ours.zero_grad()
+    ours.synchronize()
+    apart = model.estimate(6)
+    assert "memory" not in apart.peak_bytes
+    keep(model, [0, 1])
+    costs = model._executor.bytes_in_memory()[:2]
+    together = model.estimate(6)
+    assert together.peak_bytes["memory"] == sum(cost.total for cost in costs)
+    assert together.bytes_loaded < apart.bytes_loaded
+    assert together.memory_bytes > apart.memory_bytes + sum(cost.weights + cost.states for cost in costs) // 2
+    keep(model, range(SHARDS))
+    assert model.estimate(6).bytes_loaded == 0
+
+
+def test_a_kept_home_holds_the_last_values_when_it_was_closed(tmp_path: Path) -> None:
+    bare, model, plain, ours = trained(DiskHome(tmp_path, keep=True), "momentum")
+    keep(model, [1, 3])
+    for k in range(3):
+        for run, optimizer in ((bare, plain), (model, ours)):
+            optimizer.zero_grad()
+            backward(run, k)
+            optimizer.step()
+    keep(model, [1, 2])
+    model.close()
+    assert_equal(bare, model)
+    del model, ours
+    with torch.device("meta"):
+        again = layers()
+    adopted = OffloadModel(again, "cpu", DiskHome(tmp_path, keep=True), SHARDS)
+    for a, b in zip(bare.parameters(), adopted.parameters(), strict=True):
+        assert torch.equal(a, b)
+    adopted.close()
+
+
+def test_checkpoints_do_not_depend_on_what_rests_in_memory(tmp_path: Path) -> None:
+    bare, model, plain, ours = trained(f"{tmp_path}/first/", "adamw")
+    _, other, _, its = trained(f"{tmp_path}/second/", "adamw")
+    keep(model, [0, 2])
+    for k in range(2):
+        for run, optimizer in ((bare, plain), (model, ours)):
+            optimizer.zero_grad()
+            backward(run, k)
+            optimizer.step()
+    ours.zero_grad()
+    save_checkpoint(tmp_path / "saved", model, ours)
+    keep(other, [2, 3])
+    backward(other, 7)
+    its.step()
+    its.zero_grad()
+    load_checkpoint(tmp_path / "saved", other, its)
+    keep(other, [1])
+    for run, optimizer in ((bare, plain), (other, its)):
+        optimizer.zero_grad()
+        backward(run, 5)
+        optimizer.step()
+    assert_equal(bare, other)
+    assert_states_equal(plain, its)
+
+
+def in_memory(model: OffloadModel) -> list[bool]:
+    return [not shard.blocking_io for shard in model._executor.shards]
+
+
+def fails(move: Callable[[], None]) -> bool:
+    try:
+        move()
+    except OSError as error:
+        return error.strerror == "moving shards between file and memory: No space left on device"
+    return False
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"), [(DiskTier, "allocate"), (DiskBlock, "write"), (DiskBlock, "read_into")], ids=str
+)
+def test_a_disk_that_fails_moves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
+) -> None:
+    bare, model, plain, ours = trained(f"{tmp_path}/", "adamw")
+    keep(model, [0, 1])
+
+    def step(k: int) -> None:
+        for run, optimizer in ((bare, plain), (model, ours)):
+            optimizer.zero_grad()
+            backward(run, k)
+            optimizer.step()
+
+    step(0)
+    for run in (bare, model):
+        backward(run, 1)
+    ours.synchronize()
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    faults = Faults(monkeypatch, owner, method, error)
+    failed = 0
+    for fatal in range(1, 100):
+        files = sorted(path.name for path in tmp_path.rglob("*"))
+        faults.calls, faults.fatal = 0, fatal
+        if not fails(lambda: keep(model, [1, 2, 3])):
+            break
+        failed += 1
+        error.with_traceback(None)  # its frames hold files that are about to be removed
+        assert in_memory(model) == [True, True, False, False]
+        assert sorted(path.name for path in tmp_path.rglob("*")) == files
+        assert_equal(bare, model)
+    assert failed
+    assert in_memory(model) == [False, True, True, True]
+    faults.fatal = -1
+    step(2)
+    assert_equal(bare, model)
+    assert_states_equal(plain, ours)
+
+
+def test_an_interrupt_at_any_line_moves_all_or_nothing(tmp_path: Path) -> None:
+    bare, model, plain, ours = trained(f"{tmp_path}/", "momentum", checkpoint_activation=True)
+    there: tuple[list[int], list[int]] = ([0, 1], [1, 2])
+    keep(model, there[0])
+
+    def step(k: int) -> None:
+        for run, optimizer in ((bare, plain), (model, ours)):
+            optimizer.zero_grad()
+            backward(run, k)
+            optimizer.step()
+
+    step(0)
+    ours.synchronize()
+    lines = lines_of(lambda: keep(model, there[1]))
+    keep(model, there[0])
+    seen = {}
+    for line in lines:
+        seen.setdefault(line[:2], line)
+    raised = 0
+    for k, line in enumerate(seen.values()):
+        before = in_memory(model)
+        wanted = there[before == [j in there[0] for j in range(SHARDS)]]
+        raised += interrupted(lambda wanted=wanted: keep(model, wanted), line) == "raised"  # type: ignore[misc]
+        assert in_memory(model) in (before, [j in wanted for j in range(SHARDS)]), line
+        step(k + 1)
+        assert_equal(bare, model)
+    assert raised > 0.6 * len(seen)
+    assert_states_equal(plain, ours)
+
+
+def test_a_step_with_shards_in_memory_survives_an_interrupt_at_any_line(tmp_path: Path) -> None:
+    bare, model, plain, ours = trained(f"{tmp_path}/", "momentum", checkpoint_activation=True)
+    for k in range(3):  # afterwards no forward compares weights
+        for run, optimizer in ((bare, plain), (model, ours)):
+            optimizer.zero_grad()
+            backward(run, k)
+            optimizer.step()
+    keep(model, [0, 1, 3])
+
+    def forward_and_backward() -> None:
+        ours.zero_grad()
+        backward(model, 9)
+
+    ours.synchronize()
+    plain.zero_grad()
+    backward(bare, 9)
+    forward_and_backward()
+    lines = {line[:2]: line for line in lines_of(forward_and_backward)}
+    for line in lines.values():
+        interrupted(forward_and_backward, line)
+        for shard in model._executor.shards:
+            assert all(s.parameter.data_ptr() == shard.home_view(s).data_ptr() for s in shard.own), line
+        forward_and_backward()
+        assert_equal(bare, model)
+
+
+HOLDERS: dict[str, Callable[[OffloadModel, OffloadOptimizer], object]] = {
+    "a state_dict": lambda model, ours: model.state_dict(),
+    "an array": lambda model, ours: next(model[1].parameters()).detach().numpy(),
+    "a view of a state": lambda model, ours: ours.state[next(model[1].parameters())]["exp_avg"][0],
+}
+
+
+@pytest.mark.parametrize("into_memory", [True, False])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_memory_that_other_code_views_does_not_move(tmp_path: Path, holder: str, into_memory: bool) -> None:
+    _, model, _, ours = trained(f"{tmp_path}/", "adamw")
+    keep(model, [] if into_memory else [1])
+    backward(model, 0)
+    ours.step()
+    ours.zero_grad()
+    ours.synchronize()
+    held = HOLDERS[holder](model, ours)
+    with pytest.raises(HomeInUseError, match="other code holds views of their weights or optimizer states") as raised:
+        keep(model, [1, 2] if into_memory else [])
+    assert 1 in raised.value.shards
+    assert in_memory(model) == [False, not into_memory, False, False]
+    keep(model, [j for j in range(SHARDS) if not in_memory(model)[j]] if holder == "" else [1] * (not into_memory))
+    del held
+    keep(model, [1, 2] if into_memory else [])
+
+
+def test_tensors_of_states_and_gradients_stay_the_same_objects(tmp_path: Path) -> None:
+    _, model, _, ours = trained(f"{tmp_path}/", "adamw")
+    backward(model, 0)
+    ours.step()
+    state = ours.state_dict()["state"]
+    gradients = [p.grad for p in model.parameters()]
+    for shards in (range(SHARDS), [1]):
+        keep(model, shards)
+        assert all(a is p.grad for a, p in zip(gradients, model.parameters(), strict=True))
+        for k, values in ours.state_dict()["state"].items():
+            for key, value in values.items():
+                assert torch.equal(value, state[k][key])
+                assert value.data_ptr() == state[k][key].data_ptr()
+
+
+def test_gradients_of_a_shard_in_memory_are_in_no_file(tmp_path: Path) -> None:
+    _, model, _, ours = trained(f"{tmp_path}/", "adamw", checkpoint_activation=True)
+    keep(model, [0, 1])
+    backward(model, 0)
+    names = {path.name.partition("-")[2] for path in tmp_path.rglob("*gradients*")}
+    assert names == {"shard2-gradients", "shard3-gradients"}
+    keep(model, [2])
+    names = {path.name.partition("-")[2] for path in tmp_path.rglob("*gradients*")}
+    assert names == {"shard0-gradients", "shard1-gradients", "shard3-gradients"}
+    ours.step()
+    ours.synchronize()
+    names = {path.name.partition("-")[2] for path in tmp_path.rglob("*states*")}
+    assert names == {"shard0-states", "shard1-states", "shard3-states"}
+
+
+def test_shards_that_are_cast_or_borrow_still_have_slots(tmp_path: Path) -> None:
+    cast = Pair("sgd", f"{tmp_path}/cast/", param_dtype=torch.bfloat16)
+    tied = Pair("sgd", f"{tmp_path}/tied/", tied=True, slices=4)
+    for pair, expected in ((cast, set()), (tied, {0, 1, 2})):
+        keep(pair.model, range(4))
+        assert pair.model._executor.streamer.in_place() == expected
+        assert in_memory(pair.model) == [True] * 4
+        for action in ("backward", "step", "zero", "backward", "step", "zero", "eval"):
+            pair.do(action)
+        pair.compare()
+        loads = {action.shard for action in pair.model.plan().actions if action.kind is Kind.LOAD}
+        assert loads == {0, 1, 2, 3} - expected
+        keep(pair.model, [0])
+        for action in ("backward", "step", "zero", "eval"):
+            pair.do(action)
+        pair.compare()
+
+
+class Drifting(nn.Module):
+    """Writes its own weight in each forward from the ``first`` on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.first = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls >= self.first:
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+        return x * self.weight
+
+
+def drifting(first: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Drifting(first), nn.Linear(WIDTH, WIDTH))
+
+
+def test_layers_that_write_their_weights_do_as_in_the_bare_model() -> None:
+    bare = drifting(1)
+    model = OffloadModel(copy.deepcopy(bare), "cpu", "cpu", 3, True)
+    keep(model, range(3))
+    for k in range(4):
+        for run in (bare, model):
+            run.zero_grad()
+            backward(run, k)
+        assert_equal(bare, model)
+
+
+def test_layers_that_begin_to_write_their_weights_late_are_copied_from_then_on(tmp_path: Path) -> None:
+    bare = drifting(5)
+    model = OffloadModel(copy.deepcopy(bare), "cpu", tmp_path, 3, True)
+    keep(model, range(3))
+    for k in range(4):
+        backward(model, k)
+    model.zero_grad()
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="the layers of shard 1 wrote their own parameters"):
+        backward(model, 4)
+    model.load_state_dict(state)
+    bare.load_state_dict(state)
+    del state
+    for k in range(4, 7):
+        for run in (bare, model):
+            run.zero_grad()
+            backward(run, k)
+        assert_equal(bare, model)
+
+
+def test_without_recomputation_late_writes_are_those_of_the_bare_model(tmp_path: Path) -> None:
+    bare = drifting(4)
+    model = OffloadModel(copy.deepcopy(bare), "cpu", tmp_path, 3, False)
+    keep(model, range(3))
+    for k in range(6):
+        for run in (bare, model):
+            run.zero_grad()
+            torch.manual_seed(k)
+            run(batch(k)).sum()
+        assert_equal(bare, model)
+
+
+def test_layers_that_take_their_weights_out_do_not_alias_a_home(tmp_path: Path) -> None:
+    class Passing(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), self.weight
+
+    class Using(nn.Linear):
+        def forward(self, x: Any) -> Tensor:
+            y, weight = x
+            return super().forward(y) @ weight
+
+    torch.manual_seed(0)
+    bare = nn.Sequential(Passing(WIDTH, WIDTH), Using(WIDTH, WIDTH))
+    model = OffloadModel(copy.deepcopy(bare), "cpu", tmp_path, 2, True)
+    keep(model, [0, 1])
+    for k in range(4):
+        for run in (bare, model):
+            run.zero_grad()
+            backward(run, k)
+        assert_equal(bare, model)
+
+
+def test_stages_that_share_slots_may_keep_shards_in_memory(tmp_path: Path) -> None:
+    bare = build(["linear", "linear", "linear", "linear"])
+    half = len(bare) // 2
+    stages = [copy.deepcopy(bare[:half]), copy.deepcopy(bare[half:])]
+    parts = [OffloadModel(s, "cpu", f"{tmp_path}/{k}/", half, True) for k, s in enumerate(stages)]
+    net = Pipe(nn.Sequential(*parts), [1, 1], devices=["cpu", "cpu"], chunks=2, checkpoint="always")
+    for k, shards in enumerate(([], [0], range(half), [half - 1], [])):
+        for part in parts:
+            keep(part, shards)
+        for run in (bare, net):
+            run.zero_grad()
+            torch.manual_seed(k)
+            run(batch(k)).pow(2).mean().backward()
+        for a, b in zip(bare.parameters(), net.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_what_cannot_be_moved_is_refused() -> None:
+    model = OffloadModel(layers(), "cpu", "cpu", SHARDS)
+    with pytest.raises(ValueError, match=r"expected indices of 4 shards, got \[1, 4\]"):
+        keep(model, [1, 4])
+    handle = next(iter(model)).register_forward_hook(lambda *_: keep(model, [1]))
+    with pytest.raises(RuntimeError, match="expected no running forward or backward"):
+        model(batch())
+    handle.remove()
+    model(batch())
+    model.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        keep(model, [1])
+
+
+def test_a_model_with_shards_in_memory_is_collected_with_all_its_memory(tmp_path: Path) -> None:
+    _, model, _, ours = trained(f"{tmp_path}/", "adamw")
+    keep(model, [0, 1])
+    backward(model, 0)
+    ours.step()
+    keep(model, [1, 2])
+    home = weakref.ref(model._executor.shards[1].home)
+    model.close()
+    del model, ours
+    gc.collect()
+    assert home() is None
