@@ -27,6 +27,10 @@ from offload.telemetry.statistics import Meter
 __all__ = ["MovableHomes", "ShardBytes"]
 
 
+#: Of a limit of memory, staging buffers of transfers take at most one part in so many.
+STAGING_SHARE = 16
+
+
 @dataclass(frozen=True)
 class ShardBytes:
     """Host memory that a shard takes while it rests there."""
@@ -133,9 +137,14 @@ class MovableHomes(ExclusivePasses):
         ]
 
     def plan_memory(self, limits: MemoryLimits, policy: MemoryPolicy) -> None:
-        """Chooses the plans of steps by what they measure, within the limits."""
+        """Chooses the plans of steps by what they measure, within the limits, if the policy leaves anything open."""
+        fields = (policy.slots, policy.boundary_bytes, policy.graph_bytes, policy.gradient_bytes, policy.resident_bytes)
+        if policy.memory == "auto" and None not in fields:
+            return
         for runner in self.runners:
             runner.measures_graphs = True
+        if self.device.type == "cpu":
+            self._tier.limit_staging(limits.device_bytes // STAGING_SHARE)
         self.steps.planner = MemoryPlanner(limits, policy, self)
 
     def memory_report(self) -> MemoryReport:

@@ -143,6 +143,7 @@ class MemoryPlanner:
         )
 
     def _plan_again(self, rows: Sequence[int]) -> None:
+        self._streamer.apply_pending_updates()  # the first ones make the optimizer's states, whose bytes count
         model = self._model(rows)
         try:
             found = search(model, self.limit_bytes)
@@ -212,11 +213,12 @@ class MemoryPlanner:
 
     def _refuse(self, error: NothingFitsError, rows: Sequence[int]) -> None:
         """Raises ValueError for a batch that does not fit; warns for a size that ran before, which goes on."""
-        least, name = error.least_bytes, "the margin that earlier steps were measured to need"
+        least, margin = error.least_bytes, self._margin_bytes
         message = (
             f"a step of micro-batches of {max(rows)} rows takes at least {least:,} bytes on {self._device}, "
-            f"{least - self.limit_bytes:,} more than memory={self.limit_bytes:,}, {self._margin_bytes:,} of them "
-            f"{name}; pass more memory, fewer rows, or more micro-batches (num_microbatches)"
+            f"{least - self.limit_bytes:,} more than memory={self.limit_bytes:,}"
+            + (f" ({margin:,} of them by which earlier steps exceeded their prediction)" if margin else "")
+            + "; pass more memory, fewer rows, or more micro-batches (num_microbatches)"
         )
         if tuple(rows) not in self._ran:
             raise ValueError(message)

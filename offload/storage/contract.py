@@ -81,6 +81,9 @@ class Tier(ABC):
         """Host memory allocated so far as staging buffers between this storage and the compute device."""
         return 0
 
+    def limit_staging(self, nbytes: int) -> None:  # noqa: B027
+        """Limits :attr:`staging_bytes`. Called before the first transfer."""
+
     @abstractmethod
     def allocate(self, nbytes: int, label: str, *, cyclic: bool = False) -> Block:
         """A zeroed block of exactly ``nbytes``. Raises OSError if the storage is full; nothing is left behind.

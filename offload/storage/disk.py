@@ -132,6 +132,11 @@ class DiskTier(Tier):
         """Buffers of direct transfers and of transfers to an accelerator."""
         return self.transfers.staging.nbytes
 
+    def limit_staging(self, nbytes: int) -> None:
+        """Limits the buffers, which are not allocated yet."""
+        if not self.transfers.staging.nbytes:
+            self.transfers.limit_staging(nbytes)
+
     def allocate(self, nbytes: int, label: str, *, cyclic: bool = False) -> Block:
         """A new file of ``nbytes``. It is unlinked with the block; its space is freed with its last mapping."""
         path = self.folder / f"{next(self._numbers):04d}-{label}"

@@ -101,8 +101,15 @@ class Transfers:
 
     def __init__(self, cache: PageCache, link: Link) -> None:
         self.cache = cache
+        self._staged = STAGED
         self.staging = Staging(link, STAGED.in_flight, STAGED.piece_bytes)
         self._io_threads = Threads(max(STAGED.in_flight, UNSTAGED.in_flight) - 1, "offload-io")
+
+    def limit_staging(self, nbytes: int) -> None:
+        """Makes all staging buffers together take at most ``nbytes``, or few pages; before the first transfer."""
+        piece = nbytes // STAGED.in_flight // PAGE_BYTES * PAGE_BYTES
+        self._staged = TransferLimits(min(max(piece, DIRECT_LEAST_BYTES), STAGED.piece_bytes), STAGED.in_flight)
+        self.staging = Staging(self.staging.link, STAGED.in_flight, self._staged.piece_bytes)
 
     def read(self, path: Path, destination: Tensor, offset: int, usage: CacheUsage | None = None) -> None:
         """Fills ``destination`` (flat, uint8) with the bytes of a file from ``offset`` on.
@@ -131,7 +138,7 @@ class Transfers:
         on_device = self.staging.link.is_on_device(tensor)
         direct = nbytes >= DIRECT_LEAST_BYTES and self.cache.direct(usage)
         staged = on_device or (direct and (tensor.data_ptr() - offset) % PAGE_BYTES != 0)
-        limits = STAGED if staged else UNSTAGED
+        limits = self._staged if staged else UNSTAGED
         pieces = [_Piece(offset, offset + nbytes, False)]
         if direct or on_device:  # the page cache needs one call only
             pieces = list(_pieces(offset, offset + nbytes, limits.piece_bytes, direct=direct))

@@ -1,0 +1,176 @@
+"""The search for the fastest plan within a limit of memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.planning.memory_profile import MemoryProfile, SavedTensor
+from offload.planning.peak_memory import StepBytes
+from offload.planning.plan import validate
+from offload.planning.planner import Updates
+from offload.planning.search import Choice, Given, NothingFitsError, StepModel, fill, predict, search
+from offload.planning.simulate import Costs
+
+MIB = 1 << 20
+
+
+def model_of(
+    shards: int = 6,
+    *,
+    weights: int = 20 * MIB,
+    activations: int = 60 * MIB,
+    microbatches: int = 1,
+    load: float = 0.02,
+    forward: float = 0.08,
+    update: float = 0.08,
+    contention: float = 0.0,
+) -> StepModel:
+    """Equal shards, AdamW on disk."""
+    parts = [part for _ in range(4) for part in (SavedTensor(weights // 4, 0, 0), SavedTensor(0, *[activations // 4] * 2))]
+    return StepModel(
+        shards=shards,
+        first=0,
+        costs=Costs(
+            load=[load] * shards,
+            forward=[forward] * shards,
+            backward=[3 * forward] * shards,
+            kept_backward=[2 * forward] * shards,
+            drain=[load] * shards,
+            update=[update] * shards,
+            boundary=[0.001] * (shards + 1),
+            contention=contention,
+        ),
+        sizes=StepBytes(
+            slot_bytes=weights,
+            gradient_bytes=[weights] * shards,
+            rows=[1] * microbatches,
+            boundaries=lambda key: 2 * MIB,
+            gradients=lambda key: 2 * MIB,
+            memory_profiles={j: MemoryProfile(1, parts) for j in range(shards)},
+            constant_bytes=3 * MIB,
+        ),
+        updates=Updates(pending=frozenset(range(shards)), updates=False, clips=True),
+        resting_bytes=dict.fromkeys(range(shards), 3 * weights),
+        gradients_wait=True,
+    )
+
+
+MODELS = st.builds(
+    model_of,
+    st.integers(1, 6),
+    weights=st.integers(1, 30).map(lambda n: n * MIB),
+    activations=st.integers(0, 50).map(lambda n: 4 * n * MIB),
+    microbatches=st.integers(1, 3),
+    load=st.floats(0.001, 0.3),
+    forward=st.floats(0.01, 0.1),
+    update=st.floats(0.0, 0.5),
+    contention=st.sampled_from([0.0, 0.3, 1.0]),
+)
+
+
+def least_of(model: StepModel) -> int:
+    with pytest.raises(NothingFitsError) as raised:
+        search(model, 1)
+    return raised.value.least_bytes
+
+
+@given(MODELS, st.floats(1.0, 6.0))
+@settings(max_examples=60)
+def test_a_plan_that_is_found_can_run_and_never_holds_more_than_the_limit(model: StepModel, share: float) -> None:
+    limit = int(least_of(model) * share) + MIB
+    found = search(model, limit).best
+    validate(found.plan)
+    assert found.memory_bytes <= limit
+    assert found.memory_bytes == predict(model, found.choice).memory_bytes
+    assert max(moment.nbytes for moment in found.course) <= found.memory_bytes
+
+
+@given(MODELS, st.floats(1.0, 3.0), st.floats(1.0, 3.0))
+@settings(max_examples=40)
+def test_more_memory_is_not_predicted_to_be_slower(model: StepModel, share: float, more: float) -> None:
+    limit = int(least_of(model) * share) + MIB
+    assert search(model, int(limit * more)).best.seconds <= search(model, limit).best.seconds * 1.05
+
+
+@given(MODELS, st.floats(1.0, 5.0))
+@settings(max_examples=25)
+def test_no_combination_of_slots_shards_in_memory_and_graphs_is_five_percent_faster(
+    model: StepModel, share: float
+) -> None:
+    limit = int(least_of(model) * share) + MIB
+    found = search(model, limit).best
+    cells = [(j, i) for j in reversed(range(model.shards)) for i in range(len(model.sizes.rows))]
+    best = math.inf
+    for slots, resting, kept in itertools.product((2, 3), range(model.shards + 1), range(len(cells) + 1)):
+        choice = Choice(
+            min(slots, model.shards - resting), frozenset(range(resting)), frozenset(cells[:kept]), math.inf
+        )
+        tried = predict(model, choice)
+        if tried.memory_bytes <= limit:
+            best = min(best, tried.seconds)
+    assert found.seconds <= 1.05 * best
+
+
+def test_with_enough_memory_nothing_is_loaded_and_nothing_recomputed() -> None:
+    model = model_of(contention=0.3)
+    found = search(model, 10_000 * MIB).best
+    assert found.choice.in_memory == frozenset(range(6))
+    assert len(found.choice.kept) == 6
+    assert found.plan.loads == ()
+
+
+def test_gradients_wait_in_the_memory_that_graphs_have_left() -> None:
+    """When backward is at the first shards, the graphs of the last ones are freed."""
+    model = replace(model_of(12), resting_bytes={})
+    limit = 500 * MIB
+    found = search(model, limit).best
+    without = fill(replace(model, gradients_wait=False), Choice(found.choice.slots), limit)
+    assert found.choice.kept == without.kept
+    assert len(found.choice.waiting) > 3
+
+
+def test_a_recomputation_that_hides_behind_loads_keeps_no_graph_that_another_use_needs() -> None:
+    """The disk is the bound: shards in memory save time, graphs save none."""
+    model = model_of(8, load=1.0, forward=0.01, activations=60 * MIB, update=0.0)
+    limit = least_of(model) + 4 * (3 * 20 + 20) * MIB
+    found = search(model, limit).best
+    assert len(found.choice.in_memory) >= 3
+
+
+def test_what_is_given_is_not_searched() -> None:
+    model = replace(
+        model_of(),
+        given=Given(slots=2, resident_bytes=170 * MIB, graph_bytes=130 * MIB, boundary_bytes=4 * MIB, gradient_bytes=0),
+    )
+    choice = search(model, 4000 * MIB).best.choice
+    assert choice == Choice(
+        2, frozenset({0, 1}), frozenset({(5, 0), (4, 0)}), boundary_bytes=2 * MIB, waiting=frozenset()
+    )
+
+
+def test_nothing_fits_says_the_least_that_works() -> None:
+    model = model_of()
+    least = least_of(model)
+    assert search(model, least).best.memory_bytes <= least
+    with pytest.raises(NothingFitsError, match=f"{least:,} bytes, 1 more"):
+        search(model, least - 1)
+
+
+def test_a_margin_is_a_part_of_what_is_predicted() -> None:
+    model = model_of()
+    wider = replace(model, margin_bytes=100 * MIB)
+    limit = 400 * MIB
+    assert search(wider, limit).best.memory_bytes <= limit
+    assert len(search(wider, limit).best.choice.kept) < len(search(model, limit).best.choice.kept)
+
+
+def test_a_search_makes_a_bounded_number_of_plans() -> None:
+    """Not in proportion to the number of shards: seconds on any machine follow."""
+    counts = [search(model_of(shards), shards * 60 * MIB).tried for shards in (25, 50, 100)]
+    assert max(counts) < 250

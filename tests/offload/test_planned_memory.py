@@ -1,0 +1,194 @@
+"""``OffloadModel(memory=...)``: whatever is planned, the result is the plain model's."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
+from offload.engine.memory_planner import MemoryPlanner
+
+WIDTH, ROWS, DEPTH = 256, 64, 6
+MIB = 1 << 20
+
+
+def stack() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(DEPTH)
+        )
+    )
+
+
+def planner_of(model: OffloadModel) -> MemoryPlanner:
+    planner = model._executor.steps.planner
+    assert planner is not None
+    return planner
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, rows: int = ROWS) -> list[float]:
+    losses = []
+    for k in range(steps):
+        torch.manual_seed(k)
+        optimizer.zero_grad()
+        loss = model(torch.randn(rows, WIDTH)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("memory", ["23MiB", "32MiB", "64MiB", "1GiB", "auto"])
+@pytest.mark.parametrize("where", ["disk", "host"])
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_training_is_that_of_the_plain_model_whatever_memory_allows(
+    memory: str, where: str, num_microbatches: int, tmp_path: Path
+) -> None:
+    if where == "host" and memory in ("23MiB", "32MiB"):
+        memory = "96MiB"  # homes in host memory count
+    plain = stack()
+    pieces = copy.deepcopy(plain)
+    home = tmp_path if where == "disk" else "cpu"
+    model = OffloadModel(pieces, "cpu", home, num_microbatches=num_microbatches, memory=memory)
+    ours = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    if num_microbatches == 1:
+        assert train(model, ours, 6) == train(plain, theirs, 6)
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p, q), name
+    else:
+        for module in (model, plain):
+            for layer in module.modules():
+                if isinstance(layer, nn.Dropout):
+                    layer.p = 0.0
+        torch.testing.assert_close(train(model, ours, 6), train(plain, theirs, 6))
+    assert planner_of(model).choice is not None
+    model.close()
+
+
+def test_much_memory_keeps_every_graph_and_every_shard_and_little_keeps_none(tmp_path: Path) -> None:
+    choices = {}
+    for memory in ("19MiB", "1GiB"):
+        model = OffloadModel(stack(), "cpu", tmp_path, memory=memory)
+        train(model, OffloadOptimizer(model, torch.optim.AdamW), 3, rows=2048)
+        choices[memory] = planner_of(model).choice
+        model.close()
+    little, much = choices.values()
+    assert little is not None
+    assert much is not None
+    assert len(much.in_memory) == len(much.kept) == DEPTH
+    assert not little.in_memory
+
+
+def test_a_larger_batch_keeps_fewer_graphs_and_a_smaller_one_more(tmp_path: Path) -> None:
+    model = OffloadModel(stack(), "cpu", tmp_path, memory=MemoryPolicy("80MiB", resident_bytes=0))
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    kept = []
+    for rows in (512, 512, 2048, 128, 512):
+        train(model, optimizer, 1, rows)
+        choice = planner_of(model).choice
+        kept.append(-1 if choice is None else len(choice.kept))
+    assert kept[0] == -1
+    assert kept[2] < kept[1] <= kept[3] == DEPTH
+    assert kept[4] == kept[1]
+
+
+def test_a_batch_that_cannot_fit_is_refused_before_anything_moves(tmp_path: Path) -> None:
+    model = OffloadModel(stack(), "cpu", tmp_path, memory="30MiB")
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    train(model, optimizer, 2)
+    optimizer.synchronize()
+    before, loads = copy.deepcopy(model.state_dict()), model.statistics().shard_loads
+    with pytest.raises(ValueError, match=r"100000 rows takes at least [\d,]+ bytes .* pass more memory, fewer rows"):
+        model(torch.randn(100_000, WIDTH))
+    assert model.statistics().shard_loads == loads
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert len(train(model, optimizer, 1)) == 1
+
+
+def test_a_step_that_took_more_than_predicted_makes_the_next_plan_smaller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = OffloadModel(stack(), "cpu", tmp_path, memory=MemoryPolicy("64MiB", resident_bytes=0, gradient_bytes=0))
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    rises = iter([1, 1, 1, 1, 60 * MIB, 1, 1])
+    monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: next(rises))
+    kept = []
+    for _ in range(7):
+        train(model, optimizer, 1, rows=1024)
+        choice = planner_of(model).choice
+        kept.append(-1 if choice is None else len(choice.kept))
+    assert kept[4] > kept[5] == kept[6]
+
+
+def test_a_size_that_ran_is_not_refused_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = OffloadModel(stack(), "cpu", tmp_path, memory="30MiB")
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 500 * MIB)
+    with pytest.warns(RuntimeWarning, match="by which earlier steps exceeded their prediction"):
+        losses = train(model, optimizer, 6)
+    plain = stack()
+    assert losses == train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 6)
+
+
+def test_accumulated_gradients_count(tmp_path: Path) -> None:
+    """Gradients in memory that no update has used leave less for graphs."""
+    model = OffloadModel(stack(), "cpu", tmp_path, memory=MemoryPolicy("64MiB", resident_bytes=0))
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    train(model, optimizer, 4)
+    planner = planner_of(model)
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    assert planner._gradient_bytes_held() == 0
+    model(torch.randn(ROWS, WIDTH)).sum().backward()
+    assert planner.choice is not None
+    shards = model._executor.shards
+    assert planner._gradient_bytes_held() == sum(shards[j].own[0].nbytes for j in ()) + sum(
+        s.nbytes for j in planner.choice.waiting for s in shards[j].own
+    )
+
+
+def test_the_report_names_each_choice_and_what_more_memory_would_buy(tmp_path: Path) -> None:
+    model = OffloadModel(stack(), "cpu", tmp_path / "home", memory="64MiB")
+    assert "when one training step has been measured" in str(model.memory_report())
+    train(model, OffloadOptimizer(model, torch.optim.AdamW), 4)
+    text = str(model.memory_report())
+    for words in ("64 MiB on cpu", "predicted", "measured", "slots", "keep theirs", "wait in memory", "with 80 MiB"):
+        assert words in text, text
+    model.memory_report().plot(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").stat().st_size > 1000
+    bare = OffloadModel(stack(), "cpu", num_slices=3, checkpoint_activation=True, memory=pinned())
+    with pytest.raises(RuntimeError, match="expected a model with memory"):
+        bare.memory_report()
+
+
+def pinned(**fields: Any) -> MemoryPolicy:
+    """A policy that leaves nothing to plan."""
+    given = {"slots": 2, "boundary_bytes": "64MiB", "graph_bytes": 0, "gradient_bytes": 0, "resident_bytes": 0}
+    return MemoryPolicy(**{**given, **fields})
+
+
+def test_two_forwards_before_a_backward_keep_the_plan_of_the_first(tmp_path: Path) -> None:
+    plain = stack().eval()
+    model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, memory="40MiB")
+    x, y = torch.randn(ROWS, WIDTH), torch.randn(3 * ROWS, WIDTH)
+
+    def gradients(module: nn.Module) -> list[Tensor]:
+        module.zero_grad()
+        first, second = module(x).square().sum(), module(y).square().sum()
+        (second + first).backward()
+        return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+    for _ in range(4):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
+                torch.testing.assert_close(ours, theirs)
