@@ -46,12 +46,11 @@ class StepMemory:
     def of(cls, memory: Any, old: Mapping[str, Any]) -> StepMemory:
         """From the arguments of ``GradCache``: ``memory``, or the deprecated keywords where they are not None."""
         given = {name: value for name, value in old.items() if value is not None}
-        warn_of_old_keywords("GradCache", memory, given, _FIELDS, stacklevel=3)
-        if not given:
-            return cls(policy_of(memory))
         fields = {_FIELDS[name]: value for name, value in given.items()}
-        # Chunks that ran together also drew together.
-        return cls(MemoryPolicy(**{"join_chunks": True, **fields}), layered="boundary_bytes" in given)
+        if "boundary_bytes" in given:
+            fields.setdefault("join_chunks", True)  # chunks that ran together also drew together
+        warn_of_old_keywords("GradCache", memory, given, fields, stacklevel=3)
+        return cls(MemoryPolicy(**fields), layered="boundary_bytes" in given) if given else cls(policy_of(memory))
 
     @property
     def join_chunks(self) -> bool | None:

@@ -66,7 +66,7 @@ class Grant:
 
 def _share(place: torch.device, grants: list[Grant]) -> int:
     """What each ``"auto"`` among these grants gets."""
-    pool = AUTO_SHARE * free_bytes(place) / _ranks()
+    pool = AUTO_SHARE * free_bytes(place) / (_ranks() if place.type == "cpu" else 1)  # each has its own accelerator
     for one in grants:
         held = one._held()
         pool += held if one.asked is None else -max(0, one.asked - held)

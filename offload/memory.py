@@ -73,13 +73,13 @@ def memory_of(memory: Any, **old: Any) -> MemoryArguments:
     given = {name: value for name, value in old.items() if value is not None}
     if given.keys() >= {"memory_budget", "boundary_bytes"} and memory is None:
         raise ValueError("memory_budget decides how many bytes boundaries get; do not pass boundary_bytes with it")
-    warn_of_old_keywords("OffloadModel", memory, given, _FIELDS, stacklevel=3)
-    budget = given.pop("memory_budget", None)
-    if given or budget is not None:
-        # Chunks that ran together also drew together.
-        joins = True if "activation_bytes" in given else None
-        policy = MemoryPolicy(join_chunks=joins, **{_FIELDS[name]: value for name, value in given.items()})
-        return MemoryArguments(policy, False, None if budget is None else parse_bytes(budget))
+    fields = {_FIELDS[name]: value for name, value in given.items() if name in _FIELDS}
+    if "activation_bytes" in given:
+        fields["join_chunks"] = True  # chunks that ran together also drew together
+    warn_of_old_keywords("OffloadModel", memory, given, fields, stacklevel=3)
+    if given:
+        budget = given.get("memory_budget")
+        return MemoryArguments(MemoryPolicy(**fields), False, None if budget is None else parse_bytes(budget))
     policy_given = policy_of(DEFAULT_MEMORY if memory is None else memory)
     return MemoryArguments(policy_given or MemoryPolicy(), bounds=policy_given is not None)
 

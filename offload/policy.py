@@ -165,21 +165,22 @@ def policy_of(memory: Any) -> MemoryPolicy | None:
 
 
 def warn_of_old_keywords(
-    caller: str, memory: Any, given: Mapping[str, Any], fields_of: Mapping[str, str], *, stacklevel: int
+    caller: str, memory: Any, given: Mapping[str, Any], replacing: Mapping[str, Any], *, stacklevel: int
 ) -> None:
-    """Warns of keywords that fields of a policy replace; raises ValueError beside ``memory``.
+    """Warns of keywords that a policy replaces; raises ValueError beside ``memory``.
 
     Args:
         caller, memory: whose keywords, and what it was given for ``memory``.
         given: the old keywords that were given, with their values.
-        fields_of: the field that each becomes.
-        stacklevel: of the user, seen from the caller.
+        replacing: the fields that mean the same, with their values.
+        stacklevel: of the user, seen from the function that calls this.
     """
     if not given:
         return
-    old = ", ".join(f"{name}={value!r}" for name, value in given.items())
-    kept = [f"{fields_of[name]}={value!r}" for name, value in given.items() if name in fields_of]
-    new = f"memory=MemoryPolicy({', '.join(kept)})" if kept else "memory=..., which bounds activations as well"
+    old, fields_of_policy = (
+        ", ".join(f"{name}={value!r}" for name, value in one.items()) for one in (given, replacing)
+    )
+    new = f"memory=MemoryPolicy({fields_of_policy})" if replacing else "memory=..., which bounds activations as well"
     if memory is not None:
         raise ValueError(f"memory replaces {', '.join(given)}, got memory={memory!r} and {old} ({caller}); pass {new}")
     warnings.warn(

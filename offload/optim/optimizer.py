@@ -108,7 +108,7 @@ class OffloadOptimizer(MovableStates):
         self.gradient_bytes = self.access.gradient_bytes
         if gradient_bytes is not None:
             given = {"gradient_bytes": gradient_bytes}
-            warn_of_old_keywords("OffloadOptimizer", None, given, {"gradient_bytes": "gradient_bytes"}, stacklevel=2)
+            warn_of_old_keywords("OffloadOptimizer", None, given, given, stacklevel=2)
             self.gradient_bytes = parse_bytes(gradient_bytes, "gradient_bytes")
         self._lane = open_update_lane(model.device)
         self.buffer_pool = IOBufferPool()

@@ -89,7 +89,9 @@ def test_a_compiled_module_around_a_model_has_a_break_in_its_graph(recompute: bo
 
 
 def test_a_model_in_one_whole_graph_is_refused() -> None:
-    compiled = torch.compile(OffloadModel(layers(), "cpu", num_slices=2), backend=Backend(), fullgraph=True)
+    compiled = torch.compile(
+        OffloadModel(layers(), "cpu", num_slices=2, checkpoint_activation=False), backend=Backend(), fullgraph=True
+    )
     with pytest.raises(RuntimeError, match="_run_outside_of_compiled_graphs"):
         compiled(torch.zeros(2, WIDTH))
 
@@ -134,21 +136,21 @@ def still_works(model: OffloadModel) -> bool:
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_export_is_refused(strict: bool) -> None:
-    model = OffloadModel(layers(), "cpu", num_slices=2)
+    model = OffloadModel(layers(), "cpu", num_slices=2, checkpoint_activation=False)
     with pytest.raises(RuntimeError, match=r"inside torch\.export|outside_of_compiled_graphs"):
         torch.export.export(model, (torch.zeros(2, WIDTH),), strict=strict)
     assert still_works(model)
 
 
 def test_a_trace_of_jit_is_refused() -> None:
-    model = OffloadModel(layers(), "cpu", num_slices=2)
+    model = OffloadModel(layers(), "cpu", num_slices=2, checkpoint_activation=False)
     with pytest.raises(RuntimeError, match=r"an OffloadModel cannot run inside torch.jit.trace.*the bare module"):
         torch.jit.trace(model, torch.zeros(2, WIDTH))
     assert still_works(model)
 
 
 def test_vmap_is_refused() -> None:
-    model = OffloadModel(layers(), "cpu", num_slices=2)
+    model = OffloadModel(layers(), "cpu", num_slices=2, checkpoint_activation=False)
     with pytest.raises(RuntimeError, match=r"an OffloadModel cannot run inside a transform of torch.func"):
         torch.vmap(model)(torch.zeros(3, 2, WIDTH))
     assert still_works(model)
@@ -157,7 +159,7 @@ def test_vmap_is_refused() -> None:
 def test_fake_tensors_are_refused() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    model = OffloadModel(layers(), "cpu", num_slices=2)
+    model = OffloadModel(layers(), "cpu", num_slices=2, checkpoint_activation=False)
     with FakeTensorMode() as mode, pytest.raises(RuntimeError, match="an OffloadModel cannot run inside fake tensors"):
         model(mode.from_tensor(torch.zeros(2, WIDTH)))
     assert still_works(model)

@@ -200,7 +200,7 @@ def test_a_layer_that_cannot_initialise_itself_leaves_those_before_it_on_the_met
     model = nn.Sequential(Counting(), Counting().to("meta"), Bare())
     before = StateBefore(model)
     with pytest.raises(ValueError, match="no reset_parameters"):
-        OffloadModel(model, "cpu", home, num_slices=3)
+        OffloadModel(model, "cpu", home, num_slices=3, checkpoint_activation=False)
     before.check()
 
 
@@ -208,12 +208,18 @@ def test_an_interrupt_at_any_line_of_a_construction_leaves_the_layers_as_they_we
     def members(model: nn.Module) -> list[object]:
         return [module._parameters for module in model.modules()]
 
-    first = {line[:2]: line for line in reversed(lines_of(lambda: OffloadModel(layers(), "cpu", num_slices=3)))}
+    first = {
+        line[:2]: line
+        for line in reversed(lines_of(lambda: OffloadModel(layers(), "cpu", num_slices=3, checkpoint_activation=False)))
+    }
     made = 0
     for line in first.values():
         model = layers()
         before, mappings = StateBefore(model), members(model)
-        if interrupted(lambda model=model: OffloadModel(model, "cpu", num_slices=3), line) == "raised":  # type: ignore[misc]
+        if (
+            interrupted(lambda model=model: OffloadModel(model, "cpu", num_slices=3, checkpoint_activation=False), line)
+            == "raised"
+        ):  # type: ignore[misc]
             before.check()
             assert all(now is then for now, then in zip(members(model), mappings, strict=True)), line
         else:

@@ -20,13 +20,13 @@ WIDTH = 16
 def model_of(count: int = 4, home: str | Path = "cpu") -> OffloadModel:
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
-    return OffloadModel(layers, "cpu", home, num_slices=2)
+    return OffloadModel(layers, "cpu", home, num_slices=2, checkpoint_activation=False)
 
 
 def test_layers_are_found_as_in_a_sequential() -> None:
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     members = list(layers)
-    model = OffloadModel(layers, "cpu", num_slices=2)
+    model = OffloadModel(layers, "cpu", num_slices=2, checkpoint_activation=False)
     assert len(model) == 4
     assert list(model) == members
     assert model[0] is members[0]
@@ -137,7 +137,7 @@ def test_distributed_parameters_are_refused_before_anything_moves(tmp_path: Path
         distribute_module(layers[1], init_device_mesh("cpu", (1,)))
         before = {name: p.data_ptr() for name, p in layers[0].named_parameters()}
         with pytest.raises(TypeError, match=r"expected dense parameters, got a DTensor \(1\.weight\).*to_local"):
-            OffloadModel(layers, "cpu", num_slices=2)
+            OffloadModel(layers, "cpu", num_slices=2, checkpoint_activation=False)
         assert {name: p.data_ptr() for name, p in layers[0].named_parameters()} == before
     finally:
         dist.destroy_process_group()
@@ -147,4 +147,4 @@ def test_sparse_parameters_are_refused_before_anything_moves() -> None:
     layer = nn.Module()
     layer.weight = nn.Parameter(torch.eye(3).to_sparse())
     with pytest.raises(TypeError, match=r"layout torch\.sparse_coo \(0\.weight\)"):
-        OffloadModel([layer], "cpu")
+        OffloadModel([layer], "cpu", checkpoint_activation=False)

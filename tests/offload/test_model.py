@@ -74,11 +74,11 @@ def test_bad_arguments_are_named(arguments: dict[str, object], error: type[Excep
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 def test_a_cuda_device_that_is_not_there_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="no CUDA device; pass device='cpu'"):
-        OffloadModel(build([]), 0, num_slices=2)
+        OffloadModel(build([]), 0, num_slices=2, checkpoint_activation=False)
 
 
 def test_rows_that_disagree_are_refused() -> None:
-    model = OffloadModel(build(["linear"]), "cpu", num_microbatches=2)
+    model = OffloadModel(build(["linear"]), "cpu", num_microbatches=2, num_slices=3, checkpoint_activation=False)
     with pytest.raises(ValueError, match=r"sizes of dimension 0 \[4, 6\]"):
         model(batch(6), other=batch(4))
     assert at_home(model)
@@ -91,7 +91,7 @@ def test_rows_that_disagree_are_refused() -> None:
 def test_names_do_not_depend_on_the_number_of_slices(slices: int) -> None:
     bare = build(["batchnorm", "spectral", "counting"])
     names = list(bare.state_dict())
-    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=slices)
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=slices, checkpoint_activation=False)
     assert list(model.state_dict()) == names
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in bare.named_parameters()]
     assert [n for n, _ in model.named_children()] == [n for n, _ in bare.named_children()]
@@ -101,7 +101,7 @@ def test_a_layer_may_be_called_like_a_method() -> None:
     bare = nn.Sequential()
     for name in ("plan", "forward", "statistics", "device"):
         bare._modules[name] = nn.Linear(2, 2)
-    model = OffloadModel(bare, "cpu", num_slices=2)
+    model = OffloadModel(bare, "cpu", num_slices=2, checkpoint_activation=False)
     assert "plan.weight" in model.state_dict()
     assert model(torch.zeros(1, 2)).shape == (1, 2)
     assert "L0" in str(model.plan())
@@ -110,13 +110,13 @@ def test_a_layer_may_be_called_like_a_method() -> None:
 def test_parameters_stay_the_same_objects() -> None:
     bare = build(["linear"])
     before = list(bare.parameters())
-    model = OffloadModel(bare, "cpu")
+    model = OffloadModel(bare, "cpu", num_slices=3, checkpoint_activation=False)
     model(batch()).sum().backward()
     assert all(p is q for p, q in zip(before, model.parameters(), strict=True))
 
 
 def test_moving_or_casting_is_refused_and_changes_nothing() -> None:
-    model = OffloadModel(build(["linear"]), "cpu")
+    model = OffloadModel(build(["linear"]), "cpu", num_slices=3, checkpoint_activation=False)
     for change in (model.half, model.double, lambda: model.to(torch.bfloat16), lambda: model.to("meta")):
         with pytest.raises(RuntimeError, match="convert the layers before you wrap them"):
             change()
@@ -125,7 +125,7 @@ def test_moving_or_casting_is_refused_and_changes_nothing() -> None:
 
 
 def test_layers_added_after_construction_are_refused() -> None:
-    model = OffloadModel(build(["linear"]), "cpu")
+    model = OffloadModel(build(["linear"]), "cpu", num_slices=3, checkpoint_activation=False)
     with pytest.raises(TypeError, match="layers are fixed"):
         model.head = nn.Linear(2, 2)
 
@@ -173,7 +173,7 @@ def test_chunks_cost_no_loads_and_two_forwards_of_each_layer() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 5, 8])
 def test_any_number_of_rows_fits_any_number_of_microbatches(rows: int) -> None:
     bare = build(["linear"])
-    model = OffloadModel(copy.deepcopy(bare), "cpu", checkpoint_activation=True, num_microbatches=4)
+    model = OffloadModel(copy.deepcopy(bare), "cpu", checkpoint_activation=True, num_microbatches=4, num_slices=3)
     for run in (bare, model):
         run(batch(rows)).pow(2).sum().backward()
     for p, q in zip(bare.parameters(), model.parameters(), strict=True):
@@ -269,7 +269,7 @@ def test_chunks_that_need_a_gradient_pass_it_on() -> None:
 
 
 def test_a_tape_is_used_once_and_checks_what_it_is_given() -> None:
-    model = OffloadModel(build(["linear"]), "cpu", checkpoint_activation=True)
+    model = OffloadModel(build(["linear"]), "cpu", checkpoint_activation=True, num_slices=3)
     outputs, tape = model.forward_chunks([batch(), batch()])
     with pytest.raises(ValueError, match="each of the 2 chunks, got 1"):
         tape.backward([outputs[0]])
@@ -355,7 +355,9 @@ def test_an_input_changed_between_forward_and_backward_is_noticed() -> None:
 def test_the_input_is_never_changed() -> None:
     x = batch()
     kept = x.clone()
-    model = OffloadModel(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, 2)), "cpu", num_slices=2)
+    model = OffloadModel(
+        nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, 2)), "cpu", num_slices=2, checkpoint_activation=False
+    )
     model(x).sum().backward()
     assert torch.equal(x, kept)
 
@@ -382,7 +384,7 @@ def test_a_layer_that_starts_to_write_into_its_input_is_refused_once() -> None:
 
 def test_a_layer_that_calls_its_own_model_is_refused() -> None:
     layers = build(["linear"])
-    model = OffloadModel(layers, "cpu")
+    model = OffloadModel(layers, "cpu", num_slices=3, checkpoint_activation=False)
     handle = layers[1].register_forward_pre_hook(lambda _, args: model(args[0]))
     with pytest.raises(RuntimeError, match="in the middle of a forward"):
         model(batch())
@@ -410,7 +412,7 @@ def test_layers_that_are_not_deterministic_are_named() -> None:
 
 def test_threads_and_files_are_released_with_the_model(tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    model = OffloadModel(build(["linear"]), "cpu", f"{tmp_path}/", checkpoint_activation=True)
+    model = OffloadModel(build(["linear"]), "cpu", f"{tmp_path}/", checkpoint_activation=True, num_slices=3)
     model(batch()).sum().backward()
     lanes = set(threading.enumerate()) - before
     assert lanes
@@ -424,7 +426,7 @@ def test_threads_and_files_are_released_with_the_model(tmp_path: Path) -> None:
 
 def test_a_finalizer_never_waits_for_a_thread(tmp_path: Path) -> None:
     """Garbage is collected anywhere, also where a thread that ends would need what the collector holds."""
-    model = OffloadModel(build(["linear"]), "cpu", f"{tmp_path}/", checkpoint_activation=True)
+    model = OffloadModel(build(["linear"]), "cpu", f"{tmp_path}/", checkpoint_activation=True, num_slices=3)
     entered, may_end = threading.Event(), threading.Event()
 
     def copy_that_takes_long() -> None:

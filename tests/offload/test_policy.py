@@ -19,10 +19,12 @@ import offload.limits
 import offload.memory
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.limits import Grant, MemoryLimits, grant
+from offload.memory import layout_of, limits_for, memory_of
 from offload.planning.partition import merge_small_layers
+from offload.telemetry.statistics import Meter
 from tests.offload.zoo import WIDTH, build
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 MIB = 1 << 20
 
 
@@ -173,7 +175,10 @@ def test_a_copy_has_the_same_memory_and_warns_of_nothing(given: str, how: str) -
     [
         ({"num_slots": 3}, "memory=MemoryPolicy(slots=3)"),
         ({"boundary_bytes": "1KiB"}, "memory=MemoryPolicy(boundary_bytes='1KiB')"),
-        ({"activation_bytes": 9, "graph_bytes": 0}, "memory=MemoryPolicy(activation_bytes=9, graph_bytes=0)"),
+        (
+            {"activation_bytes": 9, "graph_bytes": 0},
+            "memory=MemoryPolicy(activation_bytes=9, graph_bytes=0, join_chunks=True)",
+        ),
         ({"memory_budget": "64MiB"}, "memory=..., which bounds activations as well"),
     ],
     ids=str,
@@ -289,6 +294,8 @@ def test_a_number_is_kept_and_what_it_promises_is_not_given_to_others(free: dict
 def test_ranks_of_one_host_share_what_is_free(free: dict[torch.device, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert granted().nbytes == 225 * MIB
+    free[GPU] = 1000 * MIB
+    assert grant(GPU, None, least=0, held=lambda: 0).nbytes == 900 * MIB  # each has its own
 
 
 def test_auto_is_at_least_what_the_leanest_plan_needs(free: dict[torch.device, int]) -> None:
@@ -313,3 +320,34 @@ def test_the_memory_of_a_model_that_ended_is_free_for_others(
             del model
             gc.collect()
     assert granted().nbytes == 900 * MIB
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_an_accelerator_and_the_host_have_limits_of_their_own(
+    free: dict[torch.device, int], on_disk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload.limits, "capacity", lambda place: 1 << 40)
+    free[GPU] = 2000 * MIB
+    layers, layer = [nn.Linear(512, 512) for _ in range(4)], 4 * 512 * 513
+
+    def limits_of(memory: Any) -> MemoryLimits:
+        arguments = memory_of(memory)
+        layout, _, needs = layout_of(arguments, layers, None, None, device=GPU, on_disk=on_disk, param_dtype=None)
+        made = limits_for(arguments, layout, needs, GPU, Meter(CPU))
+        assert made is not None
+        return made
+
+    one = limits_of("64MiB")
+    assert one.device_bytes == 64 * MIB
+    # One number is for the compute device. Homes in host memory are the model's own.
+    assert one.host_bytes == 900 * MIB + (0 if on_disk else 8 * layer)
+    one.release()
+    both = limits_of({"device": "auto", "host": "64MiB"})
+    assert (both.device_bytes, both.host_bytes) == (1800 * MIB, 64 * MIB)
+    with pytest.raises(ValueError, match=f"at least {4 * layer + 8:,} bytes of the memory of cuda:0"):
+        limits_of(1000)
+    if on_disk:
+        assert limits_of({"host": 1000}).host_bytes == 1000
+    else:
+        with pytest.raises(ValueError, match=f"at least {8 * layer:,} bytes of host memory.* pass a directory"):
+            limits_of({"host": 1000})

@@ -518,12 +518,19 @@ def test_a_meta_layer_that_cannot_initialise_itself_is_named() -> None:
     with torch.device("meta"):
         layers = nn.Sequential(nn.Linear(2, 2), nn.Sequential(LAYERS["complex"]()[0]))
     with pytest.raises(ValueError, match=r"Complex '1\.0' is on the meta device and has no reset_parameters"):
-        OffloadModel(layers, "cpu", num_slices=2)
+        OffloadModel(layers, "cpu", num_slices=2, checkpoint_activation=False)
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
 def test_copies_are_models_of_their_own(home: str, how: str, tmp_path: Path) -> None:
-    model = OffloadModel(build(["dropout", "batchnorm"], tied=True), "cpu", home, num_slices=4, num_microbatches=2)
+    model = OffloadModel(
+        build(["dropout", "batchnorm"], tied=True),
+        "cpu",
+        home,
+        num_slices=4,
+        num_microbatches=2,
+        checkpoint_activation=False,
+    )
     model(batch()).sum().backward()
     model.zero_grad()
     model.eval()
@@ -548,13 +555,15 @@ def test_copies_are_models_of_their_own(home: str, how: str, tmp_path: Path) -> 
 
 
 def test_a_pickled_model_is_as_large_as_its_parameters(home: str) -> None:
-    model = OffloadModel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), "cpu", home, num_slices=2)
+    model = OffloadModel(
+        nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), "cpu", home, num_slices=2, checkpoint_activation=False
+    )
     assert len(pickle.dumps(model)) < 1.2 * sum(p.numel() * 4 for p in model.parameters())
 
 
 def test_state_dict_saves_and_loads_like_the_bare_models(home: str, tmp_path: Path) -> None:
     bare = build(["batchnorm", "linear"], seed=8)
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=3)
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=3, checkpoint_activation=False)
     torch.save(model.state_dict(), tmp_path / "state.pt")
     fresh = build(["batchnorm", "linear"], seed=9)
     fresh.load_state_dict(torch.load(tmp_path / "state.pt"))

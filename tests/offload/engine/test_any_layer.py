@@ -267,19 +267,21 @@ def test_late_writes_through_data_are_found_where_every_forward_is_compared(home
                 self.weight.data.fill_(7)
             return x * self.weight
 
-    model = OffloadModel([Late(), nn.Linear(WIDTH, WIDTH)], "cpu", home, detect_weight_writes=True)
+    model = OffloadModel(
+        [Late(), nn.Linear(WIDTH, WIDTH)], "cpu", home, detect_weight_writes=True, checkpoint_activation=False
+    )
     for _ in range(6):
         model(batch()).sum().backward()
     assert torch.equal(model.get_parameter("0.weight"), torch.full((WIDTH,), 7.0))
 
 
 def test_data_that_is_assigned_after_the_last_forward_is_stored_by_close(tmp_path: Any) -> None:
-    model = OffloadModel(mlp(), "cpu", DiskHome(tmp_path, keep=True), 4)
+    model = OffloadModel(mlp(), "cpu", DiskHome(tmp_path, keep=True), 4, checkpoint_activation=False)
     nn.utils.vector_to_parameters(torch.full((288,), 5.0), model.parameters())
     model.close()
     with torch.device("meta"):
         layers = mlp()
-    adopted = OffloadModel(layers, "cpu", DiskHome(tmp_path, keep=True), 4)
+    adopted = OffloadModel(layers, "cpu", DiskHome(tmp_path, keep=True), 4, checkpoint_activation=False)
     assert all(torch.equal(value, torch.full_like(value, 5.0)) for value in adopted.state_dict().values())
     adopted.close()
 
@@ -402,10 +404,10 @@ def test_a_sequential_that_does_more_than_call_its_layers_is_refused() -> None:
     buffered.register_buffer("scale", torch.ones(1))
     for model, what in ((Residual(*mlp()), "a forward"), (hooked, "hooks"), (own, "parameters"), (buffered, "buffers")):
         with pytest.raises(TypeError, match=f"with {what} of its own"):
-            OffloadModel(model, "cpu", num_slices=2)
-    assert_same([OffloadModel(renamed, "cpu", num_slices=2)(batch())], [renamed(batch())])
+            OffloadModel(model, "cpu", num_slices=2, checkpoint_activation=False)
+    assert_same([OffloadModel(renamed, "cpu", num_slices=2, checkpoint_activation=False)(batch())], [renamed(batch())])
     whole = Residual(*mlp())
-    assert_same([OffloadModel([whole], "cpu")(batch())], [whole(batch())])
+    assert_same([OffloadModel([whole], "cpu", checkpoint_activation=False)(batch())], [whole(batch())])
 
 
 class Masked(nn.Module):
@@ -419,24 +421,26 @@ class Masked(nn.Module):
 
 
 def test_an_argument_that_later_layers_would_miss_is_refused() -> None:
-    model = OffloadModel([Masked(), Masked()], "cpu")
+    model = OffloadModel([Masked(), Masked()], "cpu", checkpoint_activation=False)
     for call in (lambda: model(batch(), mask=torch.ones(6, 1)), lambda: model(batch(), torch.ones(6, 1))):
         with pytest.raises(TypeError, match="mask would be missing in later layers"):
             call()
     model(batch(), None)
-    OffloadModel([Masked(), nn.Linear(WIDTH, WIDTH)], "cpu")(batch(), mask=torch.ones(6, 1))
+    OffloadModel([Masked(), nn.Linear(WIDTH, WIDTH)], "cpu", checkpoint_activation=False)(
+        batch(), mask=torch.ones(6, 1)
+    )
 
 
 def test_parameters_that_share_memory_without_being_tied_are_refused() -> None:
     bare = mlp()
     bare[3][0].weight.data = bare[0][0].weight.data  # type: ignore[index,union-attr]
     with pytest.raises(ValueError, match=r"0\.0\.weight and 3\.0\.weight share memory"):
-        OffloadModel(bare, "cpu", num_slices=2)
+        OffloadModel(bare, "cpu", num_slices=2, checkpoint_activation=False)
     flat = torch.randn(2, WIDTH)
     apart = [nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)]
     for layer, row in zip(apart, flat, strict=True):
         layer.weight.data = row
-    OffloadModel(apart, "cpu")
+    OffloadModel(apart, "cpu", num_slices=3, checkpoint_activation=False)
 
 
 def test_a_forward_from_before_data_was_assigned_cannot_go_back_after_another_one(
@@ -477,7 +481,7 @@ def test_weights_that_a_hook_begins_to_write_later_keep_the_written_values(wrap:
 
 
 def test_a_persistent_home_is_not_closed_over_layers_that_were_replaced(tmp_path: Any) -> None:
-    model = OffloadModel(mlp(), "cpu", DiskHome(tmp_path, keep=True), 4)
+    model = OffloadModel(mlp(), "cpu", DiskHome(tmp_path, keep=True), 4, checkpoint_activation=False)
     before = model.get_submodule("0")[0]  # type: ignore[index]
     swap(model)
     with pytest.raises(RuntimeError, match="wrap them afterwards"):
@@ -487,7 +491,7 @@ def test_a_persistent_home_is_not_closed_over_layers_that_were_replaced(tmp_path
 
 
 def test_copies_and_pickles_keep_the_hooks_of_the_model_itself() -> None:
-    model = OffloadModel(mlp(), "cpu")
+    model = OffloadModel(mlp(), "cpu", num_slices=3, checkpoint_activation=False)
     model.register_forward_hook(double)
     model.register_forward_pre_hook(add_one, with_kwargs=True)
     expected = model(batch())

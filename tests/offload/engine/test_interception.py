@@ -13,7 +13,13 @@ from pipe.interception import intercepting
 
 
 def test_intercepted_micro_batches_are_gathered_without_loads() -> None:
-    model = OffloadModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "cpu", num_slices=2, num_microbatches=3)
+    model = OffloadModel(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+        "cpu",
+        num_slices=2,
+        num_microbatches=3,
+        checkpoint_activation=False,
+    )
     seen: list[Any] = []
 
     def handler(module: Any, micro_batches: Sequence[Any]) -> list[Any]:

@@ -222,7 +222,7 @@ def _is_in(function: str, line: Line) -> bool:
 def test_parameters_read_after_an_interrupted_clean_up_hold_their_stored_values(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = OffloadModel(build(["linear"]), "cpu", num_slices=3)
+    model = OffloadModel(build(["linear"]), "cpu", num_slices=3, checkpoint_activation=False)
 
     def interrupt(_: Executor) -> None:
         raise KeyboardInterrupt
@@ -238,7 +238,7 @@ def test_parameters_read_after_an_interrupted_clean_up_hold_their_stored_values(
 
 
 def test_a_model_in_the_middle_of_a_pass_is_told_from_an_interrupted_one() -> None:
-    model = OffloadModel(build(["linear"]), "cpu", num_slices=3)
+    model = OffloadModel(build(["linear"]), "cpu", num_slices=3, checkpoint_activation=False)
     x = torch.zeros(1, WIDTH)
 
     def again(*_: object) -> None:

@@ -233,10 +233,12 @@ def test_a_strided_nested_tensor_is_refused_by_name() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.nested.as_nested_tensor([self.linear(x)], layout=torch.strided)
 
-    model = OffloadModel(nn.Sequential(Nest(), nn.Linear(WIDTH, WIDTH)), "cpu", num_slices=2)
+    model = OffloadModel(
+        nn.Sequential(Nest(), nn.Linear(WIDTH, WIDTH)), "cpu", num_slices=2, checkpoint_activation=False
+    )
     with pytest.raises(TypeError, match=r"nested tensor of the strided layout \(an output of shard 0\).*torch.jagged"):
         model(torch.randn(2, WIDTH))
-    model = OffloadModel(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "cpu", num_slices=1)
+    model = OffloadModel(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "cpu", num_slices=1, checkpoint_activation=False)
     nested = torch.nested.as_nested_tensor([torch.randn(2, WIDTH)], layout=torch.strided)
     with pytest.raises(TypeError, match=r"nested tensor of the strided layout \(an input of the model\)"):
         model(nested)
@@ -247,7 +249,7 @@ def test_a_strided_nested_tensor_is_refused_by_name() -> None:
 def test_sparse_inputs_are_not_cut_into_micro_batches(kind: str) -> None:
     layers = nn.Sequential(Propagate(), Features())
     run: Any = (
-        OffloadModel(layers, "cpu", num_slices=2, num_microbatches=2)
+        OffloadModel(layers, "cpu", num_slices=2, num_microbatches=2, checkpoint_activation=False)
         if kind == "model"
         else Pipe(layers, balance=[1, 1], devices=["cpu", "cpu"], chunks=2)
     )
@@ -267,6 +269,6 @@ def test_sparse_outputs_of_several_micro_batches_are_joined_and_take_their_gradi
 
 
 def test_csr_outputs_of_several_micro_batches_are_refused() -> None:
-    model = OffloadModel(returned("csr"), "cpu", num_slices=2, num_microbatches=2)
+    model = OffloadModel(returned("csr"), "cpu", num_slices=2, num_microbatches=2, checkpoint_activation=False)
     with pytest.raises(ValueError, match=r"layout torch.sparse_csr and cannot be concatenated over 2 micro-batches"):
         model(torch.randn(NODES, WIDTH))

@@ -140,7 +140,7 @@ def test_what_other_tools_wrote_is_read(tmp_path: Path, home: str) -> None:
     save_file(second, tmp_path / "b.safetensors")
     places = {name: "a.safetensors" if name in first else "b.safetensors" for name in state}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
-    model = OffloadModel(build(["linear", "batchnorm"], seed=5), "cpu", home, num_slices=3)
+    model = OffloadModel(build(["linear", "batchnorm"], seed=5), "cpu", home, num_slices=3, checkpoint_activation=False)
     assert load_checkpoint(tmp_path, model).step == 0
     torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
     with pytest.raises(ValueError, match="holds a model but no optimizer"):
@@ -186,9 +186,9 @@ def test_extra_states_and_strides_survive(tmp_path: Path, home: str) -> None:
         )
 
     bare = layers()
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=2)
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=2, checkpoint_activation=False)
     save_checkpoint(tmp_path, model)
-    other = OffloadModel(layers(), "cpu", home, num_slices=3)
+    other = OffloadModel(layers(), "cpu", home, num_slices=3, checkpoint_activation=False)
     load_checkpoint(tmp_path, other)
     assert other.get_submodule("0").calls == 3
     for b, c in zip(bare.parameters(), other.parameters(), strict=True):
@@ -199,7 +199,11 @@ def test_a_checkpoint_that_does_not_fit_names_everything_and_changes_nothing(tmp
     model, optimizer, _ = make(home)
     save_checkpoint(tmp_path, model, optimizer)
     other = OffloadModel(
-        nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, 2), nn.Linear(2, 1)), "cpu", home, num_slices=2
+        nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, 2), nn.Linear(2, 1)),
+        "cpu",
+        home,
+        num_slices=2,
+        checkpoint_activation=False,
     )
     before = copy.deepcopy(dict(other.state_dict()))
     with pytest.raises(
@@ -213,7 +217,7 @@ def test_a_checkpoint_that_does_not_fit_names_everything_and_changes_nothing(tmp
         load_checkpoint(tmp_path, model, ours)
     with pytest.raises(FileNotFoundError, match=INDEX):
         load_checkpoint(tmp_path / "nothing", model)
-    half = OffloadModel(build(["linear"]).to(torch.bfloat16), "cpu", home, num_slices=2)
+    half = OffloadModel(build(["linear"]).to(torch.bfloat16), "cpu", home, num_slices=2, checkpoint_activation=False)
     wide = tmp_path / "wide"
     save_checkpoint(wide, build(["linear"]))
     with pytest.raises(ValueError, match="would lose digits"):

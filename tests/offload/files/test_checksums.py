@@ -73,7 +73,13 @@ def test_pretrained_weights_with_a_flipped_byte_are_refused(tmp_path: Path) -> N
     save_checkpoint(tmp_path / "c", source)
     damaged(tmp_path / "c", "weights")
     with pytest.raises(ValueError, match="are not those that were written"):
-        OffloadModel(build(("linear", "linear"), seed=2), "cpu", num_slices=2, pretrained=tmp_path / "c")
+        OffloadModel(
+            build(("linear", "linear"), seed=2),
+            "cpu",
+            num_slices=2,
+            pretrained=tmp_path / "c",
+            checkpoint_activation=False,
+        )
 
 
 @pytest.mark.parametrize("position", range(8, 260))

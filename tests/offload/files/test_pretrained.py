@@ -106,7 +106,7 @@ def test_every_supported_form_of_weights_is_read(home: str, form: str, tmp_path:
         path = folder / INDEX if form == "index" else folder
     later = model_of(2, home)
     assert load_pretrained(later, path) == ([], [])
-    at_once = OffloadModel(on_meta(), "cpu", home, num_slices=4, pretrained=path)
+    at_once = OffloadModel(on_meta(), "cpu", home, num_slices=4, pretrained=path, checkpoint_activation=False)
     x = torch.randn(5, WIDTH)
     expected = source.eval()(x)
     for model in (later, at_once):
@@ -139,7 +139,9 @@ def test_types_become_those_of_the_home(home: str, stored: torch.dtype, tmp_path
         name: tensor.to(stored) if tensor.is_floating_point() else tensor for name, tensor in saved(model_of(1)).items()
     }
     write_sharded(tmp_path / "weights", tensors)
-    model = OffloadModel(on_meta(), "cpu", home, num_slices=4, pretrained=tmp_path / "weights")
+    model = OffloadModel(
+        on_meta(), "cpu", home, num_slices=4, pretrained=tmp_path / "weights", checkpoint_activation=False
+    )
     assert all(p.dtype is torch.float32 for p in model.parameters())
     assert_equal(model, tensors)
 
@@ -147,7 +149,9 @@ def test_types_become_those_of_the_home(home: str, stored: torch.dtype, tmp_path
 def test_float32_files_fill_bfloat16_homes(tmp_path: Path) -> None:
     tensors = saved(model_of(1))
     write_sharded(tmp_path / "weights", tensors)
-    model = OffloadModel(on_meta().bfloat16(), "cpu", num_slices=4, pretrained=tmp_path / "weights")
+    model = OffloadModel(
+        on_meta().bfloat16(), "cpu", num_slices=4, pretrained=tmp_path / "weights", checkpoint_activation=False
+    )
     assert next(model.parameters()).dtype is torch.bfloat16
     assert_equal(model, tensors)
 
@@ -158,7 +162,9 @@ def test_weights_in_another_memory_format_keep_it(home: str, tmp_path: Path) -> 
     safetensors.torch.save_file({f"0.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "a.safetensors")
     with torch.device("meta"):
         bare = nn.Sequential(nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last))
-    model = OffloadModel(bare, "cpu", home, num_slices=1, pretrained=tmp_path / "a.safetensors")
+    model = OffloadModel(
+        bare, "cpu", home, num_slices=1, pretrained=tmp_path / "a.safetensors", checkpoint_activation=False
+    )
     weight = next(model.parameters())
     assert weight.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(weight, tensors["weight"])
@@ -181,7 +187,7 @@ def test_tensors_found_in_the_files_are_never_initialised(tmp_path: Path) -> Non
         layers_of_meta = nn.Sequential(*(Counted(WIDTH, WIDTH) for _ in range(3)))
     Counted.resets = 0
     state = torch.get_rng_state()
-    model = OffloadModel(layers_of_meta, "cpu", num_slices=3, pretrained=tmp_path)
+    model = OffloadModel(layers_of_meta, "cpu", num_slices=3, pretrained=tmp_path, checkpoint_activation=False)
     assert Counted.resets == 0
     assert torch.equal(torch.get_rng_state(), state)
     assert_equal(model, bare.state_dict())
@@ -195,7 +201,7 @@ def test_each_tensor_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )
     tensors = saved(model_of(1))
     write_sharded(tmp_path / "weights", tensors)
-    OffloadModel(on_meta(), "cpu", num_slices=4, pretrained=tmp_path / "weights")
+    OffloadModel(on_meta(), "cpu", num_slices=4, pretrained=tmp_path / "weights", checkpoint_activation=False)
     assert sorted(names) == sorted(tensors)
 
 
@@ -204,7 +210,7 @@ def test_only_tensors_missing_from_the_files_are_initialised(tmp_path: Path) -> 
     tensors = {name: tensor for name, tensor in saved(model_of(1)).items() if name != "3.bias"}
     write_sharded(tmp_path / "weights", tensors)
     weights = Pretrained(tmp_path / "weights", strict=False)
-    model = OffloadModel(on_meta(), "cpu", num_slices=4, pretrained=weights)
+    model = OffloadModel(on_meta(), "cpu", num_slices=4, pretrained=weights, checkpoint_activation=False)
     assert_equal(model, tensors)
     bias = model.state_dict()["3.bias"]
     assert bias.any()
@@ -223,7 +229,7 @@ def test_initial_values_that_a_layer_assigns_are_stored(home: str) -> None:
     with torch.device("meta"):
         bare = nn.Sequential(Assigning(WIDTH, WIDTH), Assigning(WIDTH, WIDTH))
         bare[1].weight = bare[0].weight
-    model = OffloadModel(bare, "cpu", home, num_slices=2)
+    model = OffloadModel(bare, "cpu", home, num_slices=2, checkpoint_activation=False)
     assert bare[0].weight is bare[1].weight
     assert len(list(model.parameters())) == 3
     assert torch.equal(model(torch.ones(1, WIDTH)), torch.full((1, WIDTH), 2.0 * WIDTH * (2 * WIDTH + 3) + 3))
@@ -242,7 +248,7 @@ def test_a_buffer_that_no_file_can_hold_is_named(tmp_path: Path) -> None:
     with torch.device("meta"):
         bare = nn.Sequential(nn.Linear(1, 1), Table())
     with pytest.raises(ValueError, match=r"Table '1' is on the meta device and has no reset_parameters"):
-        OffloadModel(bare, "cpu", num_slices=1, pretrained=tmp_path)
+        OffloadModel(bare, "cpu", num_slices=1, pretrained=tmp_path, checkpoint_activation=False)
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -280,7 +286,11 @@ def test_names_of_the_files_become_names_of_the_model(key_map: str, tmp_path: Pa
     load_pretrained(model, tmp_path / "weights", key_map=KEY_MAPS[key_map])
     assert_equal(model, tensors)
     made = OffloadModel(
-        on_meta(), "cpu", num_slices=2, pretrained=Pretrained(tmp_path / "weights", key_map=KEY_MAPS[key_map])
+        on_meta(),
+        "cpu",
+        num_slices=2,
+        pretrained=Pretrained(tmp_path / "weights", key_map=KEY_MAPS[key_map]),
+        checkpoint_activation=False,
     )
     assert_equal(made, tensors)
 
@@ -306,7 +316,9 @@ def test_everything_that_does_not_fit_is_named_and_nothing_is_written(when: str,
     before = copy.deepcopy(model.state_dict())
     load: dict[str, Callable[[], object]] = {
         "later": lambda: load_pretrained(model, tmp_path / "weights"),
-        "construction": lambda: OffloadModel(bare, "cpu", tmp_path / "home", pretrained=tmp_path / "weights"),
+        "construction": lambda: OffloadModel(
+            bare, "cpu", tmp_path / "home", pretrained=tmp_path / "weights", num_slices=3, checkpoint_activation=False
+        ),
     }
     with pytest.raises(ValueError, match="nothing was loaded") as caught:
         load[when]()

@@ -80,7 +80,7 @@ def test_a_state_dict_of_other_groups_is_refused_and_changes_nothing(home: str) 
 
 def test_a_group_added_later_is_trained(home: str) -> None:
     bare = build(["linear"])
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=3)
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=3, checkpoint_activation=False)
     plain = torch.optim.SGD(bare[0].parameters(), lr=0.1)
     ours = OffloadOptimizer(model, torch.optim.SGD, params=[{"params": "0.*"}], lr=0.1)
     plain.add_param_group({"params": list(bare[1].parameters()), "lr": 0.01})
@@ -121,7 +121,7 @@ def test_only_parameters_with_gradients_are_read_and_written(tmp_path: Any, monk
     bare = build(["linear", "linear"])
     for p in bare[1].parameters():
         p.requires_grad_(False)
-    model = OffloadModel(bare, "cpu", f"{tmp_path}/", num_slices=4)
+    model = OffloadModel(bare, "cpu", f"{tmp_path}/", num_slices=4, checkpoint_activation=False)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.1)
     model(torch.randn(2, WIDTH)).sum().backward()
     written: list[str] = []
@@ -160,7 +160,7 @@ def test_closures_are_refused_with_the_reason() -> None:
     ],
 )
 def test_arguments_that_cannot_be_used_are_named(arguments: Any, error: type[Exception], match: str) -> None:
-    model = OffloadModel(build(["linear"]), "cpu", num_slices=2)
+    model = OffloadModel(build(["linear"]), "cpu", num_slices=2, checkpoint_activation=False)
     given = {"model": model, "optimizer_class": torch.optim.AdamW, **arguments}
     with pytest.raises(error, match=match):
         OffloadOptimizer(given.pop("model"), given.pop("optimizer_class"), **given)

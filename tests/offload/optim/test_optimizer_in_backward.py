@@ -138,7 +138,7 @@ def test_a_backward_that_fails_at_once_can_be_repeated(home: str) -> None:
 
 
 def test_one_optimizer_per_model_updates_in_backward() -> None:
-    model = OffloadModel(build(["linear"]), "cpu", num_slices=2)
+    model = OffloadModel(build(["linear"]), "cpu", num_slices=2, checkpoint_activation=False)
     first = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
     with pytest.raises(ValueError, match="already"):
         OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)

@@ -172,7 +172,9 @@ def test_gradient_offload_overlaps_the_next_cell_where_the_home_is_slower(
 
 def test_backward_frees_saved_activations_one_by_one(home: str) -> None:
     """As plain autograd does: what is kept until the last gradient is home stands beside all gradients."""
-    model = OffloadModel(nn.Sequential(*(Block() for _ in range(DEPTH))), "cpu", home, num_slices=DEPTH)
+    model = OffloadModel(
+        nn.Sequential(*(Block() for _ in range(DEPTH))), "cpu", home, num_slices=DEPTH, checkpoint_activation=False
+    )
     alive: list[int] = []
     kept: list[StorageWeakRef] = []
 
@@ -207,7 +209,9 @@ def test_a_backward_that_failed_midway_is_refused_the_second_time(home: str, che
 
 
 def test_a_retained_backward_that_failed_can_be_tried_again(home: str) -> None:
-    model = OffloadModel(nn.Sequential(*(Block() for _ in range(DEPTH))), "cpu", home, checkpoint_activation=True)
+    model = OffloadModel(
+        nn.Sequential(*(Block() for _ in range(DEPTH))), "cpu", home, checkpoint_activation=True, num_slices=3
+    )
     failing = [True]
     list(model.children())[1].register_forward_hook(lambda block, args, output: _Failing.apply(output, failing))
     loss = model(torch.randn(3, WIDTH)).sum()

@@ -150,7 +150,7 @@ def a_loaded_optimizer_is_not_updated_by_an_earlier_step(pair: Pair) -> None:
 @fails_with("DID NOT RAISE .*RuntimeError", error=pytest.fail.Exception)
 def a_gradient_that_a_class_refuses_is_refused_by_the_step(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     layers = [nn.EmbeddingBag(5, 4, sparse=True), nn.Linear(4, 2)]
-    model = OffloadModel(layers, "cpu", f"{path}/", checkpoint_activation=True)
+    model = OffloadModel(layers, "cpu", f"{path}/", checkpoint_activation=True, num_slices=3)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW)
     model(torch.tensor([[0, 1]])).sum().backward()
     with pytest.raises(RuntimeError, match="sparse"):

@@ -222,7 +222,7 @@ class TestCyclicFiles:
         nbytes = 700 * 700 * 4
         self.available = int(7.5 * nbytes / CACHE_HOLDS)  # three of weights, three of gradients, one and a half
         monkeypatch.setattr(cache_module, "available_bytes", lambda: self.available)
-        model = OffloadModel(layers, "cpu", direct_folder, checkpoint_activation=True)
+        model = OffloadModel(layers, "cpu", direct_folder, checkpoint_activation=True, num_slices=3)
         optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
         calls = Calls(monkeypatch)
         for _ in range(2):
@@ -244,7 +244,7 @@ class TestCyclicFiles:
         monkeypatch.setattr(cache_module, "available_bytes", lambda: self.available)
         monkeypatch.setattr(cache_module, "RECHECK_BYTES", 1)
         layers = [nn.Linear(700, 700, bias=False) for _ in range(3)]
-        model = OffloadModel(layers, "cpu", direct_folder, checkpoint_activation=True)
+        model = OffloadModel(layers, "cpu", direct_folder, checkpoint_activation=True, num_slices=3)
         model.load_state_dict(bare.state_dict())
         ours = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
         plain = torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9)

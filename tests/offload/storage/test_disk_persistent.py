@@ -227,7 +227,9 @@ def test_a_file_that_is_cut_or_longer_is_refused(left: tuple[Path, dict[str, Ten
 def test_swapped_shards_are_refused(tmp_path: Path) -> None:
     """Also if they hold tensors of the same names and shapes; here of the same shapes."""
     torch.manual_seed(0)
-    model = OffloadModel([nn.Linear(4, 4), nn.Linear(4, 4)], "cpu", DiskHome(tmp_path, keep=True))
+    model = OffloadModel(
+        [nn.Linear(4, 4), nn.Linear(4, 4)], "cpu", DiskHome(tmp_path, keep=True), checkpoint_activation=False
+    )
     model.close()
     first, second = tmp_path / "shard-00000.home", tmp_path / "shard-00001.home"
     first.rename(tmp_path / "x")
@@ -236,7 +238,7 @@ def test_swapped_shards_are_refused(tmp_path: Path) -> None:
     with torch.device("meta"):
         blank = [nn.Linear(4, 4), nn.Linear(4, 4)]
     with pytest.raises(HomeError, match=r"shard-00000.home \(shard 0\): expected file 0 of the home, got file 1"):
-        OffloadModel(blank, "cpu", DiskHome(tmp_path, keep=True))
+        OffloadModel(blank, "cpu", DiskHome(tmp_path, keep=True), num_slices=3, checkpoint_activation=False)
 
 
 def test_another_model_is_refused_and_told_the_first_difference(left: tuple[Path, dict[str, Tensor]]) -> None:

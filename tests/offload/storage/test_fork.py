@@ -64,18 +64,18 @@ def test_a_child_that_calls_the_model_is_told_that_it_is_forked(home: str, recom
 
 
 def test_a_child_reads_parameters_and_makes_a_model_of_its_own(home: str) -> None:
-    model = OffloadModel(build(["linear"]), "cpu", home, num_slices=3)
+    model = OffloadModel(build(["linear"]), "cpu", home, num_slices=3, checkpoint_activation=False)
     expected = [p.detach().clone() for p in model.parameters()]
 
     def child() -> None:
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected, strict=True))
-        train(OffloadModel(build(["linear"]), "cpu", home, num_slices=3))
+        train(OffloadModel(build(["linear"]), "cpu", home, num_slices=3, checkpoint_activation=False))
 
     in_child(child)
 
 
 def test_a_child_that_has_an_update_pending_is_told_that_it_is_forked(tmp_path: Path) -> None:
-    model = OffloadModel(build(["linear"]), "cpu", tmp_path, num_slices=3)
+    model = OffloadModel(build(["linear"]), "cpu", tmp_path, num_slices=3, checkpoint_activation=False)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW)
     train(model)
     optimizer.step()
@@ -91,7 +91,9 @@ def test_a_child_that_has_an_update_pending_is_told_that_it_is_forked(tmp_path: 
 @pytest.mark.parametrize("at_exit", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_child_that_ends_or_collects_the_model_leaves_the_files(tmp_path: Path, at_exit: bool, keep: bool) -> None:
-    model = OffloadModel(build(["linear"]), "cpu", DiskHome(tmp_path, keep=keep), num_slices=3)
+    model = OffloadModel(
+        build(["linear"]), "cpu", DiskHome(tmp_path, keep=keep), num_slices=3, checkpoint_activation=False
+    )
     train(model)
     before = sorted(path for path in tmp_path.rglob("*"))
     holder = [model]

@@ -47,7 +47,7 @@ def through_a_file(value: Any) -> Any:
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_state_dict_of_several_types_in_one_home_is_saved_by_torch(home: str, tied: bool) -> None:
     bare = mixed(tied=tied)
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, 2)
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, 2, checkpoint_activation=False)
     saved, expected = through_a_file(model.state_dict()), bare.state_dict()
     assert list(saved) == list(expected)
     assert all(torch.equal(saved[name], value) for name, value in expected.items())
@@ -56,13 +56,15 @@ def test_a_state_dict_of_several_types_in_one_home_is_saved_by_torch(home: str, 
 
 
 def test_a_module_around_a_model_of_several_types_is_saved_by_torch(home: str) -> None:
-    around = nn.ModuleDict({"before": nn.Linear(2, 2), "body": OffloadModel(mixed(), "cpu", home, 1)})
+    around = nn.ModuleDict(
+        {"before": nn.Linear(2, 2), "body": OffloadModel(mixed(), "cpu", home, 1, checkpoint_activation=False)}
+    )
     saved = through_a_file(around.state_dict())
     assert all(torch.equal(saved[name], value) for name, value in around.state_dict().items())
 
 
 def test_a_state_dict_of_several_types_is_the_weights_themselves(home: str) -> None:
-    model = OffloadModel(mixed(), "cpu", home, 1)
+    model = OffloadModel(mixed(), "cpu", home, 1, checkpoint_activation=False)
     parameters = dict(model.named_parameters())
     versions = {name: p._version for name, p in parameters.items()}
     for value in model.state_dict().values():
@@ -78,7 +80,7 @@ def test_a_state_dict_of_several_types_is_the_weights_themselves(home: str) -> N
 
 
 def test_a_write_to_a_state_dict_of_several_types_before_the_backward_is_refused(home: str) -> None:
-    model = OffloadModel(mixed(), "cpu", home, 1, detect_weight_writes=False)
+    model = OffloadModel(mixed(), "cpu", home, 1, detect_weight_writes=False, checkpoint_activation=False)
     output = model(torch.ones(2, WIDTH, dtype=torch.float64))
     model.state_dict()["1.linear.weight"].mul_(2)
     with pytest.raises(RuntimeError, match="changed in place"):
@@ -104,7 +106,7 @@ class Growing(torch.optim.Optimizer):
 def test_states_of_several_types_are_saved_by_torch(home: str) -> None:
     torch.manual_seed(0)
     bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, 2)
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, 2, checkpoint_activation=False)
     ours, plain = OffloadOptimizer(model, Growing), Growing(bare.parameters())
     for run, optimizer in ((model, ours), (bare, plain)):
         for _ in range(2):
@@ -139,7 +141,7 @@ class Auxiliary(nn.Module):
 def test_a_model_whose_layer_keeps_a_tensor_of_a_graph_is_pickled(home: str) -> None:
     torch.manual_seed(0)
     bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), Auxiliary())
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, 2)
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, 2, checkpoint_activation=False)
     for run in (bare, model):
         run(torch.ones(2, WIDTH))
     loaded, expected = pickle.loads(pickle.dumps(model)), pickle.loads(pickle.dumps(bare))
@@ -158,5 +160,5 @@ def test_a_model_under_the_old_weight_norm_is_pickled(home: str) -> None:
     bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), weight_norm(nn.Linear(WIDTH, WIDTH)))
     x = torch.ones(2, WIDTH)
     expected = bare(x)
-    model = pickle.loads(pickle.dumps(OffloadModel(bare, "cpu", home, 2)))
+    model = pickle.loads(pickle.dumps(OffloadModel(bare, "cpu", home, 2, checkpoint_activation=False)))
     assert torch.equal(model(x), expected)

@@ -98,7 +98,7 @@ def test_an_offloaded_model_and_its_optimizer_accumulate_windows_in_a_pipeline(
     reference = Whole(layers())
     lab.plain_loop(reference, [lab.batches(8)], 3, torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9))
     home = tmp_path if on_disk else "cpu"
-    offloaded = OffloadModel(layers(), "cpu", offload_device=home, checkpoint_activation=True)
+    offloaded = OffloadModel(layers(), "cpu", offload_device=home, checkpoint_activation=True, num_slices=3)
     optimizer = OffloadOptimizer(
         offloaded, torch.optim.SGD, update_in_backward=update_in_backward, lr=0.1, momentum=0.9
     )
