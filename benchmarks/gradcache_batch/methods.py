@@ -31,7 +31,7 @@ from benchmarks.models.encoder import build_encoder
 from benchmarks.models.transformer import Checkpointed
 from gradcache import GradCache
 from gradcache.loss import SimpleContrastiveLoss
-from offload import OffloadModel
+from offload import MemoryPolicy, OffloadModel
 
 TEMPERATURE = 0.05
 TILE_ROWS = 256
@@ -148,17 +148,20 @@ def _cached(encoder: nn.Sequential, shape: Shape, home: Path, checkpointed: bool
 
 def _ours(encoder: nn.Sequential, shape: Shape, home: Path, together: bool) -> Made:
     """Fused over the layers, which are in memory; ``together``: several chunks at a time."""
-    kept = shape.kept * MEBIBYTE
-    return encoder, GradCache([encoder, encoder], shape.chunk, _tiled_loss(), boundary_bytes=kept, regroup=together)
+    memory = MemoryPolicy(boundary_bytes=shape.kept * MEBIBYTE, join_chunks=together)
+    return encoder, GradCache([encoder, encoder], shape.chunk, _tiled_loss(), memory=memory)
 
 
 def _over_offload(encoder: nn.Sequential, shape: Shape, home: Path, together: bool) -> Made:
     """Fused over an OffloadModel that is stored on disk. A chunk apart has its own gradients beside the sum of all."""
     graphs = shape.graphs if together else shape.graphs * 7 // 8
-    options: dict[str, Any] = {"graph_bytes": graphs * MEBIBYTE or None, "boundary_bytes": shape.kept * MEBIBYTE}
-    if together:
-        options["activation_bytes"] = shape.together * MEBIBYTE
-    model = _offloaded(encoder, home, **options)
+    memory = MemoryPolicy(
+        graph_bytes=graphs * MEBIBYTE,
+        boundary_bytes=shape.kept * MEBIBYTE,
+        activation_bytes=shape.together * MEBIBYTE if together else None,
+        join_chunks=together,
+    )
+    model = _offloaded(encoder, home, memory=memory)
     return model, GradCache([model, model], shape.chunk, _tiled_loss())
 
 

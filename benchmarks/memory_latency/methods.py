@@ -155,8 +155,10 @@ def fairscale_offload(model: nn.Sequential, home: Path, device: str, slices: int
 
 def ours(model: nn.Sequential, home: Path, device: str, disk: bool = True, **settings: Any) -> Method:
     """``OffloadModel`` with these settings, stored in files or in host memory."""
-    from offload import OffloadModel
+    from offload import MemoryPolicy, OffloadModel
 
+    if "num_slots" in settings:
+        settings["memory"] = MemoryPolicy(slots=settings.pop("num_slots"))
     offloaded = OffloadModel(model, device, home if disk else "cpu", **settings)
     return Method(offloaded, lambda: _gradients(offloaded), offloaded.zero_grad, model=offloaded)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from benchmarks.harness.case import FLOOR
 from benchmarks.harness.worker import Reporter
 from benchmarks.models.transformer import Checkpointed, Stack
-from offload import DiskHome, OffloadModel
+from offload import DiskHome, MemoryPolicy, OffloadModel
 
 READ_BYTES = 16 << 20
 
@@ -43,8 +43,7 @@ def _streamed(shape: dict[str, Any], home: str, slots: int | None = None) -> Off
         "cpu",
         offload_device=home,
         checkpoint_activation=True,
-        boundary_bytes=shape["boundary_bytes"],
-        num_slots=slots,
+        memory=MemoryPolicy(slots=slots, boundary_bytes=shape["boundary_bytes"]),
     )
 
 

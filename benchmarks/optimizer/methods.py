@@ -97,11 +97,10 @@ def offloaded_from_meta(training: Training, home: Path) -> Method:
 
 
 def _offloaded(layers: list[nn.Module], training: Training, home: Path) -> Any:
-    from offload import OffloadModel, OffloadOptimizer
+    from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 
-    graphs = training.graphs << 20 or None
-    options: dict[str, Any] = {"checkpoint_activation": True, "num_slots": training.slots, "graph_bytes": graphs}
-    model = OffloadModel(layers, "cpu", offload_device=home, **options)
+    memory = MemoryPolicy(slots=training.slots, graph_bytes=training.graphs << 20)
+    model = OffloadModel(layers, "cpu", offload_device=home, checkpoint_activation=True, memory=memory)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, max_norm=training.max_norm, **training.options)
     return Method(_step(model, optimizer, lambda: None), model.named_parameters, model)
 

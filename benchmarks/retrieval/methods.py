@@ -49,7 +49,7 @@ def make(method: str, encoder: nn.Sequential, settings: Settings, home: str) -> 
         return encoder, step
     from gradcache import GradCache
     from gradcache.loss import SimpleContrastiveLoss
-    from offload import OffloadModel
+    from offload import MemoryPolicy, OffloadModel
 
     model: nn.Module = encoder
     if method == OURS:
@@ -60,8 +60,9 @@ def make(method: str, encoder: nn.Sequential, settings: Settings, home: str) -> 
             offload_device=home,
             num_slices=settings.slices,
             checkpoint_activation=True,
-            boundary_bytes=settings.boundary_bytes,
-            activation_bytes=settings.activation_bytes,
+            memory=MemoryPolicy(
+                boundary_bytes=settings.boundary_bytes, activation_bytes=settings.activation_bytes, join_chunks=True
+            ),
         )
     # By tiles: the scores of all rows against all rows would outgrow the encoder when the batch is large.
     loss_fn = SimpleContrastiveLoss(temperature=TEMPERATURE, symmetric=True, tile_rows=settings.loss_rows)
