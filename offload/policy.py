@@ -101,6 +101,38 @@ class MemoryPolicy:
             kind = TypeError if all(isinstance(error, TypeError) for error in wrong) else ValueError
             raise kind("\n".join(map(str, wrong)))
 
+    @classmethod
+    def fixed(
+        cls,
+        *,
+        slots: int | None = None,
+        boundary_bytes: Bytes | None = None,
+        activation_bytes: Bytes | None = None,
+        graph_bytes: Bytes | None = None,
+        gradient_bytes: Bytes | None = None,
+        resident_bytes: Bytes | None = None,
+        join_chunks: bool | None = None,
+    ) -> MemoryPolicy:
+        """A policy that leaves nothing to plan and has no limit, for use of memory that is tuned by hand.
+
+        What is left out or None: 2 slots, 64 MiB of boundaries, and no bytes of graphs, gradients or resident shards.
+        """
+        return cls(
+            slots=2 if slots is None else slots,
+            boundary_bytes="64MiB" if boundary_bytes is None else boundary_bytes,
+            activation_bytes=activation_bytes,
+            graph_bytes=graph_bytes or 0,
+            gradient_bytes=gradient_bytes or 0,
+            resident_bytes=resident_bytes or 0,
+            join_chunks=join_chunks,
+        )
+
+    @property
+    def plans(self) -> bool:
+        """Whether anything is left to plan, or there is a limit to keep."""
+        fields = (self.slots, self.boundary_bytes, self.graph_bytes, self.gradient_bytes, self.resident_bytes)
+        return self.memory != "auto" or None in fields
+
     def __repr__(self) -> str:
         given = [repr(self.memory)] if self.memory != "auto" else []
         given += [

@@ -158,7 +158,7 @@ def ours(model: nn.Sequential, home: Path, device: str, disk: bool = True, **set
     from offload import MemoryPolicy, OffloadModel
 
     if "num_slots" in settings:
-        settings["memory"] = MemoryPolicy(slots=settings.pop("num_slots"))
+        settings["memory"] = MemoryPolicy.fixed(slots=settings.pop("num_slots"))
     offloaded = OffloadModel(model, device, home if disk else "cpu", **settings)
     return Method(offloaded, lambda: _gradients(offloaded), offloaded.zero_grad, model=offloaded)
 

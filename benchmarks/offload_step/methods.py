@@ -43,7 +43,7 @@ def _streamed(shape: dict[str, Any], home: str, slots: int | None = None) -> Off
         "cpu",
         offload_device=home,
         checkpoint_activation=True,
-        memory=MemoryPolicy(slots=slots, boundary_bytes=shape["boundary_bytes"]),
+        memory=MemoryPolicy.fixed(slots=slots, boundary_bytes=shape["boundary_bytes"]),
     )
 
 

@@ -99,7 +99,7 @@ def offloaded_from_meta(training: Training, home: Path) -> Method:
 def _offloaded(layers: list[nn.Module], training: Training, home: Path) -> Any:
     from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 
-    memory = MemoryPolicy(slots=training.slots, graph_bytes=training.graphs << 20)
+    memory = MemoryPolicy.fixed(slots=training.slots, graph_bytes=training.graphs << 20)
     model = OffloadModel(layers, "cpu", offload_device=home, checkpoint_activation=True, memory=memory)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, max_norm=training.max_norm, **training.options)
     return Method(_step(model, optimizer, lambda: None), model.named_parameters, model)

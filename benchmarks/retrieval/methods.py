@@ -60,7 +60,7 @@ def make(method: str, encoder: nn.Sequential, settings: Settings, home: str) -> 
             offload_device=home,
             num_slices=settings.slices,
             checkpoint_activation=True,
-            memory=MemoryPolicy(
+            memory=MemoryPolicy.fixed(
                 boundary_bytes=settings.boundary_bytes, activation_bytes=settings.activation_bytes, join_chunks=True
             ),
         )

@@ -138,8 +138,7 @@ class MovableHomes(ExclusivePasses):
 
     def plan_memory(self, limits: MemoryLimits, policy: MemoryPolicy) -> None:
         """Chooses the plans of steps by what they measure, within the limits, if the policy leaves anything open."""
-        fields = (policy.slots, policy.boundary_bytes, policy.graph_bytes, policy.gradient_bytes, policy.resident_bytes)
-        if policy.memory == "auto" and None not in fields:
+        if not policy.plans:
             return
         for runner in self.runners:
             runner.measures_graphs = True

@@ -121,7 +121,7 @@ def test_measuring_an_offloaded_model_leaves_no_trace_and_measures_a_frozen_one_
     layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8))
     layers.requires_grad_(False)
     before = copy.deepcopy(layers.state_dict())
-    model = OffloadModel(layers, "cpu", num_slices=4, memory=MemoryPolicy(activation_bytes=4 * 64))
+    model = OffloadModel(layers, "cpu", num_slices=4, memory=MemoryPolicy.fixed(activation_bytes=4 * 64))
     x = torch.randn(12, 8)
     state = torch.get_rng_state()
     assert model.activation_bytes(x) == 0

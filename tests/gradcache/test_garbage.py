@@ -37,7 +37,7 @@ def offloaded(layers: list[nn.Module], home: Path) -> nn.Module:
         home,
         checkpoint_activation=True,
         num_slices=3,
-        memory=MemoryPolicy(activation_bytes=1 << 20, graph_bytes=1 << 20),
+        memory=MemoryPolicy.fixed(activation_bytes=1 << 20, graph_bytes=1 << 20),
     )
 
 

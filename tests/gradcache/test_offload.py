@@ -185,7 +185,9 @@ def test_audit_tells_of_a_layer_that_repeats_itself_otherwise_wherever_it_is(how
         options: dict[str, Any] = {}
         if how in ("streamed", "together"):
             model = offloaded(
-                model, num_slices=5, **({"memory": MemoryPolicy(activation_bytes="1MiB")} if how == "together" else {})
+                model,
+                num_slices=5,
+                **({"memory": MemoryPolicy.fixed(activation_bytes="1MiB")} if how == "together" else {}),
             )
         else:
             # The lean budget holds what enters layers, and no graph.
@@ -224,7 +226,7 @@ def test_chunks_that_the_engine_runs_together_give_the_same_gradient_in_every_st
         return nn.functional.dropout(nn.functional.normalize(out), 0.0)
 
     bare = tower()
-    ours = offloaded(copy.deepcopy(bare), memory=MemoryPolicy(activation_bytes="1MiB"))
+    ours = offloaded(copy.deepcopy(bare), memory=MemoryPolicy.fixed(activation_bytes="1MiB"))
     x, y = torch.randn(13, 8), torch.randn(13, 8)
     step = GradCache([ours, ours], 2, SimpleContrastiveLoss(), get_rep_fn=rep, audit=True)
     for _ in range(3):

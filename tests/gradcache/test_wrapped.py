@@ -350,7 +350,7 @@ def test_micro_batches_of_the_model_stay_micro_batches() -> None:
 
 def test_chunks_that_the_model_runs_together_give_the_same_gradient_in_every_step() -> None:
     plain = Residual()
-    ours = with_offload(plain, memory=MemoryPolicy(activation_bytes="1MiB"))
+    ours = with_offload(plain, memory=MemoryPolicy.fixed(activation_bytes="1MiB"))
     for seed in (3, 4, 5):
         for model in (plain, ours):
             GradCache([model], 2, square)(rows(7, seed))

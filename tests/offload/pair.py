@@ -57,7 +57,7 @@ class Pair:
             num_slices=slices,
             checkpoint_activation=recompute,
             param_dtype=param_dtype,
-            memory=None if gradient_bytes is None else MemoryPolicy(gradient_bytes=gradient_bytes),
+            memory=None if gradient_bytes is None else MemoryPolicy.fixed(gradient_bytes=gradient_bytes),
         )
         self.param_dtype = param_dtype
         groups: Any = None

@@ -119,7 +119,7 @@ def test_compiled_layers_stay_compiled(mode: str, backend: str, home: str, tmp_p
         "cpu" if home == "host" else tmp_path,
         num_slices=2,
         checkpoint_activation=mode != "kept",
-        memory=MemoryPolicy(graph_bytes="1MiB" if mode == "graphs" else None),
+        memory=MemoryPolicy.fixed(graph_bytes="1MiB" if mode == "graphs" else None),
     )
     for _ in range(3):
         torch.testing.assert_close(step(model, list(model.parameters())), expected)

@@ -54,7 +54,7 @@ def assert_trains_alike(home: str, *, recompute: bool = True, boundary_bytes: in
         home,
         num_slices=4,
         checkpoint_activation=recompute,
-        memory=MemoryPolicy(boundary_bytes=boundary_bytes if recompute else None),
+        memory=MemoryPolicy.fixed(boundary_bytes=boundary_bytes if recompute else None),
     )
     for expected, got in zip(train(bare.cuda()), train(model), strict=True):
         # The optimizer of the bare model computes on the device, the other one on the host.
@@ -202,7 +202,7 @@ def test_peak_device_bytes_are_those_of_the_formula(shards: int) -> None:
     x = torch.randn(rows, width, device="cuda")
     nn.functional.linear(x, torch.randn(width, width, device="cuda")).sum()  # cuBLAS takes its workspace
     model = OffloadModel(
-        layers, "cuda", checkpoint_activation=True, num_slices=3, memory=MemoryPolicy(boundary_bytes=1 << 20)
+        layers, "cuda", checkpoint_activation=True, num_slices=3, memory=MemoryPolicy.fixed(boundary_bytes=1 << 20)
     )
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -223,7 +223,7 @@ def stepped(recompute: bool, boundary_bytes: int | None) -> Callable[[], None]:
         num_slices=6,
         checkpoint_activation=recompute,
         num_microbatches=2,
-        memory=MemoryPolicy(boundary_bytes=boundary_bytes),
+        memory=MemoryPolicy.fixed(boundary_bytes=boundary_bytes),
     )
     x = torch.randn(4, WIDTH, device="cuda")
 
@@ -280,7 +280,7 @@ def test_the_host_waits_for_no_event_before_the_end_of_a_pass(
 def test_a_page_locked_input_may_be_filled_anew_as_soon_as_the_call_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twin: test_model.py::test_a_copy_of_a_page_locked_input_ends_before_the_call."""
     model = OffloadModel(
-        build(["linear"]), "cuda", num_slices=3, memory=MemoryPolicy(slots=3), checkpoint_activation=True
+        build(["linear"]), "cuda", num_slices=3, memory=MemoryPolicy.fixed(slots=3), checkpoint_activation=True
     )
     x = torch.randn(3, WIDTH)
     with torch.no_grad():

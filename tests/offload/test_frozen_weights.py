@@ -20,7 +20,7 @@ def make(home: str = "cpu", slots: int = 4) -> tuple[nn.Sequential, OffloadModel
     bare = build(["linear", "linear"])
     layers = copy.deepcopy(bare)
     return bare, OffloadModel(
-        layers, "cpu", home, num_slices=4, memory=MemoryPolicy(slots=slots), checkpoint_activation=True
+        layers, "cpu", home, num_slices=4, memory=MemoryPolicy.fixed(slots=slots), checkpoint_activation=True
     )
 
 
@@ -187,7 +187,9 @@ def test_a_held_parameter_may_be_written_at_any_time(hold: str, when: str, home:
     bare = build(["linear"])
     layers = copy.deepcopy(bare)
     held = HOLDS[hold](layers) if when == "before wrapping" else None
-    model = OffloadModel(layers, "cpu", home, num_slices=3, memory=MemoryPolicy(slots=3), checkpoint_activation=True)
+    model = OffloadModel(
+        layers, "cpu", home, num_slices=3, memory=MemoryPolicy.fixed(slots=3), checkpoint_activation=True
+    )
     if when == "after":
         held = HOLDS[hold](model)
     infer(model)

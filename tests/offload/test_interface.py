@@ -80,7 +80,7 @@ def test_boundary_bytes_may_be_a_string(tmp_path: Path) -> None:
             num_slices=4,
             checkpoint_activation=True,
             num_microbatches=4,
-            memory=MemoryPolicy(boundary_bytes=size),
+            memory=MemoryPolicy.fixed(boundary_bytes=size),
         )
         model(torch.randn(8, WIDTH)).sum().backward()
         assert (model.statistics().bytes_spilled > 0) == spilled, size

@@ -58,7 +58,7 @@ def at_home(model: OffloadModel) -> bool:
         ({"memory": 1.5}, TypeError, "memory=1.5"),
         ({"memory": "much"}, ValueError, "memory='much'"),
         (
-            {"memory": MemoryPolicy(graph_bytes="1MiB"), "checkpoint_activation": False},
+            {"memory": MemoryPolicy.fixed(graph_bytes="1MiB"), "checkpoint_activation": False},
             ValueError,
             "graph_bytes needs checkpoint_activation=True",
         ),
@@ -190,7 +190,7 @@ def peak(depth: int, slices: int, tmp_path: Path) -> tuple[int, int]:
         num_slices=slices,
         checkpoint_activation=True,
         num_microbatches=4,
-        memory=MemoryPolicy(boundary_bytes=2048),
+        memory=MemoryPolicy.fixed(boundary_bytes=2048),
     )
     model(batch(64)).sum().backward()
     return model.statistics().peak_device_bytes, model._executor.streamer._slot_bytes
@@ -446,7 +446,7 @@ def test_a_model_that_is_a_global_lets_the_interpreter_exit(tmp_path: Path) -> N
     code = (
         "import sys, torch; from torch import nn; from offload import MemoryPolicy, OffloadModel\n"
         "model = OffloadModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 'cpu', sys.argv[1] + '/', num_slices=2,"
-        " checkpoint_activation=True, memory=MemoryPolicy(boundary_bytes=0))\n"
+        " checkpoint_activation=True, memory=MemoryPolicy.fixed(boundary_bytes=0))\n"
         "loss = model(torch.randn(2, 4)).sum(); loss.backward(); kept = model(torch.randn(2, 4))"
     )
     result = subprocess.run(

@@ -84,7 +84,7 @@ def test_norms_are_no_longer_computed(home: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_gradients_no_longer_wait_in_memory(tmp_path: Path) -> None:
-    model = model_at(f"{tmp_path}/", memory=MemoryPolicy(gradient_bytes="1GiB"))
+    model = model_at(f"{tmp_path}/", memory=MemoryPolicy.fixed(gradient_bytes="1GiB"))
     optimizer: Any = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     before = model.statistics().bytes_stored
     backward(model)

@@ -81,7 +81,7 @@ def test_any_combination_trains_like_the_bare_model(data: st.DataObject) -> None
             num_slices=slices,
             checkpoint_activation=recompute,
             num_microbatches=microbatches,
-            memory=MemoryPolicy(slots=slots, boundary_bytes=boundary_bytes),
+            memory=MemoryPolicy.fixed(slots=slots, boundary_bytes=boundary_bytes),
         )
         cuts = cut_layers(layer_bytes(list(bare)), slices)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (bare, model)]

@@ -110,7 +110,7 @@ def test_a_view_of_a_weight_that_outlives_its_visit_keeps_its_values(home: str, 
     torch.manual_seed(0)
     bare = nn.Sequential(*(Custom(WIDTH) for _ in range(4)))
     model = OffloadModel(
-        copy.deepcopy(bare), "cpu", home, 4, checkpoint_activation=False, memory=MemoryPolicy(slots=slots)
+        copy.deepcopy(bare), "cpu", home, 4, checkpoint_activation=False, memory=MemoryPolicy.fixed(slots=slots)
     )
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -149,7 +149,7 @@ def test_a_tensor_that_is_passed_on_twice_is_one_tensor_when_written_in_place(ho
             home,
             5,
             recompute,
-            memory=MemoryPolicy(boundary_bytes=budget if recompute else None),
+            memory=MemoryPolicy.fixed(boundary_bytes=budget if recompute else None),
         )
         a, b = model(batch())
         (a.pow(2).sum() + b.sum()).backward()

@@ -35,10 +35,10 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "recompute": ("host", {"checkpoint_activation": True}, "plain"),
     "disk": (
         "disk",
-        {"checkpoint_activation": True, "memory": MemoryPolicy(boundary_bytes=0), "num_microbatches": 2},
+        {"checkpoint_activation": True, "memory": MemoryPolicy.fixed(boundary_bytes=0), "num_microbatches": 2},
         "clipped",
     ),
-    "graphs": ("host", {"checkpoint_activation": True, "memory": MemoryPolicy(graph_bytes=1 << 20)}, "plain"),
+    "graphs": ("host", {"checkpoint_activation": True, "memory": MemoryPolicy.fixed(graph_bytes=1 << 20)}, "plain"),
     "keep": ("host", {"checkpoint_activation": False, "num_microbatches": 2}, "in backward"),
     "cast": ("disk", {"checkpoint_activation": True, "param_dtype": torch.bfloat16}, "clipped"),
 }

@@ -127,7 +127,7 @@ def test_sparse_and_jagged_tensors_cross_shards_as_in_the_bare_model(
         "cpu" if home == "host" else tmp_path,
         len(bare),
         mode != "kept",
-        memory=MemoryPolicy(boundary_bytes=0, graph_bytes="1MiB" if mode == "graphs" else None),
+        memory=MemoryPolicy.fixed(boundary_bytes=0, graph_bytes="1MiB" if mode == "graphs" else None),
     )
     for _ in range(2):
         x = torch.randn(NODES, WIDTH)
@@ -218,7 +218,12 @@ def test_a_boundary_of_a_subclass_keeps_its_class_on_disk(tmp_path: Path) -> Non
             return self.linear(x)
 
     model = OffloadModel(
-        nn.Sequential(Tag(), Look(), Look(), Look()), "cpu", tmp_path, 4, True, memory=MemoryPolicy(boundary_bytes=0)
+        nn.Sequential(Tag(), Look(), Look(), Look()),
+        "cpu",
+        tmp_path,
+        4,
+        True,
+        memory=MemoryPolicy.fixed(boundary_bytes=0),
     )
     model(torch.randn(2, WIDTH)).sum().backward()
     assert set(seen) == {Tagged}

@@ -62,7 +62,7 @@ def test_gradients_are_those_of_the_chunks_apart(home: str, skip: int | None) ->
             home,
             num_slices=3,
             checkpoint_activation=True,
-            memory=MemoryPolicy(activation_bytes=budget),
+            memory=MemoryPolicy.fixed(activation_bytes=budget),
         )
         forwards = []
         model.get_submodule("0").register_forward_hook(lambda _m, _a, y, f=forwards: f.append(len(y)))
@@ -83,7 +83,7 @@ def test_batch_norm_keeps_the_chunks_while_it_trains() -> None:
         "cpu",
         checkpoint_activation=True,
         num_slices=3,
-        memory=MemoryPolicy(activation_bytes="1MiB"),
+        memory=MemoryPolicy.fixed(activation_bytes="1MiB"),
     )
     sizes = []
     model.get_submodule("1").register_forward_hook(lambda _m, _a, y: sizes.append(len(y)))
@@ -109,7 +109,7 @@ def test_chunks_of_layers_that_draw_stay_apart_unless_the_policy_joins_them(draw
             build(["dropout"]),
             "cpu",
             num_slices=3,
-            memory=MemoryPolicy(activation_bytes="1MiB", join_chunks=join),
+            memory=MemoryPolicy.fixed(activation_bytes="1MiB", join_chunks=join),
         )
         sizes: list[int] = []
         model.get_submodule("1").register_forward_hook(lambda _m, _a, y, s=sizes: s.append(len(y)))
@@ -132,7 +132,7 @@ def test_masks_of_joined_chunks_are_drawn_again() -> None:
         "cpu",
         checkpoint_activation=True,
         num_slices=3,
-        memory=MemoryPolicy(activation_bytes="1MiB", join_chunks=True),
+        memory=MemoryPolicy.fixed(activation_bytes="1MiB", join_chunks=True),
     )
     chunks = list(torch.randn(9, WIDTH).split(2))
     step(model, chunks)
@@ -154,7 +154,7 @@ def test_an_output_that_has_no_row_for_each_row_is_refused() -> None:
         "cpu",
         num_slices=2,
         checkpoint_activation=True,
-        memory=MemoryPolicy(activation_bytes=10**6),
+        memory=MemoryPolicy.fixed(activation_bytes=10**6),
     )
     chunks = list(torch.randn(6, WIDTH).split(2))
     model.forward_chunks(chunks)
@@ -164,7 +164,11 @@ def test_an_output_that_has_no_row_for_each_row_is_refused() -> None:
 
 def test_wrong_gradients_of_joined_chunks_are_named() -> None:
     model = OffloadModel(
-        build(["linear"]), "cpu", checkpoint_activation=True, num_slices=3, memory=MemoryPolicy(activation_bytes="1MiB")
+        build(["linear"]),
+        "cpu",
+        checkpoint_activation=True,
+        num_slices=3,
+        memory=MemoryPolicy.fixed(activation_bytes="1MiB"),
     )
     chunks = list(torch.randn(6, WIDTH).split(2))
     step(model, chunks)
@@ -192,7 +196,7 @@ def test_output_fn_sees_one_chunk_at_a_time_also_when_chunks_run_together() -> N
             "cpu",
             checkpoint_activation=True,
             num_slices=3,
-            memory=MemoryPolicy(activation_bytes=budget),
+            memory=MemoryPolicy.fixed(activation_bytes=budget),
         )
         for _ in range(2):
             model.zero_grad()

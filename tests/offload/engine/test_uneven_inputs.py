@@ -100,7 +100,7 @@ def test_inputs_of_unequal_rows_run_as_in_the_bare_model(make: Any, home: str, r
         "cpu" if home == "host" else tmp_path,
         len(bare),
         recompute,
-        memory=MemoryPolicy(boundary_bytes=0),
+        memory=MemoryPolicy.fixed(boundary_bytes=0),
     )
     outputs = [bare[1:](bare[0](*inputs)), model(*inputs)]
     for output in outputs:

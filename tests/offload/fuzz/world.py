@@ -129,7 +129,7 @@ class World:
             num_slices=min(setup.slices, len(layers)),
             checkpoint_activation=setup.checkpoint,
             num_microbatches=setup.microbatches,
-            memory=MemoryPolicy(
+            memory=MemoryPolicy.fixed(
                 slots=setup.slots, boundary_bytes=setup.boundary, graph_bytes=setup.graphs if setup.checkpoint else None
             ),
             detect_weight_writes=setup.compares,

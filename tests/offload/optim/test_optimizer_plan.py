@@ -89,7 +89,7 @@ def test_the_executed_actions_are_the_printed_plan(
         num_slices=4,
         checkpoint_activation=True,
         num_microbatches=2,
-        memory=MemoryPolicy(slots=slots),
+        memory=MemoryPolicy.fixed(slots=slots),
     )
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     if how != "none":

@@ -66,7 +66,7 @@ def test_a_shard_whose_graphs_are_kept_runs_forward_once_from_the_second_step_on
     for layer in bare:
         layer.register_forward_hook(lambda _m, args, _o: rows.append(args[0].size(0)))
     model = OffloadModel(
-        bare, "cpu", home, num_slices=3, checkpoint_activation=True, memory=MemoryPolicy(graph_bytes=budget)
+        bare, "cpu", home, num_slices=3, checkpoint_activation=True, memory=MemoryPolicy.fixed(graph_bytes=budget)
     )
     for step in range(2):
         rows.clear()
@@ -89,7 +89,7 @@ def test_gradients_and_generators_are_the_same_whatever_is_kept(home: str, kinds
             num_slices=len(kinds),
             checkpoint_activation=True,
             num_microbatches=3,
-            memory=MemoryPolicy(graph_bytes=budget if keeps else None),
+            memory=MemoryPolicy.fixed(graph_bytes=budget if keeps else None),
         )
         torch.manual_seed(1)
         for _ in range(2):
@@ -119,7 +119,7 @@ def test_norms_of_shards_that_share_slots_are_made_again_with_the_weights_of_the
         "cpu",
         home,
         num_slices=6,
-        memory=MemoryPolicy(slots=2, graph_bytes=budget),
+        memory=MemoryPolicy.fixed(slots=2, graph_bytes=budget),
         checkpoint_activation=True,
     )
     x = torch.randn(6, WIDTH)
@@ -151,7 +151,7 @@ def layers_run_in_second_step(bare: nn.Sequential, x: torch.Tensor, graph_bytes:
         "cpu",
         num_slices=2,
         checkpoint_activation=True,
-        memory=MemoryPolicy(graph_bytes=graph_bytes),
+        memory=MemoryPolicy.fixed(graph_bytes=graph_bytes),
     )
     model(x).sum().backward()
     ran.clear()
@@ -174,7 +174,9 @@ def test_kept_graphs_are_counted_without_results_of_norms_and_activations_and_do
     for layers in bare:
         for k in (0, 2):
             layers[k].register_forward_hook(lambda _m, _a, out: made.append(StorageWeakRef(out.untyped_storage())))
-    model = OffloadModel(bare, "cpu", num_slices=2, checkpoint_activation=True, memory=MemoryPolicy(graph_bytes="1MiB"))
+    model = OffloadModel(
+        bare, "cpu", num_slices=2, checkpoint_activation=True, memory=MemoryPolicy.fixed(graph_bytes="1MiB")
+    )
     model(x).sum().backward()
     made.clear()
     loss = model(x).sum()
@@ -200,7 +202,7 @@ def test_saved_tensor_hooks_of_the_user_see_every_tensor_of_a_kept_graph() -> No
         return tensor
 
     model = OffloadModel(
-        perceptron(), "cpu", num_slices=1, checkpoint_activation=True, memory=MemoryPolicy(graph_bytes="1MiB")
+        perceptron(), "cpu", num_slices=1, checkpoint_activation=True, memory=MemoryPolicy.fixed(graph_bytes="1MiB")
     )
     x = torch.randn(3, WIDTH)
     model(x).sum().backward()
@@ -217,7 +219,7 @@ def test_kept_graphs_of_a_retained_forward_serve_two_backwards(home: str) -> Non
         home,
         checkpoint_activation=True,
         num_slices=3,
-        memory=MemoryPolicy(graph_bytes="1MiB"),
+        memory=MemoryPolicy.fixed(graph_bytes="1MiB"),
     )
     x = torch.randn(4, WIDTH)
     model(x).sum().backward()
@@ -299,7 +301,7 @@ def test_a_kept_graph_holds_a_buffer_as_it_was_before_later_micro_batches_wrote_
             num_slices=3,
             checkpoint_activation=True,
             num_microbatches=3,
-            memory=MemoryPolicy(graph_bytes=size),
+            memory=MemoryPolicy.fixed(graph_bytes=size),
         )
         for size in (None, "1MiB")
     ]

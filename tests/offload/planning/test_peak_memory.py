@@ -113,7 +113,7 @@ def estimate_of(model: OffloadModel, rows: int, *, drain: float = 0.0) -> Estima
         {"checkpoint_activation": True, "num_slices": DEPTH, "num_microbatches": 2},
         {"checkpoint_activation": False, "num_slices": DEPTH},
         {"checkpoint_activation": False, "num_slices": DEPTH, "num_microbatches": 4},
-        {"checkpoint_activation": True, "num_slices": DEPTH, "memory": MemoryPolicy(graph_bytes="64MiB")},
+        {"checkpoint_activation": True, "num_slices": DEPTH, "memory": MemoryPolicy.fixed(graph_bytes="64MiB")},
     ],
     ids=lambda settings: ", ".join(f"{value}" for value in settings.values()),
 )

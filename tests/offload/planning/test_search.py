@@ -32,7 +32,9 @@ def model_of(
     contention: float = 0.0,
 ) -> StepModel:
     """Equal shards, AdamW on disk."""
-    parts = [part for _ in range(4) for part in (SavedTensor(weights // 4, 0, 0), SavedTensor(0, *[activations // 4] * 2))]
+    parts = [
+        part for _ in range(4) for part in (SavedTensor(weights // 4, 0, 0), SavedTensor(0, *[activations // 4] * 2))
+    ]
     return StepModel(
         shards=shards,
         first=0,

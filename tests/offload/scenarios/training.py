@@ -300,7 +300,7 @@ def the_host_waits_at_the_end_of_a_pass_and_never_before(monkeypatch: pytest.Mon
             f"{path}/",
             num_slices=4,
             checkpoint_activation=True,
-            memory=MemoryPolicy(slots=slots, boundary_bytes=0),
+            memory=MemoryPolicy.fixed(slots=slots, boundary_bytes=0),
             num_microbatches=2,
         )
 

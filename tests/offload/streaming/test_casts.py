@@ -186,7 +186,7 @@ def test_what_the_bare_model_keeps_is_what_this_is_compared_with() -> None:
 
 
 def test_a_graph_that_recomputation_keeps_refers_to_casts_as_well() -> None:
-    model = offloaded(build(), "cpu", checkpoint_activation=True, memory=MemoryPolicy(graph_bytes="1MiB"))
+    model = offloaded(build(), "cpu", checkpoint_activation=True, memory=MemoryPolicy.fixed(graph_bytes="1MiB"))
     gradients(model, model)  # the first step measures
     counts = Counts()
     with torch.autocast("cpu", dtype=torch.bfloat16), counts:

@@ -107,7 +107,7 @@ def test_freezing_and_thawing_between_steps_is_that_of_the_plain_model(
 
 
 def test_memory_for_waiting_gradients_counts_trained_parameters(tmp_path: Path) -> None:
-    _, model = adapted(tmp_path, memory=MemoryPolicy(gradient_bytes=4 * 2 * WIDTH * RANK * 4))
+    _, model = adapted(tmp_path, memory=MemoryPolicy.fixed(gradient_bytes=4 * 2 * WIDTH * RANK * 4))
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     model(torch.randn(3, WIDTH)).sum().backward()
     assert gradient_files(tmp_path) == []

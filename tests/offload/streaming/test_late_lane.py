@@ -50,7 +50,7 @@ def both(
         num_slices=slices,
         checkpoint_activation=recompute,
         num_microbatches=microbatches,
-        memory=MemoryPolicy(slots=slots, boundary_bytes=100),
+        memory=MemoryPolicy.fixed(slots=slots, boundary_bytes=100),
     )
     cuts = [len(shard.layers) for shard in model._executor.shards]
     return train(bare, lambda x: reference(bare, cuts, x, microbatches)), train(model, model)
@@ -161,7 +161,7 @@ def test_no_load_is_under_way_when_an_inference_returns(monkeypatch: pytest.Monk
         "offload.model.open_lanes", lambda device, **_: CopyLanes(*(Recorded(name, device) for name in ("a", "b", "c")))
     )
     model = OffloadModel(
-        build(["linear"]), "cpu", num_slices=3, memory=MemoryPolicy(slots=3), checkpoint_activation=True
+        build(["linear"]), "cpu", num_slices=3, memory=MemoryPolicy.fixed(slots=3), checkpoint_activation=True
     )
     with torch.no_grad():
         model(torch.randn(3, WIDTH))

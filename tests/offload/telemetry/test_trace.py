@@ -26,7 +26,7 @@ def make(tmp_path: Path) -> OffloadModel:
         num_slices=4,
         checkpoint_activation=True,
         num_microbatches=2,
-        memory=MemoryPolicy(boundary_bytes=0),
+        memory=MemoryPolicy.fixed(boundary_bytes=0),
     )
 
 
@@ -56,11 +56,11 @@ def test_compute_follows_the_plan_and_lanes_copy_what_it_says(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "settings",
     [
-        {"num_microbatches": 3, "memory": MemoryPolicy(boundary_bytes=0)},
-        {"num_microbatches": 3, "memory": MemoryPolicy(boundary_bytes=1600)},
-        {"num_microbatches": 2, "memory": MemoryPolicy(boundary_bytes=0, graph_bytes=500)},
-        {"num_microbatches": 2, "memory": MemoryPolicy(boundary_bytes=0), "checkpoint_activation": False},
-        {"num_microbatches": 1, "memory": MemoryPolicy(slots=4)},
+        {"num_microbatches": 3, "memory": MemoryPolicy.fixed(boundary_bytes=0)},
+        {"num_microbatches": 3, "memory": MemoryPolicy.fixed(boundary_bytes=1600)},
+        {"num_microbatches": 2, "memory": MemoryPolicy.fixed(boundary_bytes=0, graph_bytes=500)},
+        {"num_microbatches": 2, "memory": MemoryPolicy.fixed(boundary_bytes=0), "checkpoint_activation": False},
+        {"num_microbatches": 1, "memory": MemoryPolicy.fixed(slots=4)},
     ],
     ids=str,
 )
