@@ -277,7 +277,7 @@ class OffloadModel(ReportingModule):
             calls = [as_call(i, chunk) for i, chunk in enumerate(chunks)]
         groups, rows = calls, [[0]] * len(calls)
         per_row, runners = self._meter.activation_bytes_per_row, self._executor.runners
-        most_rows = rows_together(self._policy, per_row, self._layers(), runners)
+        most_rows = rows_together(self._policy, self._executor.cell_bytes(), per_row, self._layers(), runners)
         if most_rows > 1 and input_fn is None:
             groups, rows = join_chunks(calls, most_rows)
         output_fns = [output_fn and by_chunk(output_fn, sizes) for sizes in rows]

@@ -146,6 +146,10 @@ class MovableHomes(ExclusivePasses):
             self._tier.limit_staging(limits.device_bytes // STAGING_SHARE)
         self.steps.planner = MemoryPlanner(limits, policy, self)
 
+    def cell_bytes(self) -> int | None:
+        """Bytes that the activations of a cell of joined chunks may take; None if that is not planned."""
+        return None if self.steps.planner is None else self.steps.planner.cell_bytes
+
     def memory_report(self) -> MemoryReport:
         """See :meth:`OffloadModel.memory_report <offload.OffloadModel.memory_report>`."""
         if self.steps.planner is None:

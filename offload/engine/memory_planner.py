@@ -47,6 +47,8 @@ __all__ = ["MemoryPlanner"]
 PLAN_AFTER = (1, 3)
 #: Least predicted gain for which a plan is replaced by another.
 LEAST_GAIN = 0.05
+#: Of a limit of memory, the activations of chunks that run together take at most one part in so many.
+CELL_SHARE = 4
 #: Different sizes of a batch whose choices are remembered.
 SIZES_REMEMBERED = 64
 
@@ -90,6 +92,18 @@ class MemoryPlanner:
         """Bytes of the memory that layers compute in."""
         return self._limits.device_bytes
 
+    @property
+    def cell_bytes(self) -> int | None:
+        """Bytes that the activations of one cell of joined chunks may take; None before a step was planned.
+
+        Beside them there are their gradients, of as many bytes at most, boundaries, and what does not grow with rows.
+        """
+        if self._prediction is None:
+            return None
+        fixed = max(moment.weights + moment.gradients + moment.others for moment in self._prediction.course)
+        room = self.limit_bytes - self._margin_bytes - fixed
+        return max(0, min(self.limit_bytes // CELL_SHARE, room // 3))
+
     def begin(self, rows: Sequence[int], *, idle: bool) -> None:
         """Begins a training step; ``idle``: no earlier forward waits for its backward.
 
@@ -99,7 +113,7 @@ class MemoryPlanner:
         if self._due and idle:
             self._plan_again(rows)
         if self._steps_done:
-            self._choose(rows)
+            self._choose(rows, idle=idle)
         self._peak.begin()
         self._began = time.perf_counter()
 
@@ -178,8 +192,8 @@ class MemoryPlanner:
         self._in_memory = choice.in_memory
         self._streamer.resize(choice.slots)
 
-    def _choose(self, rows: Sequence[int]) -> None:
-        """The choice for micro-batches of so many rows, with the present slots and shards in memory."""
+    def _choose(self, rows: Sequence[int], *, idle: bool) -> None:
+        """The choice for micro-batches of so many rows, with the present slots and shards in memory if it fits so."""
         key = (tuple(rows), self._gradient_bytes_held())
         if key not in self._choices:
             model = self._model(rows)
@@ -188,6 +202,10 @@ class MemoryPlanner:
             try:
                 choice = fill(model, present, self.limit_bytes)
             except NothingFitsError as error:
+                if idle:
+                    self._plan_again(rows)
+                    self._choose(rows, idle=False)
+                    return
                 self._refuse(error, rows)
                 choice = replace(present, boundary_bytes=0)
             if len(self._choices) >= SIZES_REMEMBERED:

@@ -48,16 +48,24 @@ def looks_across_rows(layers: Sequence[nn.Module]) -> bool:
 
 
 def rows_together(
-    policy: MemoryPolicy, bytes_per_row: float, layers: Sequence[nn.Module], runners: Iterable[ShardRunner]
+    policy: MemoryPolicy,
+    planned_bytes: int | None,
+    bytes_per_row: float,
+    layers: Sequence[nn.Module],
+    runners: Iterable[ShardRunner],
 ) -> int:
-    """Rows whose activations, of so many bytes each, fit in one cell; 0 if chunks stay as they are."""
-    if policy.activation_bytes is None or policy.join_chunks is False or not bytes_per_row:
+    """Rows whose activations, of so many bytes each, fit in one cell; 0 if chunks stay as they are.
+
+    ``planned_bytes``: for the activations of a cell, where the policy leaves them open.
+    """
+    nbytes = planned_bytes if policy.activation_bytes is None else policy.activation_bytes
+    if nbytes is None or policy.join_chunks is False or not bytes_per_row:
         return 0
     if looks_across_rows(layers):
         return 0
     if policy.join_chunks is None and any(runner.draws is not False for runner in runners):
         return 0  # together they would draw other numbers than apart
-    return int(policy.activation_bytes // bytes_per_row)
+    return int(nbytes // bytes_per_row)
 
 
 def rows_in(chunk: Any) -> int | None:

@@ -75,7 +75,7 @@ def test_training_is_that_of_the_plain_model_whatever_memory_allows(
 
 def test_much_memory_keeps_every_graph_and_every_shard_and_little_keeps_none(tmp_path: Path) -> None:
     choices = {}
-    for memory in ("64MiB", "1GiB"):
+    for memory in ("80MiB", "1GiB"):
         model = OffloadModel(stack(), "cpu", tmp_path, memory=memory)
         train(model, OffloadOptimizer(model, torch.optim.AdamW), 3, rows=2048)
         choices[memory] = planner_of(model).choice
@@ -84,7 +84,8 @@ def test_much_memory_keeps_every_graph_and_every_shard_and_little_keeps_none(tmp
     assert little is not None
     assert much is not None
     assert len(much.in_memory) == len(much.kept) == DEPTH
-    assert not little.in_memory
+    assert len(little.in_memory) < DEPTH
+    assert len(little.kept) < DEPTH
 
 
 def test_a_larger_batch_keeps_fewer_graphs_and_a_smaller_one_more(tmp_path: Path) -> None:
@@ -185,3 +186,20 @@ def test_two_forwards_before_a_backward_keep_the_plan_of_the_first(tmp_path: Pat
             warnings.simplefilter("error")
             for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
                 torch.testing.assert_close(ours, theirs)
+
+
+def test_chunks_run_together_as_far_as_memory_allows_where_no_layer_draws(tmp_path: Path) -> None:
+    plain = stack().eval()
+    model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, memory="64MiB")
+    x = torch.randn(24, WIDTH)
+    cells, losses = [], []
+    for _ in range(3):
+        outputs, tape = model.forward_chunks(list(x.split(2)))
+        tape.backward([2 * y for y in outputs])
+        cells.append(len([a for a in str(model.plan()).split() if a[0] in "FK"]))
+        losses.append(sum(y.square().sum().item() for y in outputs))
+    assert cells[0] == cells[1] == 12 * DEPTH > cells[2]
+    plain(x).square().sum().backward()
+    torch.testing.assert_close(losses, [plain(x).square().sum().item()] * 3)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, 3 * theirs.grad)  # type: ignore[operator]
