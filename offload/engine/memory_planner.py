@@ -35,6 +35,7 @@ from offload.planning.search import (
     search,
 )
 from offload.policy import MemoryPolicy
+from offload.streaming.moves import HomeInUseError
 from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.peak import PeakMeter
 
@@ -75,7 +76,7 @@ class MemoryPlanner:
         self._margin_bytes = 0
         #: Whether slots and buffers of the present plan are still to be allocated.
         self._fresh = True
-        self._warned = False
+        self._warned: set[str] = set()
         #: Rows of the micro-batches of the last step.
         self._rows: tuple[int, ...] | None = None
         #: Sizes of batches that ran: these are never refused later.
@@ -185,12 +186,17 @@ class MemoryPlanner:
         executor = self._executor()
         assert executor is not None
         fewer = self._in_memory & choice.in_memory
-        if fewer != self._in_memory:  # those that leave go first: in one call both would be in memory for a moment
-            executor.keep_in_memory(fewer)
-        if choice.in_memory != fewer:
-            executor.keep_in_memory(choice.in_memory)
-        self._in_memory = choice.in_memory
-        self._streamer.resize(choice.slots)
+        try:
+            # Those that leave go first: in one call both would be in memory for a moment.
+            for wanted in (fewer, choice.in_memory):
+                if wanted != self._in_memory:
+                    executor.keep_in_memory(wanted)
+                    self._in_memory = wanted
+        except (HomeInUseError, OSError, MemoryError) as error:
+            # The next choice is made for the shards that are in memory now.
+            self._warn(f"the plan for memory={self.limit_bytes:,} is followed without moving shards: {error}")
+        # Loads run ahead of use in two slots at least, if any shard is loaded.
+        self._streamer.resize(choice.slots if self._in_memory == choice.in_memory else max(2, choice.slots))
 
     def _choose(self, rows: Sequence[int], *, idle: bool) -> None:
         """The choice for micro-batches of so many rows, with the present slots and shards in memory if it fits so."""
@@ -240,8 +246,13 @@ class MemoryPlanner:
         )
         if tuple(rows) not in self._ran:
             raise ValueError(message)
-        if not self._warned:
-            self._warned = True
+        self._warn(message)
+
+    def _warn(self, message: str) -> None:
+        """Warns once of the same trouble."""
+        kind = message.partition("=")[0]
+        if kind not in self._warned:
+            self._warned.add(kind)
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def report(self) -> MemoryReport:

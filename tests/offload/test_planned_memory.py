@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
+from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.engine.memory_planner import MemoryPlanner
 
 WIDTH, ROWS, DEPTH = 256, 64, 6
@@ -203,3 +203,31 @@ def test_chunks_run_together_as_far_as_memory_allows_where_no_layer_draws(tmp_pa
     torch.testing.assert_close(losses, [plain(x).square().sum().item()] * 3)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, 3 * theirs.grad)  # type: ignore[operator]
+
+
+def test_shards_whose_weights_are_viewed_elsewhere_stay_where_they_are(tmp_path: Path) -> None:
+    plain = stack()
+    model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, memory="1GiB")
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    views = model.state_dict()
+    with pytest.warns(RuntimeWarning, match="without moving shards"):
+        losses = train(model, optimizer, 4)
+    assert losses == train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 4)
+    assert not planner_of(model)._in_memory
+    optimizer.synchronize()
+    for name, p in plain.named_parameters():
+        assert torch.equal(views[name], p), name
+
+
+def test_a_kept_home_holds_the_values_of_shards_that_rested_in_memory(tmp_path: Path) -> None:
+    model = OffloadModel(stack(), "cpu", DiskHome(tmp_path, keep=True), memory="1GiB")
+    train(model, OffloadOptimizer(model, torch.optim.SGD, lr=0.1), 4)
+    assert len(planner_of(model)._in_memory) == DEPTH
+    expected = {name: p.clone() for name, p in model.named_parameters()}
+    model.close()
+    with torch.device("meta"):
+        layers = stack()
+    again = OffloadModel(layers, "cpu", DiskHome(tmp_path, keep=True), memory="1GiB")
+    for name, p in again.named_parameters():
+        assert torch.equal(p, expected[name]), name
+    again.close()
