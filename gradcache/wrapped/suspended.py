@@ -95,18 +95,27 @@ class SuspendedForward:
 
     # --- the first pass -----------------------------------------------------------------------------------------
 
-    def advance(self) -> None:
-        """Runs to the next call, which is then in :attr:`call`, or to the end."""
+    def advance(self, *, in_turn: bool) -> list[tuple[nn.Module, str]]:
+        """Runs to the next call, which is then in :attr:`call`, or to the end. Returns the buffers that it wrote.
+
+        ``in_turn``: whether all chunks before this one are finished. If not, an end that writes buffers (running
+        statistics) is taken back, to be run again in its turn: these chunks will write them, too.
+        """
         self.call = None
         modes = self.tower.layers.modes
         output = self._run(map_tensors(_as_leaf, self._chunk))
-        if self._suspended:
+        written = self._segments[-1].written
+        early = not (self._suspended or in_turn) and bool(written)
+        if early:
+            self._segments.pop().take_back()
+        if self._suspended or early:
             # Flags that a tower sets before a call and resets after it must not affect the next chunk.
             set_modes(self.tower.modules, modes)
-            return
+            return [] if early else written
         self.requires_grad = any(tensor.requires_grad for tensor in tensors_in(output))
         self.representation = representations.detached(output)
         self.finished = True
+        return written
 
     # --- the second pass ----------------------------------------------------------------------------------------
 

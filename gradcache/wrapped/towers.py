@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -94,13 +94,23 @@ class WrappedTowers:
     def encode(self) -> None:
         """The first pass: writes the representations of each tower."""
         with self._reset_on_failure() as forwards:
-            for forward in forwards:
-                forward.advance()
-            while waiting := [forward for forward in forwards if forward.call is not None]:
-                group = self._next(waiting, forwards)
-                self._run_calls(group)
+            group, finished = forwards, 0
+            places = {forward: place for place, forward in enumerate(forwards)}
+            #: The last of the forwards that wrote each buffer.
+            writers: dict[tuple[nn.Module, str], int] = {}
+            while group:
                 for forward in group:
-                    forward.advance()
+                    while forwards[finished].finished:
+                        finished += 1
+                    for buffer in forward.advance(in_turn=places[forward] == finished):
+                        if writers.setdefault(buffer, places[forward]) > places[forward]:
+                            _warn_of_order(*buffer, forward.tower.name)
+                        writers[buffer] = max(writers[buffer], places[forward])
+                if waiting := [forward for forward in forwards if forward.call is not None]:
+                    group = self._next(waiting)
+                    self._run_calls(group)
+                else:  # those whose turn to finish had not come
+                    group = [forward for forward in forwards if not forward.finished]
         self._warn()
         for tower, chunks in zip(self._towers, self._forwards, strict=True):
             self._rows.append([representations.rows_in(forward.representation) for forward in chunks])
@@ -112,15 +122,14 @@ class WrappedTowers:
                     forward.representation = None
 
     @staticmethod
-    def _next(waiting: Sequence[SuspendedForward], forwards: Iterable[SuspendedForward]) -> list[SuspendedForward]:
+    def _next(waiting: Sequence[SuspendedForward]) -> list[SuspendedForward]:
         """The forwards whose calls run together next: preferably a group that no other forward can still join."""
         groups: dict[Any, list[SuspendedForward]] = {}
         for forward in waiting:
             assert forward.call is not None
             groups.setdefault((id(forward.call.model), forward.call.state.key), []).append(forward)
-        unfinished = [forward for forward in forwards if not forward.finished]
         for (model, _), group in groups.items():
-            if sum(model in forward.tower.observers for forward in unfinished) == len(group):
+            if sum(model in forward.tower.observers for forward in waiting) == len(group):
                 return group
         return max(groups.values(), key=len)
 
@@ -217,17 +226,27 @@ class WrappedTowers:
                 warn_once(self._models[key], names, f"{differs}, so that their calls took {visits} visits")
 
 
-#: The reasons that were reported for each model.
+#: The warnings about each module.
 _warned: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 def warn_once(model: nn.Module, tower: str, reason: str) -> None:
     """Warns that the calls of a streamed model inside a tower do not run together, once for each reason."""
-    warned = _warned.setdefault(model, set())
-    if reason not in warned:
-        warned.add(reason)
-        warnings.warn(
-            f"the {type(model).__name__} in {tower} loads its shards more than twice per GradCache step: {reason}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    _warn(model, f"the {type(model).__name__} in {tower} loads its shards more than twice per GradCache step: {reason}")
+
+
+def _warn_of_order(owner: nn.Module, name: str, tower: str) -> None:
+    _warn(
+        owner,
+        f"{tower} writes buffers of a {type(owner).__name__} ({name}) in another order than chunk by chunk: all chunks "
+        f"run the code before a call of a streamed model, then all run the code behind it; use a module for each side, "
+        f"or override GradCache.model_call, with which chunks run one by one",
+    )
+
+
+def _warn(module: nn.Module, text: str) -> None:
+    """Warns once of the same."""
+    warned = _warned.setdefault(module, set())
+    if text not in warned:
+        warned.add(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=3)

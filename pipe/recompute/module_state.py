@@ -149,7 +149,19 @@ class WatchedModule:
 class _Buffer:
     """One buffer before a forward: a copy of it, or the buffer itself, to be copied before the first write."""
 
-    __slots__ = ("copied", "copied_ahead", "known", "memory", "name", "owner", "tensor", "training", "value", "version")
+    __slots__ = (
+        "copied",
+        "copied_ahead",
+        "counted",
+        "known",
+        "memory",
+        "name",
+        "owner",
+        "tensor",
+        "training",
+        "value",
+        "version",
+    )
 
     def __init__(self, owner: nn.Module, name: str, known: _Known, tensor: Tensor, compiled: bool) -> None:
         self.owner, self.name, self.known, self.tensor = owner, name, known, tensor
@@ -180,9 +192,10 @@ class _Buffer:
         replaced = now is not self.tensor or (self.memory is not None and _memory_of(self.tensor) != self.memory)
         if replaced and not self.copied and self.value._version == self.version:
             self.copy()  # the old memory is unchanged by now, but may be written later
-        counted = replaced or self.version is None or self.tensor._version != self.version
+        #: Whether a version tells that it did. Batch normalisation increments that of ``num_batches_tracked`` only.
+        self.counted = replaced or (self.version is not None and self.tensor._version != self.version)
         known, habits, mode = self.known, self.known.habits, self.training
-        counted = counted or (known.normalises and self.owner.training)
+        counted = self.counted or self.version is None or (known.normalises and self.owner.training)
         if counted and not self.copied:
             habits[mode] = _Habit.WRITTEN
             raise RuntimeError(
@@ -240,6 +253,7 @@ class ModuleState:
         "_modes",
         "_versions",
         "_watched",
+        "written",
     )
 
     def __init__(self, watched: WatchedModule, *, attributes: bool = False) -> None:
@@ -251,6 +265,8 @@ class ModuleState:
         self._versions: list[int] = []
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         self._epochs: list[tuple[nn.Module, str, _Epoch]] = []
+        #: After :meth:`record_changes`: the buffers that the forward certainly wrote, by owner and name.
+        self.written: list[tuple[nn.Module, str]] = []
         self._before = [
             _Buffer(owner, name, known, buffer, watched.compiled)
             for owner, name, known in watched.buffers
@@ -286,6 +302,8 @@ class ModuleState:
         for buffer in before:
             if buffer.was_written(self._watched.compared):
                 self._buffers.append((buffer.owner, buffer.name, buffer.value))
+                if buffer.counted:
+                    self.written.append((buffer.owner, buffer.name))
             else:
                 epoch = buffer.known.epoch_of(buffer.tensor, buffer.version)
                 self._epochs.append((buffer.owner, buffer.name, epoch))
@@ -298,6 +316,16 @@ class ModuleState:
     def moved(self) -> bool:
         """After :meth:`record_changes`: whether the forward wrote any buffer."""
         return bool(self._buffers)
+
+    def take_back(self) -> None:
+        """After :meth:`record_changes`: restores the values from before the forward in the buffers that it wrote."""
+        for owner, name, value in self._buffers:
+            now = owner._buffers[name]
+            if now is not None and now.shape == value.shape and now.dtype == value.dtype:
+                with torch.no_grad():
+                    now.copy_(value)
+            else:
+                owner._buffers[name] = value.clone()
 
     @contextlib.contextmanager
     def again(self, *, strict: bool = True) -> Iterator[None]:

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipe.nested import map_distinct, tensors_in
 from pipe.recompute.dead_code import DeadCode, Listener
@@ -67,6 +67,17 @@ class Rerun:
         self.replay.record_changes()
         if self.module_state is not None:
             self.module_state.record_changes()
+
+    @property
+    def written(self) -> list[tuple[nn.Module, str]]:
+        """The buffers that the first forward certainly wrote, by owner and name."""
+        return [] if self.module_state is None else self.module_state.written
+
+    def take_back(self) -> None:
+        """Undoes what the first forward, which has just ended, drew and wrote into buffers."""
+        self.replay.rewind()
+        if self.module_state is not None:
+            self.module_state.take_back()
 
     @contextlib.contextmanager
     def again(

@@ -401,6 +401,103 @@ def test_chunks_that_call_a_model_another_number_of_times_share_the_visits_of_ea
     assert max(loads(ours)) <= 2 * 2 * SHARDS
 
 
+def chunk_by_chunk(tower: nn.Module, x: Tensor) -> None:
+    """A step of the plain tower, whose chunks of two rows run in their order."""
+    square(torch.cat([tower(part) for part in x.split(2)])).backward()
+
+
+class NormBehind(Sometimes):
+    """Calls its model once or twice, for all chunks or not, and writes running statistics behind the last call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(WIDTH).double(), nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.norm(super().forward(x)))
+
+
+def test_running_statistics_behind_the_last_call_are_written_in_the_order_of_the_chunks() -> None:
+    plain = NormBehind()
+    ours = with_offload(plain)
+    x = rows(16, 6)
+    calls = [int(h[0, 0] > 0) + int(h[0, 1] > 0) for h in plain.first(x).split(2)]
+    assert sorted(calls) not in (calls, [0] * 8), calls
+    for _ in range(2):
+        chunk_by_chunk(plain, x)
+        GradCache([ours], 2, square)(x)
+    assert_same(plain, ours)
+    assert all(module.training for module in ours.modules())
+
+
+def test_an_end_that_is_taken_back_draws_its_random_numbers_once() -> None:
+    plain = NormBehind()
+    plain.drop.p = 0.4
+    ours = with_offload(plain)
+    torch.manual_seed(1)
+    chunk_by_chunk(plain, rows(16, 6))
+    expected = torch.get_rng_state()
+    torch.manual_seed(1)
+    GradCache([ours], 2, square)(rows(16, 6))
+    assert torch.equal(torch.get_rng_state(), expected)
+    assert_same(plain, ours)
+
+
+def test_a_second_call_in_evaluation_leaves_the_order_of_running_statistics() -> None:
+    class Evaluates(NormBehind):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.body(x)
+            if float(x.detach()[0, 0]) > 0:
+                self.body.eval()
+                h = h + self.body(x)
+                self.body.train()
+            return self.norm(h)
+
+    plain = Evaluates()
+    ours = with_offload(plain)
+    chunk_by_chunk(plain, rows(16, 6))
+    GradCache([ours], 2, square)(rows(16, 6))
+    assert_same(plain, ours)
+    assert all(module.training for module in ours.modules())
+
+
+def test_a_buffer_that_is_replaced_behind_the_last_call_is_written_in_the_order_of_the_chunks() -> None:
+    class Replaces(Sometimes):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(0, WIDTH, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            self.seen = torch.cat([self.seen, h.detach()])
+            return h
+
+    plain = Replaces()
+    ours = with_offload(plain)
+    chunk_by_chunk(plain, rows(16, 6))
+    GradCache([ours], 2, square)(rows(16, 6))
+    assert_same(plain, ours)
+
+
+def test_a_norm_on_both_sides_of_a_call_is_warned_of_once() -> None:
+    class BothSides(Residual):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(WIDTH).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.body(self.norm(self.first(x))))
+
+    plain = BothSides()
+    ours = with_offload(plain)
+    chunk_by_chunk(plain, rows(6))
+    with pytest.warns(RuntimeWarning, match="BothSides writes buffers of a BatchNorm1d .* another order"):
+        GradCache([ours], 2, square)(rows(6))
+    for (name, parameter), (_, other) in zip(plain.named_parameters(), ours.named_parameters(), strict=True):
+        torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-10, atol=1e-13, msg=name)
+    GradCache([ours], 2, square)(rows(6))
+
+
 def test_a_subclass_with_a_model_call_of_its_own_runs_chunk_by_chunk_and_warns_once() -> None:
     class Doubled(GradCache):
         def model_call(self, model: nn.Module, model_input: Any) -> Any:
