@@ -105,6 +105,25 @@ def test_a_parameter_that_a_layer_returns_does_not_change_with_the_slot(
     assert_same(train(wrap(bare), batch(1), batch(2)), train(copy.deepcopy(bare), batch(1), batch(2)))
 
 
+def test_an_output_that_is_a_parameter_is_a_copy_that_may_be_written(wrap: Callable[..., OffloadModel]) -> None:
+    class Returns(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x), self.weight
+
+    torch.manual_seed(0)
+    bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), Returns(WIDTH, WIDTH))
+    model = wrap(bare)
+    y, weight = bare(batch(1))
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        weight.mul_(2)
+    (y.sum() + (weight * 2).square().sum()).backward()
+    y, weight = model(batch(1))
+    weight.mul_(2)
+    (y.sum() + weight.square().sum()).backward()
+    assert_same(list(model.parameters()), list(bare.parameters()))
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in bare.parameters()])
+
+
 @pytest.mark.parametrize("slots", [2, 3, 4])
 def test_a_view_of_a_weight_that_outlives_its_visit_keeps_its_values(home: str, slots: int) -> None:
     torch.manual_seed(0)

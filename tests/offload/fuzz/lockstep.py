@@ -154,9 +154,10 @@ class _Run:
         return self._looked(k, name, closely=looks or name == "Look")
 
     def _more_than_torch(self, words: str) -> bool:
-        """Whether ours does what torch cannot: an output written in place is no part of a recomputed graph."""
+        """Whether ours does what torch refuses: an output written in place is in no graph of ours, and no parameter."""
         written = any(isinstance(s, MutateOutput) for s in self.program.statements)
-        return written and "modified by an inplace operation" in words
+        refused = "modified by an inplace operation", "a leaf Variable that requires grad is being used in an in-place"
+        return written and any(part in words for part in refused)
 
     def _looked(self, k: int, name: str, *, closely: bool) -> Outcome | None:
         """A failure if what can be seen differs, or cannot be seen."""
