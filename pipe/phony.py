@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipe.torch_private import without_modes
+from pipe.torch_private import outside_inference_mode, without_modes
 
 __all__ = ["get_phony"]
 
@@ -29,6 +29,6 @@ def get_phony(device: torch.device, *, requires_grad: bool) -> Tensor:
     if phony is None:
         # It outlives the call, so it must not depend on the modes of the first caller: an inference tensor can never
         # be part of a graph, and a fake tensor belongs to its mode.
-        with torch.inference_mode(False), without_modes():
+        with outside_inference_mode(), without_modes():
             phony = _phonies.setdefault(key, torch.empty(0, device=device, requires_grad=requires_grad))
     return phony

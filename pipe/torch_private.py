@@ -51,6 +51,7 @@ __all__ = [
     "native_uses",
     "negative_view",
     "no_torch_function",
+    "outside_inference_mode",
     "outside_of_compiled_graphs",
     "pop_saved_tensor_hooks",
     "pytree",
@@ -240,6 +241,15 @@ def run_hooks_with_gradient_only(leaf: Tensor) -> None:
 def set_grad_enabled(enabled: bool) -> None:
     """Sets the grad mode of this thread, without a context."""
     torch._C._set_grad_enabled(enabled)
+
+
+def outside_inference_mode() -> contextlib.AbstractContextManager[None]:
+    """A context for tensors that outlive the caller's modes: grad mode is on, inference mode is off.
+
+    ``torch.inference_mode`` restores the grad mode of its begin when it is freed. If an interrupt skips its exit, that
+    is with the traceback, after everything else was restored; so it is entered only where it is needed.
+    """
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else torch.enable_grad()
 
 
 def saved_tensor_hooks(*, while_tracing: bool = False) -> SavedTensorHooks | None:

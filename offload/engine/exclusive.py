@@ -89,6 +89,10 @@ class ExclusivePasses:
                 self._busy = True
                 yield
                 self._busy = False
+            except GeneratorExit:
+                # An interrupt kept the ``with`` statement from ending this context: it is closed when the traceback is
+                # freed. By then the settings of its begin (grad mode off, inside a backward) are no longer in force.
+                raise
             except BaseException:
                 before.restore()
                 self._cancel()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from offload.planning.partition import aligned
 from offload.storage import Block
+from pipe.torch_private import outside_inference_mode
 
 __all__ = [
     "Copy",
@@ -143,7 +144,7 @@ class StateSlice:
         # Not an autograd view, which would reference its base: references to the storage of a block are counted.
         block = self.block.tensor
         offset = (block.storage_offset() + self.offset) // self.dtype.itemsize
-        with torch.inference_mode(False):
+        with outside_inference_mode():
             return torch.empty(0, dtype=self.dtype).set_(block.untyped_storage(), offset, self.shape, self.stride)
 
 

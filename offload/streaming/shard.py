@@ -31,7 +31,7 @@ from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.streaming.casts import Casts
 from offload.streaming.materialize import Materializer, Values
-from pipe.torch_private import set_versions, storage_uses
+from pipe.torch_private import outside_inference_mode, set_versions, storage_uses
 
 if TYPE_CHECKING:
     from offload.optim.update import Update
@@ -226,7 +226,7 @@ class Shard:
         if views is None:
             before = storage_uses(self.slot)
             # Outside inference mode: autograd never accepts a view created inside.
-            with torch.inference_mode(False):
+            with outside_inference_mode():
                 views = [s.view(self.slot) for s in self.slices]
             self._views[self.slot] = views
             made = storage_uses(self.slot) - before  # a view may reference others
@@ -315,7 +315,7 @@ class Shard:
     def home_view(self, s: Slice) -> Tensor:
         """A view of a parameter's stored values."""
         assert self.home is not None
-        with torch.inference_mode(False):
+        with outside_inference_mode():
             return s.view(self.home.tensor)
 
     def detach_gradients(self) -> None:
@@ -342,7 +342,7 @@ class Shard:
             self.gradients = self.tier.allocate(end, f"shard{self.index}-gradients")
         assert self.gradients is not None
         offset = self.gradient_offsets[s]
-        with torch.inference_mode(False):
+        with outside_inference_mode():
             return self.gradients, offset, replace(s, offset=offset).view(self.gradients.tensor)
 
     def owner_of(self, position: int) -> tuple[Shard, Slice]:

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.storage.buffer import device_buffer
 from offload.telemetry.statistics import Meter
-from pipe.torch_private import storage_uses
+from pipe.torch_private import outside_inference_mode, storage_uses
 
 if TYPE_CHECKING:
     from offload.streaming.streamer import Streamer
@@ -74,7 +74,7 @@ class SlotPool:
         """Acquires a slot for the computing model."""
         if self._free is None:
             # Without this, slots allocated inside inference mode could never be filled outside it.
-            with torch.inference_mode(False):
+            with outside_inference_mode():
                 self._all = [device_buffer(self.slot_bytes, self._device) for _ in range(self.slots)]
             self._free = list(self._all)
             meter.hold(self.slots * self.slot_bytes)
@@ -101,7 +101,7 @@ class SlotPool:
 
     def replace(self, slot: Tensor) -> Tensor:
         """Allocates a new slot in place of one that is still referenced."""
-        with torch.inference_mode(False):
+        with outside_inference_mode():
             new = device_buffer(slot.numel(), self._device)
         self._all = [new if old is slot else old for old in self._all]
         return new

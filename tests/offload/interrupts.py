@@ -1,4 +1,8 @@
-"""Raises ``KeyboardInterrupt`` at a line of the engine, as Ctrl-C might, but at each line in turn."""
+"""Raises ``KeyboardInterrupt`` at a line of the engine, as Ctrl-C might, but at each line in turn.
+
+With ``contexts`` also at the lines of Python's and torch's own contexts that the engine enters and leaves: an interrupt
+there keeps the ``with`` statement from leaving the context, or is raised before it was left.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
+
 import offload
 import pipe
 
 PACKAGES = tuple(str(Path(package.__file__).parent) + "/" for package in (offload, pipe))
+CONTEXTS = (contextlib.__file__, torch.autograd.grad_mode.__file__, torch.autograd.graph.__file__)
 
 
 class Line(NamedTuple):
-    """The ``count``-th time that a line is about to run, counted from 1."""
+    """The ``count``-th time that a line is about to run, counted from 1. ``file`` of a context: also who entered it."""
 
     file: str
     number: int
@@ -27,29 +34,46 @@ class Line(NamedTuple):
         return f"{'/'.join(Path(self.file).parts[-3:])}:{self.number} #{self.count}"
 
 
-def _trace(saw: Callable[[str, int], None]) -> Callable[[FrameType, str, Any], Any]:
-    def inside(frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "line":
-            saw(frame.f_code.co_filename, frame.f_lineno)
-        return inside
-
+def _trace(saw: Callable[[str, int], None], contexts: bool) -> Callable[[FrameType, str, Any], Any]:
     def called(frame: FrameType, event: str, arg: Any) -> Any:
-        return inside if frame.f_code.co_filename.startswith(PACKAGES) else None
+        name = _name(frame, contexts)
+        if name is None:
+            return None
+
+        def inside(frame: FrameType, event: str, arg: Any) -> Any:
+            if event == "line":
+                saw(name, frame.f_lineno)
+            return inside
+
+        return inside
 
     return called
 
 
+def _name(frame: FrameType, contexts: bool) -> str | None:
+    file = frame.f_code.co_filename
+    if file.startswith(PACKAGES):
+        return file
+    at_context = contexts and file in CONTEXTS and frame.f_code.co_name in ("__enter__", "__exit__")
+    caller = frame.f_back if at_context else None
+    while caller is not None and caller.f_code.co_filename in CONTEXTS:
+        caller = caller.f_back
+    if caller is None or not caller.f_code.co_filename.startswith(PACKAGES):
+        return None
+    return f"{Path(file).name} in {caller.f_code.co_filename}:{caller.f_lineno}"
+
+
 @contextlib.contextmanager
-def _tracing(saw: Callable[[str, int], None]) -> Iterator[None]:
+def _tracing(saw: Callable[[str, int], None], contexts: bool) -> Iterator[None]:
     before = sys.gettrace()
-    sys.settrace(_trace(saw))
+    sys.settrace(_trace(saw, contexts))
     try:
         yield
     finally:
         sys.settrace(before)
 
 
-def lines_of(run: Callable[[], object]) -> list[Line]:
+def lines_of(run: Callable[[], object], *, contexts: bool = False) -> list[Line]:
     """All lines of the engine that the main thread runs, in order."""
     counts: Counter[tuple[str, int]] = Counter()
     lines: list[Line] = []
@@ -58,12 +82,12 @@ def lines_of(run: Callable[[], object]) -> list[Line]:
         counts[file, number] += 1
         lines.append(Line(file, number, counts[file, number]))
 
-    with _tracing(saw):
+    with _tracing(saw, contexts):
         run()
     return lines
 
 
-def interrupted(run: Callable[[], object], line: Line) -> str:
+def interrupted(run: Callable[[], object], line: Line, *, contexts: bool = False) -> str:
     """Runs until a line, where ``KeyboardInterrupt`` is raised.
 
     Returns:
@@ -87,7 +111,7 @@ def interrupted(run: Callable[[], object], line: Line) -> str:
 
     before, sys.unraisablehook = sys.unraisablehook, ignored
     try:
-        with _tracing(saw):
+        with _tracing(saw, contexts):
             run()
     except KeyboardInterrupt:
         return "raised"

@@ -101,9 +101,9 @@ class Run:
         self._model_state = {name: value.clone() for name, value in self.model.state_dict().items()}
         self._optimizer_state = copy.deepcopy(self.optimizer.state_dict())
 
-    def interrupt(self, line: Line) -> str:
+    def interrupt(self, line: Line, *, contexts: bool = False) -> str:
         """Interrupts the second step; then everything is at home, and the next step is right."""
-        became = interrupted(lambda: self.step(1), line)
+        became = interrupted(lambda: self.step(1), line, contexts=contexts)
         self.check_at_rest()
         ours = self.optimizer
         if isinstance(ours, OffloadOptimizer) and ours.in_backward is not None:
@@ -167,6 +167,24 @@ def test_after_an_interrupt_at_any_line_the_model_is_usable(configuration: str, 
     gc.collect()
     assert not wrong, "\n".join(wrong)
     assert raised > 0.9 * len(lines) - 20  # some are reached in the first step only
+
+
+@pytest.mark.parametrize(
+    "configuration", [pytest.param(c, marks=[pytest.mark.slow] * (c != "recompute")) for c in CONFIGURATIONS]
+)
+def test_after_an_interrupt_in_a_context_of_torch_or_python_the_model_is_usable(
+    configuration: str, tmp_path: Path
+) -> None:
+    run = Run(configuration, tmp_path)
+    run.save()
+    lines = [line for line in lines_of(lambda: run.step(1), contexts=True) if " in " in line.file]
+    lines = list({line[:2]: line for line in lines}.values())
+    assert len(lines) > 200
+    run.make()
+    run.step(0)
+    run.save()
+    for line in lines:
+        run.interrupt(line, contexts=True)
 
 
 def test_an_interrupted_clean_up_is_completed_by_the_next_call(tmp_path: Path) -> None:
