@@ -38,6 +38,7 @@ from gradcache.step import Step
 from gradcache.streamed import StreamedModel, Tower
 from gradcache.used_modules import CallableModel, UsedModules, as_modules
 from offload import MemoryPolicy
+from pipe.recompute.thread_state import restores_thread_state
 
 __all__ = ["GradCache", "StepResult"]
 
@@ -220,6 +221,7 @@ class GradCache:
         )
         self._difference = max(self._difference, difference)
 
+    @restores_thread_state
     def cache_step(self, *model_inputs: Any, no_sync_except_last: bool = False, **loss_kwargs: Any) -> Tensor:
         """Adds the gradient of the whole batch's loss to ``.grad``. Under ``no_grad``: computes the loss only.
 
@@ -246,6 +248,7 @@ class GradCache:
         self.step_result = StepResult(loss, tuple(encoded), self._auxiliary, difference)
         return loss
 
+    @restores_thread_state
     def encode(self, *model_inputs: Any) -> tuple[Any, ...]:
         """The representations of the whole batch, one per model, with a graph whose backward is the second pass.
 

@@ -19,6 +19,7 @@ from offload.engine.cell import ShardRunner
 from offload.engine.state_before import StateBefore
 from offload.streaming.streamer import Streamer
 from pipe.process import check_process
+from pipe.recompute.thread_state import close_contexts
 
 __all__ = ["ExclusivePasses"]
 
@@ -93,7 +94,8 @@ class ExclusivePasses:
                 # An interrupt kept the ``with`` statement from ending this context: it is closed when the traceback is
                 # freed. By then the settings of its begin (grad mode off, inside a backward) are no longer in force.
                 raise
-            except BaseException:
+            except BaseException as error:
+                close_contexts(error)
                 before.restore()
                 self._cancel()
                 if on_failure is not None:

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from offload.engine.layouts import bytes_of_boundary
 from pipe.nested import map_tensors, tensors_in
+from pipe.recompute.thread_state import restores_thread_state
 from pipe.torch_private import has_module_hooks, without_modes
 
 __all__ = ["inferred_boundaries"]
 
 
+@restores_thread_state
 def inferred_boundaries(
     shards: Sequence[Sequence[nn.Module]], call: tuple[tuple[Any, ...], dict[str, Any]], dtype: torch.dtype | None
 ) -> list[int]:

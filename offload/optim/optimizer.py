@@ -25,6 +25,7 @@ from offload.storage.state_views import on_own_storages
 from offload.streaming.grad_norm import attached_norm, detach_norm, norm_of, total_norm
 from offload.streaming.lane import CopyLane, ThreadCopyLane
 from offload.streaming.shard import Shard, Slice
+from pipe.recompute.thread_state import restores_thread_state
 from pipe.threads import Threads
 
 if TYPE_CHECKING:
@@ -148,6 +149,7 @@ class OffloadOptimizer(MovableStates):
                 param_block.prepare(self.options())
                 self.publish(param_block)
 
+    @restores_thread_state
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Makes the update of all parameters that have a gradient pending.

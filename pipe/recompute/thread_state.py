@@ -13,9 +13,10 @@ This is the only module that changes torch's mode stacks and default hooks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -30,7 +31,10 @@ from pipe.torch_private import (
     set_grad_enabled,
 )
 
-__all__ = ["Autocast", "ThreadState", "lasting_hooks"]
+__all__ = ["Autocast", "ThreadState", "close_contexts", "lasting_hooks", "restores_thread_state"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -152,3 +156,44 @@ def _enter(stack: contextlib.ExitStack, kind: ModeStack, modes: tuple[Any, ...])
     for mode in modes:
         if id(mode) not in active:
             stack.enter_context(kind.pushed(mode))
+
+
+def restores_thread_state(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, which leaves this thread's settings as they were also if an interrupt stops a context's exit."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = ThreadState.capture()
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            close_contexts(error)
+            before.restore()
+            raise
+
+    return wrapped
+
+
+def close_contexts(error: BaseException) -> None:
+    """Ends the contexts of :mod:`contextlib` whose ``__enter__`` or ``__exit__`` an interrupt stopped.
+
+    A generator would otherwise restore what it saved when the traceback is freed, in the middle of other code, and an
+    ``ExitStack`` never.
+    """
+    frames = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        frames.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+    for frame in reversed(frames):
+        if frame.f_code in _ENDS:
+            context = frame.f_locals["self"]
+            with contextlib.suppress(Exception):  # the first error counts
+                (context if isinstance(context, contextlib.ExitStack) else context.gen).close()
+
+
+_ENDS = {
+    contextlib._GeneratorContextManager.__enter__.__code__,
+    contextlib._GeneratorContextManager.__exit__.__code__,
+    contextlib.ExitStack.__exit__.__code__,
+}

@@ -96,6 +96,20 @@ def test_a_step_leaves_the_generator_in_the_state_of_the_whole_batch_in_the_same
     assert torch.equal(torch.get_rng_state(), expected)
 
 
+@pytest.mark.parametrize("entry", ["cache_step", "encode"])
+def test_a_step_that_is_interrupted_at_the_end_of_a_context_leaves_grad_mode_on(
+    monkeypatch: pytest.MonkeyPatch, entry: str
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    step = GradCache([tower()], 2, lambda a: a.sum())
+    monkeypatch.setattr(torch.set_grad_enabled, "__exit__", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(step, entry)(torch.randn(4, 8))
+    assert torch.is_grad_enabled()
+
+
 @pytest.mark.parametrize("chunks", [1, 64])
 def test_each_shard_is_loaded_twice_for_any_number_of_chunks_and_both_tied_towers(streamed: Any, chunks: int) -> None:
     model = streamed(tower())

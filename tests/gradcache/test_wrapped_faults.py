@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradcache import GradCache
+from pipe import is_recomputing
 from tests.gradcache.wrapped_towers import (
     Embedding,
     Residual,
@@ -166,6 +167,8 @@ def test_after_an_interrupt_at_any_line_the_next_step_is_that_of_the_plain_tower
         if not finished:
             assert all(parameter.grad is None for parameter in ours.parameters())
         assert all(module.training for module in ours.modules())
+        assert torch.is_grad_enabled()
+        assert not is_recomputing()
         assert all(a is b for a, b in zip(buffers, ours.buffers(), strict=True))
         ours.load_state_dict(start)
         ours.zero_grad()

@@ -116,3 +116,17 @@ def test_a_failed_forward_leaves_pending_updates_to_the_next_one(home: str) -> N
     handle.remove()
     pair.compare()
     pair.compare_states()
+
+
+def test_a_step_that_is_interrupted_at_its_end_leaves_grad_mode_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    pair = Pair("adamw", "cpu")
+    pair.do("backward")
+    pair.ours.synchronize()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.no_grad, "__exit__", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pair.ours.step()
+    assert torch.is_grad_enabled()

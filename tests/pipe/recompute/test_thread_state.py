@@ -1,6 +1,9 @@
 """Thread settings are the same in another thread as where they were noted."""
 
+import contextlib
+import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipe.recompute.thread_state import ThreadState
+from pipe.recompute.thread_state import ThreadState, restores_thread_state
 
 
 def in_thread(function: Any) -> Any:
@@ -167,3 +170,55 @@ def test_hooks_of_torch_checkpoint_reach_a_thread_but_not_a_recomputation() -> N
         assert top(False) is not None
     with noted[0].again(recomputation=True):
         assert top(False) is None
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_settings_are_restored_where_an_interrupt_stopped_the_exit_of_a_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @restores_thread_state
+    def run() -> None:
+        with torch.no_grad():
+            pass
+
+    monkeypatch.setattr(torch.no_grad, "__exit__", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("exit_", [contextlib._GeneratorContextManager.__exit__, contextlib.ExitStack.__exit__])
+def test_a_context_whose_exit_was_interrupted_ends_before_its_traceback_is_freed(exit_: Any) -> None:
+    ended: list[str] = []
+
+    @contextlib.contextmanager
+    def inner() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            ended.append("inner")
+
+    @restores_thread_state
+    def run() -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(inner())
+            stack.callback(ended.append, "callback")
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        def line(frame: Any, event: str, arg: Any) -> Any:
+            sys.settrace(before)
+            raise KeyboardInterrupt
+
+        return line if frame.f_code is exit_.__code__ else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    finally:
+        sys.settrace(before)
+    assert ended == ["callback", "inner"]
