@@ -108,7 +108,7 @@ class CellExecutor:
         for index in checked | {j} if records_sums else checked:
             self._home_checksums[index].compare()
         if records_sums:
-            tape.homes[j] = self._home_checksums[j].changes
+            tape.homes[j] = self._home_checksums[j].state
         if written:
             runner.writes_weights = True
             recorded = [Cell(j, i) for i in microbatches if Cell(j, i) in tape.cells]
@@ -146,11 +146,13 @@ class CellExecutor:
                     self.refresh_checksums(j, written)
             raise
 
-    def refresh_checksums(self, j: int, written: Sequence[int]) -> None:
-        """Updates the checksums of homes after writes of layers into their parameters were stored."""
+    def refresh_checksums(self, j: int, written: Sequence[int], tape: Tape | None = None) -> None:
+        """Updates the checksums of homes after writes of layers into their parameters, in this forward, were stored."""
         shard = self._runners[j].shard
         for owner in {shard.owner_of(k)[0].index for k in written}:
             self._home_checksums[owner].refresh()
+            if tape is not None and owner in tape.homes:
+                tape.homes[owner] = self._home_checksums[owner].state
 
     def _repeats_writes(self, tape: Tape, cell: Cell, boundary: Any) -> bool:
         """Whether a recomputation of a cell whose forward wrote parameters leaves them unchanged."""
@@ -294,16 +296,21 @@ class CellExecutor:
         return tape.output_fns[cell.i] if cell.j == len(self._runners) - 1 else None
 
     def check_homes(self, tape: Tape) -> None:
-        """Refuses the backward of a tape if homes compared in its forward were written without a new version."""
-        for j, changes in tape.homes.items():
+        """Refuses the backward of a tape if homes compared in its forward were written without a new version.
+
+        What layers wrote in a later forward is no change where graphs are kept: they save weights by reference.
+        """
+        for j, (changes, layer_writes) in tape.homes.items():
             home = self._home_checksums[j]
             home.compare()
-            if home.changes != changes:
+            recomputes = any(Cell(j, i) not in tape.graphs for i in range(tape.microbatches))
+            if home.changes != changes or (recomputes and home.layer_writes != layer_writes):
                 self._runners[j].compares_always = True
                 raise RuntimeError(
                     f"parameter {', '.join(home.changed[:3])} of shard {j} was written through .data (or an alias such "
-                    f"as a NumPy array) between the forward and its backward: the gradient would mix activations of "
-                    f"the old values with the new ones; write before the forward or after the backward"
+                    f"as a NumPy array) between the forward and its backward, by other code or by a layer in a later "
+                    f"forward: the gradient would mix activations of the old values with the new ones; write before "
+                    f"the forward or after the backward"
                 )
 
 

@@ -121,7 +121,7 @@ class Executor(MovableHomes):
         self._references = References(self.shards, (p for runner in self.runners for _, p in runner.watched.parameters))
         super().__init__()
         self._frozen_weights = 0
-        self.assigned_data = AssignedData(self.shards)
+        self.assigned_data = AssignedData(self.shards, self.streamer.gradient_offload.optimizers.views)
         self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
         #: The autograd nodes whose outputs are alive: each holds ``parameters``.
         self.nodes: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -248,7 +248,7 @@ class Executor(MovableHomes):
                 before = tape.graphs
                 written = self._cell_executor.end_visit(tape, j, range(m), input_of)
                 self.streamer.store_written_weights(j, written)
-                self._cell_executor.refresh_checksums(j, written)
+                self._cell_executor.refresh_checksums(j, written, tape)
                 tape.versions[j], tape.assignments = self.shards[j].versions(), self.assigned_data.stores
                 follower.done += [Action(Kind.FORWARD_KEPT, *cell) for cell in sorted(tape.graphs - before)]
 

@@ -74,8 +74,8 @@ class Tape(CellRecords):
     #: Plans which boundaries stay in memory.
     residency: Residency
     microbatches: int
-    #: Of the shards whose homes are compared: number of external writes found until the forward.
-    homes: dict[int, int] = field(default_factory=dict)
+    #: Of the shards whose homes are compared: numbers of writes, by other code and by layers, found until the forward.
+    homes: dict[int, tuple[int, int]] = field(default_factory=dict)
     #: Number of calls that had stored assigned data until the forward.
     assignments: int = 0
     #: Elements of the input, for each micro-batch.

@@ -22,7 +22,8 @@ would not, so :class:`HomeChecksums` compares checksums, and the backward raises
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +32,8 @@ from torch import Tensor
 from offload.storage.buffer import host_buffer, view_memory
 from offload.storage.contract import bytes_of
 from offload.streaming.lane import error_context
-from offload.streaming.shard import Shard
+from offload.streaming.shard import Shard, Slice
+from pipe.torch_private import storage_uses
 
 if TYPE_CHECKING:
     from offload.engine.tape import Tape
@@ -114,17 +116,28 @@ def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class AssignedData:
-    """Tensors that other code assigns to the ``.data`` of parameters between passes."""
+    """Tensors that other code assigns to the ``.data`` of parameters between passes.
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
+    ``views``: the number of tensors of optimizers on the home of each shard, by its index.
+    """
+
+    def __init__(self, shards: Sequence[Shard], views: Callable[[], Counter[int]]) -> None:
         self._shards = shards
+        self._views = views
         #: Number of calls of :meth:`store`, and the last that found data for each parameter, by identity.
         self.stores = 0
         self._assigned_at: dict[int, int] = {}
 
     def store(self) -> None:
-        """Copies tensors assigned to the ``.data`` of parameters since the last pass into their homes."""
-        assigned = [(shard, s, s.parameter.detach()) for shard in self._shards for s in shard.assigned()]
+        """Copies tensors assigned to the ``.data`` of parameters since the last pass into their homes.
+
+        Raises:
+            RuntimeError: if other code still holds the memory of a home, as a backup of the old values.
+        """
+        found = [(shard, s) for shard in self._shards for s in shard.assigned()]
+        if found:
+            self._refuse_held(found)
+        assigned = [(shard, s, s.parameter.detach()) for shard, s in found]
         if len(assigned) > 1:
             # Parameters may have exchanged their data. Without the copies, one would be overwritten before it is read.
             homes = {shard.home.tensor.untyped_storage().data_ptr() for shard in self._shards if shard.home is not None}
@@ -137,6 +150,21 @@ class AssignedData:
             # Without incrementing the version: a graph outside of the model that uses the parameter stays valid.
             self._assigned_at[id(s.parameter)] = self.stores
             shard.store_assigned_data(s, value)
+
+    def _refuse_held(self, assigned: Sequence[tuple[Shard, Slice]]) -> None:
+        uses = self._views()
+        addresses = Counter(_memory(s.parameter.detach()) for shard in self._shards for s in shard.own)
+        for shard, s in assigned:
+            assert shard.home is not None
+            if shard.pending is not None:
+                shard.pending.start().synchronize()  # its jobs hold views
+            known = 1 + uses[shard.index] + addresses[_memory(shard.home.tensor)]
+            if storage_uses(shard.home.tensor) > known:
+                raise RuntimeError(
+                    f"other data was assigned to parameter {s.name} of shard {shard.index} while a tensor on the "
+                    f"memory of its old value is still in use (a backup such as p.data, or a state_dict()): storing "
+                    f"the new value would overwrite that tensor; keep a copy instead, such as p.data.clone()"
+                )
 
     def check_unchanged(self, tape: Tape) -> None:
         """Raises RuntimeError if a parameter that the backward of a tape uses was changed since its forward."""
@@ -155,6 +183,10 @@ class AssignedData:
                     )
 
 
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 #: Homes are read in chunks of this size.
 _CHUNK_BYTES = 8 << 20
 
@@ -165,10 +197,15 @@ class HomeChecksums:
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
         self._sums: list[int] | None = None
-        #: Number of comparisons that found a write by other code.
-        self.changes = 0
-        #: Names of the parameters that the last of them found changed.
+        #: Number of comparisons that found a write by other code, and of those that found a stored write of layers.
+        self.changes = self.layer_writes = 0
+        #: Names of the parameters that the last change changed.
         self.changed: list[str] = []
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """``changes`` and ``layer_writes``."""
+        return self.changes, self.layer_writes
 
     @property
     def recorded(self) -> bool:
@@ -184,16 +221,19 @@ class HomeChecksums:
             self.changed = [s.name for s, old, new in pairs if old != new]
 
     def refresh(self) -> None:
-        """Updates the checksums, if there are any, after the engine itself wrote to the home."""
+        """Updates the checksums, if there are any, after writes of layers were stored."""
         if self._sums is not None:
-            self._sums = _checksums(self._shard)
+            changes = self.changes
+            self.compare()
+            self.changes, self.layer_writes = changes, self.layer_writes + self.changes - changes
 
 
 def _checksums(shard: Shard) -> list[int]:
     """Checksums of each own parameter's home. Takes memory for one chunk."""
     sums = [0] * len(shard.own)
     nbytes = 0 if shard.home is None else shard.home.nbytes
-    buffer = host_buffer(min(_CHUNK_BYTES, nbytes))
+    with error_context(f"comparing shard {shard.index} with its home"):
+        buffer = host_buffer(min(_CHUNK_BYTES, nbytes))
     for begin in range(0, nbytes, _CHUNK_BYTES):
         assert shard.home is not None
         chunk = buffer[: min(_CHUNK_BYTES, nbytes - begin)]

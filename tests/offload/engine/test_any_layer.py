@@ -334,6 +334,31 @@ def test_parameters_that_exchange_their_data_keep_both(wrap: Callable[..., Offlo
     assert_same(list(model.parameters()), list(bare.parameters()))
 
 
+@pytest.mark.parametrize("backup", ["data", "state_dict", "clone"])
+def test_data_that_is_assigned_over_a_backup_that_shares_memory_is_refused(
+    wrap: Callable[..., OffloadModel], backup: str
+) -> None:
+    """As average weights are often exchanged for an evaluation."""
+    bare = mlp()
+    model = wrap(bare)
+    for run in (bare, model):
+        if backup == "state_dict":
+            held = list(run.state_dict().values())
+        else:
+            held = [p.data.clone() if backup == "clone" else p.data for p in run.parameters()]
+        for p in run.parameters():
+            p.data = torch.zeros_like(p)
+        if run is bare or backup == "clone":
+            run(batch())
+        else:
+            with pytest.raises(RuntimeError, match=r"keep a copy instead, such as p\.data\.clone\(\)"):
+                run(batch())
+        for p, value in zip(run.parameters(), held, strict=True):
+            p.data = value
+        del held
+    assert_same([model(batch())], [bare(batch())])
+
+
 def test_data_that_is_assigned_between_forward_and_backward_is_refused(wrap: Callable[..., OffloadModel]) -> None:
     model = wrap(mlp())
     loss = model(batch()).sum()

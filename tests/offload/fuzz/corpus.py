@@ -71,6 +71,12 @@ CORPUS: dict[str, Program] = {
     "a_hook_that_comes_later_writes_weights": program(
         Forward(), Forward(), Forward(), Hook("forward_pre", "step"), Forward(), Forward()
     ),
+    "a_hook_writes_weights_of_a_forward_that_waits_for_its_recomputation": program(
+        Forward(), Hook("forward_pre", "step"), Forward(), Backward((1,)), model="routed", checkpoint=True
+    ),
+    "a_state_that_is_kept_by_reference_keeps_its_numbers": program(
+        SaveState("reference"), Write("data"), Forward(), LoadState()
+    ),
     # Structure that changes after wrapping.
     "a_state_loaded_by_assignment_trains": program(
         LoadState(assign=True), NewOptimizer(), TrainStep(), updates="offload"

@@ -120,7 +120,8 @@ class SaveState(Statement):
 
     def run(self, world: World) -> None:
         saved = world.model.state_dict(), world.optimizer.state_dict()
-        if self.how == "clone":
+        # Of the plain model a reference keeps the values from before a layer assigned others to ``.data``.
+        if self.how == "clone" or (self.how == "reference" and world.setup.model == "renormed"):
             saved = copy.deepcopy(saved)
         elif self.how == "file":
             file = io.BytesIO()
