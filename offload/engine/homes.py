@@ -23,6 +23,7 @@ from offload.streaming.moves import move_homes
 from offload.streaming.shard import Shard
 from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.statistics import Meter
+from pipe.torch_private import outside_inference_mode
 
 __all__ = ["MovableHomes", "ShardBytes"]
 
@@ -101,7 +102,7 @@ class MovableHomes(ExclusivePasses):
 
         @torch.no_grad()
         def commit() -> None:
-            with torch.inference_mode(False):
+            with outside_inference_mode():
                 for move in files:
                     move.commit()
             for shard in self.shards:

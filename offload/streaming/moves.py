@@ -28,7 +28,7 @@ from offload.storage import Block, Tier
 from offload.storage.contract import bytes_of
 from offload.streaming.optimizers import Optimizers
 from offload.streaming.shard import Shard, Slice
-from pipe.torch_private import storage_uses
+from pipe.torch_private import outside_inference_mode, storage_uses
 
 __all__ = ["HomeInUseError", "Move", "NewMemory", "move_homes", "prepare_move"]
 
@@ -92,7 +92,7 @@ def move_homes(
         raise HomeInUseError(in_use)
     # First those that leave memory: if the disk is full, no memory was taken yet.
     moving.sort(key=lambda shard: shard.index in wanted)
-    with torch.no_grad(), torch.inference_mode(False):
+    with torch.no_grad(), outside_inference_mode():
         return [prepare_move(shard, memory if shard.index in wanted else files, optimizers) for shard in moving]
 
 
