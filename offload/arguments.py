@@ -39,7 +39,11 @@ def layers_of(model: Any) -> dict[str, nn.Module]:
                 f"OffloadModel, or pass [model] for a single shard"
             )
         return {name: layer for name, layer in model._modules.items() if layer is not None}
-    if isinstance(model, (list, tuple)) and model and all(isinstance(module, nn.Module) for module in model):
+    if (
+        isinstance(model, (list, tuple, nn.ModuleList))
+        and model
+        and all(isinstance(module, nn.Module) for module in model)
+    ):
         return {str(k): module for k, module in enumerate(model)}
     raise TypeError(f"expected an nn.Sequential or a list of modules, got {type(model).__name__} (model)")
 

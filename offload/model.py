@@ -1,4 +1,4 @@
-"""``OffloadModel``: an ``nn.Sequential`` whose parameters are stored off the device and loaded shard by shard."""
+"""``OffloadModel``: a model whose parameters are stored off the device and loaded shard by shard."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from offload.arguments import (
     check_dense,
     check_separate,
     compute_device,
-    layers_of,
     names_given,
     names_taken,
 )
+from offload.blocks.face import class_for
+from offload.blocks.find import Blocks
 from offload.engine.autograd import attach
 from offload.engine.executor import Executor
 from offload.engine.prediction import measured_activations
 from offload.engine.raw_chunk import RawChunk, as_call
 from offload.engine.regroup import RegroupedTape, by_chunk, join_chunks, rows_together, split_output
-from offload.engine.structure import Structure
 from offload.engine.tape import Tape
 from offload.files.pretrained import Pretrained, tensors_of
 from offload.limits import MemoryLimits
@@ -48,7 +48,7 @@ __all__ = ["OffloadModel"]
 
 
 class OffloadModel(ReportingModule):
-    """An ``nn.Sequential`` that trains on a device whose memory cannot hold it.
+    """A model that trains on a device whose memory cannot hold it: an ``nn.Sequential``, or any with a list of blocks.
 
     The layers are cut into shards. Shards are stored in host memory or in files, and are loaded to the compute device
     ahead of use. With one micro-batch, losses, gradients, buffers and generator states are those of the bare model;
@@ -56,8 +56,8 @@ class OffloadModel(ReportingModule):
     optimizer between steps. The next forward raises if layers or parameters were replaced after this call.
 
     Args:
-        model: an ``nn.Sequential``; or a list of modules, each of which is one shard. Layers on the meta device get
-            memory and values shard by shard, so the whole model never has to fit in memory.
+        model: an ``nn.Sequential``; a list of modules, each of which is one shard; or any module (see ``blocks``).
+            Layers on the meta device get memory and values shard by shard: the whole model need not fit in memory.
         device: the compute device, which may be ``"cpu"``.
         offload_device: storage of the shards: ``"cpu"`` for host memory, or a directory (an ``os.PathLike``, or a
             string with a path separator), for files that are removed with the model. A :class:`~offload.DiskHome` is a
@@ -80,6 +80,10 @@ class OffloadModel(ReportingModule):
         param_dtype: floating-point type in which layers compute, such as ``torch.bfloat16``: slots hold parameters in
             it and floating-point inputs are cast to it, while homes keep the parameters as they are (fp32 masters) and
             gradients are summed in the home's type. Buffers stay as they are.
+        blocks: for a model that is called by its own forward: the name of the ``nn.ModuleList`` or ``nn.Sequential`` of
+            its blocks, names in the order of calls, or a class of blocks. Each block is a shard; parameters outside of
+            them stay on the compute device. None: the layers of a Sequential or list; else the longest list of modules
+            of one class, with a warning that names it.
         pretrained: a safetensors file, an index of several or the directory of one, or a :class:`~offload.Pretrained`:
             parameters and buffers are read from there straight into their homes, without being initialised first.
         detect_weight_writes: for debugging. A layer may write its own parameters while it runs (an initialisation from
@@ -105,7 +109,7 @@ class OffloadModel(ReportingModule):
 
     def __init__(
         self,
-        model: nn.Sequential | Sequence[nn.Module],
+        model: nn.Module | Sequence[nn.Module],
         device: torch.device | str | int,
         offload_device: torch.device | str | os.PathLike[str] = "cpu",
         num_slices: int | None = None,
@@ -121,15 +125,17 @@ class OffloadModel(ReportingModule):
         param_dtype: torch.dtype | None = None,
         pretrained: Pretrained | str | os.PathLike[str] | None = None,
         detect_weight_writes: bool = False,
+        blocks: Blocks | None = None,
         _cuts: list[int] | None = None,
     ) -> None:
-        super().__init__()
-        named = layers_of(model)
+        self._adopt(model)
+        choices = {"pretrained": pretrained, "param_dtype": param_dtype, "offload_device": offload_device}
+        named = self._layers_of(model, blocks, **choices)
         parameters = [(f"{k}.{path}", p) for k, layer in named.items() for path, p in layer.named_parameters()]
         check_dense(parameters)
         check_separate(parameters)
         self.device = compute_device(device)
-        if not isinstance(model, nn.Sequential):
+        if blocks is not None or not isinstance(model, nn.Sequential):
             num_slices = len(named)
         check_choices(num_slices, num_microbatches, param_dtype)
         resources = memory_of(
@@ -191,9 +197,7 @@ class OffloadModel(ReportingModule):
                 recompute=recompute,
                 param_dtype=param_dtype,
             )
-            # Children under the bare model's names, as in state_dict(). A layer may have the name of a method.
-            self._modules.update(named)
-            self._executor.structure = Structure(self._modules)
+            self._join(self._executor, named, undo.callback)
             for runner in self._executor.runners:
                 runner.compares_always = detect_weight_writes
             # Of the executor, which tapes refer to: a backward still runs after the model is collected.
@@ -203,6 +207,10 @@ class OffloadModel(ReportingModule):
             self._persistent_home.begin()
             return_freed_memory()
             undo.pop_all()
+
+    def __new__(cls, model: Any = None, *args: Any, blocks: Blocks | None = None, **kwargs: Any) -> Any:
+        """An object of this class; for a model that is called by its own forward, of one that is the model's, too."""
+        return super().__new__(class_for(cls, model, blocks))
 
     # --- running ------------------------------------------------------------------------------------------------
 

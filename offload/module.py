@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from offload.arguments import layers_of
 from offload.engine.executor import Executor
+from offload.engine.structure import Structure
 from offload.storage import Tier
 from offload.storage.state_views import on_own_storages
 
@@ -37,6 +39,22 @@ class ModuleAtHome(nn.Module):
     _tier: Tier
     #: Arguments of the constructor besides the layers.
     _arguments: dict[str, Any]
+
+    # --- construction -----------------------------------------------------------------------------------------------
+
+    def _adopt(self, model: Any) -> None:
+        """Begins the construction of an offloaded ``model``."""
+        nn.Module.__init__(self)
+
+    def _layers_of(self, model: Any, blocks: Any, **choices: Any) -> dict[str, nn.Module]:
+        """Names and modules of the layers that stream; refuses ``choices`` that they do not support."""
+        return layers_of(model)
+
+    def _join(self, executor: Executor, named: dict[str, nn.Module], undo: Callable[..., Any]) -> None:
+        """Connects the module with the executor of its layers; ``undo`` gets what is to be called after a failure."""
+        # Children under the bare model's names, as in state_dict(). A layer may have the name of a method.
+        self._modules.update(named)
+        executor.structure = Structure(self._modules)
 
     # --- pending updates are finished before parameters are read --------------------------------------------------
 

@@ -62,6 +62,7 @@ ORDERS = {
         "module",
         "slot_sharing",
         "reports",
+        "blocks",
         "model",
         "embedding",
         "__init__",

@@ -50,7 +50,7 @@ class _Node:
         self.results: list[Tensor] = [leaves[k] for k in self.differentiable]
         self.leaves = leaves
         #: Inputs of the node besides the user's inputs.
-        self.parameters = executor.trainable(tape.first)
+        self.parameters = tape.trainable
         executor.nodes.add(self)
 
     # Autograd frees saved tensors as soon as backward is done, unless the graph is retained. The tape replaces a saved

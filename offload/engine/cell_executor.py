@@ -272,7 +272,8 @@ class CellExecutor:
     def input_of(self, tape: CellRecords, cell: Cell) -> Any:
         """The input of a cell. The boundaries of the first shard are the user's inputs, which are not copied."""
         if cell.j > 0 or cell in tape.boundaries:
-            return tape.boundaries.get(cell)
+            boundary = tape.boundaries.get(cell)
+            return boundary if tape.glue is None else tape.glue.entered(cell.i, boundary)
         leaves = tape.inputs[cell.i]
         if versions_of(leaves) != tape.input_versions[cell.i]:
             raise RuntimeError(
@@ -315,7 +316,7 @@ class CellExecutor:
 
 
 def _check_same(tape: CellRecords, cell: Cell, outputs: Sequence[Any]) -> None:
-    expected = tape.requires[Cell(cell.j + 1, cell.i)]
+    expected = tape.requires[Cell(cell.j + 1, cell.i)] if tape.glue is None else tape.returned[cell]
     if requires(outputs) != expected:
         raise RuntimeError(
             f"recomputing cell {cell} (shard.micro-batch) returned {requires(outputs)} for which outputs need a "

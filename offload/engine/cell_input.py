@@ -54,6 +54,11 @@ class CellInput:
         self.leaves = [self.leaves[k] for k in same_as]
 
     @property
+    def positions(self) -> list[int]:
+        """The positions of the tensors that need a gradient."""
+        return self._positions
+
+    @property
     def wanted(self) -> list[Tensor]:
         """The tensors that need a gradient."""
         return [self.leaves[k] for k in self._positions]

@@ -36,6 +36,7 @@ class ExclusivePasses:
     def __init__(self) -> None:
         #: Whether a pass is running, or was interrupted before its cleanup.
         self._busy = False
+        self._frozen_weights = 0
         self._made_in = os.getpid()
         this = weakref.ref(self)  # without it, a cycle with the streamer
 
@@ -101,6 +102,22 @@ class ExclusivePasses:
                 if on_failure is not None:
                     on_failure()
                 raise
+
+    @contextlib.contextmanager
+    def frozen_weights(self) -> Iterator[None]:
+        """A context in which parameters do not change: forwards reuse the shards that are in slots."""
+        if not self._frozen_weights:
+            self.streamer.release()
+        self._frozen_weights += 1
+        try:
+            yield
+        finally:
+            self._frozen_weights -= 1
+
+    def prefetch(self, *, backward: bool) -> None:
+        """Begins to load the first shards of the next pass, unless a pass is running."""
+        if not self._busy:
+            self.streamer.prefetch(self.streamer.backward_order if backward else range(len(self.streamer.shards)))
 
     def clean_up(self) -> None:
         """Cleans up after a pass that was interrupted before its cleanup, if there is one."""

@@ -17,18 +17,19 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from offload.engine.block_forwards import BlockForwards
 from offload.engine.boundary_store import SpillingStore
 from offload.engine.cell import Cell, OutputFn, ShardRunner
 from offload.engine.cell_executor import CellExecutor, largest_rows, requires
 from offload.engine.follow import Follower, performers
-from offload.engine.homes import MovableHomes
-from offload.engine.layouts import bytes_of_boundary, refuse_hidden, refuse_strided_nested
+from offload.engine.inputs import check_inputs
+from offload.engine.layouts import bytes_of_boundary
 from offload.engine.raw_chunk import RawChunk, versions_of
 from offload.engine.references import References
 from offload.engine.shape_inference import inferred_boundaries
@@ -48,12 +49,11 @@ from offload.streaming.streamer import Streamer
 from offload.telemetry.statistics import Meter
 from pipe.nested import flatten, tensors_in
 from pipe.recompute.phase import is_recomputing
-from pipe.torch_private import transform_under_way
 
 __all__ = ["Executor"]
 
 
-class Executor(MovableHomes):
+class Executor(BlockForwards):
     """Forward and backward over the shards of one model.
 
     Moves the parameters of ``layers`` to their homes and the buffers to the compute device. ``cuts`` are the numbers of
@@ -120,7 +120,6 @@ class Executor(MovableHomes):
             runner.measures_graphs = recompute and bool(policy.graph_bytes)
         self._references = References(self.shards, (p for runner in self.runners for _, p in runner.watched.parameters))
         super().__init__()
-        self._frozen_weights = 0
         self.assigned_data = AssignedData(self.shards, self.streamer.gradient_offload.optimizers.views)
         self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
         #: The autograd nodes whose outputs are alive: each holds ``parameters``.
@@ -132,22 +131,6 @@ class Executor(MovableHomes):
             known.update(p for p in node.parameters if p in known)
         return self._references.held_elsewhere(known, views)
 
-    @contextlib.contextmanager
-    def frozen_weights(self) -> Iterator[None]:
-        """A context in which parameters do not change: forwards reuse the shards that are in slots."""
-        if not self._frozen_weights:
-            self.streamer.release()
-        self._frozen_weights += 1
-        try:
-            yield
-        finally:
-            self._frozen_weights -= 1
-
-    def prefetch(self, *, backward: bool) -> None:
-        """Begins to load the first shards of the next pass, unless a pass is running."""
-        if not self._busy:
-            self.streamer.prefetch(self.streamer.backward_order if backward else range(len(self.shards)))
-
     # --- forward ------------------------------------------------------------------------------------------------
 
     def tape(self, chunks: Sequence[Any], output_fns: Sequence[OutputFn | None] = ()) -> Tape:
@@ -155,26 +138,16 @@ class Executor(MovableHomes):
         self.check_open()
         inputs = [flatten(chunk)[0] for chunk in chunks]
         tensors = [x for leaves in inputs for x in leaves if isinstance(x, Tensor)]
-        transform = transform_under_way(tensors)
-        if transform is not None:
-            raise RuntimeError(
-                f"an OffloadModel cannot run inside {transform}: its weights are in memory only while their shard "
-                f"runs, which only backward() supports; transform, export or trace the bare module"
-            )
-        for x in tensors:
-            refuse_strided_nested(x, "an input of the model")
-        for leaves in inputs:
-            refuse_hidden(leaves, "an input of the model")
+        check_inputs(inputs)
         if self.structure is not None and self.structure.check():
             for runner in self.runners:
                 runner.watch()
-        trainable = (shard.index for shard in self.shards if shard.trainable)
-        first = 0 if any(x.requires_grad for x in tensors) else next(trainable, len(self.shards))
+        first = 0 if any(x.requires_grad for x in tensors) else self.first_trainable()
         rows = [largest_rows(leaves) for leaves in inputs]
-        records = torch.is_grad_enabled() and first < len(self.shards)
+        records = torch.is_grad_enabled() and (first < len(self.shards) or self.trains_outside)
         elements = [sum(x.numel() for x in leaves if isinstance(x, Tensor)) for leaves in inputs]
         self.steps.begin(rows, elements, training=records, idle=all(tape.used for tape in self._tapes))
-        if self.steps.needs_sizes and not any(isinstance(chunk, RawChunk) for chunk in chunks):
+        if self.steps.needs_sizes and not self.blocks and not any(isinstance(chunk, RawChunk) for chunk in chunks):
             i = max(range(len(chunks)), key=elements.__getitem__)
             sizes = inferred_boundaries([shard.layers for shard in self.shards], chunks[i], self._param_dtype)
             for j, nbytes in enumerate(sizes, 1):
@@ -201,6 +174,15 @@ class Executor(MovableHomes):
 
     def forward(self, tape: Tape, chunks: Sequence[Any]) -> list[Any]:
         """Runs all chunks through all shards. Returns one detached output for each chunk."""
+        try:
+            next(self.forward_steps(tape))
+        except StopIteration as end:
+            outputs: list[Any] = end.value
+            return outputs
+        raise AssertionError("only a tape with glue yields")
+
+    def forward_steps(self, tape: Tape) -> Generator[tuple[Cell, Any], Any, list[Any]]:
+        """The same. If code runs between shards, yields each cell with its output for what enters the next shard."""
         n, m = len(self.shards), tape.microbatches
         with self._exclusive_pass(on_failure=tape.discard):
             if tape.records:
@@ -226,11 +208,14 @@ class Executor(MovableHomes):
             )
             outputs: list[Any] = [None] * m
 
-            def run(cell: Cell) -> None:
-                output = self._cell_executor.forward(tape, cell, self._cell_executor.input_of(tape, cell))
+            def run(cell: Cell) -> Generator[tuple[Cell, Any], Any, None]:
+                with contextlib.nullcontext() if tape.glue is None else tape.glue.context(cell.i):
+                    output = self._cell_executor.forward(tape, cell, self._cell_executor.input_of(tape, cell))
                 if not this.needed_again(*cell):
                     tape.boundaries.drop(cell)
                 j, i = cell.j + 1, cell.i
+                if tape.glue is not None:
+                    output = yield cell, output
                 if j < n:
                     nbytes = tape.boundaries.put((j, i), output)
                 else:
@@ -260,7 +245,7 @@ class Executor(MovableHomes):
                     end_visit(j)
 
             follower = Follower(performers(run, self.streamer, tape.boundaries))
-            follower.follow(this.actions(tape.residency, tape.boundaries.nbytes), visit)
+            yield from follower.follow_cells(this.actions(tape.residency, tape.boundaries.nbytes), visit)
             tape.plan = follower.plan(this)
             for output in outputs:
                 leaves, spec = flatten(output)
@@ -316,6 +301,8 @@ class Executor(MovableHomes):
             self._cell_executor.check_homes(tape)
             waiting = sum(other is not tape and not other.used for other in self._tapes)
             gradient_offload = self.streamer.gradient_offload
+            if tape.glue is not None:
+                to_inputs |= tape.glue.begin_backward(None if accumulate else returned)
             updates = gradient_offload.begin(waiting, returned, drop_others=not accumulate)
             only = None if accumulate else frozenset(returned)
             # Shards that no requested gradient needs are skipped, as in autograd: their hooks must not run.
@@ -345,7 +332,10 @@ class Executor(MovableHomes):
                 # before the next.
                 j, i = key
                 if j == n:
-                    self.steps.gradient_bytes[n, tape.rows[i]] = gradients.put(key, list(output_gradients[i]))
+                    given = list(output_gradients[i])
+                    if tape.glue is not None:
+                        given = tape.glue.from_result(i, given, consume=consume)
+                    self.steps.gradient_bytes[n, tape.rows[i]] = gradients.put(key, given)
                 return gradients.nbytes(key)
 
             def run(cell: Cell) -> None:
@@ -359,6 +349,8 @@ class Executor(MovableHomes):
                 gradients.drop((j + 1, i))
                 if consume:
                     tape.boundaries.drop(cell)
+                if tape.glue is not None:
+                    back = tape.glue.before(i, j, back, consume=consume)
                 if j > first:
                     self.steps.gradient_bytes[j, tape.rows[i]] = gradients.put(cell, back)
                 elif j == 0:
@@ -373,7 +365,7 @@ class Executor(MovableHomes):
                 self.steps.record_step(joined(tape.plan, follower.plan(this)), tape.rows, training=True)
                 tape.plan = None  # a second backward begins with other shards in slots
             self.streamer.gradient_offload.wait_idle()
-            taken = gradient_offload.pop_returned()
+            taken = gradient_offload.pop_returned() | ({} if tape.glue is None else tape.glue.take())
             # The next micro-batch reuses the slots; else the next forward begins with empty ones anyway.
             if not reuses_slots:
                 self.streamer.wait_for_home_reads()
@@ -390,4 +382,4 @@ class Executor(MovableHomes):
         return SpillingStore(scratch, self._lanes.boundary, self._meter, gradients=gradients)
 
 
-Executor.pass_codes = frozenset({Executor.forward.__code__, Executor.backward.__code__})
+Executor.pass_codes = BlockForwards.pass_codes | {Executor.forward.__code__, Executor.backward.__code__}

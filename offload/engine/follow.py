@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 from offload.engine.boundary_store import SpillingStore
@@ -17,13 +17,13 @@ __all__ = ["Follower", "performers"]
 
 
 def performers(
-    run: Callable[[Cell], None],
+    run: Callable[[Cell], Any],
     streamer: Streamer,
     boundaries: SpillingStore,
     gradients: SpillingStore | None = None,
-) -> dict[Kind, Callable[[Any], None]]:
+) -> dict[Kind, Callable[[Any], Any]]:
     """What performs each action of a pass over offloaded shards; ``run`` performs those of cells."""
-    found: dict[Kind, Callable[[Any], None]] = dict.fromkeys(CELLS, run)
+    found: dict[Kind, Callable[[Any], Any]] = dict.fromkeys(CELLS, run)
     found |= {
         Kind.LOAD: streamer.load,
         Kind.EVICT: streamer.evict,
@@ -44,7 +44,7 @@ def performers(
 class Follower:
     """Performs the actions of one pass. Performers are called with the shard of an action, or with its cell."""
 
-    def __init__(self, performers: Mapping[Kind, Callable[[Any], None]]) -> None:
+    def __init__(self, performers: Mapping[Kind, Callable[[Any], Any]]) -> None:
         self._performers = performers
         #: The actions that were performed.
         self.done: list[Action] = []
@@ -79,6 +79,19 @@ class Follower:
             with contextlib.nullcontext() if j is None else visit(j):
                 for _, action in group:
                     self.perform(action)
+
+    def follow_cells(
+        self, actions: Iterable[Action], visit: Callable[[int], contextlib.AbstractContextManager[object]]
+    ) -> Generator[Any, Any, None]:
+        """The same, where the performers of cells are generators: yields what they yield."""
+        for j, group in itertools.groupby(_with_visits(actions), key=lambda pair: pair[0]):
+            with contextlib.nullcontext() if j is None else visit(j):
+                for _, action in group:
+                    if action.kind in CELLS:
+                        yield from self._performers[action.kind](Cell(action.shard, action.microbatch or 0))
+                        self.done.append(action)
+                    else:
+                        self.perform(action)
 
 
 def _with_visits(actions: Iterable[Action]) -> Iterator[tuple[int | None, Action]]:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from offload.engine.boundary_store import BoundaryStore, SpillingStore
 from offload.engine.cell import Cell
 from offload.engine.cell_input import CellInput
+from offload.engine.glue import Glue
 from offload.planning.plan import Plan
 from offload.planning.residency import Key, Residency
 from pipe.nested import TreeSpec, flatten, unflatten
@@ -53,6 +54,9 @@ class CellRecords:
     kept: dict[Cell, KeptCell] = field(default_factory=dict)
     #: For the boundary of each cell, and for the outputs: which of its leaves need a gradient.
     requires: dict[Cell, list[bool]] = field(default_factory=dict)
+    #: The code between the shards, if there is any; and which outputs of each cell need a gradient then.
+    glue: Glue | None = None
+    returned: dict[Cell, list[bool]] = field(default_factory=dict)
     #: Version counters of each shard's parameters at the forward.
     versions: dict[int, tuple[int, ...]] = field(default_factory=dict)
     inputs: list[list[Any]] = field(default_factory=list)
@@ -86,6 +90,11 @@ class Tape(CellRecords):
     output_shapes: list[list[torch.Size | None]] = field(default_factory=list)
     used: bool = False
 
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        """The parameters that take a gradient in the backward, each once."""
+        return [*self.executor.trainable(self.first), *(() if self.glue is None else self.glue.leaves)]
+
     def backward(self, output_gradients: Sequence[Any]) -> None:
         """Propagates gradients of the outputs back: adds to parameters' stored ``.grad``; each shard is loaded once.
 
@@ -114,7 +123,7 @@ class Tape(CellRecords):
         self.used = True
         try:
             # Autograd runs the hooks of a parameter, once, on its whole gradient.
-            hooked = [p for p in self.executor.trainable(self.first) if has_hooks(p)]
+            hooked = [p for p in self.trainable if has_hooks(p)]
             input_gradients, taken = self.executor.backward(self, flat, consume=True, returned=hooked)
         finally:
             self.close()
@@ -151,3 +160,5 @@ class Tape(CellRecords):
         self.boundaries.close()
         self.cells.clear()
         self.kept.clear()
+        if self.glue is not None:
+            self.glue.close()

@@ -44,7 +44,7 @@ def at_home(model: OffloadModel) -> bool:
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"model": nn.Linear(2, 2)}, TypeError, "expected an nn.Sequential or a list of modules, got Linear"),
+        ({"model": nn.Linear(2, 2)}, TypeError, "expected a model with a list of blocks of one class, got Linear"),
         ({"model": nn.Sequential()}, ValueError, "at least one layer"),
         ({"model": []}, TypeError, "got list"),
         ({"device": "gpu"}, TypeError, "device='gpu'"),

@@ -1,0 +1,1 @@
+"""``OffloadModel`` for any ``nn.Module``: its blocks stream, and its own forward runs."""

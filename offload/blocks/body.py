@@ -1,0 +1,79 @@
+"""A block in two roles: the module that the model's forward calls, and the layer that the engine runs.
+
+The instance's ``forward`` of a block hands its call to the executor, which runs the :class:`Body` of the block: its own
+forward, without its hooks. So hooks of a block run once, outside of the recomputation, on tensors of the model's graph.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from offload.engine.block_forwards import BlockForwards
+from pipe.torch_private import outside_of_compiled_graphs
+
+__all__ = ["Body", "StreamedForward"]
+
+
+class Body(nn.Module):
+    """A view of a block: the same attributes, parameters and children, but a call runs only the block's own forward.
+
+    ``call``: whether its argument is one (args, kwargs) pair.
+    """
+
+    __slots__ = ("_pair", "_run")
+
+    def __init__(self, block: nn.Module, *, pair: bool) -> None:
+        own = vars(block).get("forward")
+        object.__setattr__(self, "__dict__", vars(block))
+        object.__setattr__(self, "_pair", pair)
+        # Not the bound method: a block would refer to itself.
+        function, this = type(block).forward, weakref.ref(block)
+        object.__setattr__(self, "_run", own or (lambda *args, **kwargs: function(this(), *args, **kwargs)))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward of the block."""
+        run: Callable[..., Any] = object.__getattribute__(self, "_run")
+        if object.__getattribute__(self, "_pair"):
+            ((args, kwargs),) = args
+        return run(*args, **kwargs)
+
+
+class StreamedForward:
+    """The ``forward`` of a block instance: hands the call to the executor."""
+
+    def __init__(self, executor: BlockForwards, j: int, block: nn.Module) -> None:
+        self._executor = weakref.ref(executor)
+        self._block = weakref.ref(block)
+        self._j = j
+        self._own = vars(block).get("forward")
+        #: For code that looks at the arguments that a block takes.
+        self.__signature__ = inspect.signature(block.forward)
+        block.forward = self
+
+    @outside_of_compiled_graphs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the block."""
+        executor, block = self._executor(), self._block()
+        if executor is None or block is None:
+            raise RuntimeError("the OffloadModel of this block was deleted, and with it the block's parameters")
+        return executor.call_block(self._j, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The forward of a copied block, which does not stream."""
+        block = self._block()
+        copied = memo.get(id(block))
+        return self._own if copied is None else types.MethodType(type(copied).forward, copied)
+
+    def remove(self) -> None:
+        """Gives the block its own forward back."""
+        block = self._block()
+        if block is not None and vars(block).get("forward") is self:
+            del block.forward
+            if self._own is not None:
+                block.forward = self._own

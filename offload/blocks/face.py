@@ -1,0 +1,282 @@
+"""An ``OffloadModel`` that is the model it was made of: its class, attributes, names and calls; its blocks stream.
+
+The object shares all attributes of the model, and its class derives from the model's. So its methods (``generate``,
+``get_input_embeddings``, ...) and its own forward run on the wrapped model itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.blocks.body import Body, StreamedForward
+from offload.blocks.find import Blocks, find_blocks, parameters_outside
+from offload.engine.autograd import attach
+from offload.engine.executor import Executor
+from offload.engine.raw_chunk import as_call
+from offload.engine.structure import Structure
+from offload.engine.tape import Tape
+from offload.reports import ReportingModule
+from offload.storage import DiskHome
+from pipe.interception import offered
+from pipe.microbatch import gather_nested, split_nested
+from pipe.nested import map_tensors
+
+__all__ = ["ModelWithBlocks", "class_for"]
+
+#: Methods of a container of layers, which other models do not have.
+_OF_CONTAINERS = ("__len__", "__iter__", "__getitem__")
+
+
+def class_for(base: type[nn.Module], model: Any, blocks: Any) -> type[nn.Module]:
+    """The class of an ``OffloadModel`` of ``model``: ``base`` for layers that are called in order."""
+    if not isinstance(model, nn.Module) or issubclass(base, ModelWithBlocks):
+        return base
+    if blocks is None and isinstance(model, (nn.Sequential, nn.ModuleList)):
+        return base
+    kind = type(model)
+    if issubclass(kind, base):
+        raise TypeError(f"expected a model that is not offloaded yet, got an OffloadModel of {kind.__name__} (model)")
+
+    @functools.wraps(kind.forward)
+    def forward(self: ModelWithBlocks, *inputs: Any, **kwargs: Any) -> Any:
+        return self._run(inputs, kwargs)
+
+    members: dict[str, Any] = {name: getattr(kind, name, None) for name in _OF_CONTAINERS}
+    if members["__len__"] is None:
+        members["__bool__"] = _true
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    bases = (ModelWithBlocks, base, kind)
+    meta: Any = type(kind)
+    made: type[nn.Module] = meta(kind.__name__, bases, {**members, **names, "forward": forward, "_kind": kind})
+    return made
+
+
+def _true(self: Any) -> bool:
+    return True
+
+
+class ModelWithBlocks(ReportingModule):
+    """The part of an ``OffloadModel`` that runs a model's own forward."""
+
+    #: The class of the model.
+    _kind: type[nn.Module]
+    _blocks: dict[str, nn.Module]
+    _blocks_argument: Blocks
+    _forwards: list[StreamedForward]
+    _num_microbatches: int
+
+    @property
+    def device(self) -> torch.device:
+        """The compute device."""
+        found: torch.device = self.__dict__["_compute_device"]
+        return found
+
+    @device.setter
+    def device(self, device: torch.device) -> None:
+        self.__dict__["_compute_device"] = device
+
+    @property
+    def hf_device_map(self) -> dict[str, Any]:
+        """Where the model computes: trainers do not move a model that has such a map."""
+        return {"": self.device}
+
+    # --- construction -------------------------------------------------------------------------------------------
+
+    def _adopt(self, model: nn.Module) -> None:
+        vars(self).update(vars(model))
+        self.__dict__["_of_model"] = frozenset(vars(model))
+
+    def _layers_of(self, model: nn.Module, blocks: Blocks | None, **choices: Any) -> dict[str, nn.Module]:
+        for name in ("pretrained", "param_dtype"):
+            if choices[name] is not None:
+                advice = "torch.autocast" if name == "param_dtype" else "a model that has its weights"
+                raise ValueError(f"expected {name}=None with blocks, got {name}={choices[name]!r}; use {advice}")
+        if isinstance(choices["offload_device"], DiskHome) and choices["offload_device"].keep:
+            raise ValueError(
+                "expected DiskHome(keep=False) with blocks, got keep=True: a kept home would not hold the parameters "
+                "outside of the blocks; use save_checkpoint and load_checkpoint"
+            )
+        found = find_blocks(model, blocks)
+        outside = parameters_outside(model, found)
+        meta = next((name for name, p in outside.items() if p.is_meta), None)
+        if meta is not None:
+            raise ValueError(f"parameter {meta} outside of the blocks is on the meta device; give it values first")
+        self.__dict__["_blocks"] = found
+        names = list(found)
+        lists = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+        self.__dict__["_blocks_argument"] = lists if blocks is None else blocks
+        return {name: Body(block, pair=k > 0) for k, (name, block) in enumerate(found.items())}
+
+    def _join(self, executor: Executor, named: dict[str, nn.Module], undo: Callable[..., Any]) -> None:
+        """Moves what is outside of the blocks to the compute device, and lets the executor run the blocks' calls."""
+        inside = {m for block in self._blocks.values() for m in block.modules()}
+        with_buffers = [m for m in nn.Module.modules(self) if m not in inside]
+        outside = parameters_outside(self, self._blocks)
+        before = [(p, p.data, p.grad) for p in outside.values()]
+        buffers = [(m, dict(m._buffers)) for m in with_buffers]
+
+        def restore() -> None:
+            for p, data, grad in before:
+                p.grad = None
+                p.data, p.grad = data, grad
+            for module, values in buffers:
+                module._buffers.update(values)
+
+        undo(restore)
+        for p in outside.values():
+            grad, p.grad = p.grad, None
+            p.data = p.data.to(self.device)
+            p.grad = None if grad is None else grad.to(self.device)
+        for module in with_buffers:
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[key] = buffer.to(self.device)
+        executor.outside, executor.blocks = list(outside.values()), list(self._blocks)
+        forwards: list[StreamedForward] = []
+
+        def remove() -> None:
+            for each in forwards:
+                each.remove()
+
+        undo(remove)
+        for j, block in enumerate(self._blocks.values()):
+            forwards.append(StreamedForward(executor, j, block))
+        self.__dict__["_forwards"] = forwards
+        executor.structure = Structure(self._modules)
+
+    # --- running ------------------------------------------------------------------------------------------------
+
+    def _forward_on(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        args, kwargs = call
+        own = vars(self).get("forward")
+        return own(*args, **kwargs) if own is not None else self._kind.forward(self, *args, **kwargs)
+
+    def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_model()
+        call = self._brought((inputs, self._without_cache(kwargs)))
+        if self._num_microbatches == 1:
+            answered = offered(self, [call])
+            if answered is not None:
+                return answered[0]
+            tape, outputs = self._executor.run_one(self._forward_on, call)
+        else:
+            chunks = split_nested(call, self._num_microbatches)
+            answered = offered(self, chunks)
+            if answered is not None:
+                return gather_nested(answered)
+            tape, outputs = self._executor.run_many(self._forward_on, chunks)
+        if tape is None or not tape.records:
+            return outputs[0] if len(outputs) == 1 else gather_nested(outputs)
+        return attach(self._executor, tape, outputs, call)
+
+    def forward_chunks(
+        self,
+        chunks: Sequence[Any],
+        *,
+        output_fn: Callable[[Any], Any] | None = None,
+        input_fn: Callable[[Any], Any] | None = None,
+    ) -> tuple[list[Any], Tape]:
+        """Runs the forwards of many chunks: each block runs for all of them while it is loaded.
+
+        Args:
+            chunks: each a tensor, or (args, kwargs) for the model.
+            output_fn: applied to each chunk's output: the gradients are then those of its result.
+            input_fn: makes a tensor or (args, kwargs) of each chunk, which then may be any object.
+
+        Returns:
+            The outputs, detached, in the order of the chunks; and the tape, whose ``backward(output_gradients)``
+            accumulates the parameters' gradients.
+        """
+        if isinstance(chunks, Tensor) or not isinstance(chunks, Sequence) or not chunks:
+            raise ValueError(
+                f"expected a sequence of at least one chunk, got {type(chunks).__name__}; cut a batch with "
+                f"batch.split(rows), for example"
+            )
+        self._check_model()
+
+        def forward(chunk: Any) -> Any:
+            args, kwargs = as_call(0, chunk if input_fn is None else input_fn(chunk))
+            output = self._forward_on(self._brought((args, self._without_cache(kwargs))))
+            return output if output_fn is None else output_fn(output)
+
+        tape, outputs = self._executor.run_many(forward, chunks)
+        return outputs, tape
+
+    def _brought(self, value: Any) -> Any:
+        """A value whose tensors are on the compute device."""
+        if all(x.device == self.device for x in _tensors_in(value)):
+            return value
+        return map_tensors(lambda x: x.to(self.device), value)
+
+    def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """A recomputation would write into a cache of keys and values again: none is made unless it is asked for."""
+        if not torch.is_grad_enabled() or "use_cache" in kwargs or not self._takes_use_cache:
+            return kwargs
+        return {**kwargs, "use_cache": False}
+
+    @functools.cached_property
+    def _takes_use_cache(self) -> bool:
+        return "use_cache" in inspect.signature(self._kind.forward).parameters
+
+    def _check_model(self) -> None:
+        structure = self._executor.structure
+        if structure is not None:
+            structure.check()
+        if torch.is_grad_enabled():
+            for name, block in self._blocks.items():
+                if getattr(block, "gradient_checkpointing", False):
+                    raise RuntimeError(
+                        f"block {name} has gradient checkpointing of its own; an OffloadModel recomputes blocks with "
+                        f"checkpoint_activation=True: call model.gradient_checkpointing_disable() before"
+                    )
+
+    # --- module ---------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch."""
+        super().zero_grad(set_to_none)
+        for p in self._parameters.values():
+            if p is not None and p.grad is not None:
+                p.grad = None if set_to_none else torch.zeros_like(p.grad)
+
+    def _bare(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy of the model, which is not offloaded."""
+        self._executor.streamer.apply_pending_updates()
+        bare: nn.Module = self._kind.__new__(self._kind)
+        memo[id(self)] = bare
+        own = {key: value for key, value in vars(self).items() if key in self.__dict__["_of_model"]}
+        vars(bare).update(copy.deepcopy(own, memo))
+        for name in self._blocks:
+            vars(bare.get_submodule(name)).pop("forward", None)
+        return bare
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Another model with homes of its own."""
+        model = _rebuild(self._base, self._bare(memo), self._blocks_argument, self._arguments)
+        memo[id(self)] = model
+        return model
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as the bare model, and the arguments that offload it again."""
+        return _rebuild, (self._base, self._bare({}), self._blocks_argument, self._arguments)
+
+    @property
+    def _base(self) -> type[nn.Module]:
+        return type(self).__mro__[2]
+
+
+def _rebuild(base: Any, bare: nn.Module, blocks: Any, arguments: dict[str, Any]) -> Any:
+    return base(bare, blocks=blocks, **arguments)
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    args, kwargs = value
+    found = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    return found

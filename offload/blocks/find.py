@@ -1,0 +1,148 @@
+"""Finds the blocks of a model: the modules that stream, by the name of their list or by their class."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from torch import nn
+
+__all__ = ["Blocks", "find_blocks", "parameters_outside"]
+
+#: A name of a list of blocks, names in the order of calls, or a class of blocks.
+Blocks = str | Sequence[str] | type[nn.Module]
+
+
+def find_blocks(model: nn.Module, blocks: Blocks | None) -> dict[str, nn.Module]:
+    """The blocks of a model by their names, in the order in which its forward calls them.
+
+    Args:
+        model: any module.
+        blocks: the name of an ``nn.ModuleList`` or ``nn.Sequential`` inside it, several such names, or a class of
+            blocks. None: the longest list of modules of one class, with a warning that names it.
+
+    Raises:
+        TypeError, ValueError: if there are no such blocks, or a block is inside another one or listed twice.
+    """
+    if blocks is None:
+        name = _longest_list(model)
+        warnings.warn(
+            f"OffloadModel streams the blocks of {type(model).__name__}.{name} ({len(_list_at(model, name))} modules); "
+            f"pass blocks={name!r} to choose them",
+            UserWarning,
+            stacklevel=4,
+        )
+        blocks = name
+    if isinstance(blocks, type):
+        found = _of_class(model, blocks)
+    elif isinstance(blocks, str):
+        found = _in_lists(model, [blocks])
+    elif isinstance(blocks, Sequence) and blocks and all(isinstance(name, str) for name in blocks):
+        found = _in_lists(model, blocks)
+    else:
+        raise TypeError(
+            f"expected the name of a list of blocks, names, or a class of modules, got blocks={blocks!r}; for example "
+            f"blocks='encoder.layer'"
+        )
+    _check_apart(found)
+    return found
+
+
+def _in_lists(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    if len(set(names)) < len(names):
+        raise ValueError(f"expected each list of blocks once, got blocks={list(names)!r}")
+    return {f"{name}.{key}": block for name in names for key, block in _list_at(model, name).items()}
+
+
+def _list_at(model: nn.Module, name: str) -> Mapping[str, nn.Module]:
+    try:
+        found = model.get_submodule(name)
+    except AttributeError as error:
+        lists = [path for path, _ in _lists(model)]
+        raise ValueError(
+            f"expected the name of a list of blocks in {type(model).__name__}, got blocks={name!r}; its lists are "
+            f"{', '.join(lists) if lists else 'none'}"
+        ) from error
+    if not isinstance(found, (nn.ModuleList, nn.Sequential)) or not len(found):
+        raise TypeError(
+            f"expected an nn.ModuleList or nn.Sequential with modules, got {type(found).__name__} (blocks={name!r})"
+        )
+    return {key: block for key, block in found._modules.items() if block is not None}
+
+
+def _of_class(model: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+
+    def search(module: nn.Module, path: str) -> None:
+        for name, child in module.named_children():
+            if isinstance(child, kind):
+                found[path + name] = child
+            else:
+                search(child, f"{path}{name}.")
+
+    search(model, "")
+    if not found:
+        raise ValueError(f"expected a class of modules inside {type(model).__name__}, got blocks={kind.__name__}")
+    return found
+
+
+def _lists(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules of the lists whose members are of one class, without those inside of a member of another."""
+    for name, child in module.named_children():
+        is_list = isinstance(child, (nn.ModuleList, nn.Sequential))
+        if is_list and len(child._modules) > 1 and len({type(m) for m in child._modules.values()}) == 1:
+            yield path + name, child
+        else:
+            yield from _lists(child, f"{path}{name}.")
+
+
+def _longest_list(model: nn.Module) -> str:
+    lists = list(_lists(model))
+    if not lists:
+        raise TypeError(
+            f"expected a model with a list of blocks of one class, got {type(model).__name__}, which has none; name "
+            f"them by blocks=, or pass an nn.Sequential or a list of modules"
+        )
+    return max(lists, key=lambda item: (len(item[1]._modules), sum(p.nbytes for p in item[1].parameters())))[0]
+
+
+def _check_apart(blocks: Mapping[str, nn.Module]) -> None:
+    names: dict[nn.Module, str] = {}
+    for name, block in blocks.items():
+        if block in names:
+            raise ValueError(
+                f"blocks {names[block]} and {name} are the same module, which would be called twice in a forward; a "
+                f"block is called once: leave it out of ``blocks``"
+            )
+        names[block] = name
+    for name, block in blocks.items():
+        for path, module in block.named_modules():
+            if path and module in names:
+                raise ValueError(f"block {names[module]} is inside block {name}; name lists that are apart")
+
+
+def parameters_outside(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
+    """The parameters of a model outside of its blocks, by name.
+
+    Raises ValueError if one of them is a parameter of a block as well: it would have two homes.
+    """
+    within = {p: f"{name}.{path}" for name, block in blocks.items() for path, p in block.named_parameters()}
+    inside = {id(m) for block in blocks.values() for m in block.modules()}
+    outside: dict[str, nn.Parameter] = {}
+    for path, module in _modules_outside(model, inside):
+        for key, p in module._parameters.items():
+            if p is None:
+                continue
+            name = f"{path}.{key}".lstrip(".")
+            if p in within:
+                raise ValueError(
+                    f"parameter {name} is tied to {within[p]}, which streams with its block, while {name} stays on the "
+                    f"compute device; untie them, or name lists of blocks that contain both or none"
+                )
+            outside.setdefault(name, p)
+    return outside
+
+
+def _modules_outside(model: nn.Module, inside: Iterable[int]) -> Iterator[tuple[str, nn.Module]]:
+    inside = set(inside)
+    yield from ((path, module) for path, module in nn.Module.named_modules(model) if id(module) not in inside)

@@ -1,0 +1,347 @@
+"""The code of a model between its blocks (glue): its graph is cut where blocks begin and end, and run in pieces.
+
+A model's own forward calls blocks, which are shards. What enters a block and what a block returns are cut from the
+graph, so what remains are small pieces of graph for each chunk::
+
+    prefix  ->  [block 0]  ->  glue  ->  [block 1]  ->  ...  ->  [block n-1]  ->  suffix
+
+Backward visits the blocks in reverse order, and after each block runs the piece before it.
+
+Guarantees
+    * A tensor that enters several blocks (a mask, a rotary table, a position bias) is stored once for each chunk; its
+      gradients are summed, the last block's first as in plain autograd, and run through its piece once.
+    * No piece keeps an activation alive that autograd does not need: only edges of the graph are stored.
+    * The gradient of a leaf (a parameter outside of the blocks) is summed over pieces and returned as a whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from offload.engine.cell_input import CellInput
+from offload.engine.layouts import fitting, refuse_hidden
+from pipe.nested import TreeSpec, flatten, unflatten
+from pipe.torch_private import hidden_hooks
+
+__all__ = ["Glue"]
+
+#: The number of the block that returned the inputs of a chunk.
+_INPUTS = -1
+
+K = TypeVar("K")
+
+#: Identifies a tensor in a graph: its node, and the number of the output of that node.
+_Place = tuple[Node, int]
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """The place, in what enters a block, of a tensor that entered an earlier block as well."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of a block in a forward without a backward, which are passed on as they are: one leaf."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """The pieces of graph of one chunk."""
+
+    #: The inputs of the chunk, flat, with the graph that the caller has, and where they begin a graph here.
+    inputs: list[Any] = field(default_factory=list)
+    #: By block: for each output that needs a gradient, its number and its edge; and how many outputs there are.
+    begins: dict[int, dict[int, GradientEdge]] = field(default_factory=dict)
+    outputs: dict[int, int] = field(default_factory=dict)
+    #: Block and number of each such output.
+    begun: dict[_Place, tuple[int, int]] = field(default_factory=dict)
+    #: Of each tensor that enters blocks: the first of them, and its edge.
+    first: dict[_Place, tuple[int, GradientEdge]] = field(default_factory=dict)
+    #: By block: the tensors that enter it, with their numbers among its arguments.
+    uses: dict[int, list[tuple[int, _Place]]] = field(default_factory=dict)
+    #: The edges of the result, or None for each leaf that needs no gradient.
+    result: list[GradientEdge | None] = field(default_factory=list)
+    #: Parameters and other leaves that its pieces reach.
+    leaves: dict[Tensor, None] = field(default_factory=dict)
+    #: Tensors that enter several blocks, with their versions.
+    shared: dict[int, tuple[Tensor, int | None]] = field(default_factory=dict)
+    # While the forward runs:
+    entered: dict[int, tuple[weakref.ref[Tensor], int | None]] = field(default_factory=dict)
+    seen: set[Node] = field(default_factory=set)
+    # While a backward runs:
+    entering: dict[_Place, Tensor] = field(default_factory=dict)
+    returned: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+
+
+class Glue:
+    """The pieces of graph of one forward, for all chunks.
+
+    Args:
+        chunks: the number of chunks.
+        last: the number of blocks.
+        within: names of the parameters of blocks, which code outside of their block must not use.
+    """
+
+    def __init__(self, chunks: int, last: int, within: Mapping[Any, str]) -> None:
+        self._chunks = [_Chunk() for _ in range(chunks)]
+        self._last = last
+        self._within = within
+        #: Whether there will be a backward. Known when all chunks are at their first block.
+        self.records = torch.is_grad_enabled()
+        #: Contexts in which the next block of a chunk runs, where that is not the present one.
+        self.contexts: dict[int, contextlib.AbstractContextManager[object]] = {}
+        #: The gradients of leaves, in a running backward.
+        self._gradients: dict[Tensor, Tensor] = {}
+        self._owned: set[Tensor] = set()
+        self._wanted: Collection[Tensor] = ()
+
+    # --- forward ------------------------------------------------------------------------------------------------
+
+    def context(self, i: int) -> contextlib.AbstractContextManager[object]:
+        """The context in which the next block of a chunk runs."""
+        return self.contexts.pop(i, contextlib.nullcontext())
+
+    def begin(self, i: int, inputs: Any) -> Any:
+        """The inputs of a chunk as the begin of its graph."""
+        leaves, spec = flatten(inputs)
+        chunk = self._chunks[i]
+        chunk.inputs = leaves
+        requires = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
+        return self._cut(i, _INPUTS, leaves, spec, requires) if self.records and any(requires) else inputs
+
+    @property
+    def begun(self) -> bool:
+        """Whether an input of a chunk requires a gradient."""
+        return any(_INPUTS in chunk.begins for chunk in self._chunks)
+
+    def enter(self, i: int, j: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[bool]]:
+        """What enters block ``j``, to be stored until the block runs; and which of its leaves require a gradient."""
+        if not self.records:
+            return _Call(args, kwargs), [False]
+        chunk = self._chunks[i]
+        leaves, spec = flatten((args, kwargs))
+        refuse_hidden(leaves, f"an argument of block {j}")
+        requires = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
+        self._find_leaves(chunk, (x for x in leaves if isinstance(x, Tensor)))
+        uses = chunk.uses[j] = []
+        for k, x in enumerate(leaves):
+            if requires[k]:
+                edge = get_gradient_edge(x)
+                chunk.first.setdefault(_place(edge), (j, edge))
+                uses.append((k, _place(edge)))
+        return unflatten([self._stored(chunk, x) if isinstance(x, Tensor) else x for x in leaves], spec), requires
+
+    @staticmethod
+    def _stored(chunk: _Chunk, x: Tensor) -> Tensor | _Shared:
+        """A tensor without its graph, or its number if it entered an earlier block."""
+        version = None if x.is_inference() else x._version
+        known, number = chunk.entered.get(id(x)), id(x)
+        if known is None or known[0]() is not x or known[1] != version:
+            chunk.entered[number] = weakref.ref(x), version
+            chunk.shared.pop(number, None)
+            return x.detach()
+        if number not in chunk.shared:
+            # It stays alive from now on, so that its id remains its own.
+            chunk.shared[number] = x.detach(), version
+        return _Shared(number)
+
+    def entered(self, i: int, stored: Any) -> Any:
+        """The (args, kwargs) of a block, from what :meth:`enter` returned."""
+        if isinstance(stored, _Call):
+            return stored.args, stored.kwargs
+        leaves, spec = flatten(stored)
+        return unflatten([self._restored(i, x) if isinstance(x, _Shared) else x for x in leaves], spec)
+
+    def _restored(self, i: int, place: _Shared) -> Tensor:
+        tensor, version = self._chunks[i].shared[place.number]
+        if version is not None and tensor._version != version:
+            raise RuntimeError(
+                f"a tensor that enters several blocks of the model (chunk {i}, shape {tuple(tensor.shape)}) was "
+                f"changed in place after a block had used it; clone it before changing it"
+            )
+        return tensor
+
+    def leave(self, i: int, j: int, output: Any, requires: Sequence[bool]) -> Any:
+        """The detached output of block ``j`` as the begin of the graph of the code that follows."""
+        if not self.records:
+            return output
+        leaves, spec = flatten(output)
+        return self._cut(i, j, leaves, spec, requires)
+
+    def _cut(self, i: int, j: int, leaves: Sequence[Any], spec: TreeSpec, requires: Sequence[bool]) -> Any:
+        chunk = self._chunks[i]
+        begin = CellInput(leaves, requires, j + 1)
+        edges = {k: get_gradient_edge(x) for k, x in zip(begin.positions, begin.wanted, strict=True)}
+        chunk.begins[j], chunk.outputs[j] = edges, len(leaves)
+        for k, edge in edges.items():
+            chunk.begun[_place(edge)] = j, k
+            chunk.seen.add(edge.node)
+        return unflatten(list(begin.leaves), spec)
+
+    def finish(self, i: int, result: Any) -> tuple[Any, list[bool]]:
+        """The detached result of a chunk, and which of its leaves require a gradient."""
+        leaves, spec = flatten(result)
+        refuse_hidden(leaves, "an output of the model")
+        chunk = self._chunks[i]
+        self._find_leaves(chunk, (x for x in leaves if isinstance(x, Tensor)))
+        requires = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
+        chunk.result = [get_gradient_edge(x) if needs else None for x, needs in zip(leaves, requires, strict=True)]
+        chunk.entered.clear()
+        chunk.seen.clear()
+        detached: dict[int, Any] = {id(x): x.detach() if isinstance(x, Tensor) else x for x in leaves}
+        return unflatten([detached[id(x)] for x in leaves], spec), requires
+
+    def _find_leaves(self, chunk: _Chunk, tensors: Iterable[Tensor]) -> None:
+        """Records the leaves of the graph of some tensors, up to the pieces that were searched before."""
+        stack: list[Node] = []
+        for x in tensors:
+            if x.grad_fn is not None:
+                stack.append(x.grad_fn)
+            elif x.requires_grad:
+                self._add_leaf(chunk, x)
+        while stack:
+            node = stack.pop()
+            if node in chunk.seen:
+                continue
+            chunk.seen.add(node)
+            variable = getattr(node, "variable", None) if not node.next_functions else None
+            if isinstance(variable, Tensor):
+                self._add_leaf(chunk, variable)
+            stack.extend(following for following, _ in node.next_functions if following is not None)
+
+    def _add_leaf(self, chunk: _Chunk, leaf: Tensor) -> None:
+        if leaf in self._within:
+            raise RuntimeError(
+                f"parameter {self._within[leaf]} of a block is used by code outside of that block, where it is not on "
+                f"the compute device and its gradient would be lost; leave its block out of ``blocks``"
+            )
+        chunk.leaves[leaf] = None
+
+    @property
+    def inputs(self) -> list[list[Any]]:
+        """The inputs of each chunk, flat."""
+        return [chunk.inputs for chunk in self._chunks]
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The leaves that backward reaches."""
+        return list(dict.fromkeys(leaf for chunk in self._chunks for leaf in chunk.leaves))
+
+    # --- backward -----------------------------------------------------------------------------------------------
+
+    def begin_backward(self, wanted: Collection[Tensor] | None) -> bool:
+        """Begins a backward that computes the gradients of the ``wanted`` leaves (None: all); whether there are any."""
+        asked = None if wanted is None else set(wanted)
+        self._wanted = [leaf for leaf in self.leaves if asked is None or leaf in asked]
+        self._gradients, self._owned = {}, set()
+        for chunk in self._chunks:
+            chunk.entering, chunk.returned = {}, {}
+        return bool(self._wanted)
+
+    def from_result(self, i: int, gradients: Sequence[Any], *, consume: bool) -> list[Any]:
+        """The gradients of the last block's outputs, from those of the result of a chunk."""
+        chunk = self._chunks[i]
+        pairs: list[tuple[GradientEdge, Tensor]] = []
+        for edge, gradient in zip(chunk.result, gradients, strict=True):
+            if edge is not None and gradient is not None:
+                if _place(edge) in chunk.first:  # it entered a block as well: its piece runs once
+                    _add(chunk.entering, _place(edge), gradient)
+                else:
+                    pairs.append((edge, gradient))
+        self._propagate(chunk, self._last, pairs)
+        if consume:
+            chunk.result = []
+        return self._returned(chunk, self._last - 1)
+
+    def before(self, i: int, j: int, gradients: Sequence[Any], *, consume: bool) -> list[Any]:
+        """The gradients of the outputs of block ``j - 1``, or of the inputs, from those of what entered block ``j``."""
+        chunk = self._chunks[i]
+        for k, place in chunk.uses[j]:
+            if gradients[k] is not None:
+                _add(chunk.entering, place, gradients[k])
+        complete = [place for place in chunk.entering if chunk.first[place][0] == j]
+        self._propagate(chunk, j, [(chunk.first[place][1], chunk.entering.pop(place)) for place in complete])
+        if consume:
+            for _, place in chunk.uses.pop(j):
+                if place in chunk.first and chunk.first[place][0] == j:
+                    del chunk.first[place]
+        return self._returned(chunk, j - 1)
+
+    def _returned(self, chunk: _Chunk, j: int) -> list[Any]:
+        gradients = chunk.returned.pop(j, {})
+        return [gradients.get(k) for k in range(chunk.outputs.get(j, len(chunk.inputs) if j == _INPUTS else 0))]
+
+    def _propagate(self, chunk: _Chunk, j: int, pairs: Sequence[tuple[GradientEdge, Tensor]]) -> None:
+        """Runs backward from some edges of a piece to the begins of pieces and to leaves."""
+        through: list[tuple[GradientEdge, Tensor]] = []
+        for edge, gradient in pairs:
+            place = chunk.begun.get(_place(edge))
+            if place is None:
+                through.append((edge, gradient))
+            else:
+                _add(chunk.returned.setdefault(place[0], {}), place[1], gradient)
+        if not through:
+            return
+        places = [(b, k) for b, edges in chunk.begins.items() if b < j for k in edges]
+        leaves = [leaf for leaf in self._wanted if leaf in chunk.leaves]
+        inputs: list[Any] = [*(chunk.begins[b][k] for b, k in places), *leaves]
+        if not inputs:
+            return
+        with hidden_hooks(leaves):
+            # The graph is freed with the last reference to its edges: other pieces may share a part of it.
+            found = torch.autograd.grad(
+                [edge for edge, _ in through],
+                inputs,
+                [gradient for _, gradient in through],
+                retain_graph=True,
+                allow_unused=True,
+            )
+        for (b, k), gradient in zip(places, found, strict=False):
+            if gradient is not None:
+                _add(chunk.returned.setdefault(b, {}), k, gradient)
+        for leaf, gradient in zip(leaves, found[len(places) :], strict=True):
+            if gradient is not None:
+                self._add_to_leaf(leaf, gradient)
+
+    def _add_to_leaf(self, leaf: Tensor, gradient: Tensor) -> None:
+        known = self._gradients.get(leaf)
+        if known is not None and leaf in self._owned:
+            known.add_(gradient)
+        else:
+            # The first one may be memory of another tensor.
+            self._gradients[leaf] = gradient if known is None else known + gradient
+            if known is not None and not gradient.is_sparse:
+                self._owned.add(leaf)
+
+    def take(self) -> dict[Any, Tensor]:
+        """The gradients of the wanted leaves, at the end of a backward."""
+        gradients, self._gradients = self._gradients, {}
+        return {leaf: fitting(gradient, leaf) for leaf, gradient in gradients.items()}
+
+    def close(self) -> None:
+        """Frees the graphs."""
+        inputs = self.inputs
+        self._chunks = [_Chunk(inputs=leaves) for leaves in inputs]
+        self._gradients = {}
+
+
+def _place(edge: GradientEdge) -> _Place:
+    return edge.node, edge.output_nr
+
+
+def _add(gradients: dict[K, Tensor], key: K, gradient: Tensor) -> None:
+    known = gradients.get(key)
+    gradients[key] = gradient if known is None else known + gradient

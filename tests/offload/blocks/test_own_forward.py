@@ -1,0 +1,472 @@
+"""A model whose blocks are called by its own forward computes what it computed before it was wrapped."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import OffloadModel
+from tests.offload.blocks.towers import WIDTH, WORDS, Block, Model, assert_equal, close, loss_of, make, words
+
+BLOCKS = "encoder.layer"
+
+
+def wrap(bare: nn.Module, home: Any = "cpu", **choices: Any) -> Any:
+    return OffloadModel(
+        copy.deepcopy(bare), "cpu", home, **{"checkpoint_activation": True, "blocks": BLOCKS, **choices}
+    )
+
+
+def step(model: nn.Module, seed: int = 3, **inputs: Any) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    loss = loss_of(model(**{"words": words(), **inputs}))
+    loss.backward()
+    return loss.detach(), torch.get_rng_state()
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("home", ["cpu", "disk"])
+@pytest.mark.parametrize("slots", [None, 4])
+def test_steps_are_bit_equal(recompute: bool, home: str, slots: int | None, tmp_path: Path) -> None:
+    bare = make()
+    model = wrap(bare, tmp_path if home == "disk" else "cpu", checkpoint_activation=recompute, num_slots=slots)
+    for seed in range(3):  # gradients accumulate
+        (loss, state), (ours, our_state) = step(bare, seed), step(model, seed)
+        assert torch.equal(loss, ours)
+        assert torch.equal(state, our_state)
+        assert_equal(bare, model)
+    with torch.no_grad():
+        bare.eval(), model.eval()
+        assert torch.equal(bare(words())["logits"], model(words())["logits"])
+    assert_equal(bare, model)
+
+
+def test_outputs_between_blocks_take_gradients() -> None:
+    bare = make()
+    model = wrap(bare)
+    for each in (bare, model):
+        torch.manual_seed(0)
+        output = each(words(), hidden=True)
+        (loss_of(output) + sum(x.square().sum() for x in output["hidden"])).backward()
+    assert_equal(bare, model, exact=False)
+
+
+def test_each_shard_is_loaded_once_per_pass_for_any_number_of_micro_batches() -> None:
+    model = wrap(make(6), num_microbatches=3)
+    step(model)
+    before = model.statistics().shard_loads
+    step(model)
+    assert model.statistics().shard_loads - before == 2 * 6 - 2  # two slots keep their shards between the passes
+
+
+@pytest.mark.parametrize("m", [2, 3])
+def test_micro_batches_compute_the_same_function(m: int) -> None:
+    bare = make(dropout=0.0)
+    model = wrap(bare, num_microbatches=m)
+    for each in (bare, model):
+        output = each(words(5), hidden=True)
+        (loss_of(output) + output["hidden"][1].sum()).backward()
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        assert close(p.grad, q.grad)
+
+
+def test_chunks_of_different_lengths_pass_each_block_in_one_visit() -> None:
+    bare = make(dropout=0.0)
+    model = wrap(bare)
+    chunks = [words(2, 5), words(2, 3, seed=4), words(1, 7, seed=5)]
+    outputs, tape = model.forward_chunks(chunks, output_fn=lambda output: output["states"].mean(1))
+    expected = [bare(chunk)["states"].mean(1) for chunk in chunks]
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+    assert not any(output.requires_grad for output in outputs)
+    tape.backward([2 * output for output in outputs])
+    torch.autograd.backward(expected, [2 * output for output in outputs])
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        assert close(p.grad, q.grad)
+    assert model.statistics().shard_loads == 2 * 4 - 2
+
+
+def test_chunks_are_made_and_reduced_by_functions() -> None:
+    bare = make(dropout=0.0)
+    model = wrap(bare)
+    head = nn.Linear(WIDTH, 2)
+    mine = copy.deepcopy(head)
+    outputs, tape = model.forward_chunks(
+        ["abc", "de"], input_fn=lambda text: words(len(text), seed=len(text)), output_fn=lambda o: mine(o["states"])
+    )
+    tape.backward([torch.ones_like(output) for output in outputs])
+    for rows in (3, 2):
+        head(bare(words(rows, seed=rows))["states"]).sum().backward()
+    for p, q in zip([*bare.parameters(), *head.parameters()], [*model.parameters(), *mine.parameters()], strict=True):
+        assert close(p.grad, q.grad)
+
+
+def test_inputs_take_gradients() -> None:
+    bare = make()
+    model = wrap(bare)
+    found = []
+    for each in (bare, model):
+        extra = torch.ones(3, 5, WIDTH, requires_grad=True)
+        step(each, extra=extra * 2)
+        found.append(extra.grad)
+    assert torch.equal(*found)
+
+
+def test_gradients_of_single_tensors_and_of_retained_graphs() -> None:
+    bare = make()
+    model = wrap(bare)
+    found = []
+    for each in (bare, model):
+        torch.manual_seed(0)
+        loss = loss_of(each(words()))
+        weights = [each.words.weight, each.scales, each.encoder.layer[1].linear.weight]
+        found.append([torch.autograd.grad(loss, weights, retain_graph=True), torch.autograd.grad(loss, weights)])
+        assert all(p.grad is None for p in each.parameters())
+    for ours, theirs in zip(*found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_hooks_of_parameters_and_blocks_run_once() -> None:
+    model = wrap(make())
+    ran: list[str] = []
+    model.words.weight.register_hook(lambda grad: ran.append("words"))
+    model.scales.register_post_accumulate_grad_hook(lambda p: ran.append("scales"))
+    model.encoder.layer[1].register_forward_hook(lambda *_: ran.append("block"))
+    step(model)
+    assert sorted(ran) == ["block", "scales", "words"]
+
+
+def test_autocast_reaches_blocks_and_recomputations() -> None:
+    bare = make()
+    model = wrap(bare)
+    for each in (bare, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.manual_seed(0)
+            loss = loss_of(each(words()))
+        loss.backward()
+    assert_equal(bare, model)
+
+
+def test_an_autocast_of_the_forward_itself_reaches_suspended_blocks() -> None:
+    class Half(Model):
+        def forward(self, words: Tensor) -> Any:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(words)
+
+    torch.manual_seed(0)
+    bare = Half(2, 0.0)
+    model = wrap(bare)
+    chunks = [words(2), words(2, seed=3)]
+    with torch.no_grad():
+        outputs, _ = model.forward_chunks(chunks, output_fn=lambda o: o["states"])
+        assert all(torch.equal(bare(c)["states"], o) for c, o in zip(chunks, outputs, strict=True))
+
+
+def test_two_forwards_before_their_backwards() -> None:
+    bare = make()
+    model = wrap(bare)
+    for each in (bare, model):
+        torch.manual_seed(0)
+        first, second = loss_of(each(words())), loss_of(each(words(seed=7)))
+        (first * second).backward()
+    assert_equal(bare, model, exact=False)
+
+
+def test_a_frozen_prefix_ends_backward_early() -> None:
+    bare = make(6)
+    for p in bare.parameters():
+        p.requires_grad_(False)
+    bare.norm.weight.requires_grad_(True)
+    for block in bare.encoder.layer[4:]:
+        block.linear.weight.requires_grad_(True)
+    model = wrap(bare)
+    for seed in range(3):
+        step(bare, seed), step(model, seed)
+        assert_equal(bare, model)
+    backward = [token for token in str(model.plan()).split() if token.startswith(("B", "G"))]
+    assert backward == ["B5.0", "B4.0"]
+
+
+def test_a_trainable_parameter_between_frozen_blocks() -> None:
+    bare = make()
+    for p in bare.parameters():
+        p.requires_grad_(False)
+    bare.scales.requires_grad_(True)
+    model = wrap(bare)
+    for seed in range(3):
+        step(bare, seed), step(model, seed)
+        assert_equal(bare, model)
+
+
+def test_only_the_suffix_trains() -> None:
+    bare = make()
+    for p in bare.parameters():
+        p.requires_grad_(False)
+    bare.norm.weight.requires_grad_(True)
+    model = wrap(bare)
+    for seed in range(3):
+        step(bare, seed), step(model, seed)
+        assert_equal(bare, model)
+    assert not any(token.startswith("B") for token in str(model.plan()).split())
+
+
+def test_it_is_the_model_that_was_wrapped() -> None:
+    bare = make()
+    model = wrap(bare)
+    assert isinstance(model, Model)
+    assert isinstance(model, OffloadModel)
+    assert type(model).__name__ == "Model"
+    assert model.config is not None
+    assert list(model.state_dict()) == list(bare.state_dict())
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in bare.named_parameters()]
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in bare.named_modules()]
+    assert torch.equal(model.embed(words()), bare.embed(words()))
+    assert model.hf_device_map == {"": torch.device("cpu")}
+    assert bool(model)
+    assert model.to("cpu") is model
+    with pytest.raises(TypeError):
+        len(model)
+    with pytest.raises(RuntimeError, match="convert the layers"):
+        model.half()
+
+
+def test_state_is_loaded_by_name() -> None:
+    bare, other = make(), make(seed=9)
+    model = wrap(bare)
+    model.load_state_dict(other.state_dict())
+    step(other), step(model)
+    assert_equal(other, model)
+
+
+def test_copies_and_pickles_have_homes_of_their_own() -> None:
+    bare = make()
+    model = wrap(bare)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert isinstance(other, Model)
+        step(other)
+        assert model.words.weight.grad is None
+        again = make()
+        step(again)
+        assert_equal(again, other)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_blocks_may_be_called_in_any_order(mode: Any) -> None:
+    class Any_(Model):
+        def forward(self, words: Tensor) -> Any:
+            x = self.words(words)
+            for k in (0, 1, 0, 3, 2):
+                x, _ = self.encoder.layer[k](x)
+            return x
+
+    torch.manual_seed(0)
+    bare = Any_().eval()
+    model = wrap(bare)
+    with mode():
+        assert torch.equal(bare(words()), model(words()))
+        x = torch.ones(1, 2, WIDTH)
+        assert torch.equal(bare.encoder.layer[2](x)[0], model.encoder.layer[2](x)[0])
+        assert torch.equal(bare(words()), model(words()))
+
+
+class Order(nn.Module):
+    def __init__(self, order: tuple[int, ...], count: int = 3) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        for k in self.order:
+            x = self.layer[k](x)
+        return x
+
+
+@pytest.mark.parametrize("order", [(0, 2), (0, 1), (0, 1, 2, 1), (1, 0, 2), ()])
+@pytest.mark.parametrize("m", [1, 2])
+def test_another_order_of_calls_is_refused_with_gradients(order: tuple[int, ...], m: int) -> None:
+    model = wrap(Order(order), blocks="layer", num_microbatches=m)
+    x = torch.ones(4, WIDTH)
+    with pytest.raises(RuntimeError, match="expected the forward to"):
+        model(x)
+    model.order = (0, 1, 2)
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_block_alone_with_gradients_is_refused() -> None:
+    model = wrap(make())
+    with pytest.raises(RuntimeError, match="called outside of the forward"):
+        model.encoder.layer[0](torch.ones(1, 2, WIDTH))
+    step(model)
+
+
+def test_a_parameter_of_a_block_that_other_code_uses_is_refused() -> None:
+    class Reads(Order):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) @ self.layer[0].weight
+
+    model = wrap(Reads((0, 1, 2)), blocks="layer")
+    with pytest.raises(RuntimeError, match="used by code outside of that block"):
+        model(torch.ones(2, WIDTH))
+
+
+def test_an_input_written_in_place_is_refused() -> None:
+    class Writes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.add_(1))
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.ModuleList([nn.Linear(WIDTH, WIDTH), Writes(WIDTH, WIDTH)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layer[0](x)
+            return self.layer[1](x) + x
+
+    model = wrap(Outer(), blocks="layer")
+    with pytest.raises(RuntimeError, match="writes into its input in place"):
+        model(torch.ones(2, WIDTH))
+
+
+def test_errors_and_interrupts_anywhere_leave_the_model_usable() -> None:
+    bare = make()
+    model = wrap(bare)
+    places: list[Any] = [model.words, model.encoder.layer[2].linear, model.norm]
+    for m in (1, 2):
+        model._num_microbatches = m
+        for kind in (ValueError, KeyboardInterrupt):
+            for place in places:
+
+                def fails(*_: Any, kind: Any = kind) -> None:
+                    raise kind("here")
+
+                hook = place.register_forward_hook(fails)
+                with pytest.raises(kind, match="here"):
+                    model(words())
+                hook.remove()
+    model._num_microbatches = 1
+    fresh = wrap(bare)
+    fresh.load_state_dict(model.state_dict())
+    step(fresh), step(model)
+    assert_equal(fresh, model)
+
+
+def test_a_failed_construction_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = make()
+    model = copy.deepcopy(bare)
+
+    def fails(*_: Any) -> None:
+        raise OSError("full")
+
+    monkeypatch.setattr("offload.model.return_freed_memory", fails)
+    with pytest.raises(OSError, match="full"):
+        OffloadModel(model, "cpu", blocks=BLOCKS)
+    assert not any("forward" in vars(block) for block in model.encoder.layer)
+    step(bare), step(model)
+    assert_equal(bare, model)
+
+
+def test_adapters_added_after_wrapping_are_refused() -> None:
+    model = wrap(make())
+    model.encoder.layer[0].adapter = nn.Linear(WIDTH, WIDTH)
+    with pytest.raises(RuntimeError, match="wrap them afterwards"):
+        model(words())
+
+
+def test_nothing_keeps_a_forward_alive() -> None:
+    model = wrap(make())
+    output = model(words())
+    tape = weakref.ref(next(iter(model._executor._tapes)))
+    gc.disable()
+    try:
+        del output
+        assert tape() is None
+        loss_of(model(words())).backward()
+        tape = [*model._executor._tapes]  # type: ignore[assignment]
+        assert not tape
+    finally:
+        gc.enable()
+
+
+def test_frozen_weights_keep_shards_loaded() -> None:
+    model = wrap(make(), num_slots=4).eval()
+    with torch.no_grad(), model.frozen_weights():
+        for _ in range(3):
+            model(words())
+    assert model.statistics().shard_loads == 4
+
+
+# --- which blocks ---------------------------------------------------------------------------------------------------
+
+
+def test_blocks_by_class_and_by_names() -> None:
+    for blocks in (Block, [BLOCKS], BLOCKS):
+        model = wrap(make(), blocks=blocks)
+        assert len(model._executor.shards) == 4
+
+
+def test_the_longest_list_is_found_with_one_warning() -> None:
+    with pytest.warns(UserWarning, match=r"Model\.encoder\.layer \(4 modules\)") as caught:
+        model = wrap(make(), blocks=None)
+    assert len(caught) == 1
+    assert len(model._executor.shards) == 4
+
+
+@pytest.mark.parametrize(
+    ("blocks", "error", "message"),
+    [
+        ("encoder.layers", ValueError, "its lists are encoder.layer"),
+        ("encoder", TypeError, "got Encoder"),
+        (nn.Conv2d, ValueError, "Conv2d"),
+        (3, TypeError, "blocks=3"),
+        ([], TypeError, r"blocks=\[\]"),
+        ([BLOCKS, BLOCKS], ValueError, "each list of blocks once"),
+    ],
+)
+def test_what_is_no_list_of_blocks_is_refused(blocks: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        wrap(make(), blocks=blocks)
+
+
+def test_a_block_that_is_listed_twice_is_refused() -> None:
+    bare = Order((0, 1, 2))
+    bare.layer.append(bare.layer[0])
+    with pytest.raises(ValueError, match=r"layer\.0 and layer\.3 are the same module"):
+        wrap(bare, blocks="layer")
+
+
+def test_a_model_without_lists_is_refused() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+    with pytest.raises(TypeError, match="list of blocks of one class"):
+        OffloadModel(Bare(), "cpu")
+
+
+def test_parameters_tied_to_a_block_are_refused() -> None:
+    bare = make()
+    bare.norm.weight = bare.encoder.layer[0].norm.weight
+    with pytest.raises(ValueError, match=r"norm\.weight is tied to encoder\.layer\.0\.norm\.weight"):
+        wrap(bare)
+
+
+def test_a_module_list_counts_as_a_list() -> None:
+    layers = nn.ModuleList([nn.Linear(2, 2), nn.ReLU()])
+    assert len(OffloadModel(layers, "cpu")) == 2
+
+
+@pytest.mark.parametrize("choice", [{"param_dtype": torch.bfloat16}, {"pretrained": "x"}])
+def test_choices_that_blocks_do_not_support_are_refused(choice: Any) -> None:
+    with pytest.raises(ValueError, match="with blocks"):
+        wrap(make(), **choice)
+    assert WORDS
