@@ -122,13 +122,13 @@ def _check_apart(blocks: Mapping[str, nn.Module]) -> None:
 
 
 def parameters_outside(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
-    """The parameters of a model outside of its blocks, by name.
+    """The parameters of a model outside of its blocks, each once, by name.
 
     Raises ValueError if one of them is a parameter of a block as well: it would have two homes.
     """
     within = {p: f"{name}.{path}" for name, block in blocks.items() for path, p in block.named_parameters()}
     inside = {id(m) for block in blocks.values() for m in block.modules()}
-    outside: dict[str, nn.Parameter] = {}
+    outside: dict[nn.Parameter, str] = {}
     for path, module in _modules_outside(model, inside):
         for key, p in module._parameters.items():
             if p is None:
@@ -139,8 +139,8 @@ def parameters_outside(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dic
                     f"parameter {name} is tied to {within[p]}, which streams with its block, while {name} stays on the "
                     f"compute device; untie them, or name lists of blocks that contain both or none"
                 )
-            outside.setdefault(name, p)
-    return outside
+            outside.setdefault(p, name)
+    return {name: p for p, name in outside.items()}
 
 
 def _modules_outside(model: nn.Module, inside: Iterable[int]) -> Iterator[tuple[str, nn.Module]]:

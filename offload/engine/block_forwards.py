@@ -62,6 +62,7 @@ class BlockForwards(MovableHomes):
     def __init__(self) -> None:
         super().__init__()
         self._local = _Local()
+        self._within: dict[int, str] = {}
         #: By which parameters outside take gradients: the first block that a gradient enters from outside.
         self._first_entered: dict[tuple[bool, ...], int] = {}
 
@@ -98,8 +99,9 @@ class BlockForwards(MovableHomes):
             self._local.call = before
 
     def _glue(self, chunks: int) -> Glue:
-        within = {s.parameter: s.name for shard in self.shards for s in shard.own}
-        return Glue(chunks, len(self.shards), within)
+        if not self._within:
+            self._within = {id(s.parameter): s.name for shard in self.shards for s in shard.own}
+        return Glue(chunks, len(self.shards), self._within)
 
     def run_one(self, forward: Forward, inputs: Any) -> tuple[Tape | None, list[Any]]:
         """Runs the forward of one chunk: its tape, if a backward can follow, and its output in a list."""

@@ -92,10 +92,10 @@ class Glue:
     Args:
         chunks: the number of chunks.
         last: the number of blocks.
-        within: names of the parameters of blocks, which code outside of their block must not use.
+        within: names of the parameters of blocks, by ``id``; code outside of their block must not use them.
     """
 
-    def __init__(self, chunks: int, last: int, within: Mapping[Any, str]) -> None:
+    def __init__(self, chunks: int, last: int, within: Mapping[int, str]) -> None:
         self._chunks = [_Chunk() for _ in range(chunks)]
         self._last = last
         self._within = within
@@ -223,10 +223,10 @@ class Glue:
             stack.extend(following for following, _ in node.next_functions if following is not None)
 
     def _add_leaf(self, chunk: _Chunk, leaf: Tensor) -> None:
-        if leaf in self._within:
+        if id(leaf) in self._within:
             raise RuntimeError(
-                f"parameter {self._within[leaf]} of a block is used by code outside of that block, where it is not on "
-                f"the compute device and its gradient would be lost; leave its block out of ``blocks``"
+                f"parameter {self._within[id(leaf)]} of a block is used by code outside of that block, where "
+                f"it is not on the compute device and its gradient would be lost; leave its block out of ``blocks``"
             )
         chunk.leaves[leaf] = None
 

@@ -30,6 +30,8 @@ class OptimizerAccess:
         self._streamer = executor.streamer
         #: In the order of a forward. An optimizer sets and clears ``shard.pending``.
         self.shards = executor.shards
+        #: Parameters that stay on the compute device.
+        self.resident = list(executor.outside)
         #: The compute device.
         self.device = executor.device
         #: Storage of the states where shards rest at home, the same as that of the parameters.

@@ -18,6 +18,7 @@ from offload.optim.in_backward import InBackward
 from offload.optim.io_buffers import IOBufferPool
 from offload.optim.moves import MovableStates
 from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
+from offload.optim.resident import ResidentParameters
 from offload.optim.update import Update
 from offload.planning.budget import parse_bytes
 from offload.policy import warn_of_old_keywords
@@ -119,6 +120,7 @@ class OffloadOptimizer(MovableStates):
         self._filler = Threads(1, "offload-filler")
         self.factory = OptimizerFactory(optimizer_class, optimizer_kwargs)
         self.param_blocks = {}
+        self._resident = ResidentParameters(self.access.resident, self.factory)
         #: Updates shards during backward; None without ``update_in_backward``.
         self.in_backward = InBackward(self) if update_in_backward else None
         self._group_changes = GroupChanges(optimizer_class)
@@ -144,6 +146,7 @@ class OffloadOptimizer(MovableStates):
             slices = [s for s in shard.own if s.parameter in members]
             tier = shard.tier or self.access.tier
             self.param_blocks.setdefault(shard, []).extend(self.make_param_blocks(shard, slices, index, tier))
+        self._resident.add_group(members, index)
         if self._states_at_once:
             for param_block in self._all_param_blocks():
                 param_block.prepare(self.options())
@@ -176,10 +179,12 @@ class OffloadOptimizer(MovableStates):
         options = self.options()
         updates = ((shard, self.update(shard, options, coefficient)) for shard in self.param_blocks)
         decided = [(shard, update) for shard, update in updates if update is not None]
+        at_once = self._resident.jobs(options, coefficient)
         number = self.steps + 1
 
         def decide() -> None:
             """Makes all updates pending. Idempotent, for a second call after an exception in the first."""
+            self._resident.run(at_once, self._finish_job)
             for shard, update in decided:
                 if shard.pending is not update and not (update.done or update.withdrawn):
                     self.mark(shard, update)
@@ -192,8 +197,10 @@ class OffloadOptimizer(MovableStates):
 
         try:
             self._run_sparse(decided)
+            self._resident.run(at_once, self._finish_job)
         except BaseException as error:
-            if all(update.unapplied or update.withdrawn for _, update in decided):
+            begun = any(job.done or job.scaled for job in at_once)
+            if not begun and all(update.unapplied or update.withdrawn for _, update in decided):
                 raise
             decide()  # a step is applied as a whole: updates that began are finished, the others follow
             if not isinstance(error, OSError):
@@ -278,7 +285,7 @@ class OffloadOptimizer(MovableStates):
         raise TypeError("cannot copy or pickle an OffloadOptimizer, since it belongs to its model; use state_dict()")
 
     def _all_param_blocks(self) -> Iterator[ParamBlock]:
-        return itertools.chain.from_iterable(self.param_blocks.values())
+        return itertools.chain(itertools.chain.from_iterable(self.param_blocks.values()), self._resident.blocks)
 
     def options(self) -> list[dict[str, Any]]:
         """A copy of the hyperparameters of all groups."""
@@ -289,7 +296,7 @@ class OffloadOptimizer(MovableStates):
         """The shards that hold parameters of this optimizer that take a gradient."""
         return frozenset(
             param_block.shard.index
-            for param_block in self._all_param_blocks()
+            for param_block in itertools.chain.from_iterable(self.param_blocks.values())
             if any(parameter.requires_grad for parameter in param_block.parameters)
         )
 
@@ -332,11 +339,7 @@ class OffloadOptimizer(MovableStates):
 
         def finished(job: UpdateJob) -> None:
             if (optimizer := owner()) is not None:
-                optimizer.publish(job.param_block)
-                if job.group_changes is not None:
-                    optimizer._group_changes.publish(
-                        optimizer.param_groups, job.param_block.group, job.group_changes, job.options
-                    )
+                optimizer._finish_job(job)
 
         return Update(
             shard,
@@ -347,6 +350,11 @@ class OffloadOptimizer(MovableStates):
             io_threads=self._filler,
             finished=finished,
         )
+
+    def _finish_job(self, job: UpdateJob) -> None:
+        self.publish(job.param_block)
+        if job.group_changes is not None:
+            self._group_changes.publish(self.param_groups, job.param_block.group, job.group_changes, job.options)
 
     @staticmethod
     def mark(shard: Shard, update: Update) -> None:

@@ -1,0 +1,63 @@
+"""Updates parameters that stay on the compute device (outside of the blocks of a model): at once, in ``step()``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
+from offload.streaming.shard import Shard, layout
+from pipe.torch_private import multiply_all
+
+__all__ = ["ResidentParamBlock", "ResidentParameters"]
+
+
+class ResidentParamBlock(ParamBlock):
+    """Parameters that the optimizer of the class updates themselves, with their own gradients."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], group: int, factory: OptimizerFactory) -> None:
+        slices, _ = layout(("", p) for p in parameters)
+        super().__init__(Shard(-1, 0, []), (), group, factory)
+        self.slices = slices
+        self.proxies = [s.parameter for s in slices]
+
+    def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
+        """Updates the parameters."""
+        optimizer = self.prepare(job.options, sparse=job.sparse)
+        gradients = [g for g in job.gradients if g is not None]
+        if job.coefficient is not None and not job.scaled:
+            multiply_all(gradients, job.coefficient.to(gradients[0].device))
+            job.scaled = True
+        optimizer.step()
+        job.done = True
+        job.group_changes = self.group_changes()
+
+
+class ResidentParameters:
+    """The ``parameters`` of a model that an optimizer updates at once."""
+
+    def __init__(self, parameters: Collection[nn.Parameter], factory: OptimizerFactory) -> None:
+        self._parameters = parameters
+        self._factory = factory
+        self.blocks: list[ParamBlock] = []
+
+    def add_group(self, members: Collection[nn.Parameter], group: int) -> None:
+        """Adds those of a group of the user's optimizer."""
+        mine = [p for p in self._parameters if p in members]
+        if mine:
+            self.blocks.append(ResidentParamBlock(mine, group, self._factory))
+
+    def jobs(self, options: list[dict[str, Any]], coefficient: Tensor | None) -> list[UpdateJob]:
+        """The updates of one step, of parameters that have gradients."""
+        jobs = [UpdateJob(block, [p.grad for p in block.parameters], options, coefficient) for block in self.blocks]
+        return [job for job in jobs if any(gradient is not None for gradient in job.gradients)]
+
+    @staticmethod
+    def run(jobs: Sequence[UpdateJob], finished: Callable[[UpdateJob], None]) -> None:
+        """Runs the updates that are not done. May be called again."""
+        for job in jobs:
+            if not job.done:
+                job.param_block.run(job, None)
+                finished(job)

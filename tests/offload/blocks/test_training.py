@@ -1,0 +1,133 @@
+"""Models with blocks train with any optimizer; checkpoints hold and restore all of their parameters."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload import OffloadModel, OffloadOptimizer, load_checkpoint, load_pretrained, save_checkpoint
+from tests.offload.blocks.towers import assert_equal, loss_of, make, words
+
+CLASSES: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-2}),
+]
+
+
+def wrap(bare: nn.Module, home: Any = "cpu", **choices: Any) -> Any:
+    choices = {"checkpoint_activation": True, "blocks": "encoder.layer", **choices}
+    return OffloadModel(copy.deepcopy(bare), "cpu", home, **choices)
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    torch.manual_seed(seed)
+    loss_of(model(words(seed=seed))).backward()
+
+
+def train(model: nn.Module, optimizer: Any, seeds: range, max_norm: float | None = None) -> None:
+    for seed in seeds:
+        optimizer.zero_grad()
+        backward(model, seed)
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("kind", "choices"), CLASSES)
+def test_plain_optimizers_are_bit_equal(kind: Any, choices: dict[str, Any]) -> None:
+    bare = make()
+    model = wrap(bare)
+    for each in (bare, model):
+        train(each, kind(each.parameters(), **choices), range(3))
+    assert_equal(bare, model)
+
+
+@pytest.mark.parametrize(("kind", "choices"), CLASSES)
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("home", ["cpu", "disk"])
+def test_offload_optimizers_update_parameters_outside_of_blocks(
+    kind: Any, choices: dict[str, Any], max_norm: float | None, home: str, tmp_path: Path
+) -> None:
+    bare = make()
+    model = wrap(bare, tmp_path if home == "disk" else "cpu")
+    train(bare, kind(bare.parameters(), **choices), range(3), max_norm)
+    optimizer = OffloadOptimizer(model, kind, max_norm=max_norm, **choices)
+    train(model, optimizer, range(3))
+    assert_equal(bare, model, exact=kind is torch.optim.SGD and max_norm is None)
+    assert len(optimizer.state_dict()["state"]) == len(list(bare.parameters()))
+
+
+def test_updates_in_backward_leave_the_parameters_outside_to_step() -> None:
+    bare = make()
+    model = wrap(bare)
+    train(bare, torch.optim.SGD(bare.parameters(), lr=0.1), range(3))
+    train(model, OffloadOptimizer(model, torch.optim.SGD, update_in_backward=True, lr=0.1), range(3))
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_updates_are_pending_until_the_next_forward(tmp_path: Path) -> None:
+    model = wrap(make(), tmp_path)
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    train(model, optimizer, range(2))
+    train(model, optimizer, range(1))
+    assert "U" in str(model.plan())
+
+
+def test_groups_by_name_reach_both_sides() -> None:
+    bare = make()
+    model = wrap(bare)
+    named = dict(bare.named_parameters())
+    biases = [p for n, p in named.items() if n.endswith("bias")]
+    others = [p for n, p in named.items() if not n.endswith("bias")]
+    train(bare, torch.optim.SGD([{"params": biases, "lr": 0.3}, {"params": others}], lr=0.1), range(2))
+    optimizer = OffloadOptimizer(
+        model, torch.optim.SGD, params=[{"params": "*bias", "lr": 0.3}, {"params": "*"}], lr=0.1
+    )
+    train(model, optimizer, range(2))
+    assert_equal(bare, model)
+
+
+def test_a_checkpoint_resumes_bit_by_bit(tmp_path: Path) -> None:
+    model = wrap(make())
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01)
+    train(model, optimizer, range(2))
+    optimizer.zero_grad()
+    save_checkpoint(tmp_path, model, optimizer)
+    other = wrap(make(seed=5), tmp_path / "home")
+    resumed = OffloadOptimizer(other, torch.optim.AdamW, lr=0.5)
+    load_checkpoint(tmp_path, other, resumed)
+    train(model, optimizer, range(2, 4))
+    train(other, resumed, range(2, 4))
+    assert_equal(model, other)
+
+
+def test_a_checkpoint_of_the_bare_model_is_loaded(tmp_path: Path) -> None:
+    bare = make(seed=5)
+    save_checkpoint(tmp_path, bare)
+    model = wrap(make())
+    load_pretrained(model, tmp_path)
+    backward(bare, 0), backward(model, 0)
+    assert_equal(bare, model)
+
+
+def test_frozen_blocks_are_only_read(tmp_path: Path) -> None:
+    bare = make()
+    for name, p in bare.named_parameters():
+        p.requires_grad_("linear.bias" in name)
+    model = wrap(bare, tmp_path)
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01)
+    train(model, optimizer, range(3))
+    train(bare, torch.optim.AdamW(bare.parameters(), lr=0.01), range(3))
+    assert_equal(bare, model, exact=False)
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    before = model.statistics()
+    train(model, optimizer, range(1))
+    after = model.statistics()
+    assert after.bytes_stored - before.bytes_stored == trained
+    assert after.update_bytes_written - before.update_bytes_written <= 3 * trained + 4096 * 4
