@@ -1,0 +1,328 @@
+"""Families of transformers, by tiny configs: loss, gradients, buffers and generator state of the plain model.
+
+In an environment of their own (``pip install transformers peft``), where these are not installed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradcache import GradCache
+from offload import OffloadModel, OffloadOptimizer
+from tests.offload.blocks.towers import assert_equal
+
+tf: Any = pytest.importorskip("transformers", reason="needs transformers: pip install transformers peft")
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{of}") for of in (":FutureWarning", "fan_in_fan_out", "Model has `tie_")]
+
+WORDS = 100
+LENGTHS = (8, 6, 8)
+SMALL = {
+    "vocab_size": WORDS,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+DECODER = {**SMALL, "num_key_value_heads": 1, "use_cache": False}
+VISION = {
+    "image_size": 16,
+    "patch_size": 4,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "mlp_ratio": 2,
+}
+T5 = {"vocab_size": WORDS, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 3, "num_heads": 2, "use_cache": False}
+WHISPER = {
+    "vocab_size": WORDS,
+    "num_mel_bins": 8,
+    "d_model": 32,
+    "encoder_layers": 3,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "max_source_positions": 10,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+
+
+def text(k: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(k)
+    ids = torch.randint(5, WORDS, (2, LENGTHS[k]), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, LENGTHS[k] // 2 :] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def pixels(k: int) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(k))}
+
+
+def pairs(k: int) -> dict[str, Tensor]:
+    return {**text(k), "decoder_input_ids": text(k)["input_ids"][:, :4]}
+
+
+def sounds(k: int) -> dict[str, Tensor]:
+    return {"input_features": torch.randn(2, 8, 20, generator=torch.Generator().manual_seed(k))}
+
+
+class Family(NamedTuple):
+    make: Callable[[], Any]
+    blocks: Any
+    inputs: Callable[[int], dict[str, Tensor]] = text
+    #: Whether sums of gradients have the same order: not where a block uses a side input several times.
+    exact: bool = True
+
+
+FAMILIES = {
+    "bert": Family(lambda: tf.BertModel(tf.BertConfig(**SMALL)), "encoder.layer"),
+    "roberta": Family(lambda: tf.RobertaModel(tf.RobertaConfig(**SMALL)), "encoder.layer"),
+    "mpnet": Family(lambda: tf.MPNetModel(tf.MPNetConfig(**SMALL)), "encoder.layer"),
+    "distilbert": Family(
+        lambda: tf.DistilBertModel(tf.DistilBertConfig(vocab_size=WORDS, dim=32, n_layers=3, n_heads=2, hidden_dim=64)),
+        "transformer.layer",
+    ),
+    "gpt2": Family(
+        lambda: tf.GPT2Model(
+            tf.GPT2Config(
+                vocab_size=WORDS, n_embd=32, n_layer=3, n_head=2, use_cache=False, bos_token_id=1, eos_token_id=2
+            )
+        ),
+        "h",
+    ),
+    "llama": Family(lambda: tf.LlamaModel(tf.LlamaConfig(**DECODER)), "layers"),
+    "llama with a tied head": Family(
+        lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**DECODER, tie_word_embeddings=True)), "model.layers"
+    ),
+    "qwen3": Family(lambda: tf.Qwen3Model(tf.Qwen3Config(**DECODER, head_dim=16)), "layers"),
+    "mistral": Family(lambda: tf.MistralModel(tf.MistralConfig(**DECODER, sliding_window=4)), "layers"),
+    "gemma3": Family(
+        lambda: tf.Gemma3TextModel(tf.Gemma3TextConfig(**DECODER, head_dim=16, sliding_window=4)), "layers"
+    ),
+    "t5 encoder": Family(lambda: tf.T5EncoderModel(tf.T5Config(**T5)), "encoder.block"),
+    "t5": Family(lambda: tf.T5Model(tf.T5Config(**T5)), ("encoder.block", "decoder.block"), pairs, exact=False),
+    "modernbert": Family(
+        lambda: tf.ModernBertModel(
+            tf.ModernBertConfig(**SMALL, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2)
+        ),
+        "layers",
+    ),
+    "vit": Family(lambda: tf.ViTModel(tf.ViTConfig(**VISION)), None, pixels),
+    "dinov2": Family(lambda: tf.Dinov2Model(tf.Dinov2Config(**VISION)), None, pixels),
+    "clip": Family(
+        lambda: tf.CLIPModel(
+            tf.CLIPConfig(text_config={**SMALL, "max_position_embeddings": 16}, vision_config=VISION, projection_dim=16)
+        ),
+        ("vision_model.encoder.layers", "text_model.encoder.layers"),
+        lambda k: {**text(k), **pixels(k)},
+    ),
+    "whisper encoder": Family(
+        lambda: tf.models.whisper.modeling_whisper.WhisperEncoder(tf.WhisperConfig(**WHISPER)), "layers", sounds
+    ),
+    "mixtral": Family(
+        lambda: tf.MixtralModel(tf.MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2)), "layers"
+    ),
+}
+
+everywhere = pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
+
+
+def loss_of(output: Any) -> Tensor:
+    names = ("last_hidden_state", "logits", "pooler_output", "text_embeds", "image_embeds", "logits_per_text")
+    found = [getattr(output, name, None) for name in names]
+    total = torch.zeros(())
+    for x in found:
+        if x is not None:
+            total = total + x.square().mean() + 0.01 * x.sin().sum()
+    return total
+
+
+def make(family: Family) -> Any:
+    torch.manual_seed(0)
+    return family.make().train()
+
+
+@pytest.mark.filterwarnings("ignore:OffloadModel streams the blocks")
+def wrap(bare: nn.Module, blocks: Any, home: Any = "cpu", *, recompute: bool = True) -> Any:
+    if blocks is None:
+        with pytest.warns(UserWarning, match="OffloadModel streams the blocks"):
+            return OffloadModel(copy.deepcopy(bare), "cpu", home, checkpoint_activation=recompute)
+    return OffloadModel(copy.deepcopy(bare), "cpu", home, checkpoint_activation=recompute, blocks=blocks)
+
+
+def steps(bare: Any, model: Any, family: Family) -> None:
+    for k in range(2):
+        found = []
+        for each in (bare, model):
+            torch.manual_seed(k)
+            loss = loss_of(each(**family.inputs(k)))
+            loss.backward()
+            found.append((loss.detach(), torch.get_rng_state()))
+        assert torch.equal(found[0][0], found[1][0])
+        assert torch.equal(found[0][1], found[1][1])
+        assert_equal(bare, model, exact=family.exact)
+
+
+@everywhere
+@pytest.mark.parametrize("recompute", [True, False])
+def test_steps_are_those_of_the_plain_model(family: Family, recompute: bool) -> None:
+    bare = make(family)
+    model = wrap(bare, family.blocks, recompute=recompute)
+    assert isinstance(model, type(bare))
+    assert list(model.state_dict()) == list(bare.state_dict())
+    steps(bare, model, family)
+
+
+@everywhere
+def test_chunks_of_different_lengths_take_one_visit(family: Family, tmp_path: Path) -> None:
+    bare = make(family).eval()  # dropout would be drawn block by block
+    model = wrap(bare, family.blocks, tmp_path)
+    chunks = [((), family.inputs(k)) for k in range(3)]
+    outputs, tape = model.forward_chunks(chunks, output_fn=loss_of)
+    tape.backward([torch.tensor(k + 1.0) for k in range(3)])
+    for k, output in enumerate(outputs):
+        loss = loss_of(bare(**family.inputs(k)))
+        assert torch.equal(loss, output)
+        (loss * (k + 1)).backward()
+    assert_equal(bare, model, exact=False)
+    assert model.statistics().shard_loads <= 2 * len(model._executor.shards)
+
+
+def lora(bare: Any) -> Any:
+    peft: Any = pytest.importorskip("peft", reason="needs peft: pip install peft")
+    kinds = (nn.Linear, tf.pytorch_utils.Conv1D)
+    inside = [n for n, m in bare.named_modules() if isinstance(m, kinds) and "lm_head" not in n and ".0." not in n]
+    config = peft.LoraConfig(r=2, lora_alpha=4, lora_dropout=0.1, target_modules=inside, init_lora_weights=False)
+    torch.manual_seed(1)
+    return peft.get_peft_model(bare, config).train()
+
+
+@everywhere
+def test_adapters_train_over_a_base_that_is_only_read(family: Family, tmp_path: Path) -> None:
+    bare = lora(make(family))
+    blocks = family.blocks
+    if blocks is not None:
+        names = (blocks,) if isinstance(blocks, str) else blocks
+        blocks = [f"base_model.model.{name}" for name in names]
+    model = wrap(bare, blocks, tmp_path)
+    steps(bare, model, family)
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    before = [p.clone() for p in frozen]
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01, eps=1e-2)
+    plain = torch.optim.AdamW(bare.parameters(), lr=0.01, eps=1e-2)
+    optimizer.step()
+    plain.step()
+    optimizer.zero_grad()
+    plain.zero_grad()
+    assert_equal(bare, model, exact=False)
+    assert all(p.grad is None and p not in optimizer.state for p in frozen)
+    assert all(torch.equal(p, q) for p, q in zip(frozen, before, strict=True))
+
+
+def test_a_frozen_prefix_of_blocks_ends_backward_early() -> None:
+    family = FAMILIES["bert"]
+    bare = make(family)
+    for p in bare.parameters():
+        p.requires_grad_(False)
+    peft: Any = pytest.importorskip("peft", reason="needs peft: pip install peft")
+    config = peft.LoraConfig(target_modules=["query"], layers_to_transform=[2], layers_pattern="layer")
+    model = wrap(peft.get_peft_model(bare, config), "base_model.model.encoder.layer")
+    loss_of(model(**text(0))).backward()
+    assert [t for t in str(model.plan()).split() if t.startswith("B")] == ["B2.0"]
+
+
+def test_adapters_after_wrapping_are_refused() -> None:
+    peft: Any = pytest.importorskip("peft", reason="needs peft: pip install peft")
+    model = wrap(make(FAMILIES["bert"]), "encoder.layer")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"]))
+    with pytest.raises(RuntimeError, match="wrap them afterwards"):
+        adapted(**text(0))
+
+
+@pytest.mark.parametrize("name", ["llama with a tied head", "t5"])
+def test_generation_uses_caches(name: str) -> None:
+    family = FAMILIES[name]
+    torch.manual_seed(0)
+    bare = tf.T5ForConditionalGeneration(tf.T5Config(**T5)) if name == "t5" else family.make()
+    bare.eval().config.use_cache = True
+    bare.generation_config.use_cache = True
+    bare.generation_config.decoder_start_token_id = 1
+    model = wrap(bare, family.blocks)
+    inputs = text(0)
+    expected = bare.generate(**inputs, max_new_tokens=5, do_sample=False)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=5, do_sample=False), expected)
+
+
+def test_hidden_states_take_gradients() -> None:
+    family = FAMILIES["bert"]
+    bare = make(family)
+    model = wrap(bare, family.blocks)
+    for each in (bare, model):
+        torch.manual_seed(0)
+        output = each(**text(0), output_hidden_states=True)
+        assert len(output.hidden_states) == 4
+        (loss_of(output) + output.hidden_states[1].sin().sum() + output["hidden_states"][3].cos().sum()).backward()
+    assert_equal(bare, model, exact=False)
+
+
+def test_a_cache_with_gradients_is_refused_and_none_is_made_unasked() -> None:
+    torch.manual_seed(0)
+    bare = tf.LlamaModel(tf.LlamaConfig(**{**DECODER, "use_cache": True}))
+    model = wrap(bare, "layers")
+    assert model(**text(0)).past_key_values is None
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model(**text(0), use_cache=True)
+    with torch.no_grad():
+        assert model(**text(0)).past_key_values is not None
+    loss_of(model(**text(0))).backward()
+
+
+def test_gradient_checkpointing_of_the_model_is_refused() -> None:
+    model = wrap(make(FAMILIES["bert"]), "encoder.layer")
+    model.gradient_checkpointing_enable()
+    with pytest.raises(RuntimeError, match="gradient_checkpointing_disable"):
+        model(**text(0))
+    model.gradient_checkpointing_disable()
+    loss_of(model(**text(0))).backward()
+
+
+def test_the_wrapper_is_saved_and_loaded_as_the_model(tmp_path: Path) -> None:
+    bare = make(FAMILIES["bert"])
+    model = wrap(bare, "encoder.layer")
+    assert model.config is not None
+    assert model.get_input_embeddings() is model.embeddings.word_embeddings
+    assert model.dtype == torch.float32
+    model.save_pretrained(tmp_path)
+    again = tf.BertModel.from_pretrained(tmp_path)
+    assert_equal(bare, again)
+
+
+def test_gradcache_passes_all_chunks_through_each_block_in_one_visit() -> None:
+    family = FAMILIES["bert"]
+    bare = make(family).eval()
+    model = wrap(bare, family.blocks)
+
+    def run(tower: Any) -> Tensor:
+        def loss(x: Tensor, y: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(x @ y.T, torch.arange(len(x)))
+
+        cache = GradCache([tower, tower], 1, loss, get_rep_fn=lambda o: o.last_hidden_state[:, 0])
+        return cache(text(0), text(2))
+
+    assert torch.allclose(run(bare), run(model))
+    assert_equal(bare, model, exact=False)
+    assert model.statistics().shard_loads <= 2 * 3
