@@ -46,6 +46,8 @@ def class_for(base: type[nn.Module], model: Any, blocks: Any) -> type[nn.Module]
 
     @functools.wraps(kind.forward)
     def forward(self: ModelWithBlocks, *inputs: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._run_outside_of_compiled_graphs(*inputs, **kwargs)
         return self._run(inputs, kwargs)
 
     members: dict[str, Any] = {name: getattr(kind, name, None) for name in _OF_CONTAINERS}
@@ -71,6 +73,7 @@ class ModelWithBlocks(ReportingModule):
     _blocks_argument: Blocks
     _forwards: list[StreamedForward]
     _num_microbatches: int
+    _run_outside_of_compiled_graphs: Callable[..., Any]
 
     @property
     def device(self) -> torch.device:

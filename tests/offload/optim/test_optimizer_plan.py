@@ -112,6 +112,7 @@ def test_the_executed_actions_are_the_printed_plan(
     noting(model._executor._cell_executor, "forward", "F")
     noting(model._executor._cell_executor, "backward", "B")
     evict, follow, passes = model._executor.streamer.evict, Follower.follow, [False]
+    follow_cells = Follower.follow_cells
 
     def evicting(j: int, **more: Any) -> None:
         if passes[-1]:  # outside a pass, slots are given up without a plan
@@ -123,8 +124,14 @@ def test_the_executed_actions_are_the_printed_plan(
         follow(*args)
         passes.pop()
 
+    def following_cells(*args: Any) -> Any:
+        passes.append(True)
+        yield from follow_cells(*args)
+        passes.pop()
+
     monkeypatch.setattr(model._executor.streamer, "evict", evicting)
     monkeypatch.setattr(Follower, "follow", following)
+    monkeypatch.setattr(Follower, "follow_cells", following_cells)
     updates = model._executor.streamer.gradient_offload.optimizers.planned()
     planned = model._executor.steps.plan([1, 1], updates, slots=slots, training=True)
     step(model, optimizer)
