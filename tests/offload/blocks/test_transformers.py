@@ -20,7 +20,9 @@ from tests.offload.blocks.towers import assert_equal
 
 tf: Any = pytest.importorskip("transformers", reason="needs transformers: pip install transformers peft")
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{of}") for of in (":FutureWarning", "fan_in_fan_out", "Model has `tie_")]
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{of}") for of in (":FutureWarning", "fan_in_fan_out", "Model has `tie_")
+]
 
 WORDS = 100
 LENGTHS = (8, 6, 8)

@@ -1,0 +1,194 @@
+"""Models with blocks inside of what is around them, and with the choices of an ``OffloadModel``."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradcache import GradCache
+from offload import DiskHome, OffloadModel
+from pipe import Pipe
+from tests.offload.blocks.towers import WIDTH, Block, assert_equal, close, loss_of, make, words
+
+
+def wrap(bare: nn.Module, home: Any = "cpu", **choices: Any) -> Any:
+    choices = {"checkpoint_activation": True, "blocks": "encoder.layer", **choices}
+    return OffloadModel(copy.deepcopy(bare), "cpu", home, **choices)
+
+
+def step(model: nn.Module, seed: int = 3) -> None:
+    torch.manual_seed(seed)
+    loss_of(model(words())).backward()
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [{"memory_budget": "64KiB"}, {"boundary_bytes": 0}, {"graph_bytes": "1MiB"}, {"num_slots": 3}],
+    ids=lambda choices: next(iter(choices)),
+)
+def test_budgets_hold_for_blocks(choices: dict[str, Any], tmp_path: Path) -> None:
+    bare = make()
+    model = wrap(bare, tmp_path, **choices)
+    for seed in range(3):
+        step(bare, seed), step(model, seed)
+        assert_equal(bare, model)
+    tokens = str(model.plan()).split()
+    assert any(t.startswith("S") for t in tokens) == ("boundary_bytes" in choices)
+    assert any(t.startswith("K") for t in tokens) == ("graph_bytes" in choices)
+    assert model.estimate(3).seconds > 0
+
+
+def test_a_tensor_that_enters_every_block_is_stored_once() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.ModuleList(Block(0.0) for _ in range(6))
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            bias = None
+            for block in self.layer:
+                x, bias = block(x, mask, bias=bias)
+            return x
+
+    model = wrap(Wide(), blocks="layer")
+    rows = 50
+    x, mask = torch.randn(rows, 3, WIDTH), torch.randn(rows, 3, WIDTH)
+    output = model(x, mask)
+    one = x.nbytes
+    held = model._executor._meter.held_bytes
+    assert held < 7.5 * one  # the input of each block, the mask, and the bias, which is narrower
+    output.sum().backward()
+
+
+class Around(nn.Module):
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower, self.out = tower, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.tower(x)["states"].mean(1))
+
+
+def loss(x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(x @ y.T, torch.arange(len(x)))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_gradcache_takes_one_visit_for_all_chunks(inside: bool) -> None:
+    bare = make(dropout=0.0)
+    model = wrap(bare)
+    torch.manual_seed(0)
+    plain: Any = Around(bare) if inside else bare
+    ours: Any = copy.deepcopy(plain) if inside else model
+    if inside:
+        ours.tower = model
+
+    def rep(output: Any) -> Any:
+        return output if inside else output["states"].mean(1)
+
+    x, y = words(4), words(4, 3, seed=5)
+    expected = loss(rep(plain(x)), rep(plain(y)))
+    expected.backward()
+    cache = GradCache([ours, ours], 2, loss, get_rep_fn=rep)
+    assert close(expected.detach(), cache(x, y))
+    for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert close(p.grad, q.grad)
+    assert model.statistics().shard_loads <= 2 * 4
+
+
+def test_it_is_a_stage_of_a_pipe() -> None:
+    class Words(nn.Module):
+        def __init__(self, tower: nn.Module) -> None:
+            super().__init__()
+            self.tower = tower
+
+        def forward(self, x: Tensor) -> Tensor:
+            states: Tensor = self.tower(x)["states"]
+            return states
+
+    bare = make(dropout=0.0)
+    model = wrap(bare)
+    pipe = Pipe(nn.Sequential(Words(model), nn.Linear(WIDTH, 2)), [1, 1], devices=["cpu", "cpu"], chunks=2)
+    plain = nn.Sequential(Words(bare), copy.deepcopy(pipe[1]))
+    for each in (plain, pipe):
+        each(words(4)).square().sum().backward()
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        assert p.grad is None or close(p.grad, q.grad)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_code_around_it_breaks_its_graph_there() -> None:
+    bare = make(dropout=0.0)
+    model = wrap(bare)
+    torch.compile(lambda x: loss_of(model(x)), backend="eager")(words()).backward()
+    loss_of(bare(words())).backward()
+    assert_equal(bare, model)
+
+
+def test_no_thread_outlives_a_forward() -> None:
+    model = wrap(make(), num_microbatches=3)
+    step(model)
+    model.norm.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(words())
+    assert not [thread for thread in threading.enumerate() if thread.name == "offload-forward"]
+
+
+def test_threads_keep_the_settings_of_the_call() -> None:
+    seen: list[Any] = []
+    model = wrap(make(), num_microbatches=2)
+    model.norm.register_forward_hook(
+        lambda *_: seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+    )
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model(words())
+    assert seen == [(False, True)] * 2
+
+
+def test_a_block_that_calls_the_model_is_refused() -> None:
+    model = wrap(make())
+    hook = model.encoder.layer[1].linear.register_forward_hook(lambda *_: model(words()))
+    with pytest.raises(RuntimeError, match="in the middle of a forward"):
+        model(words())
+    hook.remove()
+    step(model)
+
+
+def test_a_result_that_is_one_number_is_refused_with_micro_batches() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer[1](self.layer[0](x)).sum()
+
+    model = wrap(Loss(), blocks="layer", num_microbatches=2)
+    with pytest.raises((RuntimeError, ValueError), match="dimension"):
+        model(torch.ones(4, WIDTH))
+    model._num_microbatches = 1
+    model(torch.ones(4, WIDTH)).backward()
+
+
+def test_a_home_that_is_kept_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep=False"):
+        wrap(make(), DiskHome(tmp_path, keep=True))
+
+
+def test_it_is_closed() -> None:
+    model = wrap(make())
+    model.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        model(words())
+
+
+def test_it_is_not_wrapped_twice() -> None:
+    with pytest.raises(TypeError, match="not offloaded yet"):
+        OffloadModel(wrap(make()), "cpu", blocks="encoder.layer")
