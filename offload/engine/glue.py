@@ -8,7 +8,7 @@ graph, so what remains are small pieces of graph for each chunk::
 Backward visits the blocks in reverse order, and after each block runs the piece before it.
 
 Guarantees
-    * A tensor that enters several blocks (a mask, a rotary table, a position bias) is stored once for each chunk; its
+    * Memory that enters several blocks (a mask, a rotary table, a position bias) is stored once for each chunk; its
       gradients are summed, the last block's first as in plain autograd, and run through its piece once.
     * No piece keeps an activation alive that autograd does not need: only edges of the graph are stored.
     * The gradient of a leaf (a parameter outside of the blocks) is summed over pieces and returned as a whole.
@@ -17,7 +17,6 @@ Guarantees
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.engine.cell_input import CellInput
 from offload.engine.layouts import fitting, refuse_hidden
@@ -47,6 +47,15 @@ class _Shared:
     """The place, in what enters a block, of a tensor that entered an earlier block as well."""
 
     number: int
+
+
+@dataclass(frozen=True)
+class _Entered:
+    """A tensor that entered a block: its number, and what shows whether its memory still holds the same values."""
+
+    number: int
+    storage: StorageWeakRef
+    version: int | None
 
 
 @dataclass(frozen=True)
@@ -76,10 +85,10 @@ class _Chunk:
     result: list[GradientEdge | None] = field(default_factory=list)
     #: Parameters and other leaves that its pieces reach.
     leaves: dict[Tensor, None] = field(default_factory=dict)
-    #: Tensors that enter several blocks, with their versions.
-    shared: dict[int, tuple[Tensor, int | None]] = field(default_factory=dict)
+    #: By number: tensors that enter several blocks, with their versions; None for those that entered one.
+    shared: list[tuple[Tensor, int | None] | None] = field(default_factory=list)
     # While the forward runs:
-    entered: dict[int, tuple[weakref.ref[Tensor], int | None]] = field(default_factory=dict)
+    entered: dict[tuple[Any, ...], _Entered] = field(default_factory=dict)
     seen: set[Node] = field(default_factory=set)
     # While a backward runs:
     entering: dict[_Place, Tensor] = field(default_factory=dict)
@@ -146,17 +155,20 @@ class Glue:
 
     @staticmethod
     def _stored(chunk: _Chunk, x: Tensor) -> Tensor | _Shared:
-        """A tensor without its graph, or its number if it entered an earlier block."""
+        """A tensor without its graph, or its number if its memory entered an earlier block."""
+        detached = x.detach()
+        if x.layout is not torch.strided or type(detached) is not Tensor or not x.numel():
+            return detached
         version = None if x.is_inference() else x._version
-        known, number = chunk.entered.get(id(x)), id(x)
-        if known is None or known[0]() is not x or known[1] != version:
-            chunk.entered[number] = weakref.ref(x), version
-            chunk.shared.pop(number, None)
-            return x.detach()
-        if number not in chunk.shared:
-            # It stays alive from now on, so that its id remains its own.
-            chunk.shared[number] = x.detach(), version
-        return _Shared(number)
+        place = x.untyped_storage().data_ptr(), x.storage_offset(), tuple(x.shape), x.stride(), x.dtype
+        known = chunk.entered.get(place)
+        if known is None or known.storage.expired() or known.version != version:
+            chunk.entered[place] = _Entered(len(chunk.shared), StorageWeakRef(x.untyped_storage()), version)
+            chunk.shared.append(None)
+            return detached
+        if chunk.shared[known.number] is None:
+            chunk.shared[known.number] = detached, version
+        return _Shared(known.number)
 
     def entered(self, i: int, stored: Any) -> Any:
         """The (args, kwargs) of a block, from what :meth:`enter` returned."""
@@ -166,7 +178,9 @@ class Glue:
         return unflatten([self._restored(i, x) if isinstance(x, _Shared) else x for x in leaves], spec)
 
     def _restored(self, i: int, place: _Shared) -> Tensor:
-        tensor, version = self._chunks[i].shared[place.number]
+        shared = self._chunks[i].shared[place.number]
+        assert shared is not None
+        tensor, version = shared
         if version is not None and tensor._version != version:
             raise RuntimeError(
                 f"a tensor that enters several blocks of the model (chunk {i}, shape {tuple(tensor.shape)}) was "
