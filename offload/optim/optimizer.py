@@ -199,6 +199,7 @@ class OffloadOptimizer(MovableStates):
             self._run_sparse(decided)
             self._resident.run(at_once, self._finish_job)
         except BaseException as error:
+            self._resident.wait_idle()
             begun = any(job.done or job.scaled for job in at_once)
             if not begun and all(update.unapplied or update.withdrawn for _, update in decided):
                 raise

@@ -1,14 +1,20 @@
-"""Updates parameters that stay on the compute device (outside of the blocks of a model): at once, in ``step()``."""
+"""Updates parameters that stay on the compute device (outside of the blocks of a model): at once, in ``step()``.
+
+A thread computes the updates, on the stream of the caller. So an interrupt of the caller cannot stop one half-way.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
 from offload.streaming.shard import Shard, layout
+from pipe.stream import current_stream, use_device, use_stream
+from pipe.threads import Threads
 from pipe.torch_private import multiply_all
 
 __all__ = ["ResidentParamBlock", "ResidentParameters"]
@@ -41,6 +47,7 @@ class ResidentParameters:
     def __init__(self, parameters: Collection[nn.Parameter], factory: OptimizerFactory) -> None:
         self._parameters = parameters
         self._factory = factory
+        self._thread = Threads(1, "offload-resident")
         self.blocks: list[ParamBlock] = []
 
     def add_group(self, members: Collection[nn.Parameter], group: int) -> None:
@@ -54,10 +61,28 @@ class ResidentParameters:
         jobs = [UpdateJob(block, [p.grad for p in block.parameters], options, coefficient) for block in self.blocks]
         return [job for job in jobs if any(gradient is not None for gradient in job.gradients)]
 
-    @staticmethod
-    def run(jobs: Sequence[UpdateJob], finished: Callable[[UpdateJob], None]) -> None:
-        """Runs the updates that are not done. May be called again."""
-        for job in jobs:
-            if not job.done:
-                job.param_block.run(job, None)
-                finished(job)
+    def run(self, jobs: Sequence[UpdateJob], finished: Callable[[UpdateJob], None]) -> None:
+        """Runs the updates that are not done. May be called again after an interrupt."""
+        self.wait_idle()
+        left = [job for job in jobs if not job.done]
+        if not left:
+            return
+        device = left[0].param_block.parameters[0].device
+        stream = current_stream(device)
+
+        def work() -> None:
+            with use_device(device), use_stream(stream), torch.no_grad():
+                for job in left:
+                    job.param_block.run(job, None)
+                    finished(job)
+
+        try:
+            future = self._thread.submit(work)
+        except RuntimeError:  # in a forked process, or at exit, there is no thread
+            work()
+            return
+        future.wait()
+
+    def wait_idle(self) -> None:
+        """Waits until no update is running."""
+        self._thread.wait_idle()

@@ -1,0 +1,88 @@
+"""After ``KeyboardInterrupt`` at any line of the code for blocks the model is usable, and nothing is half-done."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload import OffloadModel, OffloadOptimizer
+from tests.offload.blocks.towers import loss_of, make, words
+from tests.offload.engine.test_interrupts import Run
+from tests.offload.interrupts import Line, lines_of
+
+FILES = ("block_forwards.py", "glue.py", "suspend.py", "resident.py", "face.py", "body.py", "follow.py")
+
+#: Arguments of the model, optimizer.
+CHOICES: dict[str, tuple[dict[str, Any], str]] = {
+    "one chunk": ({}, "plain"),
+    "threads": ({"num_microbatches": 2}, "clipped"),
+    "graphs": ({"checkpoint_activation": False}, "clipped"),
+}
+
+
+#: Lines that an earlier configuration has interrupted.
+_seen: set[tuple[str, int]] = set()
+
+
+class BlocksRun(Run):
+    def __init__(self, name: str) -> None:
+        self.arguments, self.kind = CHOICES[name]
+        self.make()
+        self.expected = [self.values()]
+        for k in range(3):
+            self.step(k)
+            self.expected.append(self.values())
+        self.make()
+        self.step(0)
+
+    def make(self) -> None:
+        arguments = {"checkpoint_activation": True, **self.arguments}
+        model = make(3)
+        for block in model.encoder.layer:
+            del block.calls  # also interrupted forwards count
+        self.model = OffloadModel(model, "cpu", blocks="encoder.layer", detect_weight_writes=True, **arguments)
+        self.optimizer: Any
+        if self.kind == "plain":
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        else:
+            self.optimizer = OffloadOptimizer(self.model, torch.optim.SGD, max_norm=0.5, lr=0.1, momentum=0.9)
+        self.done = 0
+
+    def step(self, k: int) -> None:
+        torch.manual_seed(k)
+        self.optimizer.zero_grad()
+        loss_of(self.model(words(4, seed=k))).backward()
+        self.optimizer.step()
+        self.done = k + 1
+
+    def interrupt(self, line: Line) -> str:
+        became = super().interrupt(line)
+        assert not [thread for thread in threading.enumerate() if thread.name == "offload-forward"]
+        return became
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_after_an_interrupt_at_any_line_the_model_is_usable(name: str, tmp_path: Path) -> None:
+    run = BlocksRun(name)
+    run.save()
+    found = {line[:2]: line for line in lines_of(lambda: run.step(1)) if line.file.endswith(FILES)}
+    lines = [line for place, line in found.items() if place not in _seen]
+    _seen.update(found)
+    run.make()
+    run.step(0)
+    run.save()
+    wrong, raised = [], 0
+    for line in lines:
+        try:
+            raised += run.interrupt(line) == "raised"
+        except Exception as error:
+            wrong.append(f"{line}: {type(error).__name__}: {error}")
+            run.make()
+            run.step(0)
+            run.save()
+    assert not wrong, "\n".join(wrong)
+    assert raised > 0.9 * len(lines) - 20
