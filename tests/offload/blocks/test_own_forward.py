@@ -205,6 +205,31 @@ def test_a_trainable_parameter_between_frozen_blocks() -> None:
         assert_equal(bare, model)
 
 
+def test_requires_grad_may_change_between_steps() -> None:
+    bare = make()
+    model = wrap(bare)
+    choices: list[Any] = [
+        lambda name: True,
+        lambda name: "layer.3" in name,
+        lambda name: "norm" in name,
+        lambda name: name == "scales",
+        lambda name: "layer.1" in name or name == "words.weight",
+        lambda name: False,
+        lambda name: True,
+    ]
+    for seed, choice in enumerate(choices):
+        for each in (bare, model):
+            each.zero_grad()
+            for name, p in each.named_parameters():
+                p.requires_grad_(choice(name))
+        if seed == 5:
+            assert not any(each(words())["logits"].requires_grad for each in (bare, model))
+            continue
+        for _ in range(2):
+            step(bare, seed), step(model, seed)
+            assert_equal(bare, model)
+
+
 def test_only_the_suffix_trains() -> None:
     bare = make()
     for p in bare.parameters():

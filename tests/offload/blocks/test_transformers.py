@@ -328,3 +328,43 @@ def test_gradcache_passes_all_chunks_through_each_block_in_one_visit() -> None:
     assert torch.allclose(run(bare), run(model))
     assert_equal(bare, model, exact=False)
     assert model.statistics().shard_loads <= 2 * 3
+
+
+def test_merged_adapters_compute_what_they_did() -> None:
+    bare = lora(make(FAMILIES["bert"])).eval()
+    model = wrap(bare, "base_model.model.encoder.layer")
+    loss_of(model(**text(0))).backward()
+    model.merge_adapter()
+    bare.merge_adapter()
+    with torch.no_grad():
+        assert torch.equal(model(**text(0)).last_hidden_state, bare(**text(0)).last_hidden_state)
+    model.unmerge_adapter()
+    bare.unmerge_adapter()
+    bare.zero_grad(), model.zero_grad()
+    steps(bare.train(), model.train(), FAMILIES["bert"])
+
+
+def test_the_trainer_trains_it_as_the_plain_model(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate: pip install accelerate")
+    torch.manual_seed(0)
+    bare = tf.BertForSequenceClassification(tf.BertConfig(**SMALL))
+    model = wrap(bare, "bert.encoder.layer")
+    data = [{**{k: v[0] for k, v in text(2 * (i % 2)).items()}, "labels": i % 2} for i in range(8)]
+    losses = []
+    for each in (bare, model):
+        arguments = tf.TrainingArguments(
+            output_dir=str(tmp_path / type(each).__name__),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            num_train_epochs=1,
+            max_grad_norm=0.1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            seed=0,
+        )
+        losses.append(tf.Trainer(model=each, args=arguments, train_dataset=data).train().training_loss)
+    assert losses[0] == losses[1]
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q)
