@@ -8,35 +8,13 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
-
-from benchmarks.harness import claims
-from benchmarks.harness.peers import MissingExtraError, require
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from benchmarks.harness.benchmark import Benchmark
 
-
-class Entry(NamedTuple):
-    """A name for the command line, the question in one line, and further packages that the benchmark needs."""
-
-    name: str
-    summary: str
-    packages: tuple[str, ...] = ()
-
-    def load(self) -> Benchmark[Any]:
-        """Imports the benchmark.
-
-        Raises:
-            MissingExtraError: if a package that it needs is not installed; before anything is measured.
-        """
-        for package in ("tqdm", "matplotlib", *self.packages):
-            require(package)
-        module = importlib.import_module(f"benchmarks.{self.name.replace('-', '_')}.benchmark")
-        return cast("Benchmark[Any]", module.BENCHMARK)
-
-
-_SUMMARIES = {
+RESULTS = Path(__file__).resolve().parent / "results"
+BENCHMARKS = {  # name -> the question
     "memory-latency": "what each setting, and what others offer, saves in memory and costs in time",
     "retrieval": "train a text encoder on a contrastive batch three ways: what memory, what time, and the same losses?",
     "offload-step": "what does streaming a model from disk cost in time, and does its peak grow with the shards?",
@@ -48,82 +26,111 @@ _SUMMARIES = {
     "gpu-train": "up to 7B parameters with full Adam on one GPU: what memory does each method need?",
     "gpu": "all that needs a GPU, in under ten minutes: the CUDA tests, memory-latency, gpu-train small to 7B",
 }
-_PACKAGES = {"retrieval": ("numpy", "tokenizers"), "build-huge": ("numpy",), "gpu": ("pytest",)}
-BENCHMARKS = tuple(Entry(name, summary, _PACKAGES.get(name, ())) for name, summary in _SUMMARIES.items())
+PACKAGES = {"retrieval": ("numpy", "tokenizers"), "build-huge": ("numpy",), "gpu": ("pytest",)}
+#: Pages with claims, in the order of the README's table.
+CLAIMED = ["optimizer-billion", "optimizer-billion-kept", "optimizer", "build-huge", "offload-step", "memory-latency"]
+CLAIMED += ["retrieval-2048", "retrieval", "gradcache-batch", "pipe-ladder", "train-overlap"]
 
 
-def find(name: str) -> Entry:
-    """The benchmark of that name.
+def load(name: str) -> Benchmark:
+    """Imports one benchmark: each needs torch, and some need the extra ``bench``.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is none of that name, or a package that it needs is not installed.
     """
-    for entry in BENCHMARKS:
-        if entry.name == name:
-            return entry
-    raise ValueError(f"expected one of {', '.join(_SUMMARIES)}, got {name!r}")
+    if name not in BENCHMARKS:
+        raise ValueError(f"expected one of {', '.join(BENCHMARKS)}, got {name!r}")
+    try:
+        for package in ("matplotlib", *PACKAGES.get(name, ())):
+            importlib.import_module(package)
+    except ImportError as error:
+        install = "python -m pip install 'gradstream[bench]'  (in a clone: python -m pip install -e '.[bench]')"
+        raise ValueError(f"{error}; run: {install}") from error
+    benchmark: Benchmark = importlib.import_module(f"benchmarks.{name.replace('-', '_')}.benchmark").BENCHMARK
+    return benchmark
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 if all bounds hold, 1 if one does not, 2 if nothing could be run as asked."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
-        _list()
-        return 0
+    name, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
-        if words[0] == "table":
-            return _table(words[1:])
-        if words[0] == "report":
-            return _report(words[1:])
-        return _run(*words)
-    except (MissingExtraError, ValueError) as error:
+        if name in ("-h", "--help"):
+            _list()
+        elif name == "table":
+            print(claims_table())
+        elif name == "report":
+            return _report(words)
+        else:
+            return _run(name, words)
+    except ValueError as error:
         print(f"python -m benchmarks: {error}", file=sys.stderr)
         return 2
-
-
-def _list() -> None:
-    width = max(len(entry.name) for entry in BENCHMARKS)
-    print("usage: python -m benchmarks NAME [--out STEM] [options]\n")
-    print("\n".join(f"  {entry.name:<{width}}  {entry.summary}" for entry in BENCHMARKS))
-    print("\npython -m benchmarks NAME --help shows the options of one.")
-    print("python -m benchmarks table prints the README's table of claims from benchmarks/results/*.jsonl.")
-    print("python -m benchmarks report FILE.jsonl makes the report of an earlier run again.")
-
-
-def _run(name: str, *words: str) -> int:
-    """Runs one benchmark. Only that one is imported: each needs torch, and some need the extra ``bench``."""
-    entry = find(name)
-    benchmark = entry.load()
-    from benchmarks.harness.report import add_arguments, run_benchmark
-
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks {name}",
-        description=entry.summary,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add_arguments(parser, benchmark)
-    return run_benchmark(name, entry.summary, benchmark, parser.parse_args(words))
-
-
-def _table(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks table", description=claims.__doc__)
-    parser.add_argument("--results", type=Path, default=claims.RESULTS, metavar="DIR", help="where the JSON lines are")
-    parser.add_argument("--links", default="benchmarks/results/", metavar="PREFIX", help="what each link begins with")
-    arguments = parser.parse_args(words)
-    print(claims.claims_table(arguments.results, arguments.links))
     return 0
 
 
-def _report(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks report", description="Makes a report again.")
-    parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="what --out wrote")
-    parser.add_argument("--out", type=Path, metavar="STEM", help="writes STEM.md and STEM.png")
-    arguments = parser.parse_args(words)
-    entry = find(claims.read_lines(arguments.file)[0]["benchmark"])
-    benchmark = entry.load()
-    from benchmarks.harness.report import publish
+def _list() -> None:
+    width = max(map(len, BENCHMARKS))
+    print("usage: python -m benchmarks NAME [--out STEM] [options]\n")
+    print("\n".join(f"  {name:<{width}}  {question}" for name, question in BENCHMARKS.items()))
+    print("\npython -m benchmarks NAME --help shows the options of one.")
+    print("python -m benchmarks table prints the README's table of claims from benchmarks/results/*.jsonl.")
+    print("python -m benchmarks report FILE.jsonl makes the page and the picture of a run again.")
 
-    return publish(entry.name, entry.summary, benchmark, benchmark.read(arguments.file), out=arguments.out, again=True)
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The options of a benchmark, and those of every benchmark."""
+    from benchmarks.harness.environment import cache_directory
+    from benchmarks.harness.settings import add_options
+
+    kind = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(
+        f"python -m benchmarks {name}", description=BENCHMARKS.get(name), formatter_class=kind
+    )
+    add_options(parser, load(name).settings)
+    parser.add_argument("--out", type=Path, metavar="STEM", help="writes STEM.md, STEM.jsonl and STEM.png")
+    parser.add_argument("--against", type=Path, metavar="FILE.jsonl", help="an earlier run, whose ratios must repeat")
+    parser.add_argument("--home", type=Path, default=cache_directory(), help="a directory on disk for all files")
+    return parser
+
+
+def _run(name: str, words: Sequence[str]) -> int:
+    """Runs one benchmark. The results file is written first: the page can be made again from it."""
+    benchmark = load(name)
+    arguments = parser_of(name).parse_args(words)
+    from benchmarks.harness.benchmark import compare, publish, run_benchmark, write_lines
+    from benchmarks.harness.settings import settings_of
+
+    run = run_benchmark(benchmark, settings_of(benchmark.settings, vars(arguments)), arguments.home)
+    broken = compare(run, benchmark.ratios(run), arguments.against) if arguments.against else []
+    if arguments.out:
+        write_lines(arguments.out.with_name(f"{arguments.out.name}.jsonl"), name, benchmark, run)
+    return publish(name, BENCHMARKS[name], benchmark, run, arguments.out, broken)
+
+
+def _report(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks report", description="Makes page and picture again.")
+    parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="what --out wrote")
+    parser.add_argument("--out", type=Path, metavar="STEM", help="writes STEM.md and STEM.png; by default FILE")
+    arguments = parser.parse_args(words)
+    from benchmarks.harness.benchmark import publish, read_header, read_run
+
+    name = read_header(arguments.file)["benchmark"]
+    run, out = read_run(arguments.file, load(name)), arguments.out or arguments.file.with_suffix("")
+    return publish(name, BENCHMARKS[name], load(name), run, out, [])
+
+
+def claims_table() -> str:
+    """The README's table in Markdown: set-up, peer, time ratio with range, memory ratio, link to the page."""
+    from benchmarks.harness.benchmark import read_header, read_run
+
+    rows = [["set-up", "beside", "time, ours to theirs", "memory, ours to theirs", "results"]]
+    rows.append(["---", "---", "---:", "---:", "---"])
+    for page in CLAIMED:
+        path = RESULTS / f"{page}.jsonl"
+        benchmark = load(read_header(path)["benchmark"])
+        for claim in benchmark.claims(read_run(path, benchmark)):
+            rows.append([*claim.cells(), f"[{page}](benchmarks/results/{page}.md)"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 if __name__ == "__main__":

@@ -94,6 +94,6 @@ def cells(table: str) -> list[list[str]]:
 
 
 def test_the_table_of_results_is_the_generated_one() -> None:
-    claims = pytest.importorskip("benchmarks.harness.claims", reason="the generator of the table is not there")
+    benchmarks = pytest.importorskip("benchmarks.__main__", reason="the generator of the table is not there")
     table = README.split("<!-- results -->")[1].split("<!-- /results -->")[0]
-    assert cells(table) == cells(claims.claims_table()), "run `python -m benchmarks table` and paste what it prints"
+    assert cells(table) == cells(benchmarks.claims_table()), "run `python -m benchmarks table` and paste what it prints"

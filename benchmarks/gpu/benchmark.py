@@ -12,18 +12,15 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.harness.benchmark import Benchmark, Facts, Plan, Report, Run
+from benchmarks.harness.benchmark import Benchmark, Run
 from benchmarks.harness.case import Case, Outcome
 from benchmarks.harness.environment import shown_command
 from benchmarks.harness.process import python_path
-from benchmarks.harness.schedule import Group
 from benchmarks.harness.settings import option
-from benchmarks.harness.table import markdown_table, reasons
+from benchmarks.harness.table import case_table
 
 PARTS = ("tests", "train-small", "train-1b", "memory-latency", "train-7b")
 TINY = "--layers 4 --dim 64 --rows 4 --positions 4"
@@ -41,14 +38,20 @@ class Settings:
     parts: tuple[str, ...] = option(PARTS, "only these parts", choices=PARTS)
     stem: str = option("gpu", "the parts write STEM-PART.md, .jsonl and .png")
 
+    def wrong(self) -> str:
+        """A machine without a GPU."""
+        if self.dry_run or torch.cuda.is_available():
+            return ""
+        return "expected a CUDA device, and there is none; --dry-run runs the same parts on the CPU"
 
-def plan(settings: Settings, folder: str) -> Plan:
+
+def parts_of(settings: Settings) -> list[Case]:
     """A case for each part, in an order in which what is short and what others build on comes first."""
     dry = settings.dry_run
     device, patience = ("cpu", 4) if dry else ("cuda", 1)  # a laptop takes longer to start than a GPU to compute
 
     def part(name: str, words: str, seconds: float) -> Case:
-        out = [] if name == "tests" else ["--device", device, "--home", folder, "--out", f"{settings.stem}-{name}"]
+        out = [] if name == "tests" else ["--device", device, "--out", f"{settings.stem}-{name}"]
         return Case(name, "", {"words": ["-m", *words.split(), *out], "seconds": patience * seconds})
 
     def size(layers: int, dim: int, rows: int, positions: int, more: str = "") -> str:
@@ -62,22 +65,16 @@ def plan(settings: Settings, folder: str) -> Plan:
         part("memory-latency", f"benchmarks memory-latency {size(16, 1024, 16, 256)} {curve}", 150),
         part("train-7b", f"benchmarks gpu-train {size(32, 4096, 8, 512, ' --only ours --steps 3')}", 165),
     ]
-    yield Group("parts", [case for case in cases if case.name in settings.parts])
+    return [case for case in cases if case.name in settings.parts]
 
 
-def prepare(settings: Settings, folder: Path) -> Facts:
-    """Refuses a machine without a GPU."""
-    if not settings.dry_run and not torch.cuda.is_available():
-        raise ValueError("expected a CUDA device, and there is none; --dry-run runs the same parts on the CPU")
-    return []
+def measure(run: Run) -> None:
+    """Runs the parts one after the other, with their files below the folder of this run."""
+    environment = {**os.environ, "PYTHONPATH": python_path(), "XDG_CACHE_HOME": str(run.folder)}
+    run.groups["parts"] = [run_part(case, environment) for case in parts_of(run.settings)]
 
 
-def run_parts(group: Group) -> list[Outcome]:
-    """Runs the parts one after the other."""
-    return [run_part(case) for case in group.cases]
-
-
-def run_part(case: Case) -> Outcome:
+def run_part(case: Case, environment: dict[str, str] | None = None) -> Outcome:
     """Runs one part to its end or to its time limit; its only step holds the last lines that it printed."""
     outcome = Outcome(case)
     words, seconds = case.arguments["words"], case.arguments["seconds"]
@@ -85,41 +82,45 @@ def run_part(case: Case) -> Outcome:
     started = time.perf_counter()
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as printed:
         # In a session of its own: the processes that a part starts end with it.
-        environment = {**os.environ, "PYTHONPATH": python_path()}
-        how: dict[str, Any] = {"stdout": printed, "stderr": subprocess.STDOUT, "env": environment}
-        process = subprocess.Popen([sys.executable, *words], start_new_session=True, **how)
-        try:
-            status = process.wait(seconds)
-            outcome.result, outcome.failure = ({"status": 0}, None) if status == 0 else (None, f"exit status {status}")
-        except subprocess.TimeoutExpired:
-            outcome.failure = f"not done after {seconds:.0f} s"
-        finally:
-            if process.poll() is None:  # also at an interrupt from outside
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        with subprocess.Popen(
+            [sys.executable, *words],
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        ) as process:
+            try:
+                status = process.wait(seconds)
+                outcome.result, outcome.failure = ({}, None) if status == 0 else (None, f"exit status {status}")
+            except subprocess.TimeoutExpired:
+                outcome.failure = f"not done after {seconds:.0f} s"
+            finally:
+                if process.poll() is None:  # also at an interrupt from outside
+                    os.killpg(process.pid, signal.SIGKILL)
         printed.seek(0)
-        # Progress bars return to the beginning of their line: only what follows the last return is a line.
-        found = [line.rpartition("\r")[2].rstrip() for line in printed.read().splitlines()]
+        lines = [line.rstrip() for line in printed.read().splitlines()]
     outcome.seconds = time.perf_counter() - started
-    outcome.steps.append({"tail": "\n".join([line for line in found if line][-LAST_LINES:])})
+    outcome.steps.append({"tail": "\n".join([line for line in lines if line][-LAST_LINES:])})
     print(outcome.steps[0]["tail"], flush=True)
     return outcome
 
 
-def report(run: Run[Any]) -> Report:
+def report(run: Run) -> list[str]:
     """Outcome and output of each part."""
-    outcomes = run.outcomes
-    rows = [[outcome.name, outcome.status or "passed", f"{outcome.seconds:.0f}"] for outcome in outcomes]
+    columns = {"outcome": lambda o: "passed", "seconds": lambda o: f"{o.seconds:.0f}"}
     printed = [
-        f"## {outcome.name}\n\n`{shown_command(outcome.case.arguments['words'])}`\n\n```\n{step['tail']}\n```"
-        for outcome in outcomes
-        for step in outcome.steps
+        f"## {outcome.name}\n\n`{shown_command(outcome.case.arguments['words'])}`\n\n```\n{tail}\n```"
+        for outcome in run.outcomes
+        for tail in outcome.values("tail")
     ]
-    broken = [f"{outcome.name}: {outcome.failure}" for outcome in outcomes if outcome.failure]
-    table = markdown_table(["part", "outcome", "seconds"], rows)
-    return Report([table, reasons(outcomes), *printed], broken, ratios={})
+    return [case_table(run.outcomes, columns, "part"), *printed]
 
 
 BENCHMARK = Benchmark(
-    Settings, plan, report, prepare, lambda settings: {"file_bytes": 4 << 20, "side": 256, "tries": 1}, run_parts
+    Settings,
+    measure,
+    report,
+    bounds=lambda run: [],
+    ratios=lambda run: {},
+    rates=lambda settings: {"file_bytes": 4 << 20, "side": 256, "tries": 1},
 )

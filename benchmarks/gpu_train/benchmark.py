@@ -6,27 +6,18 @@ CPU the same cases run with a small model, which shows that they work and nothin
 
 import math
 import statistics
-import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from benchmarks.harness.benchmark import Benchmark, Facts, Plan, Report, Run
-from benchmarks.harness.case import FLOOR, Case, Outcome, failures
-from benchmarks.harness.io_counters import counts_of, measure
-from benchmarks.harness.limits import Limits, adamw_bytes
-from benchmarks.harness.schedule import Group
+from benchmarks.harness.benchmark import Benchmark, Run
+from benchmarks.harness.case import Case, Outcome
 from benchmarks.harness.settings import option
-from benchmarks.harness.table import at_most, case_table, limit_columns, mebibytes, reasons
-from benchmarks.harness.worker import Reporter
-from benchmarks.memory_latency.methods import METHODS
-from benchmarks.models.transformer import Block, Stack
+from benchmarks.harness.table import at_most, case_table, limit_columns, mebibytes
+from benchmarks.models.transformer import Stack
+from benchmarks.models.work import adamw_bytes
 
-OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}  # fused: one pass over parameter, gradient and both moments
 MAXIMUM_DIFFERENCE = 0.05  # of first losses: weights are drawn alike, and bf16 has eight bits
 HOST_UPDATES = ("ours", "checkpointed torchao", "fairscale_offload")  # their optimizers work in host memory
 NAMED: list[tuple[str, str, str]] = [  # name, method of ``memory-latency`` and optimizer, peer
@@ -34,7 +25,7 @@ NAMED: list[tuple[str, str, str]] = [  # name, method of ``memory-latency`` and 
     ("torch, all on the device, checkpoint", "checkpointed", ""),
     ("torch, save_on_cpu", "saved_on_cpu", ""),
     ("torchao CPUOffloadOptimizer, checkpoint", "checkpointed torchao", "torchao"),
-    ("fairscale OffloadModel", "fairscale_offload", "fairscale-offload"),
+    ("fairscale OffloadModel", "fairscale_offload", "fairscale"),
 ]
 
 
@@ -50,107 +41,46 @@ class Settings:
     steps: int = option(4, "of which the first is not timed", least=2)
     only: tuple[str, ...] = option(("",), "only cases with one of these in their names")
 
+    def wrong(self) -> str:
+        """A device that this machine does not have."""
+        if torch.device(self.device).type != "cuda" or torch.cuda.is_available():
+            return ""
+        return f"expected a device of this machine, got device={self.device!r}; --device cpu runs anywhere"
 
-def plan(settings: Settings, folder: str) -> Plan:
+
+def measure(run: Run) -> None:
     """One group, each case alone on the device."""
+    settings = run.settings
     stack = Stack(settings.layers, settings.dim, settings.rows, settings.positions)
-    common = {"stack": asdict(stack), "device": settings.device}
-    cases = [
-        Case(name, "benchmarks.gpu_train.benchmark:train", {"method": method, **common}, peer=peer)
-        for name, method, peer in NAMED
-        if any(word in name for word in settings.only)
-    ]
-    yield Group("training", cases, turns=settings.steps)
-
-
-def prepare(settings: Settings, folder: Path) -> Facts:
-    """Refuses a device that this machine does not have."""
-    if torch.device(settings.device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"expected a device of this machine, got device={settings.device!r}; --device cpu runs anywhere"
-        )
-    return []
+    cases = []
+    for name, method, peer in NAMED:
+        if any(word in name for word in settings.only):
+            how = {"method": method, "stack": asdict(stack), "device": settings.device}
+            # With the optimizer in host memory gradients move there and parameters back: those of peers are fp32.
+            updated, masters = adamw_bytes(stack.parameters), 4.0 * stack.parameters
+            work = {"copied_bytes": updated} if method in HOST_UPDATES else {"on_device_bytes": updated}
+            if method in HOST_UPDATES and method != "ours":  # ours counts these bytes
+                work |= {"loaded_bytes": masters, "drained_bytes": masters}
+            work["flops"] = stack.training_flops
+            cases.append(Case(name, "benchmarks.gpu_train.methods:train", how, peer=peer, work=work))
+    run.group("training", cases, turns=settings.steps)
 
 
 def rates(settings: Settings) -> dict[str, Any]:
     """bf16 rates; small sizes on a CPU."""
     size = {"file_bytes": 32 << 20, "side": 256} if settings.device == "cpu" else {"side": 8192}
-    return {"device": settings.device, "dtype": torch.bfloat16, **size}
+    return {"device": settings.device, "dtype": "bfloat16", **size}
 
 
-def _layers(stack: Stack) -> nn.Sequential:
-    """The blocks with torch's default initialization, which an OffloadModel repeats for layers without memory."""
-    torch.manual_seed(stack.seed)
-    return nn.Sequential(*(Block(stack.dim) for _ in range(stack.blocks)))
-
-
-def _ours(stack: Stack, device: str) -> tuple[Any, Any]:
-    """``OffloadModel`` in host memory with an ``OffloadOptimizer`` that updates during backward."""
-    from offload import OffloadModel, OffloadOptimizer
-
-    with torch.device("meta"):  # given memory shard by shard: the bare model never exists
-        layers = _layers(stack)
-    options: dict[str, Any] = {"checkpoint_activation": True, "param_dtype": torch.bfloat16}
-    model = OffloadModel(layers, device, "cpu", num_slices=stack.blocks, **options)
-    return model, OffloadOptimizer(model, torch.optim.AdamW, update_in_backward=True, **OPTIONS)
-
-
-def _theirs(stack: Stack, device: str, method: str) -> tuple[Any, Any]:
-    """A method of ``memory-latency`` under autocast, with AdamW where its parameters are, or torchao's optimizer."""
-    model = _layers(stack)
-    settings = {"slices": stack.blocks} if method == "fairscale_offload" else {}
-    prepared = METHODS[method.partition(" ")[0]](model, Path(tempfile.gettempdir()), device, **settings)
-    trained = prepared.run if isinstance(prepared.run, nn.Module) else model
-    if method.endswith("torchao"):  # states and gradients in host memory
-        from torchao.optim import CPUOffloadOptimizer
-
-        options = {"offload_gradients": True, **OPTIONS}
-        optimizer: Any = CPUOffloadOptimizer(trained.parameters(), torch.optim.AdamW, **options)
-    else:
-        optimizer = torch.optim.AdamW(trained.parameters(), **OPTIONS)
-
-    def run(batch: Tensor) -> Tensor:
-        with torch.autocast(torch.device(device).type, torch.bfloat16):
-            return prepared.run(batch)
-
-    return run, optimizer
-
-
-def train(report: Reporter, method: str, stack: dict[str, Any], device: str) -> dict[str, Any]:
-    """A training step in each turn; the first ones also make the states of the optimizer."""
-    chosen = Stack(**stack)
-    report.memory(FLOOR)
-    run, optimizer = _ours(chosen, device) if method == "ours" else _theirs(chosen, device, method)
-    batch = chosen.batch().to(device)
-
-    def step() -> Tensor:
-        loss = run(batch).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    report.phase("steps")
-    on_gpu = torch.device(device).type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
-    for _ in report.turns():
-        loss, values = measure(step, run, device)
-        report.step(loss=float(loss), **values)
-    device_peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
-    return {"device_peak": device_peak, "statistics": counts_of(run)}
-
-
-def report(run: Run[Any]) -> Report:
+def report(run: Run) -> list[str]:
     """One table."""
-    outcomes, limits = run.outcomes, run.limits
-    stack = Stack(**outcomes[0].case.arguments["stack"])
+    stack = Stack(**run.outcomes[0].case.arguments["stack"])
     columns = {
         "device peak": lambda o: mebibytes(o.done["device_peak"]),
         "host peak": lambda o: mebibytes(o.above()),
         "s/step": lambda o: f"{_seconds(o):.3g}",
         "tokens/s": lambda o: f"{stack.tokens / _seconds(o):,.0f}",
-        **limit_columns(limits, lambda o: limit_seconds(o, stack, limits), _seconds),
+        **limit_columns(run.rates, _moved, _seconds),
         "first loss": lambda o: f"{o.steps[0]['loss']:.4f}",
         "last loss": lambda o: f"{o.steps[-1]['loss']:.4f}",
     }
@@ -159,19 +89,26 @@ def report(run: Run[Any]) -> Report:
         "tokens. bf16 arithmetic, fp32 masters, AdamW. Limits count a forward and a backward with nothing recomputed, "
         "AdamW's reads and writes where the method has its states, and what must move between host and device then."
     )
-    return Report([case_table(outcomes, columns, "method"), reasons(outcomes), words], broken_bounds(outcomes))
+    return [case_table(run.outcomes, columns, "method"), words]
 
 
 def _seconds(outcome: Outcome) -> float:
-    return float(statistics.median(step["seconds"] for step in outcome.steps[1:]))
+    return float(statistics.median(outcome.values("seconds")[1:]))
 
 
-def broken_bounds(outcomes: Sequence[Outcome]) -> list[str]:
-    """Bounds that do not hold: cases run, losses are numbers, and the first ones agree."""
-    broken = failures(outcomes)
-    done = [outcome for outcome in outcomes if outcome.result is not None and outcome.steps]
+def _moved(outcome: Outcome) -> dict[str, float]:
+    """What ours has moved between host and device."""
+    step = outcome.steps[-1]
+    moved = {"loaded_bytes": "bytes_loaded", "drained_bytes": "bytes_stored"}
+    return {kind: step[counter] for kind, counter in moved.items() if counter in step}
+
+
+def bounds(run: Run) -> list[str]:
+    """Losses are numbers, and the first ones agree."""
+    broken = []
+    done = [outcome for outcome in run.outcomes if outcome.result is not None]
     for outcome in done:
-        losses = [step["loss"] for step in outcome.steps]
+        losses = outcome.values("loss")
         if not all(math.isfinite(loss) for loss in losses):
             broken.append(f"{outcome.name}: losses are {losses}")
         else:
@@ -181,20 +118,4 @@ def broken_bounds(outcomes: Sequence[Outcome]) -> list[str]:
     return broken
 
 
-def limit_seconds(outcome: Outcome, stack: Stack, limits: Limits) -> float:
-    """The least seconds for the arithmetic of every method, for AdamW where this one runs it, and for what must move.
-
-    With the optimizer in host memory gradients move there and parameters back: ours counts these bytes; of peers they
-    are those of the fp32 parameters.
-    """
-    flops, updated = stack.training_flops, adamw_bytes(stack.parameters)
-    if outcome.case.arguments["method"] not in HOST_UPDATES:
-        return limits.step_seconds(flops=flops, on_device_bytes=updated)
-    step, masters = outcome.steps[-1], 4.0 * stack.parameters
-    loaded, stored = step.get("bytes_loaded", masters), step.get("bytes_stored", masters)
-    if limits.host_to_device_bytes is None:
-        return limits.step_seconds(flops=flops, copied_bytes=updated + loaded + stored)
-    return limits.step_seconds(flops=flops, copied_bytes=updated, loaded_bytes=loaded, drained_bytes=stored)
-
-
-BENCHMARK = Benchmark(Settings, plan, report, prepare, rates)
+BENCHMARK = Benchmark(Settings, measure, report, bounds, rates=rates)

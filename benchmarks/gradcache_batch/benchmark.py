@@ -11,16 +11,15 @@ processes with a fixed ``MALLOC_MMAP_THRESHOLD_``, which returns freed tensors a
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.gradcache_batch.methods import Shape
-from benchmarks.harness.benchmark import Benchmark, Plan, Report, Run
-from benchmarks.harness.case import Case, Outcome, failures
-from benchmarks.harness.schedule import Group
+from benchmarks.harness.benchmark import Benchmark, Claim, Run
+from benchmarks.harness.case import Case, Outcome
 from benchmarks.harness.settings import option
-from benchmarks.harness.table import Columns, at_least, at_most, case_table, limit_columns, mebibytes, reasons, spread
+from benchmarks.harness.table import Columns, at_least, at_most, case_table, limit_columns, mebibytes, spread
 
 MAXIMUM_RATIO = {
     "ours, chunks apart": 0.85,
@@ -67,12 +66,17 @@ class Settings:
     chunked_dim: int = option(512, "channels of the part chunks", least=64, multiple=64)
 
 
-def plan(settings: Settings, folder: str) -> Plan:
-    """The groups: time, peaks, growing batches, chunks, the loss."""
+def measure(run: Run) -> None:
+    """Time, peaks, growing batches, chunks, the loss."""
+    settings = run.settings
 
-    def case(method: str, function: str, shape: Shape, environment: Mapping[str, str], **more: object) -> Case:
-        arguments = {"method": method, "shape": asdict(shape), "home": folder, **more}
-        return Case(method, f"{METHODS}:{function}", arguments, environment, PEERS.get(method, ""))
+    def cases(methods: Sequence[str], function: str, shape: Shape, *environment: Any, **how: Any) -> list[Case]:
+        work = {} if function == "growing" else {"flops": shape.training_flops}  # a growing batch has no one size
+        target, how = f"{METHODS}:{function}", {"shape": asdict(shape), **how}
+        return [
+            Case(method, target, {"method": method, **how}, *(environment or ({},)), PEERS.get(method, ""), work)
+            for method in methods
+        ]
 
     names = ("vocabulary", "positions", "dim", "depth", "pairs", "chunk", "kept", "graphs")
     timed = Shape(**{name: getattr(settings, name) for name in names}, together=1024)
@@ -80,26 +84,25 @@ def plan(settings: Settings, folder: str) -> Plan:
     pairs = max(settings.chunks) // 2 or 1
     cut = Shape(4096, 8, settings.chunked_dim, 4, pairs=pairs, chunk=1, kept=64, graphs=64, together=64)
     grown = {"limit_mebibytes": settings.limit, "most_pairs": settings.most}
-    laddered = {"chunks": list(settings.chunks), "steps": 2}
+    scores = {"flops": 3 * 2.0 * settings.loss_rows**2 * LOSS_WIDTH}  # and both gradients
     loss = {"rows": settings.loss_rows, "width": LOSS_WIDTH}
-    yield Group("time", [case(method, "in_turn", timed, {}) for method in TIMED], "pairs", settings.rounds, warmup=1)
-    yield Group("peaks", [case(method, "in_turn", timed, GIVE_BACK) for method in TIMED], turns=2)
-    yield Group("growing", [case(method, "growing", small, GIVE_BACK, **grown) for method in GROWING])
-    yield Group("chunks", [case(method, "ladder", cut, {}, **laddered) for method in CHUNKED])
-    yield Group("loss", [Case("loss", f"{METHODS}:loss_alone", loss, GIVE_BACK)])
+    run.group("time", cases(TIMED, "in_turn", timed), "pairs", turns=settings.rounds, warmup=1)
+    run.group("peaks", cases(TIMED, "in_turn", timed, GIVE_BACK), turns=2)
+    run.group("growing", cases(GROWING, "growing", small, GIVE_BACK, **grown))
+    run.group("chunks", cases(CHUNKED, "ladder", cut, chunks=list(settings.chunks), steps=2))
+    run.group("loss", [Case("loss", f"{METHODS}:loss_alone", loss, GIVE_BACK, work=scores)])
 
 
-def report(run: Run[Any]) -> Report:
+def report(run: Run) -> list[str]:
     """A table for each part."""
-    groups, limits, settings = run.groups, run.limits, run.settings
+    groups, counts = run.groups, run.settings.chunks
     reference = groups["time"][0]
     held = {outcome.name: mebibytes(outcome.above()) for outcome in groups["peaks"] if outcome.result is not None}
     shape = _shape(reference)
-    parameters = next((o.done["parameters"] for o in groups["time"] if o.result), 0)
-    counts = settings.chunks
+    parameters = next((o.result["parameters"] for o in groups["time"] if o.result), 0)
 
-    def largest(outcome: Outcome) -> float:
-        return limits.step_seconds(flops=replace(_shape(outcome), pairs=outcome.done["pairs"]).training_flops)
+    def largest(outcome: Outcome) -> dict[str, float]:
+        return {"flops": replace(_shape(outcome), pairs=outcome.done["pairs"]).training_flops}
 
     def last(outcome: Outcome) -> float:
         return float(outcome.steps[-1]["seconds"]) if outcome.steps else math.nan
@@ -107,59 +110,50 @@ def report(run: Run[Any]) -> Report:
     def loads(outcome: Outcome) -> list[int]:
         return [found for count in counts if (found := outcome.done["bytes_loaded"][str(count)]) is not None]
 
-    def chunk_seconds(outcome: Outcome) -> float:
-        # A model on disk loads at least what the fewest chunks load.
-        work = _shape(outcome).training_flops
-        return limits.step_seconds(flops=work, read_bytes=min(loads(outcome), default=0))
-
     times = {
         "s/step": lambda o: f"{o.median():.2f}",
         "median ratio of pairs": lambda o: spread(o.ratios()) if o is not reference else "1",
         "of processor time": lambda o: spread(o.ratios("processor")) if o is not reference else "1",
         "peak above torch": lambda o: held.get(o.name, "-"),
         "gradient differs by": lambda o: f"{difference(o, reference):.1e}" if o is not reference else "0",
-        **limit_columns(limits, lambda o: limits.step_seconds(flops=shape.training_flops)),
+        **limit_columns(run.rates),
     }
     sizes = {
         "largest batch, pairs": lambda o: f"{o.done['pairs']:,}",
         "s/step there": lambda o: f"{last(o):.2f}",
         "pairs/s": lambda o: f"{o.done['pairs'] / last(o):,.0f}",
         "ended by": lambda o: "memory" if o.done["ended"] else "the end of the benchmark",
-        **limit_columns(limits, largest, last),
+        **limit_columns(run.rates, largest, last),
     }
     chunks: Columns = {
         **{f"{count} chunks, s": lambda o, count=count: f"{seconds_of(o, count):.2f}" for count in counts},
         "bytes loaded a step, fewest to most chunks": lambda o: (
             f"{mebibytes(loads(o)[0])} to {mebibytes(loads(o)[-1])}" if loads(o) else "-"
         ),
-        **limit_columns(limits, chunk_seconds, lambda o: seconds_of(o, counts[-1])),
+        **limit_columns(  # a model on disk loads at least what the fewest chunks load
+            run.rates, lambda o: {"read_bytes": min(loads(o), default=0)}, lambda o: seconds_of(o, counts[-1])
+        ),
     }
     loss = {
         "representations": lambda o: f"{o.done['rows']:,}",
         "width": lambda o: f"{o.done['width']}",
         "seconds": lambda o: f"{o.done['seconds']:.0f}",
         "memory, representations included": lambda o: mebibytes(_loss_bytes(o)),
-        **limit_columns(  # scores, and both gradients
-            limits,
-            lambda o: limits.step_seconds(flops=3 * 2.0 * o.done["rows"] ** 2 * o.done["width"]),
-            lambda o: float(o.done["seconds"]),
-        ),
+        **limit_columns(run.rates, seconds=lambda o: float(o.done["seconds"])),
     }
-    sections = [
+    return [
         f"## Time\n\n{parameters / 1e6:.0f} M parameters, {shape.tokens:,} tokens in {2 * shape.pairs} rows of "
         f"{shape.positions}, chunks of {shape.chunk} rows ({shape.chunk * shape.positions} tokens). {REFERENCE!r} is "
         "the package over `torch.utils.checkpoint`. The limit is a forward and a backward with nothing recomputed.",
         case_table(groups["time"], times, "method"),
-        f"## Largest exact batch in fixed memory\n\nEach process may take {settings.limit} MiB beyond interpreter, "
-        "torch and a step of two pairs.",
+        f"## Largest exact batch in fixed memory\n\nEach process may take {run.settings.limit} MiB beyond "
+        "interpreter, torch and a step of two pairs.",
         case_table(groups["growing"], sizes, "method"),
         "## Chunks\n\nThe same batch in each column. The distance from the limit is that of the most chunks.",
         case_table(groups["chunks"], chunks, "method"),
         "## The loss alone, by tiles",
         case_table(groups["loss"], loss, "loss"),
-        reasons(run.outcomes),
     ]
-    return Report(sections, broken_bounds(groups))
 
 
 def _shape(outcome: Outcome) -> Shape:
@@ -188,13 +182,11 @@ def _loss_bytes(outcome: Outcome) -> int:
     return outcome.above() + int(outcome.done["given"])
 
 
-def broken_bounds(groups: dict[str, list[Outcome]]) -> list[str]:
-    """Bounds that do not hold, one line each."""
-    broken = failures(outcome for outcomes in groups.values() for outcome in outcomes)
-    if broken:
-        return broken
-    reference, *timed = groups["time"]
-    held = {outcome.name: outcome.above() for outcome in groups["peaks"] if outcome.result is not None}
+def bounds(run: Run) -> list[str]:
+    """Times, peaks and gradients beside the reference; the largest batch; chunks; the loss."""
+    broken: list[str] = []
+    reference, *timed = run.groups["time"]
+    held = {outcome.name: outcome.above() for outcome in run.groups["peaks"] if outcome.result is not None}
     for outcome in timed if reference.result is not None else ():
         name = outcome.name
         if name in MAXIMUM_RATIO:
@@ -204,31 +196,38 @@ def broken_bounds(groups: dict[str, list[Outcome]]) -> list[str]:
         if outcome.result is not None:
             what = f"{name}: the difference of gradients from the reference's"
             broken += at_most(what, difference(outcome, reference), MAXIMUM_DIFFERENCE, "{:.1e}".format)
-    broken += _broken_growth(groups["growing"])
-    by_name = {outcome.name: outcome for outcome in groups["chunks"]}
-    fused, apart = by_name[FUSED], by_name[CHUNK_BY_CHUNK]
-    most = max(step["chunks"] for step in fused.steps)
+    known: dict[str, list[float]] = {}  # sketch of the gradient by number of pairs, of the first method
+    sizes: dict[str, int] = {}
+    for outcome in run.groups["growing"]:
+        if outcome.result is not None:
+            sizes[outcome.name] = outcome.done["pairs"]
+            for pairs, mine in outcome.done["sketches"].items():
+                what = f"{outcome.name}, {pairs} pairs: the difference of gradients"
+                broken += at_most(
+                    what, _apart(mine, known.setdefault(pairs, mine)), MAXIMUM_DIFFERENCE, "{:.1e}".format
+                )
+    if sizes[FUSED] < max(sizes.values()):
+        broken.append(f"{FUSED} must hold the largest batch, holds {sizes}")
+    fused, apart = run.find(FUSED, "chunks"), run.find(CHUNK_BY_CHUNK, "chunks")
+    most = max(fused.values("chunks"))
     longer = seconds_of(apart, most) / seconds_of(fused, most)
     broken += at_least(f"{most} chunks: the speed-up over chunk by chunk", longer, MINIMUM_SPEEDUP)
     if len(set(fused.done["bytes_loaded"].values())) != 1:
         broken.append(f"bytes loaded must not depend on the chunks, are {fused.done['bytes_loaded']}")
-    return broken + at_most("memory of the loss", _loss_bytes(groups["loss"][0]), MAXIMUM_LOSS_BYTES, mebibytes)
+    return broken + at_most("memory of the loss", _loss_bytes(run.groups["loss"][0]), MAXIMUM_LOSS_BYTES, mebibytes)
 
 
-def _broken_growth(grown: Sequence[Outcome]) -> list[str]:
-    """Every method must compute what the first one does, and ours must hold the largest batch."""
-    broken = []
-    known: dict[str, list[float]] = {}
-    done = [outcome for outcome in grown if outcome.result is not None]
-    for outcome in done:
-        for pairs, mine in outcome.done["sketches"].items():
-            apart = _apart(mine, known.setdefault(pairs, mine))
-            what = f"{outcome.name}, {pairs} pairs: the difference of gradients"
-            broken += at_most(what, apart, MAXIMUM_DIFFERENCE, "{:.1e}".format)
-    sizes = {outcome.name: outcome.done["pairs"] for outcome in done}
-    if sizes[FUSED] < max(sizes.values()):
-        broken.append(f"{FUSED} must hold the largest batch, holds {sizes}")
-    return broken
+def claims(run: Run) -> list[Claim]:
+    """Ours in memory and on disk, beside the package over ``torch.utils.checkpoint``."""
+    reference = run.find(REFERENCE, "peaks")
+    tokens, parameters = _shape(reference).tokens, reference.done["parameters"] / 1e6
+    set_up = f"gradients of a contrastive batch of {tokens:,} tokens, {parameters:.0f} M parameters in memory"
+    found = []
+    for name, words in (("ours", set_up), (FUSED, "the same, parameters and gradients on disk")):
+        timed, held = run.find(name, "time"), run.find(name, "peaks")
+        memory = held.above() / reference.above()
+        found.append(Claim(words, "GradCache over `torch.utils.checkpoint`", timed.ratios(), memory, " above torch"))
+    return found
 
 
-BENCHMARK = Benchmark(Settings, plan, report, rates=lambda settings: {"tries": 2})
+BENCHMARK = Benchmark(Settings, measure, report, bounds, claims, rates=lambda settings: {"tries": 2})

@@ -21,14 +21,14 @@ import torch._dynamo  # torch imports it in the middle of a first checkpoint, an
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.harness.case import FLOOR
+from benchmarks.harness.case import FLOOR, LACKS_MEMORY
 from benchmarks.harness.io_counters import measure
-from benchmarks.harness.limits import block_flops
-from benchmarks.harness.memory import cap_memory, data_bytes, lacks_memory
+from benchmarks.harness.memory import cap_memory, memory_of
 from benchmarks.harness.worker import Reporter
 from benchmarks.models.dropout import row_keys
 from benchmarks.models.encoder import build_encoder
 from benchmarks.models.transformer import Checkpointed
+from benchmarks.models.work import block_flops
 from gradcache import GradCache
 from gradcache.loss import SimpleContrastiveLoss
 from offload import MemoryPolicy, OffloadModel
@@ -37,6 +37,7 @@ TEMPERATURE = 0.05
 TILE_ROWS = 256
 SKETCH_PIECE = 4096
 MEBIBYTE = 1 << 20
+HOME = Path()  # a case works in a folder on disk
 
 Step = Callable[[Tensor, Tensor], Tensor]
 """Rows of both towers to the loss, with the gradients accumulated in ``.grad``."""
@@ -216,11 +217,11 @@ def upstream_class() -> Any:
 # --- cases -----------------------------------------------------------------------------------------------------------
 
 
-def in_turn(report: Reporter, method: str, shape: dict[str, Any], home: str) -> dict[str, Any]:
+def in_turn(report: Reporter, method: str, shape: dict[str, Any]) -> dict[str, Any]:
     """One step in each turn, in the phase "steps". The result holds a sketch of the last gradient: :func:`sketch`."""
-    report.memory(FLOOR)
+    report.phase(FLOOR)
     chosen = Shape(**shape)
-    model, step = make(method, chosen, Path(home))
+    model, step = make(method, chosen, HOME)
     rows = chosen.batch()
     report.phase("steps")
     for _ in report.turns():
@@ -230,7 +231,7 @@ def in_turn(report: Reporter, method: str, shape: dict[str, Any], home: str) -> 
 
 
 def growing(
-    report: Reporter, method: str, shape: dict[str, Any], home: str, limit_mebibytes: int, most_pairs: int
+    report: Reporter, method: str, shape: dict[str, Any], limit_mebibytes: int, most_pairs: int
 ) -> dict[str, Any]:
     """Steps with batches that double until memory does not hold them, or ``most_pairs`` is reached.
 
@@ -239,16 +240,16 @@ def growing(
     """
     chosen = Shape(**shape)
     small = replace(chosen, pairs=2, chunk=1)
-    _take(*make(method, small, Path(home)), small.batch())
-    report.memory(FLOOR)
-    held = data_bytes(os.getpid())
+    _take(*make(method, small, HOME), small.batch())
+    report.phase(FLOOR)
+    _, held = memory_of(os.getpid())
     if not held:
         raise OSError("expected a system that tells a process's private memory, as Linux does")
     cap_memory(held + limit_mebibytes * MEBIBYTE)
     pairs, fitted, ended = chosen.chunk, 0, ""
     sketches: dict[int, list[float]] = {}
     try:
-        model, step = make(method, chosen, Path(home))
+        model, step = make(method, chosen, HOME)
         while pairs <= most_pairs:
             values = _take(model, step, chosen.batch(pairs))
             if pairs <= 4 * chosen.chunk:
@@ -258,21 +259,18 @@ def growing(
             pairs *= 2
     except (MemoryError, RuntimeError, OSError) as error:
         ended = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        if not lacks_memory(ended):
+        if not LACKS_MEMORY.search(ended):
             raise
     return {"pairs": fitted, "ended": ended, "sketches": {str(k): v for k, v in sketches.items()}}
 
 
-def ladder(
-    report: Reporter, method: str, shape: dict[str, Any], home: str, chunks: list[int], steps: int
-) -> dict[str, Any]:
+def ladder(report: Reporter, method: str, shape: dict[str, Any], chunks: list[int], steps: int) -> dict[str, Any]:
     """Steps with the batch in more and more chunks, a fresh model for each number of them."""
     chosen = Shape(**shape)
-    report.total(len(chunks) * steps)
     loads: dict[str, float | None] = {}
     for count in chunks:
         finer = replace(chosen, chunk=max(2 * chosen.pairs // count, 1))
-        model, step = make(method, finer, Path(home))
+        model, step = make(method, finer, HOME)
         rows = finer.batch()
         _take(model, step, rows)
         for _ in range(steps):
@@ -288,7 +286,7 @@ def loss_alone(report: Reporter, rows: int, width: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     drawn = (torch.randn(rows, width, generator=generator) for _ in range(2))
     queries, passages = (functional.normalize(tower).requires_grad_() for tower in drawn)
-    report.memory(FLOOR)
+    report.phase(FLOOR)
     report.phase("steps")
     started = time.perf_counter()
     loss = _tiled_loss()(queries, passages)

@@ -1,145 +1,185 @@
-"""What a benchmark declares, how it runs, and how its report is made, at once or later from its results file.
+"""What a benchmark declares, a run of it, and the files of a run: JSON lines, and made from them a page and a picture.
 
-A benchmark is settings, a plan and a report. The plan is a generator: it yields groups of cases and receives their
-outcomes, so that a later group can depend on them. To run, each group is measured; to make a report again, the same
-plan receives the outcomes that a results file holds. The report sees no difference.
+The report of a run is a function of what its JSON lines hold: it is made in the same way at once and later.
 """
 
 import json
+import statistics
+import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, NamedTuple
 
-from benchmarks.harness.case import Outcome
-from benchmarks.harness.claims import read_lines
-from benchmarks.harness.environment import Environment, filesystem_of, here, processor_seconds
-from benchmarks.harness.files import write_whole
-from benchmarks.harness.limits import Limits, measure_limits
-from benchmarks.harness.plot import Panel
-from benchmarks.harness.schedule import Group, refer_to_first, run_group
+from benchmarks.harness.case import Case, Outcome
+from benchmarks.harness.environment import environment_facts, filesystem_of
+from benchmarks.harness.limits import measure_rates
+from benchmarks.harness.plot import Panel, draw, ratio_panels
+from benchmarks.harness.schedule import run_group
 from benchmarks.harness.settings import settings_of
 
-S = TypeVar("S")
-Plan = Generator[Group, list[Outcome], None]
-Facts = list[tuple[str, str]]
+MAXIMUM_CHANGE = 0.10  # of a ratio from one run to another
 
 
 @dataclass
-class Run(Generic[S]):
-    """A finished run: settings, header, and the outcomes of each group."""
+class Run:
+    """A run: its settings, the rows of its header, the rates of the machine, and the outcomes of each group."""
 
-    settings: S
-    environment: Environment
-    limits: Limits
-    facts: Facts
-    groups: dict[str, list[Outcome]]
+    settings: Any
+    facts: dict[str, str] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
+    groups: dict[str, list[Outcome]] = field(default_factory=dict)
+    folder: Path = Path()  #: where cases work: on disk, removed at the end
+
+    def group(self, name: str, cases: Sequence[Case], order: str = "alone", **how: int) -> list[Outcome]:
+        """Measures cases in one of the orders of :func:`benchmarks.harness.schedule.run_group`."""
+        self.groups[name] = run_group(cases, self.folder, order, **how)
+        return self.groups[name]
 
     @property
     def outcomes(self) -> list[Outcome]:
         """Those of all groups."""
         return [outcome for outcomes in self.groups.values() for outcome in outcomes]
 
+    def find(self, name: str, group: str | None = None) -> Outcome | None:
+        """The first outcome of that name, if it has a result."""
+        outcomes = self.outcomes if group is None else self.groups[group]
+        return next((outcome for outcome in outcomes if outcome.name == name and outcome.result is not None), None)
 
-@dataclass
-class Report:
-    """What is said of a run."""
 
-    sections: list[str]  #: tables and paragraphs in Markdown, in their order
-    broken: list[str] = field(default_factory=list)  #: bounds that do not hold, a line each: they make the run fail
-    panels: list[Panel] | None = None  #: of the picture; by default the ratios
-    ratios: dict[str, float] | None = None  #: what another run must repeat; by default of all outcomes
+class Claim(NamedTuple):
+    """A row of the README's table: what was measured beside what, the ratios of times, and that of peaks."""
+
+    set_up: str
+    beside: str
+    times: Sequence[float]  #: ours to theirs, of each pair of steps (or of each set-up): below 1 ours is faster
+    memory: float | None = None  #: ours to theirs
+    counted: str = ""  #: what a peak is counted above
+    middle: Callable[[Sequence[float]], float] = statistics.median
+
+    def cells(self) -> list[str]:
+        """Of the row, without the link to its page."""
+        time = f"{self.middle(self.times):.2f} ({min(self.times):.2f} to {max(self.times):.2f})"
+        return [self.set_up, self.beside, time, "-" if self.memory is None else f"{self.memory:.2f}{self.counted}"]
+
+
+def ratios_of(run: Run) -> dict[str, float]:
+    """Of each case its time to the reference's and its peak to that of the first case that ran to its end."""
+    done = [outcome for outcome in run.outcomes if outcome.result is not None and outcome.steps]
+    found: dict[str, float] = {}
+    for outcome in done:
+        if set(outcome.ratios()) - {1.0}:  # those of a reference are all 1
+            found.setdefault(f"{outcome.name}: time", outcome.ratio())
+    for outcome in done[1:]:
+        if outcome.name != done[0].name and done[0].peak_bytes:
+            found.setdefault(f"{outcome.name}: peak", outcome.peak_bytes / done[0].peak_bytes)
+    return found
 
 
 @dataclass(frozen=True)
-class Benchmark(Generic[S]):
-    """One benchmark."""
+class Benchmark:
+    """One benchmark: functions of a run and of its settings."""
 
-    settings: type[S]  #: a frozen dataclass of options, see :mod:`benchmarks.harness.settings`
-    plan: Callable[[S, str], Plan]  #: yields the groups of a run in a folder on disk; touches no file itself
-    report: Callable[[Run[S]], Report]
-    #: Writes the files that cases share, and returns what the header says of them.
-    prepare: Callable[[S, Path], Facts] = field(default=lambda settings, folder: [])
-    rates: Callable[[S], Mapping[str, Any]] = field(default=lambda settings: {})  #: arguments of ``measure_limits``
-    run_group: Callable[[Group], list[Outcome]] = run_group
-
-    def measure(self, settings: S, home: Path) -> Run[S]:
-        """Runs all groups, in a folder below ``home`` that is removed at the end."""
-        environment, before = here(), processor_seconds()
-        _print_facts(environment.facts())
-        home.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="benchmark-", dir=home) as folder:
-            kind = filesystem_of(Path(folder))
-            warning = " (that is memory: name a disk with --home)" if kind in ("tmpfs", "ramfs") else ""
-            facts = [("homes", f"a directory on {kind}{warning}")]
-            _print_facts(facts)
-            prepared = self.prepare(settings, Path(folder))
-            limits = measure_limits(Path(folder), **self.rates(settings))
-            _print_facts([("limits", limits.line()), *prepared])
-            groups = drive(self.plan(settings, folder), self.run_group)
-        return Run(settings, environment.ended(before), limits, facts + prepared, groups)
-
-    def read(self, path: Path) -> Run[S]:
-        """The run that a results file holds.
-
-        Raises:
-            ValueError: if the file holds other cases than the plan of its settings.
-        """
-        header, lines = read_lines(path)
-
-        def take(group: Group) -> list[Outcome]:
-            """The next lines, if they are of this group; a case that is newer than the file is left out."""
-            found: dict[str, Mapping[str, Any]] = {}
-            while lines and lines[0]["part"] == group.name and lines[0]["case"] in {case.name for case in group.cases}:
-                line = lines.pop(0)
-                found[line["case"]] = line
-            outcomes = [Outcome.from_json(case, found[case.name]) for case in group.cases if case.name in found]
-            if group.order == "rounds":
-                refer_to_first(outcomes)
-            elif group.order == "pairs" and outcomes:
-                outcomes[0].reference = outcomes[0].steps
-            return outcomes
-
-        settings = settings_of(self.settings, header["settings"])
-        groups = drive(self.plan(settings, ""), take)
-        if lines:
-            raise ValueError(
-                f"{path.name}: expected the cases of {settings}, got {lines[0]['case']!r} after {groups.keys()}"
-            )
-        facts = [(name, words) for name, words in header["facts"]]
-        environment = Environment(**header["environment"])
-        return Run(settings, environment, Limits(**header["limits"]), facts, groups)
+    settings: type[Any]  #: a frozen dataclass of options; ``wrong()``, if it has that, tells why a run is impossible
+    measure: Callable[[Run], None]  #: measures the groups
+    report: Callable[[Run], list[str]]  #: tables and paragraphs in Markdown
+    bounds: Callable[[Run], list[str]]  #: those that do not hold, a line each; every case of ours has a result
+    claims: Callable[[Run], list[Claim]] = lambda run: []
+    ratios: Callable[[Run], dict[str, float]] = ratios_of  #: what another run must repeat
+    panels: Callable[[Run], list[Panel]] | None = None  #: of the picture; by default the ratios
+    rates: Callable[[Any], Mapping[str, Any]] = lambda settings: {}  #: arguments of ``measure_rates``
 
 
-def drive(plan: Plan, take: Callable[[Group], list[Outcome]]) -> dict[str, list[Outcome]]:
-    """The outcomes of a plan's groups by name; ``take`` measures a group, or reads it."""
-    groups: dict[str, list[Outcome]] = {}
-    try:
-        group = next(plan)
-        while True:
-            groups[group.name] = take(group)
-            group = plan.send(groups[group.name])
-    except StopIteration:
-        return groups
+def broken_bounds(benchmark: Benchmark, run: Run) -> list[str]:
+    """A line for each case of ours that failed (that a peer breaks here is no fault of ours), else broken bounds."""
+    failed = [
+        o for o in run.outcomes if o.failure and not o.case.peer and not (o.case.may_lack_memory and o.lacked_memory)
+    ]
+    return [f"{outcome.name}: {outcome.failure}" for outcome in failed] or benchmark.bounds(run)
 
 
-def write_lines(path: Path, name: str, run: Run[Any], ratios: Mapping[str, float]) -> Path:
+def run_benchmark(benchmark: Benchmark, settings: Any, home: Path) -> Run:
+    """Measures rates and all groups, in a folder below ``home`` that is removed at the end.
+
+    Raises:
+        ValueError: if the settings make no run possible.
+    """
+    if wrong := settings.wrong() if hasattr(settings, "wrong") else "":
+        raise ValueError(wrong)
+    home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=home) as folder:
+        run = Run(settings, environment_facts(), folder=Path(folder))
+        kind = filesystem_of(run.folder)
+        warning = " (that is memory: name a disk with --home)" if kind in ("tmpfs", "ramfs") else ""
+        run.facts["homes"] = f"a directory on {kind}{warning}"
+        run.rates, run.facts["limits"] = measure_rates(run.folder, **benchmark.rates(settings))
+        print("\n".join(f"{name:<8} {words}" for name, words in run.facts.items()), flush=True)
+        benchmark.measure(run)
+    return run
+
+
+def write_lines(path: Path, name: str, benchmark: Benchmark, run: Run) -> None:
     """Writes the results file of a run: a header, and a line for each case."""
-    header = {
-        "benchmark": name,
-        "settings": asdict(run.settings),
-        "environment": asdict(run.environment),
-        "facts": run.facts,
-        "limits": asdict(run.limits),
-        "ratios": dict(ratios),
-    }
-    lines: Iterable[Mapping[str, Any]] = (
-        {"part": part, **outcome.as_json()} for part, outcomes in run.groups.items() for outcome in outcomes
+    header = {"benchmark": name, "settings": asdict(run.settings), "facts": run.facts, "rates": run.rates}
+    lines = [{"group": group, **asdict(outcome)} for group, outcomes in run.groups.items() for outcome in outcomes]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(line) + "\n" for line in ({**header, "ratios": benchmark.ratios(run)}, *lines))
+    path.write_text(text, encoding="utf-8")
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The first line of a results file: ``benchmark``, ``settings``, ``facts``, ``rates`` and ``ratios``."""
+    header: dict[str, Any] = json.loads(path.read_text(encoding="utf-8").partition("\n")[0])
+    return header
+
+
+def read_run(path: Path, benchmark: Benchmark) -> Run:
+    """The run that a results file holds."""
+    header = read_header(path)
+    run = Run(settings_of(benchmark.settings, header["settings"]), header["facts"], header["rates"])
+    for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()[1:]):
+        outcomes = run.groups.setdefault(line.pop("group"), [])
+        outcomes.append(Outcome(Case(**line.pop("case")), **line))
+    return run
+
+
+def compare(run: Run, ratios: Mapping[str, float], against: Path) -> list[str]:
+    """Notes how the ratios of an earlier run were repeated; a line for each that moved too far or is not a number."""
+    header = read_header(against)
+    if header["settings"] != json.loads(json.dumps(asdict(run.settings))):
+        return [f"{against.name} holds a run with other settings: its ratios are not compared"]
+    changes = {name: ratios[name] / before - 1 for name, before in header["ratios"].items() if name in ratios}
+    moved = {name: change for name, change in changes.items() if not abs(change) <= MAXIMUM_CHANGE}
+    run.facts["repeated"] = (
+        f"{len(changes) - len(moved)} of {len(changes)} ratios are within {MAXIMUM_CHANGE:.0%} of those of "
+        f"{header['facts']['date']}; the largest change is {max(changes.values(), key=abs, default=0):+.1%}"
     )
-    text = "".join(json.dumps(line) + "\n" for line in (header, *lines))
-    return write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    words = f"must be within {MAXIMUM_CHANGE:.0%} of before, moved by"
+    return [f"{name}: {words} {change:+.1%}" for name, change in moved.items()]
 
 
-def _print_facts(facts: Facts) -> None:
-    print("\n".join(f"{name:<8} {words}" for name, words in facts), flush=True)
+def publish(name: str, question: str, benchmark: Benchmark, run: Run, out: Path | None, broken: list[str]) -> int:
+    """Prints the report of a run, and writes its page and picture beside ``out``; the exit status.
+
+    ``broken`` are bounds that do not hold beside those of the benchmark.
+    """
+    sections = benchmark.report(run)
+    reasons = dict.fromkeys(f"* {outcome.name}: {outcome.reason}" for outcome in run.outcomes if outcome.reason)
+    sections.append("\n".join(reasons))
+    broken = broken_bounds(benchmark, run) + broken
+    print("\n" + "\n\n".join(filter(None, sections)) + "\n")
+    if out is not None:
+        panels = benchmark.panels(run) if benchmark.panels else ratio_panels(benchmark.ratios(run))
+        sections.append("".join(f"* does not hold: {line}\n" for line in broken).strip() or "All bounds hold.")
+        if panels:
+            note = "\n".join(run.facts[fact] for fact in ("command", "machine", "date"))
+            draw(out.with_name(f"{out.name}.png"), question, panels, note)
+            sections.append(f"![{name}]({out.name}.png)")
+        rows = [f"| {fact} | {f'`{words}`' if fact == 'command' else words} |" for fact, words in run.facts.items()]
+        header = [f"# {name}", question[:1].upper() + question[1:], "\n".join(["| | |", "|---|---|", *rows])]
+        page = out.with_name(f"{out.name}.md")
+        page.write_text("\n\n".join(filter(None, [*header, *sections])) + "\n", encoding="utf-8")
+        print(f"page in {page}")
+    print("\n".join(broken) or "all bounds hold", file=sys.stderr if broken else sys.stdout)
+    return 1 if broken else 0

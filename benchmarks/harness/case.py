@@ -1,13 +1,17 @@
-"""A case and its outcome: one method in one process, and what that process reported. Plain data."""
+"""A case, which is one method in one process, and its outcome: what it reported, what it held, why it ended."""
 
 from __future__ import annotations
 
+import re
 import statistics
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 FLOOR = "interpreter and torch"  #: the moment at which a case has imported what it needs, and made nothing
+LACKS_MEMORY = re.compile(
+    r"allocate memory|MemoryError|out of memory|bad_alloc|ENOMEM|start new thread", re.IGNORECASE
+)  # a thread needs a stack, and its error says nothing of memory
 
 
 class CannotRunError(RuntimeError):
@@ -18,8 +22,10 @@ class CannotRunError(RuntimeError):
 class Case:
     """One method: a name for the tables, ``package.module:function``, and the function's arguments (JSON).
 
-    ``environment`` is set where the user has not set it. A case of a ``peer`` (:mod:`benchmarks.harness.peers`) runs in
-    the environment where that library is installed.
+    Its process works in the folder of the run, which is on disk. ``environment`` is set where the user has not set it.
+    A case of a ``peer`` (:mod:`benchmarks.harness.peers`) runs in the environment where that library is installed.
+    ``work`` is the least that a step does, by the names of :data:`benchmarks.harness.limits.KINDS`. That a case with
+    ``may_lack_memory`` finds none is an answer, not a failure.
     """
 
     name: str
@@ -27,15 +33,17 @@ class Case:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     peer: str = ""
+    work: Mapping[str, float] = field(default_factory=dict)
+    may_lack_memory: bool = False
 
 
 @dataclass
 class Outcome:
-    """What a case's process reported, and what was measured from outside.
+    """What a case's process reported, and what was measured from outside. A line of a results file.
 
     Exactly one of three is not None: ``result``, what the function returned; ``skipped``, why it cannot run on this
     machine; ``failure``, why it ended without a result. ``steps`` holds what each timed step reported; ``reference``,
-    where cases were timed in turn, the reference's step next to each of them. ``moments`` holds the bytes that the
+    where cases took turns, the times of the reference's step next to each of them. ``moments`` holds the bytes that the
     process held at named moments, ``peaks`` the most that it held in each phase.
     """
 
@@ -44,7 +52,7 @@ class Outcome:
     failure: str | None = None
     skipped: str | None = None
     steps: list[dict[str, Any]] = field(default_factory=list)
-    reference: list[dict[str, Any]] = field(default_factory=list)
+    reference: list[dict[str, float]] = field(default_factory=list)
     moments: dict[str, int] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
     data_peak_bytes: int = 0  #: private memory that was mapped, used or not: what a memory cap counts
@@ -57,11 +65,28 @@ class Outcome:
         return self.case.name
 
     @property
+    def title(self) -> str:
+        """The name, with the version of a peer."""
+        return f"{self.name} ({self.version})" if self.version else self.name
+
+    @property
     def done(self) -> dict[str, Any]:
         """The result; ValueError where there is none."""
         if self.result is None:
             raise ValueError(f"{self.name}: expected a result, but it {self.reason}")
         return self.result
+
+    @property
+    def reason(self) -> str:
+        """Why there is no result, after ``skipped:`` or ``failed:``; empty where there is one."""
+        if self.result is not None:
+            return ""
+        return f"failed: {self.failure}" if self.skipped is None else f"skipped: {self.skipped}"
+
+    @property
+    def lacked_memory(self) -> bool:
+        """Whether the case ended for want of memory."""
+        return bool(LACKS_MEMORY.search(self.failure or ""))
 
     @property
     def peak_bytes(self) -> int:
@@ -72,10 +97,13 @@ class Outcome:
         """Bytes of a phase's peak above what the process held at a moment."""
         return self.peaks[phase] - self.moments[moment]
 
-    def median(self, key: str = "seconds", default: float | None = None) -> float:
-        """The median over the steps; NaN where there are none; KeyError if a step lacks ``key`` without default."""
-        values = [step[key] if default is None else step.get(key, default) for step in self.steps]
-        return float(statistics.median(values)) if values else float("nan")
+    def values(self, key: str) -> list[Any]:
+        """What each step reported under ``key``."""
+        return [step[key] for step in self.steps]
+
+    def median(self, key: str = "seconds") -> float:
+        """The median over the steps; NaN where there are none."""
+        return float(statistics.median(self.values(key))) if self.steps else float("nan")
 
     def ratios(self, key: str = "seconds") -> list[float]:
         """``key`` of each step to that of the reference's step; or what the steps themselves report as ``ratio``."""
@@ -88,41 +116,7 @@ class Outcome:
         found = self.ratios(key)
         return statistics.median(found) if found else float("nan")
 
-    @property
-    def title(self) -> str:
-        """The name, with the version of a peer."""
-        return f"{self.name} ({self.version})" if self.version else self.name
 
-    @property
-    def status(self) -> str:
-        """``skipped`` or ``failed``; empty where there is a result."""
-        return "" if self.result is not None else "skipped" if self.skipped is not None else "failed"
-
-    @property
-    def reason(self) -> str:
-        """Why there is no result; empty where there is one."""
-        return f"{self.status}: {self.skipped or self.failure}" if self.status else ""
-
-    def as_json(self) -> dict[str, Any]:
-        """One line of a results file."""
-        fields = asdict(self)
-        kept = ("seconds", "processor")
-        fields["reference"] = [{key: step[key] for key in kept if key in step} for step in self.reference]
-        ratio = self.ratio() if self.ratios() else None
-        return {"case": fields.pop("case")["name"], "peak_bytes": self.peak_bytes, "ratio": ratio, **fields}
-
-    @classmethod
-    def from_json(cls, case: Case, line: Mapping[str, Any]) -> Outcome:
-        """What :meth:`as_json` wrote."""
-        derived = ("case", "part", "peak_bytes", "ratio")
-        return cls(case, **{name: value for name, value in line.items() if name not in derived})
-
-
-def find_done(outcomes: Iterable[Outcome], name: str) -> Outcome | None:
-    """The outcome of that name, if it has a result."""
-    return next((outcome for outcome in outcomes if outcome.name == name and outcome.result is not None), None)
-
-
-def failures(outcomes: Iterable[Outcome]) -> list[str]:
-    """A line for each case that failed, except peers: that one breaks on this machine is no fault of ours."""
-    return [f"{outcome.name}: {outcome.failure}" for outcome in outcomes if outcome.failure and not outcome.case.peer]
+def times_of(steps: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """Of each step what a reference is kept for: its seconds by the clock and of processor time."""
+    return [{key: step[key] for key in ("seconds", "processor") if key in step} for step in steps]

@@ -1,8 +1,8 @@
 """What a step takes: seconds, and the bytes that its process reads and writes, as the kernel counts them.
 
-``rchar`` and ``wchar`` of ``/proc/self/io`` count calls, served by the page cache or by the disk; ``read_bytes`` and
-``write_bytes`` count what reached the device. Asynchronous I/O, which a peer may use, is only in the latter two. Bytes
-that a call reads and the device does not deliver were copied from the page cache.
+``read`` and ``written`` count calls, served by the page cache or by the disk; ``from_disk`` and ``to_disk`` count what
+reached the device. Asynchronous I/O, which a peer may use, is only in the latter two. Bytes that a call reads and the
+device does not deliver were copied from the page cache.
 """
 
 import contextlib
@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-COUNTERS = {"read": "rchar", "written": "wchar", "from_disk": "read_bytes", "to_disk": "write_bytes"}
+import psutil
+
 #: The counters of ``offload.Statistics`` that the line of a step holds.
 COUNTED = ("bytes_loaded", "bytes_stored", "bytes_spilled", "update_bytes_read", "update_bytes_written", "wait_seconds")
 
@@ -47,28 +48,33 @@ def _wait_for(device: str) -> None:
 def _counts(model: object) -> dict[str, float]:
     """What the model has counted, and what this process has moved, where the kernel counts that."""
     found = {name: count for name, count in counts_of(model).items() if name in COUNTED}
-    with contextlib.suppress(OSError), open("/proc/self/io", encoding="ascii") as lines:
-        fields = dict(line.split(":", 1) for line in lines)
-        found |= {name: int(fields[field]) for name, field in COUNTERS.items()}
+    with contextlib.suppress(AttributeError, psutil.Error):
+        io = psutil.Process().io_counters()
+        found |= {"read": io.read_chars, "written": io.write_chars}
+        found |= {"from_disk": io.read_bytes, "to_disk": io.write_bytes}
     return found
 
 
-def bytes_of_step(steps: Steps) -> tuple[float, float]:
-    """Bytes read and written in a step: the median of calls, or the mean of the device where it is more."""
-    read, written = (float(statistics.median(step.get(key, 0.0) for step in steps)) for key in ("read", "written"))
-    return max(read, from_disk(steps)), max(written, from_disk(steps, "to_disk"))
+def bytes_of_step(steps: Steps) -> dict[str, float]:
+    """Bytes ``read`` and ``written`` in a step, and of those read the ones ``from_disk``.
+
+    Calls count with their median, the device with its mean, because the page cache differs from step to step; of the
+    two the larger counts.
+    """
+    calls = {key: float(statistics.median(step.get(key, 0) for step in steps)) for key in ("read", "written")}
+    device = {key: statistics.fmean(step.get(key, 0) for step in steps) for key in ("from_disk", "to_disk")}
+    return {
+        "read": max(calls["read"], device["from_disk"]),
+        "written": max(calls["written"], device["to_disk"]),
+        "from_disk": device["from_disk"],
+    }
 
 
-def from_disk(steps: Steps, key: str = "from_disk") -> float:
-    """Bytes of a step that the device delivered. The page cache differs from step to step, so the mean of all."""
-    return float(statistics.fmean(step.get(key, 0.0) for step in steps))
-
-
-def medium_bytes(steps: Steps, *, copied_bytes: float = 0.0) -> dict[str, float]:
-    """Bytes of a step by medium, as ``Limits.step_seconds`` takes them; ``copied_bytes`` are those of other copies."""
-    read, written = bytes_of_step(steps)
-    on_disk = from_disk(steps)
-    return {"read_bytes": on_disk, "written_bytes": written, "copied_bytes": copied_bytes + read - on_disk}
+def file_work(steps: Steps) -> dict[str, float]:
+    """The bytes that a step moves to and from files, as :func:`benchmarks.harness.limits.least_seconds` takes them."""
+    moved = bytes_of_step(steps)
+    cached = moved["read"] - moved["from_disk"]
+    return {"read_bytes": moved["from_disk"], "written_bytes": moved["written"], "copied_bytes": cached}
 
 
 def engine_bytes(step: Mapping[str, Any]) -> tuple[float, float]:

@@ -1,7 +1,6 @@
 """The process of one case, from its start to its outcome; it runs on its own or waits for its turns.
 
-Inside the context there is at most one process, and after it none, whatever was raised; what the case reported is in
-``outcome`` as soon as the call that listened returns.
+Inside the context there is at most one process, and after it none, whatever was raised.
 """
 
 import contextlib
@@ -12,157 +11,124 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.case import Case, Outcome
+from benchmarks.harness.case import CannotRunError, Case, Outcome
 from benchmarks.harness.memory import PeakMeter
 from benchmarks.harness.peers import find_peer
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]  # holds ``benchmarks``: the child imports the same code
 EXIT_SECONDS = 60.0  # for an interpreter to end after its last event
-Listener = Callable[[dict[str, Any]], None]
 
 
 def python_path() -> str:
-    """``PYTHONPATH`` of a child: this project first."""
-    return os.pathsep.join(filter(None, (str(PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
+    """``PYTHONPATH`` of a child: this project first; a child may work in another folder."""
+    users = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return os.pathsep.join([str(PACKAGE_ROOT), *users])
 
 
 class CaseProcess:
-    """The process of one case. A case whose peer is not found has none: its outcome says why it was skipped."""
+    """The process of one case, which works in ``folder``. Where its peer is not found, ``outcome`` says so."""
 
-    def __init__(self, case: Case, on_event: Listener = lambda event: None) -> None:
+    def __init__(self, case: Case, folder: str | Path) -> None:
         self.outcome = Outcome(case)
-        self._on_event = on_event
+        self.waiting = False  #: it has built what it needs, and waits for a turn
+        self._folder = folder
         self._process: subprocess.Popen[str] | None = None
-        self._ready = False  # it has built what it needs, and waits for a turn
-        self._started = time.perf_counter()
 
-    def __enter__(self) -> "CaseProcess":
+    def start(self) -> None:
+        """Starts the process and lets it build what it needs, until it waits for its first turn or has ended."""
         case, python = self.outcome.case, sys.executable
-        if case.peer:
-            found = find_peer(case.peer)
-            if isinstance(found, str):
-                self.outcome.skipped = found
-                return self
-            python, self.outcome.version = found.python, found.version
+        print(f"{case.name} ...", flush=True)
+        try:
+            if case.peer:
+                python, self.outcome.version = find_peer(case.peer)
+        except CannotRunError as reason:
+            self.outcome.skipped = str(reason)
+            return
+        self._started = time.perf_counter()
         # A file, not a pipe: it is read at the end only, and a full pipe would stop the case.
-        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             [python, "-m", "benchmarks.harness.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
+            cwd=self._folder,
             env={**case.environment, **os.environ, "PYTHONPATH": python_path()},
-            encoding="utf-8",
+            text=True,
         )
         self._meter = PeakMeter(self._process.pid)
-        self._meter.__enter__()
         self._say(json.dumps({"target": case.target, "arguments": case.arguments}))
+
+    def turn(self) -> dict[str, Any] | None:
+        """Lets the case run until it waits for its next turn, or ends; the step that it reported, if it did."""
+        reported = len(self.outcome.steps)
+        if self.waiting:
+            self._say("turn")
+        return self.outcome.steps[-1] if len(self.outcome.steps) > reported else None
+
+    def finish(self) -> Outcome:
+        """Grants no more turns and waits for the end. The outcome is complete, and the process is gone."""
+        if self._process is not None:
+            self._say(None)
+            try:  # its output is closed, but it may still be ending: killed now, its own exit status would be lost
+                self._process.wait(EXIT_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.outcome.result = None
+            self._end()
+        print(f"{self.outcome.name}: {self.outcome.reason or f'{self.outcome.seconds:.0f} s'}", flush=True)
+        return self.outcome
+
+    def __enter__(self) -> "CaseProcess":
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
-            self._end(-signal.SIGKILL)
-
-    @property
-    def alive(self) -> bool:
-        """Whether it still waits for turns; False before :meth:`prepare`."""
-        return self._process is not None and self._ready
-
-    def prepare(self) -> None:
-        """Lets the case build what it needs, until it waits for its first turn or has ended."""
-        if self._process is not None and not self._ready:
-            self._ready = self._listen()
-
-    def turn(self) -> list[dict[str, Any]]:
-        """Lets the case run until it waits for its next turn, or ends; the steps that it reported meanwhile."""
-        self.prepare()
-        reported = len(self.outcome.steps)
-        if self.alive:
-            self._say("turn")
-            self._ready = self._listen()
-        return self.outcome.steps[reported:]
-
-    def finish(self) -> Outcome:
-        """Grants no more turns and waits for the end. The outcome is complete, and the process is gone."""
-        process = self._process
-        if process is None:
-            return self.outcome
-        try:
-            self._say(None)
-            while self._listen():
-                pass
-            # Its output is closed, but it may still be ending: killed now, its own exit status would be lost.
-            code = process.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.outcome.result, code = None, -signal.SIGKILL
-        self._end(code)
-        return self.outcome
+            self._end()
 
     def _say(self, line: str | None) -> None:
-        """Writes one line to the child; None closes its input."""
+        """Writes one line to the child (None closes its input) and reads events until it waits or has ended."""
         assert self._process is not None
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died before it read; the exit code says of what
-            if line is None:
-                self._process.stdin.close()
-            else:
-                self._process.stdin.write(f"{line}\n")
-                self._process.stdin.flush()
+            print(line, file=self._process.stdin, flush=True) if line else self._process.stdin.close()
+        self.waiting = False
+        for text in self._process.stdout:
+            event, value = json.loads(text)
+            if event == "ready":
+                self.waiting = True
+                return
+            if event == "step":
+                self.outcome.steps.append(value)
+            elif event == "phase":
+                name, self.outcome.moments[name] = value
+                self._meter.phase(name)
+            else:  # "result" or "skipped"
+                setattr(self.outcome, event, value)
 
-    def _listen(self) -> bool:
-        """Reads events until the child waits for its turn (True) or closes its output (False)."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            event = json.loads(line)
-            if event["event"] == "ready":
-                return True
-            self._take(event)
-            self._on_event(event)
-        return False
-
-    def _take(self, event: dict[str, Any]) -> None:
-        outcome, kind = self.outcome, event["event"]
-        if kind == "step":
-            outcome.steps.append(event["values"])
-        elif kind == "phase":
-            self._meter.phase(event["name"])
-        elif kind == "memory":
-            outcome.moments[event["moment"]] = event["bytes"]
-        elif kind == "skip":
-            outcome.skipped = event["reason"]
-        elif kind == "result":
-            outcome.result = event["values"]
-
-    def _end(self, code: int) -> None:
+    def _end(self) -> None:
         """Kills what is left of the process, notes its peaks, and gives a failure its reason."""
-        process, self._process = self._process, None
+        process, outcome = self._process, self.outcome
         assert process is not None
+        self._process, self.waiting = None, False
         process.kill()  # without effect on a process that has ended
-        process.wait()
-        self._meter.__exit__()
+        code = process.wait()
+        self._meter.stop()
         for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-        outcome = self.outcome
-        outcome.peaks = self._meter.peaks
-        outcome.data_peak_bytes = self._meter.data_peak_bytes
+        outcome.peaks, outcome.data_peak_bytes = self._meter.peaks, self._meter.data_peak_bytes
         outcome.seconds = time.perf_counter() - self._started
-        with self._errors:
+        with self._errors as errors:
+            errors.seek(0)
             if outcome.result is None and outcome.skipped is None:
-                self._errors.seek(0)
-                outcome.failure = _reason(code, self._errors.read())
+                outcome.failure = _reason(code, errors.read())
 
 
 def _reason(code: int, errors: str) -> str:
     """One line for a case that gave no result."""
     if code < 0:
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+        return f"killed by {signal.Signals(-code).name}" + (" (out of memory?)" if code == -signal.SIGKILL else "")
     lines = [line for line in errors.splitlines() if line.strip()]
     return f"exit status {code}" + (f": {lines[-1].strip()}" if lines else "")

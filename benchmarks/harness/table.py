@@ -1,65 +1,69 @@
 """Markdown tables declared as columns, figures in words, and bounds that are checked."""
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from benchmarks.harness.case import Outcome
-from benchmarks.harness.limits import Limits
+from benchmarks.harness.io_counters import file_work
+from benchmarks.harness.limits import least_seconds
 
 Columns = Mapping[str, Callable[[Outcome], str]]
 """The header of each column, and the cell that it shows of an outcome."""
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns; all but the first are set to the right.
-
-    Raises:
-        ValueError: if a row has not as many cells as the header.
-    """
-    for k, row in enumerate(rows):
-        if len(row) != len(header):
-            raise ValueError(f"expected {len(header)} cells in each row, got {len(row)} in row {k}: {list(row)}")
+    """A Markdown table with aligned columns; all but the first are set to the right."""
     widths = [max(3, *(len(row[k]) for row in (header, *rows))) for k in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
-        padded = [cells[0].ljust(widths[0])]
-        padded += [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+        padded = [f"{cell:{'>' if k else '<'}{widths[k]}}" for k, cell in enumerate(cells)]
         return f"| {' | '.join(padded)} |"
 
     rule = "|" + "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|"
-    return "\n".join([line(header), rule, *(line(row) for row in rows)])
+    return "\n".join([line(header), rule, *map(line, rows)])
 
 
 def case_table(outcomes: Iterable[Outcome], columns: Columns, name: str = "case") -> str:
-    """A row for each outcome: its title and its cells, or why it has none."""
+    """A row for each outcome: its title and its cells, or ``failed`` or ``skipped``."""
     rows = []
     for outcome in outcomes:
         if outcome.result is None:
-            rows.append([outcome.title, outcome.status, *[""] * (len(columns) - 1)])
+            rows.append([outcome.title, outcome.reason.partition(":")[0], *[""] * (len(columns) - 1)])
         else:
             rows.append([outcome.title, *(cell(outcome) for cell in columns.values())])
     return markdown_table([name, *columns], rows)
 
 
 def limit_columns(
-    limits: Limits, work: Callable[[Outcome], float], seconds: Callable[[Outcome], float] = Outcome.median
+    rates: Mapping[str, float],
+    more: Callable[[Outcome], Mapping[str, float]] = lambda outcome: {},
+    seconds: Callable[[Outcome], float] = Outcome.median,
+    *,
+    files: bool = False,
 ) -> Columns:
-    """The least seconds that the machine's rates allow for ``work``, and how much longer the step took."""
+    """The least seconds that the machine's rates allow for a step, and how much longer it took.
+
+    The work of a step is that of its case, what ``more`` counts, and with ``files`` the bytes that it moved to and from
+    files.
+    """
+
+    def least(outcome: Outcome) -> float:
+        work = Counter(outcome.case.work)
+        work.update(more(outcome))
+        if files and outcome.steps:
+            work.update(file_work(outcome.steps))
+        return least_seconds(rates, work) if seconds(outcome) > 0 else 0.0  # not if it has not taken a step
 
     def limit(outcome: Outcome) -> str:
-        least = work(outcome)
-        return "-" if not least > 0 else f"{least:.3g} s" if least >= 0.1 else f"{1e3 * least:.3g} ms"
+        found = least(outcome)
+        return "-" if not found > 0 else f"{found:.3g} s" if found >= 0.1 else f"{1e3 * found:.3g} ms"
 
     def distance(outcome: Outcome) -> str:
-        least = work(outcome)
-        return f"{seconds(outcome) / least - 1:+,.0%}" if least > 0 else "-"
+        found = least(outcome)
+        return f"{seconds(outcome) / found - 1:+,.0%}" if found > 0 else "-"
 
     return {"limit": limit, "distance": distance}
-
-
-def reasons(outcomes: Iterable[Outcome]) -> str:
-    """A line for each case without a result, to be shown below a table; empty where all have one."""
-    return "\n".join(f"* {outcome.name}: {outcome.reason}" for outcome in outcomes if outcome.reason)
 
 
 def mebibytes(count: float) -> str:

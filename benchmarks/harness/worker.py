@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.harness.case import CannotRunError
-from benchmarks.harness.memory import resident_bytes
+from benchmarks.harness.memory import memory_of
 
 
 class Reporter:
@@ -22,13 +22,9 @@ class Reporter:
     def __init__(self, descriptor: int) -> None:
         self._lines = os.fdopen(descriptor, "w", encoding="utf-8", buffering=1)
 
-    def event(self, event: str, **values: Any) -> None:
-        """One line; ``values`` are JSON."""
-        self._lines.write(json.dumps({"event": event, **values}) + "\n")
-
-    def total(self, steps: int) -> None:
-        """How many calls of :meth:`step` will follow, for the progress bar."""
-        self.event("total", steps=steps)
+    def event(self, event: str, value: Any = None) -> None:
+        """One line; ``value`` is JSON."""
+        self._lines.write(json.dumps([event, value]) + "\n")
 
     def turns(self) -> Iterator[int]:
         """Waits for the parent before each turn and ends when it grants no more: ``for k in report.turns(): ...``."""
@@ -42,15 +38,11 @@ class Reporter:
 
     def step(self, **values: Any) -> None:
         """One step is done, and this is what it measured."""
-        self.event("step", values=values)
+        self.event("step", values)
 
     def phase(self, name: str) -> None:
-        """From here on the parent counts the peak under ``name``; memory of earlier phases must be freed by now."""
-        self.event("phase", name=name)
-
-    def memory(self, moment: str) -> None:
-        """Notes the bytes that the process holds now under the name ``moment``."""
-        self.event("memory", moment=moment, bytes=resident_bytes(os.getpid()))
+        """Notes the bytes held now; from here on the peak is counted under ``name``, without what was freed before."""
+        self.event("phase", [name, memory_of(os.getpid())[0]])
 
 
 def main() -> None:
@@ -60,10 +52,9 @@ def main() -> None:
     os.dup2(2, 1)
     module, _, function = order["target"].partition(":")
     try:
-        result = getattr(importlib.import_module(module), function)(report, **order["arguments"])
-        report.event("result", values=result)
+        report.event("result", getattr(importlib.import_module(module), function)(report, **order["arguments"]))
     except CannotRunError as reason:
-        report.event("skip", reason=str(reason))
+        report.event("skipped", str(reason))
 
 
 if __name__ == "__main__":

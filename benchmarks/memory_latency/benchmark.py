@@ -6,22 +6,20 @@ turn with plain PyTorch. In another process glibc's heap returns freed blocks at
 the method needs. What ``estimate()`` predicts after half of the turns is shown beside what was measured.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.harness.benchmark import Benchmark, Plan, Report, Run
-from benchmarks.harness.case import Case, Outcome, failures
-from benchmarks.harness.io_counters import engine_bytes, medium_bytes
-from benchmarks.harness.limits import Limits, gradient_bytes
+from benchmarks.harness.benchmark import Benchmark, Claim, Run
+from benchmarks.harness.case import Case, Outcome
+from benchmarks.harness.io_counters import engine_bytes
 from benchmarks.harness.plot import COLOURS, Panel
-from benchmarks.harness.schedule import Group
 from benchmarks.harness.settings import option
-from benchmarks.harness.table import at_most, case_table, limit_columns, mebibytes, reasons, spread
+from benchmarks.harness.table import at_most, case_table, limit_columns, mebibytes, spread
 from benchmarks.memory_latency.methods import FLOOR
 from benchmarks.models.transformer import Stack
+from benchmarks.models.work import gradient_bytes
 
-IN_USE = ", in use"  # ends the name of a case that measures a peak
 MAXIMUM_DIFFERENCE = 1e-4  # of gradients and outputs, relative to the greatest element of the tensor
 REFERENCE = "torch, all in memory"
 METHODS = "benchmarks.memory_latency.methods"
@@ -36,7 +34,7 @@ OTHERS: list[Named] = [
     ("save_on_cpu", "saved_on_cpu", {}, ""),
     ("FSDP2, CPUOffloadPolicy", "fsdp2", {}, ""),
     ("DeepSpeed ZeRO-3, offload_param", "deepspeed_zero3", {}, "deepspeed"),
-    ("fairscale OffloadModel", "fairscale_offload", {}, "fairscale-offload"),
+    ("fairscale OffloadModel", "fairscale_offload", {}, "fairscale"),
 ]
 
 
@@ -52,19 +50,23 @@ class Settings:
     pairs: int = option(5, "steps in turn with plain PyTorch")
     only: tuple[str, ...] = option(("",), "only cases with one of these in their names")
 
+    @property
+    def stack(self) -> Stack:
+        """The model and its batch."""
+        return Stack(self.layers, self.dim, self.rows, self.positions)
 
-def plan(settings: Settings, folder: str) -> Plan:
-    """The groups: training in pairs with plain PyTorch; on a CPU the peaks in use; forward only."""
-    stack = Stack(settings.layers, settings.dim, settings.rows, settings.positions)
-    common = {"stack": asdict(stack), "home": folder, "device": settings.device}
 
-    def cases(function: str, prefix: str, suffix: str, named: list[Named], **more: object) -> list[Case]:
+def measure(run: Run) -> None:
+    """Training in pairs with plain PyTorch; on a CPU the peaks in use; forward only."""
+    settings, stack = run.settings, run.settings.stack
+
+    def cases(function: str, named: list[Named], work: dict[str, float], prefix: str = "", **more: Any) -> list[Case]:
         found = []
-        for name, method, chosen, peer in ((REFERENCE, "plain", {}, ""), *named):
+        for name, method, chosen, peer in [(REFERENCE, "plain", {}, ""), *named]:
             if name == REFERENCE or any(word in prefix + name for word in settings.only):
-                how = {"method": method, "settings": chosen, **common, **more}
-                environment = GIVE_BACK if suffix else {}
-                found.append(Case(f"{prefix}{name}{suffix}", f"{METHODS}:{function}", how, environment, peer))
+                how = {"method": method, "settings": chosen, "stack": asdict(stack), "device": settings.device, **more}
+                environment = GIVE_BACK if function == "in_use" else {}
+                found.append(Case(prefix + name, f"{METHODS}:{function}", how, environment, peer, work))
         return found
 
     training = OTHERS + _ours(settings.layers, 4 * stack.parameters // settings.layers)
@@ -73,12 +75,14 @@ def plan(settings: Settings, folder: str) -> Plan:
         ("accelerate disk_offload", "accelerate_disk", {}, "accelerate"),
         ("diffusers group offloading, disk", "diffusers_groups", {}, "diffusers"),
     ]
+    work = {"flops": stack.training_flops, "on_device_bytes": gradient_bytes(stack.parameters)}
     asked_after = 1 + settings.pairs // 2
-    yield Group("training", cases("train", "", "", training, asked_after=asked_after), "pairs", settings.pairs, 1)
+    trained = cases("train", training, work, asked_after=asked_after)
+    run.group("training", trained, "pairs", turns=settings.pairs, warmup=1)
     if settings.device == "cpu":
-        yield Group("in use", cases("in_use", "", IN_USE, training))
-    passes = cases("forward", "forward, ", "", forward)
-    yield Group("forward", passes if len(passes) > 1 else [], "pairs", settings.pairs, 1)
+        run.group("in use", cases("in_use", training, {}))
+    passes = cases("forward", forward, {"flops": stack.forward_flops}, "forward, ")
+    run.group("forward", passes if len(passes) > 1 else [], "pairs", turns=settings.pairs, warmup=1)
 
 
 def _ours(most: int, layer_bytes: int) -> list[Named]:
@@ -100,35 +104,37 @@ def _ours(most: int, layer_bytes: int) -> list[Named]:
     return [(f"ours: {name}", "ours", settings, "") for name, settings in chosen.items()]
 
 
-def report(run: Run[Any]) -> Report:
+def report(run: Run) -> list[str]:
     """Training, predictions, forward."""
-    training, limits = run.groups["training"], run.limits
-    forward = run.groups.get("forward", [])
-    stack = _stack(training[0])
+    training, forward, stack = run.groups["training"], run.groups["forward"], run.settings.stack
     peaks = peaks_of(run)
-    done = [outcome for outcome in training if outcome.name in peaks and outcome.steps]
-    kinds = ("peak in use", "heap as it comes") if limits.device == "cpu" else ("peak on the device", "on the host")
+    on_cpu = run.settings.device == "cpu"
+    kinds = ("peak in use", "heap as it comes") if on_cpu else ("peak on the device", "on the host")
+
+    def error(predicted: float, measured: float) -> str:
+        return f"{predicted / measured - 1:+.0%}" if measured > 0 else "-"
+
     columns = {
         kinds[0]: lambda o: mebibytes(peaks[o.name]) if o.name in peaks else "-",
         kinds[1]: lambda o: mebibytes(o.above(FLOOR)),
         "s/step": lambda o: f"{o.median():.2f}",
         "to torch": lambda o: spread(o.ratios(), 2),
-        **limit_columns(limits, lambda o: limit_seconds(o, limits)),
+        **limit_columns(run.rates, moved, files=True),
         "gradients differ by": lambda o: f"{o.done['difference']:.0e}",
     }
     predictions = {
         "s/step": lambda o: f"{o.median():.2f}",
         "seconds predicted": lambda o: f"{o.done['estimate']['seconds']:.2f}",
-        "error of seconds": lambda o: _error(o.done["estimate"]["seconds"], o.median()),
+        "error of seconds": lambda o: error(o.done["estimate"]["seconds"], o.median()),
         "peak": lambda o: mebibytes(peaks[o.name]),
         "peak predicted": lambda o: mebibytes(o.done["estimate"]["memory_bytes"]),
-        "error of peak": lambda o: _error(o.done["estimate"]["memory_bytes"], peaks[o.name]),
+        "error of peak": lambda o: error(o.done["estimate"]["memory_bytes"], peaks[o.name]),
     }
     passes = {
         "peak": lambda o: mebibytes(o.above(FLOOR)),
         "s/pass": lambda o: f"{o.median():.2f}",
         "to torch": lambda o: spread(o.ratios(), 2),
-        **limit_columns(limits, lambda o: limits.step_seconds(flops=stack.forward_flops)),
+        **limit_columns(run.rates),
         "outputs differ by": lambda o: f"{o.done['difference']:.0e}",
     }
     words = (
@@ -139,53 +145,34 @@ def report(run: Run[Any]) -> Report:
         "the bytes of files, and of ours those of its copies. Ratios: to the step of "
         "plain PyTorch in the same pair, median (least to greatest)."
     )
-    predicted = [outcome for outcome in done if outcome.done["estimate"]]
-    sections = [
+    predicted = [o for o in training if o.name in peaks and o.result and o.result["estimate"]]
+    return [
         case_table(training, columns, "training"),
         case_table(predicted, predictions, "prediction") if predicted else "",
         case_table(forward, passes, "forward only") if forward else "",
-        reasons(outcome for outcome in run.outcomes if not outcome.name.endswith(IN_USE)),
         words,
     ]
-    ratios = {f"{outcome.name}: time": outcome.ratio() for outcome in done[1:]}
-    ratios |= {f"{outcome.name}: peak": peaks[outcome.name] / peaks[done[0].name] for outcome in done[1:]}
-    ratios |= {f"{outcome.name}: time": outcome.ratio() for outcome in forward[1:] if outcome.steps}
-    return Report(sections, broken_bounds(run), [_curve(done, peaks)], ratios)
 
 
-def _stack(outcome: Outcome) -> Stack:
-    return Stack(**outcome.case.arguments["stack"])
-
-
-def peaks_of(run: Run[Any]) -> dict[str, int]:
+def peaks_of(run: Run) -> dict[str, int]:
     """Bytes in use by method: of an accelerator's allocator, or of the process above a step of two layers."""
-    if run.limits.device != "cpu":
+    if run.settings.device != "cpu":
         return {o.name: int(o.done["device_peak"]) for o in run.groups["training"] if o.result is not None}
-    measured = (outcome for outcome in run.groups["in use"] if outcome.result is not None)
-    return {outcome.name.removesuffix(IN_USE): outcome.above(FLOOR) for outcome in measured}
+    return {o.name: o.above(FLOOR) for o in run.groups["in use"] if o.result is not None}
 
 
-def limit_seconds(outcome: Outcome, limits: Limits) -> float:
-    """The least seconds for the arithmetic of every method, and for the bytes that this one moves."""
-    arguments, stack = outcome.case.arguments, _stack(outcome)
-    work = {"flops": stack.training_flops, "on_device_bytes": gradient_bytes(stack.parameters)}
-    loaded, stored = engine_bytes(outcome.steps[-1]) if arguments["method"] == "ours" else (0.0, 0.0)
-    copied = 0.0
-    if limits.host_to_device_bytes is not None:
-        work |= {"loaded_bytes": loaded, "drained_bytes": stored}
-    elif not arguments["settings"].get("disk", True):
-        copied = loaded + stored
-    return limits.step_seconds(**work, **medium_bytes(outcome.steps, copied_bytes=copied))
+def moved(outcome: Outcome) -> dict[str, float]:
+    """The bytes that ours copies between its home and the device; those of files are counted with the process's."""
+    how = outcome.case.arguments
+    if how["device"] == "cpu" and how["settings"].get("disk", True):
+        return {}
+    return dict(zip(("loaded_bytes", "drained_bytes"), engine_bytes(outcome.steps[-1]), strict=True))
 
 
-def _error(predicted: float, measured: float) -> str:
-    return f"{predicted / measured - 1:+.0%}" if measured > 0 else "-"
-
-
-def broken_bounds(run: Run[Any]) -> list[str]:
-    """Bounds that do not hold: cases run, gradients are those of plain PyTorch, budgets are kept."""
-    broken = failures(run.outcomes)
-    for outcome in (*run.groups["training"], *run.groups.get("forward", [])):
+def bounds(run: Run) -> list[str]:
+    """Gradients and outputs are those of plain PyTorch, budgets are kept."""
+    broken = []
+    for outcome in (*run.groups["training"], *run.groups["forward"]):
         if outcome.result is None:
             continue
         what = f"{outcome.name}: the difference from plain PyTorch"
@@ -197,6 +184,29 @@ def broken_bounds(run: Run[Any]) -> list[str]:
     return broken
 
 
+def claims(run: Run) -> list[Claim]:
+    """The finest cut on disk, with activations kept and recomputed, beside plain PyTorch."""
+    stack, peaks = run.settings.stack, peaks_of(run)
+    set_up = (
+        f"forward and backward of {stack.parameters / 1e6:.0f} M parameters, {stack.tokens} tokens; parameters and "
+    )
+    found = []
+    for words, setting in (("kept", "keep"), ("recomputed", "checkpoint")):
+        ours = run.find(f"ours: disk, {stack.blocks} slices, {setting}")
+        what = f"{set_up}gradients on disk, activations {words}"
+        memory = peaks[ours.name] / peaks[REFERENCE]
+        found.append(Claim(what, "plain PyTorch", ours.ratios(), memory, " above torch"))
+    return found
+
+
+def ratios(run: Run) -> dict[str, float]:
+    """Times and peaks in use to those of plain PyTorch."""
+    peaks, (_, *training) = peaks_of(run), run.groups["training"]
+    timed = [outcome for outcome in (*training, *run.groups["forward"][1:]) if outcome.steps]
+    found = {f"{outcome.name}: time": outcome.ratio() for outcome in timed}
+    return found | {f"{o.name}: peak": peaks[o.name] / peaks[REFERENCE] for o in training if o.name in peaks}
+
+
 FAMILIES = {  # of the picture: how the name of a method begins
     "PyTorch": ("torch", "save_on_cpu"),
     "peers": ("FSDP2", "DeepSpeed", "fairscale"),
@@ -206,36 +216,28 @@ FAMILIES = {  # of the picture: how the name of a method begins
 }
 
 
-def _curve(done: Sequence[Outcome], peaks: Mapping[str, int]) -> Panel:
-    """Peak against time; a line joins the methods that no other beats in both; predictions are hollow."""
-
-    def point(outcome: Outcome) -> tuple[float, float]:
-        return peaks[outcome.name] / 2**20, outcome.ratio()
+def panels(run: Run) -> list[Panel]:
+    """Peak against time; a line joins the methods that no other beats in both."""
+    peaks = peaks_of(run)
+    points = {o.name: (peaks[o.name] / 2**20, o.ratio()) for o in run.groups["training"] if o.name in peaks and o.steps}
 
     def panel(axis: Any) -> None:
         for (family, beginnings), colour in zip(FAMILIES.items(), COLOURS, strict=False):
-            methods = [outcome for outcome in done if outcome.name.startswith(beginnings)]
-            if not methods:
-                continue
-            axis.scatter(*zip(*map(point, methods), strict=True), color=colour, label=family, zorder=3)
-            for outcome in methods:
-                x, y = point(outcome)
-                if estimate := outcome.done["estimate"]:
-                    predicted = (estimate["memory_bytes"] / 2**20, y * estimate["seconds"] / outcome.median())
-                    axis.plot(*zip((x, y), predicted, strict=True), color=colour, linewidth=0.6)
-                    axis.scatter(*predicted, facecolors="none", edgecolors=colour, zorder=3)
-                label = outcome.name.removeprefix("ours: ")
-                axis.annotate(label, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=6.5)
-        front = pareto_front([point(outcome) for outcome in done])
+            methods = {name: point for name, point in points.items() if name.startswith(beginnings)}
+            for name, point in methods.items():
+                axis.annotate(
+                    name.removeprefix("ours: "), point, xytext=(4, 3), textcoords="offset points", fontsize=6.5
+                )
+            if methods:
+                axis.scatter(*zip(*methods.values(), strict=True), color=colour, label=family, zorder=3)
+        front = pareto_front([*points.values()])
         name = "no other is better in both"
         axis.plot(*zip(*front, strict=True), color="#999999", linestyle="--", linewidth=1, label=name)
-        axis.set_xlabel("peak memory in use above the libraries, MiB (hollow: predicted)")
-        axis.set_ylabel("time of a step, plain PyTorch = 1")
-        axis.set_xlim(left=0)
-        axis.set_ylim(bottom=0)
+        axis.set(xlabel="peak memory in use above the libraries, MiB", ylabel="time of a step, plain PyTorch = 1")
+        axis.set(xlim=(0, None), ylim=(0, None))
         axis.legend(fontsize=8, frameon=False)
 
-    return panel
+    return [panel]
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -247,4 +249,6 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
     return front
 
 
-BENCHMARK = Benchmark(Settings, plan, report, rates=lambda settings: {"device": settings.device})
+BENCHMARK = Benchmark(
+    Settings, measure, report, bounds, claims, ratios, panels, lambda settings: {"device": settings.device}
+)

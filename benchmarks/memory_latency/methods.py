@@ -6,6 +6,7 @@ has used the same method with a model of two layers: it has loaded libraries, st
 memory.
 """
 
+import ctypes
 import gc
 import os
 import tempfile
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 
 from benchmarks.harness.case import CannotRunError
 from benchmarks.harness.io_counters import counts_of, measure
-from benchmarks.harness.memory import return_freed_memory
 from benchmarks.harness.worker import Reporter
 from benchmarks.models.transformer import Checkpointed, Stack
 
@@ -202,12 +202,12 @@ FORWARD_METHODS = {method.__name__: method for method in (plain, ours, accelerat
 
 
 def train(report: Reporter, asked_after: int, **how: Any) -> dict[str, Any]:
-    """Steps (forward, loss, backward). The method "plain" leaves its gradients in ``home`` for the others.
+    """Steps (forward, loss, backward). The method "plain" leaves its gradients in a file for the others.
 
     ``asked_after`` so many turns the method is asked for its prediction.
     """
     prepared, batch = _build(report, METHODS, _step, **how)
-    device, saved = how["device"], Path(how["home"], "gradients.pt")
+    device, saved = how["device"], Path("gradients.pt")
     report.phase("steps")
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats(device)
@@ -243,9 +243,9 @@ def in_use(report: Reporter, **how: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def forward(report: Reporter, **how: Any) -> dict[str, Any]:
-    """Forward passes. The method "plain" leaves its output in ``home`` for the others."""
+    """Forward passes. The method "plain" leaves its output in a file for the others."""
     prepared, batch = _build(report, FORWARD_METHODS, lambda method, rows: method.run(rows), **how)
-    output, saved = torch.empty(0), Path(how["home"], "output.pt")
+    output, saved = torch.empty(0), Path("output.pt")
     report.phase("steps")
     for _ in report.turns():
         output, values = measure(lambda: prepared.run(batch), prepared.model, how["device"])
@@ -261,7 +261,6 @@ def _build(
     methods: Mapping[str, Callable[..., Method]],
     use: Callable[[Method, Tensor], object],
     method: str,
-    home: str,
     device: str,
     stack: dict[str, Any],
     settings: dict[str, Any],
@@ -272,13 +271,17 @@ def _build(
     # As far as a model of two layers can have them.
     few = {name: value for name, value in settings.items() if name not in ("num_slots", "memory_budget")}
     few |= {"num_slices": 2} if "num_slices" in settings else {}
-    first = make(small.build(), Path(tempfile.mkdtemp(dir=home)), device, **few)
+    first = make(small.build(), Path(tempfile.mkdtemp(dir=".")).absolute(), device, **few)
     use(first, small.batch().to(device))
     del first
     gc.collect()
-    return_freed_memory()
-    report.memory(FLOOR)
-    return make(chosen.build(), Path(tempfile.mkdtemp(dir=home)), device, **settings), chosen.batch().to(device)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)  # glibc returns its free heap pages to the kernel
+    report.phase(FLOOR)
+    return make(chosen.build(), Path(tempfile.mkdtemp(dir=".")).absolute(), device, **settings), chosen.batch().to(
+        device
+    )
 
 
 def greatest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.harness.limits import block_flops
 from benchmarks.models.dropout import RowDropout, row_keys
+from benchmarks.models.work import block_flops
 
 HEAD_CHANNELS = 64
 

@@ -16,11 +16,10 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.harness.benchmark import Benchmark, Plan, Report, Run
-from benchmarks.harness.case import Case, Outcome, failures
-from benchmarks.harness.schedule import Group
+from benchmarks.harness.benchmark import Benchmark, Claim, Run
+from benchmarks.harness.case import Case, Outcome
 from benchmarks.harness.settings import option
-from benchmarks.harness.table import at_least, at_most, case_table, limit_columns, mebibytes, reasons, spread
+from benchmarks.harness.table import at_least, at_most, case_table, limit_columns, mebibytes, spread
 from benchmarks.offload_step.methods import stack_of
 
 MAXIMUM_RATIO = 1.05
@@ -31,6 +30,7 @@ MAXIMUM_GROWTH = 1.05  # of what the engine holds and of the peak above torch, f
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 METHODS = "benchmarks.offload_step.methods"
 TIMED_SHARDS = 8
+HOME = "./home"  # in the folder of the run
 
 
 @dataclass(frozen=True)
@@ -45,60 +45,60 @@ class Settings:
     boundary_bytes: int = option(16 << 20, "activations between shards that stay in memory")
     width: int = option(4096, "channels of the layers that wait for the disk")
 
-    def wrong(self) -> list[str]:
+    def wrong(self) -> str:
         """What no run could compare."""
         if any(larger % smaller or larger == smaller for smaller, larger in itertools.pairwise(self.shards)):
-            return [f"expected numbers of shards, each a multiple of the one before, got shards={self.shards}"]
-        return []
+            return f"expected numbers of shards, each a multiple of the one before, got shards={self.shards}"
+        return ""
 
 
-def plan(settings: Settings, folder: str) -> Plan:
-    """The groups: time, peaks of finer and of deeper models, the engine alone, the disk alone."""
+def measure(run: Run) -> None:
+    """Time, peaks of finer and of deeper models, the engine alone, the disk alone."""
+    settings, layers = run.settings, max(run.settings.shards)
 
-    def shape(shards: int, blocks: int) -> dict[str, Any]:
+    def case(
+        name: str, function: str, shards: int, blocks: int, *environment: Any, home: str = HOME, **how: Any
+    ) -> Case:
         sizes = {name: getattr(settings, name) for name in ("dim", "rows", "positions", "boundary_bytes")}
-        return {"shape": {"shards": shards, "blocks": blocks, **sizes}, "home": folder}
+        shape = {"shards": shards, "blocks": blocks, **sizes}
+        stack = stack_of(shape)
+        # Each parameter is read from its file, its gradient is written.
+        on_disk = 4.0 * stack.parameters if home == HOME else 0.0
+        work = {"flops": stack.training_flops, "read_bytes": on_disk, "written_bytes": on_disk}
+        return Case(name, f"{METHODS}:{function}", {"shape": shape, "home": home, **how}, *environment, work=work)
 
-    def peak(name: str, shards: int, blocks: int) -> Case:
+    def peak(name: str, shards: int, blocks: int, *environment: Any) -> Case:
         # A peak is a maximum over visits of shards: deeper models get no more visits than others.
         steps = 2 if blocks > 1 else 2 * layers // shards
-        return Case(f"{name}, {shards} shards", f"{METHODS}:peak", {**shape(shards, blocks), "steps": steps}, GIVE_BACK)
+        return case(name, "peak", shards, blocks, *environment, steps=steps)
 
-    layers = max(settings.shards)
-    timed = {**shape(TIMED_SHARDS, 1), "pairs": settings.pairs, "warmup": 2}
-    deeper = [peak("1 layer each", shards, 1) for shards in settings.shards]
-    yield Group("time", [Case(f"time, {TIMED_SHARDS} shards", f"{METHODS}:time_pairs", timed)])
-    yield Group("finer", [peak(f"{layers} layers", shards, layers // shards) for shards in settings.shards])
-    yield Group("deeper", deeper)
-    deepest = deeper[-1]
-    yield Group("allocator", [Case(f"{deepest.name}, allocator as it comes", deepest.target, deepest.arguments)])
-    in_slots = {**timed, "home": "cpu", "slots": TIMED_SHARDS}
-    yield Group("engine", [Case("all in slots", f"{METHODS}:time_pairs", in_slots)])
+    timed = {"pairs": settings.pairs, "warmup": 2}
+    cuts = [
+        peak(f"{layers} layers, {shards} shards", shards, layers // shards, GIVE_BACK) for shards in settings.shards
+    ]
+    deeper = [peak(f"1 layer each, {shards} shards", shards, 1, GIVE_BACK) for shards in settings.shards]
+    run.group("time", [case(f"time, {TIMED_SHARDS} shards", "time_pairs", TIMED_SHARDS, 1, **timed)])
+    run.group("finer", cuts)
+    run.group("deeper", deeper)
+    run.group("allocator", [peak(f"{deeper[-1].name}, allocator as it comes", layers, 1)])
+    run.group("engine", [case("all in slots", "time_pairs", TIMED_SHARDS, 1, home="cpu", slots=TIMED_SHARDS, **timed)])
     disk = {"width": settings.width, "layers": 32, "shards": 16, "rows": 1, "pairs": settings.pairs}
     cases = []
     for train, what in ((False, "inputs"), (True, "weights")):
-        how = {"home": f"{folder}/{train}", "train": train, **disk}
+        how = {"home": f"./{what}", "train": train, **disk}
         cases.append(Case(f"disk, {what} take gradients", f"{METHODS}:stream", how))
-    yield Group("disk", cases)
+    run.group("disk", cases)
 
 
-def report(run: Run[Any]) -> Report:
+def report(run: Run) -> list[str]:
     """Times, disk, peaks."""
     groups = run.groups
-    peaks = [*groups["finer"], *groups["deeper"], *groups["allocator"]]
 
-    def least_seconds(outcome: Outcome) -> float:
-        """A forward and a backward with nothing recomputed; each parameter read from its file, its gradient written."""
-        on_disk = 0 if outcome.case.arguments["home"] == "cpu" else _model_bytes(outcome) / 2
-        flops = stack_of(outcome.case.arguments["shape"]).training_flops
-        return run.limits.step_seconds(flops=flops, read_bytes=on_disk, written_bytes=on_disk)
-
-    def disk_seconds(outcome: Outcome) -> float:
-        read, written = (
-            statistics.median(1e9 * step[key] * step["seconds"] for step in outcome.steps)
-            for key in ("streamed", "stored")
-        )
-        return run.limits.step_seconds(read_bytes=read, written_bytes=written)
+    def moved(outcome: Outcome) -> dict[str, float]:
+        return {
+            kind: statistics.median(1e9 * step[key] * step["seconds"] for step in outcome.steps)
+            for kind, key in (("read_bytes", "streamed"), ("written_bytes", "stored"))
+        }
 
     times = {
         "parameters": lambda o: f"{o.done['parameters'] / 1e6:.0f} M",
@@ -108,7 +108,7 @@ def report(run: Run[Any]) -> Report:
         "median ratio of pairs": lambda o: spread(o.ratios()),
         "waiting": lambda o: f"{_wait_share(o):.1%}",
         "predicted": lambda o: f"{o.done['predicted']:.2f} s",
-        **limit_columns(run.limits, least_seconds, lambda o: o.median("streamed")),
+        **limit_columns(run.rates, seconds=lambda o: o.median("streamed")),
     }
     disk = {
         "files": lambda o: mebibytes(o.done["bytes"]),
@@ -116,35 +116,31 @@ def report(run: Run[Any]) -> Report:
         "plain, cached": lambda o: f"{o.median('plain_cached'):.2f}",
         "loaded": lambda o: f"{o.median('streamed'):.2f}",
         "stored": lambda o: f"{o.median('stored'):.2f}",
-        "loaded / faster plain": lambda o: f"{o.median('share'):.1%} ({min(_shares(o)):.0%} to {max(_shares(o)):.0%})",
+        "loaded / faster plain": lambda o: (
+            f"{o.median('share'):.1%} ({min(o.values('share')):.0%} to {max(o.values('share')):.0%})"
+        ),
         "s/step": lambda o: f"{o.median():.2f}",
         "predicted": lambda o: "-" if o.done["predicted"] is None else f"{o.done['predicted']:.2f}",
-        **limit_columns(run.limits, disk_seconds),
+        **limit_columns(run.rates, moved),
     }
     held = {
-        "parameters and gradients": lambda o: mebibytes(_model_bytes(o)),
+        "parameters and gradients": lambda o: mebibytes(8 * o.done["parameters"]),
         "held by the engine": lambda o: mebibytes(_held(o)),
         "peak above torch": lambda o: mebibytes(o.above()),
         "whole peak": lambda o: mebibytes(o.peaks["steps"]),
         "s/step": lambda o: f"{o.median():.2f}",
-        **limit_columns(run.limits, least_seconds),
+        **limit_columns(run.rates),
     }
-    sections = [
+    return [
         case_table([*groups["time"], *groups["engine"]], times),
         "Passes in which only the disk counts, in GB/s, beside plain reads of the same files:",
         case_table(groups["disk"], disk),
-        case_table(peaks, held),
-        reasons(run.outcomes),
+        case_table([*groups["finer"], *groups["deeper"], *groups["allocator"]], held),
     ]
-    return Report(sections, broken_bounds(groups))
-
-
-def _shares(outcome: Outcome) -> list[float]:
-    return [step["share"] for step in outcome.steps]
 
 
 def _wait_share(outcome: Outcome) -> float:
-    return float(sum(step["waited"] for step in outcome.steps) / sum(step["streamed"] for step in outcome.steps))
+    return float(sum(outcome.values("waited")) / sum(outcome.values("streamed")))
 
 
 def _held(outcome: Outcome) -> int:
@@ -152,30 +148,32 @@ def _held(outcome: Outcome) -> int:
     return int(outcome.done["statistics"]["peak_device_bytes"])
 
 
-def _model_bytes(outcome: Outcome) -> int:
-    """Of parameters and gradients."""
-    return 8 * int(outcome.done["parameters"])
-
-
-def broken_bounds(groups: dict[str, list[Outcome]]) -> list[str]:
-    """Bounds that do not hold, one line each. Writes compete with reads, so only a pass without them is held to the
-    bandwidth of reads."""
-    broken = failures(outcome for outcomes in groups.values() for outcome in outcomes)
-    if broken:
-        return broken
+def bounds(run: Run) -> list[str]:
+    """Writes compete with reads, so only a pass without them is held to the bandwidth of reads."""
+    groups = run.groups
     (timed,), (engine,) = groups["time"], groups["engine"]
-    broken += at_most("streamed / resident", timed.ratio(), MAXIMUM_RATIO, "{:.3f}".format)
+    broken = at_most("streamed / resident", timed.ratio(), MAXIMUM_RATIO, "{:.3f}".format)
     broken += at_most("the share of a step that waits", _wait_share(timed), MAXIMUM_WAIT_SHARE, "{:.1%}".format)
     for outcomes in (groups["finer"], groups["deeper"]):
         first, last = outcomes[0], outcomes[-1]
         names = f"from {first.name} to {last.name}"
         broken += at_most(f"held by the engine, {names}:", _held(last), MAXIMUM_GROWTH * _held(first), mebibytes)
-        above = [outcome.above() for outcome in (first, last)]
-        broken += at_most(f"peak above torch, {names}:", above[1], MAXIMUM_GROWTH * above[0], mebibytes)
+        most = MAXIMUM_GROWTH * first.above()
+        broken += at_most(f"peak above torch, {names}:", last.above(), most, mebibytes)
     broken += at_most("all in slots / resident", engine.ratio(), MAXIMUM_ENGINE_RATIO, "{:.3f}".format)
-    broken += at_most("shard loads with a slot for each shard", sum(step["loads"] for step in engine.steps), 0)
+    broken += at_most("shard loads with a slot for each shard", sum(engine.values("loads")), 0)
     share = groups["disk"][0].median("share")
     return broken + at_least("loaded / plain read", share, MINIMUM_DISK_SHARE, "{:.1%}".format)
 
 
-BENCHMARK = Benchmark(Settings, plan, report)
+def claims(run: Run) -> list[Claim]:
+    """The streamed step beside the resident one."""
+    (timed,) = run.groups["time"]
+    parameters, tokens = timed.done["parameters"] / 1e6, timed.done["tokens"]
+    set_up = (
+        f"forward and backward of {parameters:.0f} M parameters, {tokens:,} tokens; parameters and gradients on disk"
+    )
+    return [Claim(set_up, "all in memory, `torch.utils.checkpoint`", timed.ratios())]
+
+
+BENCHMARK = Benchmark(Settings, measure, report, bounds, claims)

@@ -66,7 +66,6 @@ def time_pairs(
     state = stack_of(shape).batch()
     model = _streamed(shape, home, slots)
     methods = {"resident": Checkpointed(nn.Sequential(*_shards(shape))), "streamed": model}
-    report.total(pairs)
     # Without this promise that parameters do not change, each step would load them again.
     with model.frozen_weights() if slots is not None else contextlib.nullcontext():
         for k in range(-warmup, pairs):
@@ -94,10 +93,9 @@ def time_pairs(
 
 def peak(report: Reporter, shape: dict[str, Any], home: str, steps: int) -> dict[str, Any]:
     """Steps of the streamed model alone, for the peak of the phase "steps", which starts with an evicted model."""
-    report.memory(FLOOR)
+    report.phase(FLOOR)
     model = _streamed(shape, home)
     state = stack_of(shape).batch()
-    report.total(steps)
     report.phase("steps")
     for _ in range(steps):
         seconds, _ = _step(model, state)
@@ -126,7 +124,6 @@ def stream(
     files = sorted(path for path in Path(home).rglob("*weights*") if path.is_file())
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     batch = torch.randn(rows, width).requires_grad_()
-    report.total(pairs)
     for k in range(-1, pairs):  # the first one touches slots and makes gradient files
         model.zero_grad()
         _drop_pages(files, model)

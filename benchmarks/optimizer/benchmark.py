@@ -11,17 +11,13 @@ It recomputes each block; with ``--peer-keeps`` it keeps its activations, which 
 
 import math
 import shutil
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
-from benchmarks.harness.benchmark import Benchmark, Facts, Plan, Report, Run
-from benchmarks.harness.case import Case, Outcome, failures, find_done
-from benchmarks.harness.io_counters import bytes_of_step, from_disk, medium_bytes
-from benchmarks.harness.schedule import Group
+from benchmarks.harness.benchmark import Benchmark, Claim, Run
+from benchmarks.harness.case import Case, Outcome
+from benchmarks.harness.io_counters import bytes_of_step
 from benchmarks.harness.settings import option
-from benchmarks.harness.table import at_least, at_most, case_table, limit_columns, mebibytes, reasons, spread
+from benchmarks.harness.table import at_least, at_most, case_table, limit_columns, mebibytes, spread
 from benchmarks.optimizer.methods import DEEPSPEED, DISK, FROM_META, NAMES, REFERENCE, STEPS, Training
 
 MAXIMUM_RATIO = 1.05  # of the step on disk to the resident one
@@ -67,89 +63,79 @@ def training_of(settings: Settings) -> Training:
     return Training(blocks, **sizes, learning_rate=rate)
 
 
-def plan(settings: Settings, folder: str) -> Plan:
-    """One group: methods in pairs with the resident one, or, of a large model, ours and DeepSpeed in rounds."""
-    training = training_of(settings)
+def measure(run: Run) -> None:
+    """Methods in pairs with the resident one, or, of a large model, ours and DeepSpeed in rounds."""
+    settings, training = run.settings, training_of(run.settings)
+    needed, room = 1.2 * BYTES_AT_REST * training.parameters, shutil.disk_usage(run.folder).free
+    if room < needed:
+        raise ValueError(
+            f"expected {needed / 1e9:.0f} GB of free disk for {training.parameters / 1e6:,.0f} M parameters, "
+            f"got {room / 1e9:.0f} GB in home={run.folder.parent}"
+        )
 
     def case(method: str) -> Case:
         # Parameters are compared after the first step, a turn that does not count, and the pairs.
         saved = 0 if settings.parameters else 2 + settings.pairs
-        how = {"method": method, "training": asdict(training), "folder": folder, "save_after": saved}
-        if method != DEEPSPEED:
-            return Case(NAMES[method], TRAIN, how)
-        name = NAMES[method] + (", activations kept" if settings.peer_keeps else "")
-        environment = {"DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1"}
-        return Case(name, TRAIN, {**how, "checkpointed": not settings.peer_keeps}, environment, DEEPSPEED)
+        how = {"method": method, "training": asdict(training), "save_after": saved}
+        name, environment, peer = NAMES[method], {}, ""
+        if method == DEEPSPEED:
+            name += ", activations kept" if settings.peer_keeps else ""
+            how["checkpointed"] = not settings.peer_keeps
+            environment, peer = {"DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1"}, DEEPSPEED
+        return Case(name, TRAIN, how, environment, peer, {"flops": training.training_flops})
 
     if settings.parameters is None:
         cases = [case(method) for method in (REFERENCE, *settings.ways)]
-        yield Group("beside the resident model", cases, "pairs", settings.pairs, warmup=1)
+        run.group("beside the resident model", cases, "pairs", turns=settings.pairs, warmup=1)
     else:  # in the first turn a method makes the files of its moments
         cases = [case(method) for method in (FROM_META, *(way for way in settings.ways if way == DEEPSPEED))]
-        yield Group("larger than memory", cases, "rounds", settings.pairs, warmup=1)
+        run.group("larger than memory", cases, "rounds", turns=settings.pairs, warmup=1)
 
 
-def prepare(settings: Settings, folder: Path) -> Facts:
-    """Refuses a model that the disk cannot hold."""
-    training, room = training_of(settings), shutil.disk_usage(folder).free
-    needed = 1.2 * BYTES_AT_REST * training.parameters
-    if room < needed:
-        raise ValueError(
-            f"expected {needed / 1e9:.0f} GB of free disk for {training.parameters / 1e6:,.0f} M parameters, "
-            f"got {room / 1e9:.0f} GB in home={folder.parent}"
-        )
-    return []
-
-
-def report(run: Run[Any]) -> Report:
+def report(run: Run) -> list[str]:
     """One table."""
-    outcomes = run.outcomes
-    large = run.settings.parameters is not None
-    training = Training(**outcomes[0].case.arguments["training"])
+    outcomes, training, large = run.outcomes, training_of(run.settings), run.settings.parameters is not None
+
+    def of_parameters(outcome: Outcome, key: str) -> str:
+        return f"{bytes_of_step(outcome.steps)[key] / training.parameters:.1f}"
+
+    def losses(outcome: Outcome) -> str:
+        return f"{outcome.done['first']['loss']:.1f} to {outcome.steps[-1]['loss']:.1f}" if outcome.steps else "-"
+
+    def difference(outcome: Outcome) -> str:
+        found = outcome.done.get("difference")
+        return "-" if found is None else f"{found:.0e}" if found else "0"
+
+    columns = {
+        "s/step": lambda o: f"{o.median():.2f}",
+        "to ours" if large else "to the resident": lambda o: spread(o.ratios()) if o is not outcomes[0] else "1",
+        "kernel": lambda o: f"{o.median('kernel'):.2f} s",
+        "waiting": lambda o: f"{o.median('waited') / o.median():.1%}",
+        "read B/parameter": lambda o: of_parameters(o, "read"),
+        "of it from disk": lambda o: of_parameters(o, "from_disk"),
+        "written": lambda o: of_parameters(o, "written"),
+        "peak memory": lambda o: mebibytes(o.peaks[STEPS]),
+        "less torch": lambda o: mebibytes(o.above()),
+        "losses" if large else "parameters differ": losses if large else difference,
+        **limit_columns(run.rates, files=True),
+    }
     words = (
         f"{training.parameters / 1e6:,.0f} M parameters in {training.blocks} blocks, fp32: "
         f"{16 * training.parameters / 1e9:.1f} GB of parameters, gradients and moments. {training.tokens:,} tokens a "
         f"step, AdamW, gradients clipped to a global norm of {training.max_norm:g}."
     )
-
-    def of_parameters(count: float) -> str:
-        return f"{count / training.parameters:.1f}"
-
-    def losses(outcome: Outcome) -> str:
-        return f"{outcome.done['first']['loss']:.1f} to {outcome.steps[-1]['loss']:.1f}" if outcome.steps else "-"
-
-    columns = {
-        "s/step": lambda o: f"{o.median():.2f}",
-        "to ours" if large else "to the resident": lambda o: spread(o.ratios()) if o is not outcomes[0] else "1",
-        "kernel": lambda o: f"{o.median('kernel', 0.0):.2f} s",
-        "waiting": lambda o: f"{o.median('waited', 0.0) / o.median():.1%}",
-        "read B/parameter": lambda o: of_parameters(bytes_of_step(o.steps)[0]),
-        "of it from disk": lambda o: of_parameters(from_disk(o.steps)),
-        "written": lambda o: of_parameters(bytes_of_step(o.steps)[1]),
-        "peak memory": lambda o: mebibytes(o.peaks[STEPS]),
-        "less torch": lambda o: mebibytes(o.above()),
-        "losses" if large else "parameters differ": losses if large else _difference,
-        **limit_columns(
-            run.limits, lambda o: run.limits.step_seconds(flops=training.training_flops, **medium_bytes(o.steps))
-        ),
-    }
-    sections = [words, case_table(outcomes, columns, "method"), WORDS, reasons(outcomes)]
-    ours, theirs = _pair(outcomes)
-    if ours is not None and theirs is not None:
+    sections = [words, case_table(outcomes, columns, "method"), WORDS]
+    ours, theirs = _pair(run)
+    if ours and theirs:
         speedup, share = _advantage(ours, theirs)
         sections.append(f"Ours takes 1/{speedup:.2f} of the time of {theirs.title} and {share:.2f} of its memory.")
-    return Report(sections, broken_bounds(outcomes, large))
+    return sections
 
 
-def _difference(outcome: Outcome) -> str:
-    difference = outcome.done.get("difference")
-    return "-" if difference is None else f"{difference:.0e}" if difference else "0"
-
-
-def _pair(outcomes: Sequence[Outcome]) -> tuple[Outcome | None, Outcome | None]:
+def _pair(run: Run) -> tuple[Outcome | None, Outcome | None]:
     """Ours and DeepSpeed, where they ran."""
-    ours = find_done(outcomes, NAMES["from meta"]) or find_done(outcomes, NAMES[DISK])
-    return ours, next((o for o in outcomes if o.case.peer and o.result is not None), None)
+    theirs = next((outcome for outcome in run.outcomes if outcome.case.peer and outcome.result is not None), None)
+    return run.find(NAMES[FROM_META]) or run.find(NAMES[DISK]), theirs
 
 
 def _advantage(ours: Outcome, theirs: Outcome) -> tuple[float, float]:
@@ -157,17 +143,17 @@ def _advantage(ours: Outcome, theirs: Outcome) -> tuple[float, float]:
     return theirs.ratio() / ours.ratio(), ours.peaks[STEPS] / theirs.peaks[STEPS]
 
 
-def broken_bounds(outcomes: Sequence[Outcome], large: bool) -> list[str]:
-    """Bounds that do not hold, one line each."""
-    broken = failures(outcomes)
-    ours, theirs = _pair(outcomes)
+def bounds(run: Run) -> list[str]:
+    """Ours keeps up with the resident model, or within its memory; it beats DeepSpeed, where that runs."""
+    broken: list[str] = []
+    ours, theirs = _pair(run)
     if ours is None:
         return broken
     if (difference := ours.done.get("difference")) is not None:
         what = f"{ours.name}: the difference of parameters from the resident model's"
         broken += at_most(what, difference, MAXIMUM_DIFFERENCE, "{:.0e}".format)
-    if large:
-        losses = [ours.done["first"]["loss"], *(step["loss"] for step in ours.steps)]
+    if run.settings.parameters is not None:
+        losses = [ours.done["first"]["loss"], *ours.values("loss")]
         broken += [] if all(map(math.isfinite, losses)) else [f"{ours.name}: losses must be numbers, are {losses}"]
         broken += at_most(f"{ours.name}: the peak", ours.peak_bytes, MAXIMUM_LARGE_BYTES, mebibytes)
     else:
@@ -179,4 +165,19 @@ def broken_bounds(outcomes: Sequence[Outcome], large: bool) -> list[str]:
     return broken
 
 
-BENCHMARK = Benchmark(Settings, plan, report, prepare)
+def claims(run: Run) -> list[Claim]:
+    """A large model beside DeepSpeed, a smaller one beside the resident model."""
+    training, where = training_of(run.settings), "parameters, gradients and moments on disk"
+    ours, theirs = _pair(run)
+    if run.settings.parameters is None:
+        resident = run.find(NAMES[REFERENCE])
+        set_up = f"AdamW steps of {training.parameters / 1e6:.0f} M parameters, {training.tokens:,} tokens; {where}"
+        peer = "all in memory, blocks checkpointed, fused AdamW"
+        return [Claim(set_up, peer, ours.ratios(), ours.peaks[STEPS] / resident.peaks[STEPS])]
+    kept = run.settings.peer_keeps
+    set_up = "the same" if kept else f"AdamW steps of {run.settings.parameters / 1e9:.0f} billion parameters; {where}"
+    peer = f"DeepSpeed ZeRO-3 on NVMe, {'activations kept' if kept else 'blocks checkpointed'}"
+    return [Claim(set_up, peer, [1 / ratio for ratio in theirs.ratios()], ours.peaks[STEPS] / theirs.peaks[STEPS])]
+
+
+BENCHMARK = Benchmark(Settings, measure, report, bounds, claims)

@@ -180,17 +180,15 @@ METHODS: dict[str, Callable[..., Method]] = {
 }
 
 
-def train(
-    report: Reporter, method: str, training: dict[str, Any], folder: str, save_after: int, **how: Any
-) -> dict[str, Any]:
+def train(report: Reporter, method: str, training: dict[str, Any], save_after: int, **how: Any) -> dict[str, Any]:
     """A case: builds the method, takes a first step that is not timed, and then one in each turn.
 
-    Each method has a directory in ``folder``, which is on disk. Parameters are saved after ``save_after`` steps in all
+    Each method has a directory of its own. Parameters are saved after ``save_after`` steps in all
     and compared with the reference's; 0: never.
     """
     importlib.import_module("torch._dynamo")  # every torch optimizer imports it: a part of what torch alone takes
-    report.memory(FLOOR)
-    home = Path(folder, method.replace(" ", "-"))
+    report.phase(FLOOR)
+    home = Path(method.replace(" ", "-")).absolute()
     home.mkdir(parents=True, exist_ok=True)
     chosen, saved = Training(**training), home.with_suffix(".pt")
     made = METHODS[method](chosen, home, **how)

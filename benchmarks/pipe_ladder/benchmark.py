@@ -5,17 +5,17 @@ ratios of their times, for cells of milliseconds and for tiny cells. For each pi
 taken away, another case gives the peak memory. One more gives each stage a worker and measures the bubble.
 """
 
+import contextlib
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks.harness.benchmark import Benchmark, Plan, Report, Run
-from benchmarks.harness.case import Case, Outcome, failures
-from benchmarks.harness.limits import gradient_bytes
-from benchmarks.harness.peers import Found, find_peer
-from benchmarks.harness.schedule import Group
-from benchmarks.harness.table import at_most, case_table, limit_columns, markdown_table, mebibytes, reasons
+from benchmarks.harness.benchmark import Benchmark, Claim, Run
+from benchmarks.harness.case import CannotRunError, Case, Outcome
+from benchmarks.harness.peers import find_peer
+from benchmarks.harness.table import at_most, case_table, limit_columns, markdown_table, mebibytes
+from benchmarks.models.work import gradient_bytes
 from benchmarks.pipe_ladder.methods import METHODS, Settings
 
 MAXIMUM_RATIO = 1.0  # of processor time, ours to each ancestor's: geometric mean over the numbers of micro-batches
@@ -54,37 +54,36 @@ KEEP_PAGES = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_":
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
 
 
-def plan(settings: Settings, folder: str) -> Plan:
-    """The groups: time, tiny cells, peaks, bubble."""
-    # Steps in turn are of one process: the ancestors that are installed here.
-    names = [PIPES[0], *(name for name in PIPES[1:] if isinstance(find_peer(name), Found))]
+def measure(run: Run) -> None:
+    """Time, tiny cells, peaks, bubble."""
+    names = PIPES[:1]  # steps in turn are of one process: the ancestors that are installed here
+    for name in PIPES[1:]:
+        with contextlib.suppress(CannotRunError):
+            names += [name] if find_peer(name) else []
 
-    def case(title: str, function: str, how: dict[str, Any], environment: dict[str, str], sizes: Settings) -> Case:
+    def case(title: str, function: str, environment: dict[str, str], sizes: Settings, **how: Any) -> Case:
         peer = title if title in PIPES[1:] else ""
-        return Case(title, f"{MODULE}:{function}", {"settings": asdict(sizes), **how}, environment, peer)
+        work = {"flops": sizes.training_flops, "copied_bytes": gradient_bytes(sizes.parameters)}
+        return Case(title, f"{MODULE}:{function}", {"settings": asdict(sizes), **how}, environment, peer, work)
 
     def timed(title: str, sizes: Settings, microbatches: int) -> list[Case]:
-        hows = [
-            {"chunks": n, "repeats": -(-microbatches // n), "names": names} for n in sizes.chunks if n <= sizes.rows
+        return [
+            case(
+                f"{title}, {n} micro-batches", "time_rounds", KEEP_PAGES, sizes, chunks=n, names=names, repeats=repeats
+            )
+            for n, repeats in ((n, -(-microbatches // n)) for n in sizes.chunks if n <= sizes.rows)
         ]
-        named = ((f"{title}, {how['chunks']} micro-batches", how) for how in hows)
-        return [case(name, "time_rounds", how, KEEP_PAGES, sizes) for name, how in named]
 
-    yield Group("time", timed("time", settings, 1))
-    tiny = replace(settings, **TINY, rounds=MORE_ROUNDS * settings.rounds)
-    yield Group("tiny cells", timed("tiny cells", tiny, TURN_MICROBATCHES))
-    yield Group("peaks", [case(name, "peak", {"name": name, "steps": 5}, GIVE_BACK, settings) for name in METHODS])
-    yield Group("bubble", [case("bubble", "bubbles", {"rounds": 5}, {}, settings)])
+    tiny = replace(run.settings, **TINY, rounds=MORE_ROUNDS * run.settings.rounds)
+    run.group("time", timed("time", run.settings, 1))
+    run.group("tiny cells", timed("tiny cells", tiny, TURN_MICROBATCHES))
+    run.group("peaks", [case(name, "peak", GIVE_BACK, run.settings, name=name, steps=5) for name in METHODS])
+    run.group("bubble", [case("bubble", "bubbles", {}, run.settings, rounds=5)])
 
 
-def report(run: Run[Any]) -> Report:
+def report(run: Run) -> list[str]:
     """Times, peaks, bubble."""
-    groups, limits = run.groups, run.limits
-    peaks, (bubble,) = groups["peaks"], groups["bubble"]
-
-    def least(outcome: Outcome) -> float:
-        sizes = Settings(**outcome.case.arguments["settings"])
-        return limits.step_seconds(flops=sizes.training_flops, copied_bytes=gradient_bytes(sizes.parameters))
+    groups, peaks = run.groups, run.groups["peaks"]
 
     def times(outcomes: Sequence[Outcome]) -> str:
         names = _names(outcomes)
@@ -94,7 +93,7 @@ def report(run: Run[Any]) -> Report:
         for name in names[1:]:
             for kind in KINDS:
                 columns[f"ours / {name}, {kind}"] = lambda o, pair=(name, kind): f"{ratio_of(o, *pair):.3f}"
-        columns |= limit_columns(limits, least, lambda o: o.median("ours: clock"))
+        columns |= limit_columns(run.rates, seconds=lambda o: o.median("ours: clock"))
         means = [
             f"{name}, {kind}: {mean_ratio(outcomes, name, kind):.3f}"
             for name in names[1:]
@@ -109,11 +108,10 @@ def report(run: Run[Any]) -> Report:
         "peak above the model": lambda o: mebibytes(_above(o)),
         "to ours": lambda o: f"{_above(o) / _above(peaks[0]):.2f}x" if peaks[0].result else "-",
         "ms/step": lambda o: f"{1e3 * o.median():.0f}",
-        **limit_columns(limits, least),
+        **limit_columns(run.rates),
     }
     sections = [TIME, times(groups["time"]), TINY_TIME, times(groups["tiny cells"])]
-    sections += [PEAK, case_table(peaks, held, "method"), BUBBLE, _bubble_table(bubble), reasons(run.outcomes)]
-    return Report(sections, broken_bounds(groups), ratios=_ratios(run))
+    return [*sections, PEAK, case_table(peaks, held, "method"), BUBBLE, _bubble_table(groups["bubble"][0])]
 
 
 def _above(outcome: Outcome) -> int:
@@ -137,21 +135,6 @@ def mean_ratio(timed: Sequence[Outcome], other: str, kind: str = "processor") ->
     return statistics.geometric_mean(ratio_of(outcome, other, kind) for outcome in timed)
 
 
-def _ratios(run: Run[Any]) -> dict[str, float]:
-    """Processor time of ours to each ancestor's, and peaks to ours."""
-    found: dict[str, float] = {}
-    for title in ("time", "tiny cells"):
-        done = [outcome for outcome in run.groups[title] if outcome.result is not None]
-        for other in _names(done)[1:]:
-            found |= {f"{outcome.name}: ours / {other}": ratio_of(outcome, other) for outcome in done}
-            found[f"{title}, geometric mean: ours / {other}"] = mean_ratio(done, other)
-    ours, *others = run.groups["peaks"]
-    for outcome in others:
-        if ours.result is not None and outcome.result is not None:
-            found[f"{outcome.name}: peak to ours"] = _above(outcome) / _above(ours)
-    return found
-
-
 def _bubble_table(bubble: Outcome) -> str:
     shares = [f"{name}: {what}" for name in SCHEDULES for what in ("measured", "simulated")]
     speed_ups = [f"{name}: speed-up" for name in SCHEDULES]
@@ -162,12 +145,10 @@ def _bubble_table(bubble: Outcome) -> str:
     return markdown_table(["micro-batches", "(p-1)/(m+p-1)", *shares, *speed_ups], rows)
 
 
-def broken_bounds(groups: dict[str, list[Outcome]]) -> list[str]:
-    """Bounds that do not hold, one line each."""
-    broken = failures(outcome for outcomes in groups.values() for outcome in outcomes)
-    if broken:
-        return broken
-    timed, (ours, *others) = groups["time"], groups["peaks"]
+def bounds(run: Run) -> list[str]:
+    """Ours takes no more processor time than an ancestor, and as good as no more memory."""
+    broken: list[str] = []
+    timed, (ours, *others) = run.groups["time"], run.groups["peaks"]
     for name in _names(timed)[1:]:
         what = f"processor time, ours / {name}:"
         broken += at_most(what, mean_ratio(timed, name), MAXIMUM_RATIO, "{:.3f}".format)
@@ -178,4 +159,32 @@ def broken_bounds(groups: dict[str, list[Outcome]]) -> list[str]:
     return broken
 
 
-BENCHMARK = Benchmark(Settings, plan, report, rates=lambda settings: {"threads": settings.threads})
+def claims(run: Run) -> list[Claim]:
+    """Beside each ancestor: processor time, a ratio for each number of micro-batches, and memory."""
+    timed, ours = run.groups["time"], run.groups["peaks"][0]
+    counts = run.settings.chunks
+    set_up = f"processor time of two CPU stages, {counts[0]} to {counts[-1]} micro-batches"
+    found = []
+    for name, words in (("torchgpipe", "torchgpipe 0.0.7"), ("fairscale", "fairscale 0.4.13 Pipe")):
+        theirs = run.find(name, "peaks")
+        times = [ratio_of(outcome, name) for outcome in timed]
+        memory = ours.done["above_model"] / theirs.done["above_model"]
+        found.append(Claim(set_up, words, times, memory, " above the model", statistics.geometric_mean))
+    return found
+
+
+def ratios(run: Run) -> dict[str, float]:
+    """Processor time of ours to each ancestor's, and peaks to ours."""
+    found: dict[str, float] = {}
+    for title in ("time", "tiny cells"):
+        done = [outcome for outcome in run.groups[title] if outcome.result is not None]
+        for other in _names(done)[1:]:
+            found |= {f"{outcome.name}: ours / {other}": ratio_of(outcome, other) for outcome in done}
+    ours, *others = run.groups["peaks"]
+    done = [outcome for outcome in others if ours.result and outcome.result]
+    return found | {f"{outcome.name}: peak to ours": _above(outcome) / _above(ours) for outcome in done}
+
+
+BENCHMARK = Benchmark(
+    Settings, measure, report, bounds, claims, ratios, rates=lambda settings: {"threads": settings.threads}
+)

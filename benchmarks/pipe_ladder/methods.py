@@ -6,6 +6,7 @@ adds to the layers, and what it keeps in memory. Only to measure the bubble each
 
 import contextlib
 import gc
+import importlib
 import statistics
 import time
 import warnings
@@ -19,7 +20,6 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.peers import require
 from benchmarks.harness.settings import option
 from benchmarks.harness.worker import Reporter
 from pipe import Pipe, worker
@@ -43,11 +43,10 @@ class Settings:
     rounds: int = option(7, "steps of each pipe")
     threads: int = option(1, "threads of torch's kernels")
 
-    def wrong(self) -> list[str]:
+    def wrong(self) -> str:
         """More micro-batches than rows."""
-        if max(self.chunks) <= self.rows:
-            return []
-        return [f"expected from 1 to {self.rows} micro-batches, got chunks={self.chunks}"]
+        wrong = max(self.chunks) > self.rows
+        return f"expected from 1 to {self.rows} micro-batches, got chunks={self.chunks}" if wrong else ""
 
     def model(self) -> nn.Sequential:
         """``blocks`` of four layers each: wide linear layers, between which activations are four times a boundary."""
@@ -96,7 +95,7 @@ def _ours(settings: Settings, chunks: int, checkpoint: str = "except_last") -> P
 
 
 def _ancestor(settings: Settings, chunks: int, module: str, name: str) -> Steps:
-    pipe = getattr(require(module, "ancestors"), name)
+    pipe = getattr(importlib.import_module(module), name)
     return _through_autograd(pipe(settings.model(), settings.balance, devices=["cpu"] * STAGES, chunks=chunks))
 
 
@@ -155,7 +154,6 @@ def time_rounds(
         for step in steps.values():
             step(x)
     gc.collect()
-    report.total(sizes.rounds)
     for k in range(sizes.rounds):
         taken: dict[str, float] = {}
         begin = k % len(names)
@@ -178,7 +176,6 @@ def peak(report: Reporter, settings: dict[str, Any], name: str, steps: int) -> d
     step(x[:STAGES])  # makes gradients, loads libraries
     gc.collect()
     report.phase("steps")
-    report.total(steps)
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the mark starts from here
     before = _status_bytes("VmRSS")
     for _ in range(steps):
@@ -233,7 +230,6 @@ def bubbles(report: Reporter, settings: dict[str, Any], rounds: int) -> dict[str
     """
     sizes = Settings(**settings)
     x = sizes.batch()
-    report.total(len(sizes.chunks))
     for count in sizes.chunks:
         pipe = _ours(sizes, count)
         values: dict[str, float] = {}

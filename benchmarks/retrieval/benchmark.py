@@ -9,22 +9,14 @@ machine has left.
 """
 
 import itertools
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
-import psutil
-
-from benchmarks.harness.benchmark import Benchmark, Facts, Plan, Report, Run
+from benchmarks.harness.benchmark import Benchmark, Claim, Run
 from benchmarks.harness.case import FLOOR, Case, Outcome
-from benchmarks.harness.io_counters import medium_bytes
-from benchmarks.harness.limits import adamw_bytes, gradient_bytes
-from benchmarks.harness.memory import died_of_memory
-from benchmarks.harness.schedule import Group
-from benchmarks.harness.table import at_most, case_table, limit_columns, markdown_table, mebibytes, reasons, spread
+from benchmarks.harness.table import at_most, case_table, limit_columns, markdown_table, mebibytes, spread
+from benchmarks.models.work import adamw_bytes, gradient_bytes
 from benchmarks.retrieval.corpus import build_corpus
 from benchmarks.retrieval.methods import BEFORE, RECALL_AT
 from benchmarks.retrieval.workload import METHODS, OURS, Settings, write_tokens
@@ -35,51 +27,43 @@ TOLERANCE = 1e-4  # of losses
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "MALLOC_ARENA_MAX": "1"}
 
 
-def plan(settings: Settings, folder: str) -> Plan:
-    """The groups: free, and capped if a cap can be named."""
-
-    def case(method: str, suffix: str, cap_bytes: int) -> Case:
-        home = f"{folder}/{method}{suffix}".replace(", ", "-")
-        how = {"method": method, "settings": asdict(settings), "tokens": f"{folder}/tokens.npz", "home": home}
-        how |= {"cap_bytes": cap_bytes, "evaluate": not suffix}
-        return Case(NAMES[method] + suffix, "benchmarks.retrieval.methods:train", how, GIVE_BACK)
-
-    available = int(0.9 * psutil.virtual_memory().available)  # the rest is for others
-    cases = [case(method, "", available) for method in settings.methods]
-    free = yield Group("free", cases, "rounds", settings.training_steps)
-    cap_bytes = midway(free)
-    if settings.capped_steps and cap_bytes is not None:
-        methods = [method for method in METHODS if method == OURS or method in settings.methods]
-        capped = [case(method, ", capped", cap_bytes) for method in methods]
-        yield Group("capped", capped, turns=min(settings.capped_steps, settings.training_steps))
-
-
-def prepare(settings: Settings, folder: Path) -> Facts:
-    """Builds the corpus and encodes it."""
+def measure(run: Run) -> None:
+    """Free, and capped if a cap can be named."""
+    settings = run.settings
     corpus = build_corpus(pairs=settings.pairs)
-    write_tokens(corpus, settings, folder / "tokens.npz")
-    words = (
+    run.facts["corpus"] = (
         f"{len(corpus.training):,} pairs to train on, {len(corpus.held_out):,} from held-out modules, "
         f"{corpus.modules_read:,} modules"
     )
-    return [("corpus", words)]
+    write_tokens(corpus, settings, run.folder / "tokens.npz")
+
+    def case(method: str, suffix: str, cap_bytes: int | None) -> Case:
+        how = {"method": method, "settings": asdict(settings), "cap_bytes": cap_bytes, "evaluate": not suffix}
+        work = {"flops": settings.training_flops}
+        target = "benchmarks.retrieval.methods:train"
+        dies = method != OURS  # a method in memory that finds none is an answer
+        return Case(NAMES[method] + suffix, target, how, GIVE_BACK, work=work, may_lack_memory=dies)
+
+    cases = [case(method, "", None) for method in settings.methods]
+    cap_bytes = midway(run.group("free", cases, "rounds", turns=settings.training_steps))
+    if settings.capped_steps and cap_bytes is not None:
+        methods = [method for method in METHODS if method == OURS or method in settings.methods]
+        capped = [case(method, ", capped", cap_bytes) for method in methods]
+        run.group("capped", capped, turns=min(settings.capped_steps, settings.training_steps))
 
 
-def report(run: Run[Any]) -> Report:
+def report(run: Run) -> list[str]:
     """What the methods need, and what happened under the cap."""
-    free, capped = run.groups["free"], run.groups.get("capped", [])
-    settings, done = run.settings, [outcome for outcome in free if outcome.result is not None]
+    free, settings = run.groups["free"], run.settings
+    done = [outcome for outcome in free if outcome.result is not None]
 
-    def least(outcome: Outcome) -> float:
-        parameters = int(outcome.done["parameters"])
-        copied = gradient_bytes(parameters) + adamw_bytes(parameters)
-        work = medium_bytes(outcome.steps, copied_bytes=copied)
-        return run.limits.step_seconds(flops=settings.training_flops, **work)
+    def copied(outcome: Outcome) -> dict[str, float]:
+        parameters = outcome.done["parameters"]
+        return {"copied_bytes": gradient_bytes(parameters) + adamw_bytes(parameters)}
 
-    def quarter(outcome: Outcome, *, last: bool) -> str:
-        size = max(1, len(outcome.steps) // 4)  # one batch says little: each is another one
-        steps = outcome.steps[-size:] if last else outcome.steps[:size]
-        return f"{statistics.fmean(step['loss'] for step in steps):.4f}"
+    def quarter(losses: list[float], *, last: bool) -> str:
+        size = max(1, len(losses) // 4)  # one batch says little: each is another one
+        return f"{statistics.fmean(losses[-size:] if last else losses[:size]):.4f}"
 
     columns = {
         "peak memory": lambda o: mebibytes(o.peak_bytes),
@@ -88,12 +72,12 @@ def report(run: Run[Any]) -> Report:
         "before step 1": lambda o: mebibytes(o.moments[BEFORE]),
         "s/step": lambda o: f"{o.median():.2f}",
         "time ratio": lambda o: spread(o.ratios(), 2) if o is not done[0] else "1",
-        **limit_columns(run.limits, least),
-        "loss, first quarter": lambda o: quarter(o, last=False),
-        "last quarter": lambda o: quarter(o, last=True),
+        **limit_columns(run.rates, copied, files=True),
+        "loss, first quarter": lambda o: quarter(o.values("loss"), last=False),
+        "last quarter": lambda o: quarter(o.values("loss"), last=True),
         f"recall@{RECALL_AT}": lambda o: f"{o.done['recall_before']:.1%} -> {o.done['recall_after']:.1%}",
     }
-    sections = [case_table(free, columns, "method"), reasons(free)]
+    sections = [case_table(free, columns, "method")]
     if done:
         held_out = done[0].done["held_out"]
         sections.append(
@@ -104,14 +88,14 @@ def report(run: Run[Any]) -> Report:
             "ratios are those of the steps in a round: median (least to greatest). Limits count a forward and a "
             "backward with nothing recomputed, AdamW's reads and writes, and the bytes of files."
         )
-    if capped:
-        sections.append(_cap_table(capped, capped[0].case.arguments["cap_bytes"]))
+    if "capped" in run.groups:
+        sections.append(_cap_table(run.groups["capped"]))
     elif settings.capped_steps:
         sections.append(f"No cases under a cap: {NAMES[OURS]} does not need less memory than all others.")
     difference = greatest_difference(free)
     if difference is not None:
         sections.append(f"Greatest difference between the methods' losses at any step: {difference:.1e}.")
-    return Report(sections, broken_bounds(free, capped))
+    return sections
 
 
 def greatest_difference(outcomes: Sequence[Outcome]) -> float | None:
@@ -119,12 +103,12 @@ def greatest_difference(outcomes: Sequence[Outcome]) -> float | None:
 
     NaN wherever a loss is NaN: that is no agreement.
     """
-    losses = [[step["loss"] for step in outcome.steps] for outcome in outcomes if outcome.result is not None]
-    if len(losses) < 2:
-        return None
+    losses = [outcome.values("loss") for outcome in outcomes if outcome.result is not None]
     pairs = itertools.combinations(losses, 2)
     differences = [abs(a - b) for first, second in pairs for a, b in zip(first, second, strict=True)]
-    return float("nan") if any(value != value for value in differences) else max(differences)
+    if any(value != value for value in differences):
+        return float("nan")
+    return max(differences, default=None)
 
 
 def _is_ours(outcome: Outcome) -> bool:
@@ -145,52 +129,43 @@ def midway(outcomes: Sequence[Outcome]) -> int | None:
     return (ours[0] + min(others)) // 2
 
 
-def _cap_table(outcomes: Sequence[Outcome], cap_bytes: int) -> str:
+def _cap_table(outcomes: Sequence[Outcome]) -> str:
     rows = []
     for outcome in outcomes:
-        what, losses = _death(outcome), "-"
-        if outcome.result is not None:
-            what = f"trained {len(outcome.steps)} steps"
-            losses = f"{outcome.steps[0]['loss']:.4f} -> {outcome.steps[-1]['loss']:.4f}" if outcome.steps else "-"
-        rows.append([outcome.name, what, losses, mebibytes(outcome.peak_bytes)])
+        losses = outcome.values("loss")
+        died = f"died in step {len(losses) + 1}" if outcome.lacked_memory else outcome.reason
+        shown = f"{losses[0]:.4f} -> {losses[-1]:.4f}" if losses and not died else "-"
+        rows.append([outcome.name, died or f"trained {len(losses)} steps", shown, mebibytes(outcome.peak_bytes)])
     words = (
-        f"Under a hard cap of {mebibytes(cap_bytes)} of private memory (`RLIMIT_DATA`, which also counts what is "
-        "mapped and not used):"
+        f"Under a hard cap of {mebibytes(outcomes[0].case.arguments['cap_bytes'])} of private memory (`RLIMIT_DATA`, "
+        "which also counts what is mapped and not used):"
     )
     return f"{words}\n\n{markdown_table(['method', 'outcome', 'loss', 'memory held'], rows)}"
 
 
-def _death(outcome: Outcome) -> str:
-    if not died_of_memory(outcome):
-        return outcome.reason
-    wanted = re.search(r"allocate (\d+) bytes", outcome.failure or "")
-    what = f"{int(wanted[1]):,} bytes" if wanted else "memory"
-    return f"died in step {len(outcome.steps) + 1}: cannot allocate {what}"
-
-
-def broken_bounds(free: Sequence[Outcome], capped: Sequence[Outcome]) -> list[str]:
-    """Bounds that do not hold, one line each. A method in memory that finds none is an answer, not a failure."""
-    broken = [
-        f"{outcome.name}: {outcome.failure}"
-        for outcome in free
-        if outcome.failure is not None and (_is_ours(outcome) or not died_of_memory(outcome))
-    ]
-    difference = greatest_difference(free)
+def bounds(run: Run) -> list[str]:
+    """All methods have the same losses; under the cap only ours trains, and to these."""
+    broken: list[str] = []
+    difference = greatest_difference(run.groups["free"])
     if difference is not None:
         broken += at_most("the difference of losses", difference, TOLERANCE, "{:.1e}".format)
-    reference = next((outcome for outcome in free if _is_ours(outcome)), None)
-    for outcome in capped:
+    for outcome in run.groups.get("capped", []):
         if not _is_ours(outcome):
-            if not died_of_memory(outcome):
-                what = "it trained" if outcome.result is not None else outcome.reason
-                broken.append(f"{outcome.name}: expected to find no memory, but {what}")
-        elif outcome.result is None:
-            broken.append(f"{outcome.name}: {_death(outcome)}")
-        elif reference is not None:
-            pairs = zip(outcome.steps, reference.steps, strict=False)  # it takes fewer steps
-            if not all(abs(mine["loss"] - theirs["loss"]) <= TOLERANCE for mine, theirs in pairs):
+            if outcome.result is not None:
+                broken.append(f"{outcome.name}: expected to find no memory, but it trained")
+        elif (reference := run.find(NAMES[OURS])) is not None:
+            pairs = zip(outcome.values("loss"), reference.values("loss"), strict=False)  # it takes fewer steps
+            if not all(abs(mine - theirs) <= TOLERANCE for mine, theirs in pairs):
                 broken.append(f"{outcome.name}: losses must agree with those without a cap to {TOLERANCE:.0e}")
     return broken
 
 
-BENCHMARK = Benchmark(Settings, plan, report, prepare)
+def claims(run: Run) -> list[Claim]:
+    """Ours on disk beside the whole batch in memory."""
+    ours, whole = run.find(NAMES[OURS]), run.find(NAMES["whole"])
+    size, more = ours.done["parameters"] / 1e6, "; under a cap only ours trains" if "capped" in run.groups else ""
+    set_up = f"one contrastive batch of {run.settings.batch:,} pairs, {size:.0f} M parameters, all state on disk{more}"
+    return [Claim(set_up, "the whole batch in memory", ours.ratios(), ours.peak_bytes / whole.peak_bytes)]
+
+
+BENCHMARK = Benchmark(Settings, measure, report, bounds, claims)

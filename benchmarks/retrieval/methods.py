@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -37,7 +38,7 @@ def contrastive_loss(descriptions: Tensor, sources: Tensor, temperature: float) 
     return (functional.cross_entropy(scores, answers) + functional.cross_entropy(scores.T, answers)) / 2
 
 
-def make(method: str, encoder: nn.Sequential, settings: Settings, home: str) -> tuple[nn.Module, Step]:
+def make(method: str, encoder: nn.Sequential, settings: Settings, home: Path) -> tuple[nn.Module, Step]:
     """The model and the step of a method: the whole batch in one piece; in chunks; in chunks over a model on disk."""
     if method == "whole":
 
@@ -82,22 +83,22 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
 
 
 def train(
-    report: Reporter, method: str, settings: dict[str, Any], tokens: str, home: str, cap_bytes: int, evaluate: bool
+    report: Reporter, method: str, settings: dict[str, Any], cap_bytes: int | None, evaluate: bool
 ) -> dict[str, Any]:
     """One case: a step of training in each turn, under a cap of private memory from the beginning.
 
-    ``tokens`` is the file that ``write_tokens`` wrote, ``home`` a directory on disk for shards.
+    None: under a cap of what the machine has left.
     """
     importlib.import_module("torch._dynamo")  # every torch optimizer imports it: a part of what torch alone takes
-    report.memory(FLOOR)
-    cap_memory(cap_bytes)
+    report.phase(FLOOR)
+    cap_memory(cap_bytes or int(0.9 * psutil.virtual_memory().available))  # the rest is for others
     chosen = Settings(**settings)
-    batches = Batches(Path(tokens), chosen)
+    batches = Batches(Path("tokens.npz"), chosen)
     sizes: dict[str, Any] = {name: getattr(chosen, name) for name in ("dim", "depth", "dropout", "seed")}
-    model, step = make(method, build_encoder(chosen.vocabulary, max(LENGTHS), **sizes), chosen, home)
+    model, step = make(method, build_encoder(chosen.vocabulary, max(LENGTHS), **sizes), chosen, Path("home"))
     optimizer = make_optimizer(model, chosen)
     before = recall(model, *batches.held_out()) if evaluate else None
-    report.memory(BEFORE)
+    report.phase(BEFORE)
     report.phase("training")
     for k in report.turns():
         rows = batches.training(k)

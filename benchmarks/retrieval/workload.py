@@ -7,6 +7,8 @@ the texts and of every setting that shapes it. Cases do not import it.
 from __future__ import annotations
 
 import hashlib
+import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness.files import cache_directory, write_whole
-from benchmarks.harness.limits import block_flops
-from benchmarks.harness.peers import require
+from benchmarks.harness.environment import cache_directory
 from benchmarks.harness.settings import option
 from benchmarks.models.dropout import row_keys
 from benchmarks.models.encoder import PADDING
+from benchmarks.models.work import block_flops
 from benchmarks.retrieval.corpus import Corpus, Pair
 
 if TYPE_CHECKING:
@@ -63,11 +64,10 @@ class Settings:
     methods: tuple[str, ...] = option(METHODS, "which methods to run", choices=METHODS)
     capped_steps: int = option(4, "steps under the cap; 0: no such cases", least=0)
 
-    def wrong(self) -> list[str]:
+    def wrong(self) -> str:
         """More slices than layers."""
-        if self.slices <= self.depth + 2:
-            return []
-        return [f"expected at most {self.depth + 2} slices, one for each layer, got slices={self.slices}"]
+        most = self.depth + 2
+        return "" if self.slices <= most else f"expected at most {most} slices, one a layer, got slices={self.slices}"
 
     @property
     def training_steps(self) -> int:
@@ -126,11 +126,15 @@ def tokenizer_for(corpus: Corpus, vocabulary: int, directory: Path | None = None
     """
     if vocabulary <= 256:
         raise ValueError(f"expected a vocabulary of more than 256 tokens, one for each byte, got {vocabulary=}")
-    tokenizers = require("tokenizers")
+    import tokenizers
+
     key = hashlib.sha256(f"{LAYOUT} {tokenizers.__version__} {vocabulary} {corpus.fingerprint}".encode()).hexdigest()
     path = (directory or cache_directory()) / f"bpe-{vocabulary}-{key[:32]}.json"
     if not path.exists():
-        write_whole(path, lambda temporary: _train(corpus, vocabulary).save(str(temporary)))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # whole or not at all
+            _train(corpus, vocabulary).save(f"{folder}/{path.name}")
+            os.replace(f"{folder}/{path.name}", path)
     return tokenizers.Tokenizer.from_file(str(path))
 
 
@@ -144,7 +148,8 @@ def encode(tokenizer: Any, texts: Sequence[str], length: int) -> npt.NDArray[np.
 
 
 def _train(corpus: Corpus, vocabulary: int) -> Any:
-    tokenizers = require("tokenizers")
+    import tokenizers
+
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     # Case, white space and punctuation are dropped, so that read_bytes, ReadBytes and "Read bytes" become the same
     # tokens and a short sequence holds most of a function.

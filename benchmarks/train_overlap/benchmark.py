@@ -3,35 +3,17 @@
 Each case has another balance of the three, and takes steps with nothing overlapped, with everything overlapped, and of
 each part alone. An ideal pipeline takes as long as its slowest part alone; in turn, parts take their sum. torchrec's
 pipeline runs over the same model, table and loader, where it is installed.
-
-Latencies are added to the real work of loader and rows as a share of the measured compute time, so that each case has
-the balance that its name says on any machine: without them, rows in the page cache would be fast. Rows that must be
-read again because they were just updated carry no latency, because they are in the page cache.
 """
 
-from __future__ import annotations
-
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from benchmarks.harness.benchmark import Benchmark, Claim, Run
+from benchmarks.harness.case import Case, Outcome
+from benchmarks.harness.table import at_most, case_table, limit_columns, spread
+from benchmarks.train_overlap.methods import IN_TURN, OURS, PARTS, PIPELINED, TORCHREC, Settings
 
-from benchmarks.harness.benchmark import Benchmark, Plan, Report, Run
-from benchmarks.harness.case import Case, Outcome, failures
-from benchmarks.harness.limits import Limits
-from benchmarks.harness.schedule import Group, rounds_until_known
-from benchmarks.harness.settings import option
-from benchmarks.harness.table import at_most, case_table, limit_columns, reasons, spread
-from benchmarks.harness.worker import Reporter
-
-IN_TURN, PIPELINED = "in turn", "pipelined"  # how the parts of a step run
-OURS, TORCHREC = "ours", "torchrec"  # whose pipeline
-WARMUP = 4  # batches: as many as may have been fetched while the others ran, and one more
 MAXIMUM_RATIO = 1.10  # of the overlapped step to the slowest part alone
-PARTS = ("load", "rows", "compute")
 LIMIT = (
     "The limit of a step is the longest of the two latencies, which no machine shortens, of the matrix products on one "
     "thread, and of the copies of the rows that it reads."
@@ -45,236 +27,68 @@ BALANCES = {  # latency of the loader and of the rows, as shares of the compute 
 }
 
 
-@dataclass(frozen=True)
-class Settings:
-    """A table, a dense part, a batch, and the number of rounds."""
-
-    table_rows: int = option(200_000, "rows of the table")
-    table_dim: int = option(64, "columns of the table")
-    bags: int = option(512, "rows of the batch")
-    indices: int = option(4, "rows of the table for each of them")
-    width: int = option(768, "channels of the dense part")
-    rounds: int = option(9, "repetitions of each case")
-    batches: int = option(12, "timed batches of each method in a round")
-
-    @property
-    def training_flops(self) -> float:
-        """Of the matrix products of a forward and a backward of the dense part."""
-        return 3 * 2.0 * self.bags * self.width * (self.table_dim + self.width + 1)
-
-
-class _Model(nn.Module):
-    def __init__(self, settings: Settings, bag: nn.Module) -> None:
-        super().__init__()
-        self.bag = bag
-        torch.manual_seed(1)
-        first, last = nn.Linear(settings.table_dim, settings.width), nn.Linear(settings.width, 1)
-        middle = nn.Linear(settings.width, settings.width)
-        self.dense = nn.Sequential(first, nn.GELU(), middle, nn.GELU(), last)
-
-    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return self.head(self.bag(batch["indices"]), batch)
-
-    def head(self, pooled: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        losses = (self.dense(pooled) - batch["labels"]).square().mean()
-        return losses, losses.detach()
-
-
-class _Together(list[torch.optim.Optimizer]):
-    """Several optimizers as one."""
-
-    def zero_grad(self) -> None:
-        for optimizer in self:
-            optimizer.zero_grad()
-
-    def step(self) -> None:
-        for optimizer in self:
-            optimizer.step()
-
-
-class Workload:
-    """One model and what feeds it; the latencies are set once compute has been timed."""
-
-    def __init__(self, settings: Settings, home: str) -> None:
-        from offload import OffloadEmbeddingBag, RowWiseAdagrad
-
-        workload = self
-
-        class SlowRows(OffloadEmbeddingBag):
-            def _read(self, *arguments: Any) -> Any:
-                time.sleep(workload.rows_latency)
-                return super()._read(*arguments)
-
-        self.load_latency = self.rows_latency = 0.0
-        self._settings = settings
-        torch.manual_seed(0)
-        self.bag = SlowRows(settings.table_rows, settings.table_dim, "sum", offload_device=home)
-        self.model = _Model(settings, self.bag)
-        dense = torch.optim.SGD(self.model.dense.parameters(), 0.01)
-        self.optimizers = _Together([RowWiseAdagrad(self.bag.parameters(), 0.01), dense])
-        self.loader = self._batches()
-
-    def _batches(self) -> Iterator[dict[str, Tensor]]:
-        settings = self._settings
-        generator = torch.Generator().manual_seed(2)
-        while True:
-            time.sleep(self.load_latency)
-            indices = torch.randint(settings.table_rows, (settings.bags, settings.indices), generator=generator)
-            yield {"indices": indices, "labels": torch.randn(settings.bags, 1, generator=generator)}
-
-    def alone(self, batches: int) -> dict[str, float]:
-        """Seconds for each of the three, with nothing beside it; means over some batches."""
-        seconds = dict.fromkeys(PARTS, 0.0)
-        for _ in range(batches):
-            marks = [time.perf_counter()]
-            batch = next(self.loader)
-            marks.append(time.perf_counter())
-            request = self.bag.input_dist(None, batch["indices"]).wait().wait()
-            marks.append(time.perf_counter())
-            self.optimizers.zero_grad()
-            losses, _ = self.model.head(self.bag.compute_and_output_dist(None, request), batch)
-            losses.backward()
-            self.optimizers.step()
-            marks.append(time.perf_counter())
-            for name, begin, end in zip(seconds, marks, marks[1:], strict=False):
-                seconds[name] += (end - begin) / batches
-        return seconds
-
-
-def _ours(workload: Workload, *, in_turn: bool) -> Any:
-    from pipe.train import Lanes, TrainPipelineSparseDist
-
-    ahead = {"load": 0, "copy": 0, "distribute": 0} if in_turn else None
-    lanes = Lanes.serial() if in_turn else None
-    return TrainPipelineSparseDist(workload.model, workload.optimizers, "cpu", ahead=ahead, lanes=lanes)
-
-
-class _Movable(dict[str, Tensor]):
-    """A batch as torchrec needs it."""
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> _Movable:
-        return _Movable({name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.items()})
-
-    def record_stream(self, stream: Any) -> None:
-        """There is no stream on the CPU."""
-
-    def pin_memory(self) -> _Movable:
-        return self
-
-
-def _torchrec(workload: Workload) -> Any:
-    """Its base pipeline: the sparse one wants tables that torchrec itself has sharded."""
-    from torchrec.distributed.train_pipeline import TrainPipelineBase
-    from torchrec.streamable import Pipelineable
-
-    Pipelineable.register(_Movable)
-    workload.loader = map(_Movable, workload.loader)
-    return TrainPipelineBase(workload.model, workload.optimizers, torch.device("cpu"))
-
-
-def measure(
-    report: Reporter, settings: dict[str, Any], home: str, load: float, rows: float, pipeline: str
-) -> dict[str, Any]:
-    """Rounds of the three parts alone, of all in turn, and of a pipeline: a slow minute of the machine hits all.
-
-    ``load`` and ``rows`` are the latencies of each, as shares of the time that compute takes alone. There are more
-    rounds while the median of the ratios is in doubt.
-    """
-    torch.set_num_threads(1)  # one core computes; the others read and wait
-    chosen = Settings(**settings)
-    batches = chosen.batches
-    reference = Workload(chosen, home)
-    reference.alone(WARMUP)
-    compute = reference.alone(batches)["compute"]
-    methods = {}
-    for name in (IN_TURN, PIPELINED):
-        workload = Workload(chosen, home)
-        peer = name == PIPELINED and pipeline == TORCHREC
-        methods[name] = (workload, _torchrec(workload) if peer else _ours(workload, in_turn=name == IN_TURN))
-    for workload in (reference, *(workload for workload, _ in methods.values())):
-        workload.load_latency, workload.rows_latency = load * compute, rows * compute
-    losses: dict[str, list[float]] = {name: [] for name in methods}
-    report.total(chosen.rounds)
-    ratios: list[float] = []
-    for k in rounds_until_known(lambda: ratios, chosen.rounds):
-        alone = reference.alone(batches)
-        seconds = {}
-        for name in sorted(methods, reverse=k % 2 == 1):
-            workload, runner = methods[name]
-            for _ in range(WARMUP):
-                losses[name].append(float(runner.progress(workload.loader)))
-            started = time.perf_counter()
-            for _ in range(batches):
-                losses[name].append(float(runner.progress(workload.loader)))
-            seconds[name] = (time.perf_counter() - started) / batches
-        slowest = max(alone.values())
-        ratios.append(seconds[PIPELINED] / slowest)
-        report.step(**alone, **seconds, slowest=slowest, ratio=ratios[-1])
-    if losses[IN_TURN] != losses[PIPELINED]:
-        raise AssertionError("the pipeline does not compute the same losses as the run in turn")
-    workload, runner = methods[PIPELINED]
-    read = workload.bag.statistics()
-    return {
-        "losses": len(losses[PIPELINED]),
-        "latencies": [workload.load_latency, workload.rows_latency],
-        "bytes_of_rows": read.bytes_loaded / len(losses[PIPELINED]),
-        "rows_refreshed": read.rows_refreshed,
-        "rows_read": read.rows_read,
-        "undistributed": dict(runner.statistics().undistributed) if pipeline == OURS else {},
-    }
-
-
-def plan(settings: Settings, folder: str) -> Plan:
-    """One group: a case for each balance, and torchrec's pipeline with an even one."""
+def measure(run: Run) -> None:
+    """A case for each balance, and torchrec's pipeline with an even one."""
 
     def case(balance: str, pipeline: str) -> Case:
         load, rows = BALANCES[balance]
         name, peer = (balance, "") if pipeline == OURS else (f"{balance}: {pipeline}", pipeline)
-        arguments = {"settings": asdict(settings), "home": folder, "load": load, "rows": rows, "pipeline": pipeline}
-        return Case(name, "benchmarks.train_overlap.benchmark:measure", arguments, peer=peer)
+        how = {"settings": asdict(run.settings), "load": load, "rows": rows, "pipeline": pipeline}
+        work = {"flops": run.settings.training_flops}
+        return Case(name, "benchmarks.train_overlap.methods:measure", how, peer=peer, work=work)
 
-    yield Group("balances", [*(case(balance, OURS) for balance in BALANCES), case(EVEN, TORCHREC)])
+    run.group("balances", [*(case(balance, OURS) for balance in BALANCES), case(EVEN, TORCHREC)])
 
 
-def report(run: Run[Any]) -> Report:
+def report(run: Run) -> list[str]:
     """One table."""
-    outcomes = run.outcomes
 
     def milliseconds(name: str) -> Any:
         return lambda outcome: f"{1e3 * outcome.median(name):.1f} ms"
 
+    # A latency is work that no machine does faster.
     columns = {
         **{f"{part} alone": milliseconds(part) for part in PARTS},
         IN_TURN: milliseconds(IN_TURN),
         PIPELINED: milliseconds(PIPELINED),
         "pipelined / slowest": lambda o: spread(o.ratios()),
-        **limit_columns(run.limits, lambda o: limit_seconds(o, run.limits), lambda o: o.median(PIPELINED)),
+        **limit_columns({**run.rates, "seconds": 1.0}, more_work, lambda o: o.median(PIPELINED)),
         "read again": lambda o: f"{o.done['rows_refreshed'] / o.done['rows_read']:.1%}",
     }
-    shown = [outcome for outcome in outcomes if outcome.result is not None]
-    ratios = {f"{outcome.name}: pipelined / slowest": outcome.ratio() for outcome in shown}
-    sections = [case_table(outcomes, columns), reasons(outcomes), LIMIT]
-    return Report(sections, broken_bounds(outcomes), ratios=ratios)
+    return [case_table(run.outcomes, columns), LIMIT]
 
 
-def limit_seconds(outcome: Outcome, limits: Limits) -> float:
-    """The least seconds of a step in which everything overlaps that can."""
-    settings = Settings(**outcome.case.arguments["settings"])
-    work = limits.step_seconds(flops=settings.training_flops, copied_bytes=outcome.done["bytes_of_rows"])
-    return float(max(work, *outcome.done["latencies"]))
+def more_work(outcome: Outcome) -> dict[str, float]:
+    """Copies of the rows that a step reads, and the longest latency, which every machine takes."""
+    return {"copied_bytes": outcome.done["bytes_of_rows"], "seconds": max(outcome.done["latencies"])}
 
 
-def broken_bounds(outcomes: Sequence[Outcome]) -> list[str]:
-    """Bounds that do not hold, one line each; peers have none."""
-    broken = failures(outcomes)
-    for outcome in outcomes:
-        if outcome.result is None or outcome.case.peer:
+def bounds(run: Run) -> list[str]:
+    """Rows run ahead, and an overlapped step is hardly longer than its slowest part; peers have no bounds."""
+    broken = []
+    for outcome in run.outcomes:
+        if outcome.case.peer:
             continue
-        if outcome.result["undistributed"]:
-            broken.append(f"{outcome.name}: rows did not run ahead: {outcome.result['undistributed']}")
+        if outcome.done["undistributed"]:
+            broken.append(f"{outcome.name}: rows did not run ahead: {outcome.done['undistributed']}")
         what = f"{outcome.name}: pipelined / slowest"
         broken += at_most(what, outcome.ratio(), MAXIMUM_RATIO, "{:.3f}".format)
     return broken
 
 
-BENCHMARK = Benchmark(Settings, plan, report, rates=lambda settings: {"threads": 1})
+def claims(run: Run) -> list[Claim]:
+    """The overlapped step beside its slowest part, a ratio for each balance."""
+    ratios = [outcome.ratio() for outcome in run.outcomes if not outcome.case.peer]
+    return [
+        Claim(
+            "train pipeline with a slow loader and slow embedding rows, four balances", "its slowest part alone", ratios
+        )
+    ]
+
+
+def ratios(run: Run) -> dict[str, float]:
+    """Of the pipelines' times: memory is not measured here."""
+    return {f"{o.name}: pipelined / slowest": o.ratio() for o in run.outcomes if o.result is not None}
+
+
+BENCHMARK = Benchmark(Settings, measure, report, bounds, claims, ratios, rates=lambda settings: {"threads": 1})

@@ -15,15 +15,18 @@ MEBIBYTE = 2**20
 
 def reports(report: Reporter, steps: int) -> dict[str, Any]:
     print("a stray line on standard output")
-    report.total(steps)
     for k in range(steps):
         report.step(loss=float(k))
-    report.memory("after")
+    report.phase("after")
     return {"steps": steps}
 
 
 def shows(report: Reporter, names: list[str]) -> dict[str, Any]:
     return {name: os.environ[name] for name in names}
+
+
+def works_in(report: Reporter) -> dict[str, Any]:
+    return {"folder": os.getcwd()}
 
 
 def raises(report: Reporter) -> dict[str, Any]:
@@ -41,28 +44,28 @@ def leaves_early(report: Reporter) -> dict[str, Any]:
 
 
 def allocates(report: Reporter, mebibytes: int) -> dict[str, Any]:
-    report.memory("before")
+    report.phase("before")
     held = bytearray(b"\1") * (mebibytes * MEBIBYTE)
-    report.memory("held")
+    report.phase("held")
     return {"bytes": len(held)}
 
 
 def reads_a_file(report: Reporter, path: str) -> dict[str, Any]:
     import mmap
 
-    report.memory("before")
+    report.phase("before")
     with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         total = sum(mapped[k] for k in range(0, len(mapped), 4096))  # touches every page
-        report.memory("mapped")
+        report.phase("mapped")
     return {"total": total}
 
 
 def has_phases(report: Reporter, mebibytes: int) -> dict[str, Any]:
     held = bytearray(b"\1") * (mebibytes * MEBIBYTE)
-    report.memory("held")
+    report.phase("held")
     del held
     report.phase("small")
-    report.memory("after")
+    report.phase("after")
     return {}
 
 
@@ -99,7 +102,7 @@ def cannot_run_here(report: Reporter) -> dict[str, Any]:
 def allocates_under_a_cap(report: Reporter, cap_mebibytes: int, mebibytes: int) -> dict[str, Any]:
     import torch
 
-    from benchmarks.harness.memory import cap_memory, data_bytes
+    from benchmarks.harness.memory import cap_memory, memory_of
 
-    cap_memory(data_bytes(os.getpid()) + cap_mebibytes * MEBIBYTE)
+    cap_memory(memory_of(os.getpid())[1] + cap_mebibytes * MEBIBYTE)
     return {"bytes": torch.ones(mebibytes * MEBIBYTE, dtype=torch.uint8).numel()}

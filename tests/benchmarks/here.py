@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
+import contextlib
 import importlib
-import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from benchmarks.__main__ import find
-from benchmarks.harness.benchmark import Benchmark
-from benchmarks.harness.case import CannotRunError, Case, Outcome
-from benchmarks.harness.limits import Limits
-from benchmarks.harness.report import add_arguments, run_benchmark
-from benchmarks.harness.schedule import Group, refer_to_first
+from benchmarks.__main__ import load, main
+from benchmarks.harness import benchmark as harness
+from benchmarks.harness.benchmark import read_header, read_run
+from benchmarks.harness.case import CannotRunError, Case, Outcome, times_of
 from benchmarks.harness.worker import Reporter
 
-__all__ = ["RATES", "Recorder", "lines_of", "outcome", "run_case", "run_here"]
-
-RATES = Limits(  # of no machine
-    threads=1,
-    device="cpu",
-    dtype="float32",
-    matmul_flops=1e9,
-    copy_bytes=1e9,
-    disk_read_bytes=1e6,
-    disk_read_buffered_bytes=1e6,
-    disk_write_bytes=1e6,
-    direct=True,
-)
+RATES = {"flops": 1e9, "copied_bytes": 1e9, "read_bytes": 1e6, "written_bytes": 1e6}  # of no machine
 
 
 class Recorder(Reporter):
@@ -43,55 +28,70 @@ class Recorder(Reporter):
     def turns(self) -> Iterator[int]:
         return iter(range(self._turns))
 
-    def event(self, event: str, **values: Any) -> None:
+    def event(self, event: str, value: Any = None) -> None:
         if event == "step":
-            self.outcome.steps.append(values["values"])
+            self.outcome.steps.append(value)
         elif event == "phase":
-            self.outcome.peaks[values["name"]] = 1 + max(self.outcome.moments.values(), default=0)
-        elif event == "memory":
-            self.outcome.moments[values["moment"]] = values["bytes"]
+            name, held = value
+            self.outcome.moments[name] = held
+            self.outcome.peaks[name] = held + 1
 
 
-def run_case(case: Case, turns: int = 0) -> Outcome:
+@contextlib.contextmanager
+def inside(folder: str | Path) -> Iterator[None]:
+    """In this working directory."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def run_case(case: Case, folder: str | Path, turns: int = 0) -> Outcome:
     """The outcome of a case without a process; peers are skipped."""
     found = Outcome(case)
     if case.peer:
         found.skipped = "peers need a process"
         return found
     module, _, function = case.target.partition(":")
-    try:
-        found.result = getattr(importlib.import_module(module), function)(Recorder(found, turns), **case.arguments)
-    except CannotRunError as reason:
-        found.skipped = str(reason)
+    with inside(folder):
+        try:
+            found.result = getattr(importlib.import_module(module), function)(Recorder(found, turns), **case.arguments)
+        except CannotRunError as reason:
+            found.skipped = str(reason)
     return found
 
 
-def run_group_here(group: Group) -> list[Outcome]:
-    outcomes = [run_case(case, group.warmup + group.turns) for case in group.cases]
+def run_group_here(
+    cases: Sequence[Case], folder: str | Path, order: str = "alone", turns: int = 0, warmup: int = 0
+) -> list[Outcome]:
+    outcomes = [run_case(case, folder, warmup + turns) for case in cases]
     for found in outcomes:
-        del found.steps[: group.warmup]
-    if group.order != "alone":
-        refer_to_first(outcomes)
+        del found.steps[:warmup]
+    for found in outcomes if order != "alone" else ():
+        found.reference = times_of(outcomes[0].steps)
     return outcomes
 
 
-def run_here(name: str, words: str, out: Path | None = None) -> int:
+def run_here(name: str, words: str, out: str | None = None) -> int:
     """``python -m benchmarks NAME WORDS`` in this process; the exit status."""
-    benchmark: Benchmark[Any] = dataclasses.replace(find(name).load(), run_group=run_group_here)
-    parser = argparse.ArgumentParser()
-    add_arguments(parser, benchmark)
-    arguments = parser.parse_args([*words.split(), *(["--out", str(out)] if out else [])])
-    return run_benchmark(name, find(name).summary, benchmark, arguments)
+    run_group, harness.run_group = harness.run_group, run_group_here
+    try:
+        return main([name, *words.split(), *(["--out", out] if out else [])])
+    finally:
+        harness.run_group = run_group
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The JSON lines of a results file without its header."""
-    return cast("list[dict[str, Any]]", [json.loads(line) for line in path.read_text().splitlines()[1:]])
+def outcomes_of(stem: str) -> dict[str, list[Outcome]]:
+    """The outcomes of each group, read from the results file that a benchmark wrote."""
+    path = Path(f"{stem}.jsonl")
+    return read_run(path, load(read_header(path)["benchmark"])).groups
 
 
 def outcome(
     name: str, result: Mapping[str, Any] | None = None, *, arguments: Mapping[str, Any] | None = None, **values: Any
 ) -> Outcome:
     """An outcome of a case that never ran."""
-    peer = values.pop("peer", "")
-    return Outcome(Case(name, "m:f", arguments or {}, peer=peer), None if result is None else dict(result), **values)
+    case = {key: values.pop(key) for key in ("peer", "work", "may_lack_memory") if key in values}
+    return Outcome(Case(name, "m:f", arguments or {}, **case), None if result is None else dict(result), **values)

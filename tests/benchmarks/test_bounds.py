@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +12,9 @@ import torch
 from benchmarks.build_huge import benchmark as build_huge
 from benchmarks.gpu_train import benchmark as gpu_train
 from benchmarks.gradcache_batch import benchmark as gradcache_batch
+from benchmarks.harness.benchmark import Benchmark, Run, broken_bounds
 from benchmarks.harness.case import Outcome
-from benchmarks.harness.limits import Limits
+from benchmarks.harness.table import limit_columns
 from benchmarks.memory_latency import benchmark as memory_latency
 from benchmarks.models.transformer import Stack
 from benchmarks.offload_step import benchmark as offload_step
@@ -27,13 +26,15 @@ from benchmarks.train_overlap import benchmark as train_overlap
 from tests.benchmarks.here import RATES, outcome
 
 TORCH = "interpreter and torch"
+OURS = retrieval.NAMES[retrieval.OURS]
 NO_MEMORY = (
     "exit status 1: RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
     "memory: you tried to allocate 25165824 bytes. Error code 12 (Cannot allocate memory)"
 )
 
 
-def told(broken: Sequence[str], *complaints: str) -> None:
+def told(benchmark: Benchmark, groups: dict[str, list[Outcome]], *complaints: str, **settings: Any) -> None:
+    broken = broken_bounds(benchmark, Run(benchmark.settings(**settings), groups=groups))
     assert len(broken) == len(complaints), broken
     for line, complaint in zip(broken, complaints, strict=True):
         assert complaint in line
@@ -74,7 +75,7 @@ def offload_groups(
     ],
 )
 def test_offload_step(groups: dict[str, list[Outcome]], complaints: list[str]) -> None:
-    told(offload_step.broken_bounds(groups), *complaints)
+    told(offload_step.BENCHMARK, groups, *complaints)
 
 
 # --- optimizer -------------------------------------------------------------------------------------------------------
@@ -104,7 +105,8 @@ def trained(
     ],
 )
 def test_optimizer(large: bool, outcomes: list[Outcome], complaints: list[str]) -> None:
-    told(optimizer.broken_bounds([*([] if large else [trained(REFERENCE)]), *outcomes], large), *complaints)
+    groups = {"all": [*([] if large else [trained(REFERENCE)]), *outcomes]}
+    told(optimizer.BENCHMARK, groups, *complaints, parameters=1e9 if large else None)
 
 
 # --- gradcache-batch -------------------------------------------------------------------------------------------------
@@ -134,7 +136,8 @@ def test_gradcache_batch() -> None:
         "loss": [held("loss", 100, given=1 << 30)],
     }
     told(
-        gradcache_batch.broken_bounds(groups),
+        gradcache_batch.BENCHMARK,
+        groups,
         f"{apart}: the ratio of times must be at most 0.850, is 0.900",
         f"{apart}: the ratio of peaks",
         f"{apart}: the difference of gradients",
@@ -144,40 +147,43 @@ def test_gradcache_batch() -> None:
         "bytes loaded must not depend on the chunks",
         "memory of the loss",
     )
-    told(gradcache_batch.broken_bounds(groups | {"peaks": [outcome(ours, failure="killed")]}), "ours: killed")
+    told(gradcache_batch.BENCHMARK, groups | {"peaks": [outcome(ours, failure="killed")]}, "ours: killed")
 
 
 # --- memory-latency --------------------------------------------------------------------------------------------------
 
 
+STACK = Stack(blocks=1, dim=64, rows=8, positions=8)
+
+
 def measured(settings: dict[str, Any], result: dict[str, Any], **step: float) -> Outcome:
-    stack = asdict(Stack(blocks=1, dim=64, rows=8, positions=8))
-    arguments = {"method": "ours", "settings": settings, "stack": stack}
-    return outcome("a", {"difference": 0.0, **result}, arguments=arguments, steps=[{"seconds": 1.0, **step}])
+    arguments = {"method": "ours", "settings": settings, "device": "cpu"}
+    work = {"on_device_bytes": 4 * STACK.parameters}
+    steps = [{"seconds": 1.0, **step}]
+    return outcome("a", {"difference": 0.0, **result}, arguments=arguments, steps=steps, work=work)
 
 
 def test_memory_latency() -> None:
-    def broken(*outcomes: Outcome) -> list[str]:
-        groups = {"training": list(outcomes)}
-        return memory_latency.broken_bounds(cast(Any, SimpleNamespace(groups=groups, outcomes=outcomes)))
+    def broken(of: Outcome, *complaints: str) -> None:
+        told(memory_latency.BENCHMARK, {"training": [of], "forward": []}, *complaints)
 
-    told(broken(measured({"memory_budget": 10}, {"statistics": {"peak_device_bytes": 10}})))
+    broken(measured({"memory_budget": 10}, {"statistics": {"peak_device_bytes": 10}}))
     over = measured({"memory_budget": 10}, {"statistics": {"peak_device_bytes": 11}})
-    told(broken(over), "must be at most 10 bytes, is 11 bytes")
-    told(broken(measured({}, {"difference": math.nan})), "the difference from plain PyTorch")
-    told(broken(measured({}, {}), outcome("dead", failure="killed")), "dead: killed")
+    broken(over, "must be at most 10 bytes, is 11 bytes")
+    broken(measured({}, {"difference": math.nan}), "the difference from plain PyTorch")
+    broken(outcome("dead", failure="killed"), "dead: killed")
 
 
-def test_the_limit_of_memory_latency_counts_the_bytes_that_a_method_moves_and_no_recomputation() -> None:
+def test_the_limit_of_memory_latency_counts_the_bytes_that_a_method_moves() -> None:
     counted = {"bytes_loaded": 2e6, "bytes_stored": 1e6, "bytes_spilled": 2e6}
     at_disk = {"read": 4e6, "from_disk": 4e6, "written": 3e6, "to_disk": 3e6}
-    stack = Stack(blocks=1, dim=64, rows=8, positions=8)
-    assert memory_latency.limit_seconds(measured({}, {}, **counted, **at_disk), RATES) == 4.0 + 3.0  # one queue
-    in_memory = memory_latency.limit_seconds(measured({"disk": False}, {}, **counted), RATES)
-    assert in_memory == max((7e6 + 4 * stack.parameters) / 1e9, stack.training_flops / 1e9)
-    for again in (False, True):
-        found = memory_latency.limit_seconds(measured({"checkpoint_activation": again}, {}), RATES)
-        assert found == stack.training_flops / 1e9
+
+    def limit(of: Outcome) -> str:
+        return limit_columns(RATES, memory_latency.moved, files=True)["limit"](of)
+
+    assert limit(measured({}, {}, **counted, **at_disk)) == f"{4.0 + 3.0:.3g} s"  # one queue
+    copied = (7e6 + 4 * STACK.parameters) / RATES["copied_bytes"]
+    assert limit(measured({"disk": False}, {}, **counted)) == f"{1e3 * copied:.3g} ms"
 
 
 def test_the_front_holds_what_no_other_beats_in_both() -> None:
@@ -200,22 +206,25 @@ def built(name: str, *losses: float, peak: int = 10, **result: Any) -> Outcome:
     return outcome(name, {"load_seconds": 1.0, **result}, steps=[{"loss": loss} for loss in losses], peaks={"a": peak})
 
 
+TRAINED = [built("offloaded, capped", 2.0, 1.0), built("resident, no cap", 2.0, 1.0)]
+
+
 @pytest.mark.parametrize(
     ("outcomes", "complaints"),
     [
-        ([built("offloaded, capped", 2.0, 1.0), built("resident, no cap", 2.0, 1.0)], []),
-        ([built("offloaded, capped", 2.0, 1.0)], []),
-        ([built("offloaded, capped", out_of_memory="x")], ["offloaded, capped: out of memory: x"]),
-        ([built("offloaded, capped", 2.0, 1.0, peak=101)], ["the peak under the cap"]),
-        ([built("offloaded, capped", 2.0, 2.0)], ["the loss must fall"]),
-        ([built("offloaded, capped", 2.0, 1.0), built("resident, no cap", 2.0, 1.1)], ["the difference of losses"]),
-        ([outcome("offloaded, capped", failure="killed")], ["killed"]),
+        (TRAINED, []),
+        ([built("offloaded, capped", out_of_memory="x"), TRAINED[1]], ["offloaded, capped: out of memory: x"]),
+        ([built("offloaded, capped", 2.0, 1.0, peak=769 << 20), TRAINED[1]], ["the peak under the cap"]),
+        ([built("offloaded, capped", 2.0, 2.0), built("resident, no cap", 2.0, 2.0)], ["the loss must fall"]),
+        ([TRAINED[0], built("resident, no cap", 2.0, 1.1)], ["the difference of losses"]),
+        ([outcome("offloaded, capped", failure="killed"), TRAINED[1]], ["killed"]),
     ],
 )
 def test_build_huge(outcomes: list[Outcome], complaints: list[str]) -> None:
     dead = built("resident, capped", out_of_memory="you tried to allocate 1 byte")
-    told(build_huge.broken_bounds([dead, *outcomes], cap_bytes=100), *complaints)
-    told(build_huge.broken_bounds([built("resident, capped", 1.0)], 100), "must not fit under the cap")
+    told(build_huge.BENCHMARK, {"training": [dead, *outcomes]}, *complaints)
+    alive = built("resident, capped", 1.0)
+    told(build_huge.BENCHMARK, {"training": [alive, *TRAINED]}, "must not fit under the cap")
 
 
 # --- pipe-ladder -----------------------------------------------------------------------------------------------------
@@ -231,50 +240,58 @@ def pipes(names: Sequence[str], slower: float = 1.0, larger: int = 1) -> dict[st
 
 
 def test_pipe_ladder() -> None:
-    told(pipe_ladder.broken_bounds(pipes(pipe_ladder.PIPES)))
-    told(pipe_ladder.broken_bounds(pipes(pipe_ladder.PIPES, slower=1.1)), *["processor time, ours / "] * 2)
-    told(pipe_ladder.broken_bounds(pipes(pipe_ladder.PIPES, larger=5)), *["peak, ours / "] * 2)
-    told(pipe_ladder.broken_bounds(pipes(["ours"], slower=9.0)))  # an ancestor that is not installed breaks nothing
-    told(pipe_ladder.broken_bounds({"time": [outcome("time", failure="killed")], "peaks": []}), "time: killed")
+    benchmark, names = pipe_ladder.BENCHMARK, pipe_ladder.PIPES
+    told(benchmark, pipes(names))
+    told(benchmark, pipes(names, slower=1.1), *["processor time, ours / "] * 2)
+    told(benchmark, pipes(names, larger=5), *["peak, ours / "] * 2)
+    told(benchmark, pipes(["ours"], slower=9.0))  # an ancestor that is not installed breaks nothing
+    told(benchmark, {"time": [outcome("time", failure="killed")], "peaks": []}, "time: killed")
 
 
 # --- retrieval -------------------------------------------------------------------------------------------------------
 
 
 def searched(name: str, losses: Sequence[float], needs: int = 0, failure: str | None = None) -> Outcome:
-    method = "gradcache-offload" if name == "ours" else "whole"
+    is_ours = name.startswith(OURS)
     steps = [{"loss": loss} for loss in losses]
     result = None if failure else {"held_out": 10}
-    return outcome(name, result, arguments={"method": method}, failure=failure, steps=steps, data_peak_bytes=needs)
+    more = {"failure": failure, "steps": steps, "data_peak_bytes": needs, "may_lack_memory": not is_ours}
+    return outcome(name, result, arguments={"method": "gradcache-offload" if is_ours else "whole"}, **more)
 
 
 def test_retrieval_needs_equal_losses_and_a_method_in_memory_may_find_none() -> None:
-    ours = searched("ours", [1.0, 2.0])
-    told(retrieval.broken_bounds([ours, searched("b", [1.0, 2.0])], []))
-    told(retrieval.broken_bounds([ours, searched("b", [1.0, 2.001])], []), "the difference of losses")
-    told(retrieval.broken_bounds([ours, searched("b", [1.0, math.nan])], []), "is nan")
-    told(retrieval.broken_bounds([ours, searched("b", [], failure="killed")], []), "b: killed")
-    told(retrieval.broken_bounds([ours, searched("b", [], failure=NO_MEMORY)], []))
-    told(retrieval.broken_bounds([searched("ours", [], failure=NO_MEMORY)], []), "ours: exit status 1")
+    def broken(*free: Outcome, complaints: Sequence[str] = ()) -> None:
+        told(retrieval.BENCHMARK, {"free": list(free)}, *complaints)
+
+    ours = searched(OURS, [1.0, 2.0])
+    broken(ours, searched("b", [1.0, 2.0]))
+    broken(ours, searched("b", [1.0, 2.001]), complaints=["the difference of losses"])
+    broken(ours, searched("b", [1.0, math.nan]), complaints=["is nan"])
+    broken(ours, searched("b", [], failure="killed"), complaints=["b: killed"])
+    broken(ours, searched("b", [], failure=NO_MEMORY))
+    broken(searched(OURS, [], failure=NO_MEMORY), complaints=[f"{OURS}: exit status 1"])
 
 
 def test_under_the_cap_only_ours_trains_and_to_its_losses() -> None:
-    free, ours, dead = [searched("ours", [1.0, 2.0])], searched("ours", [1.0]), searched("w", [], failure=NO_MEMORY)
-    told(retrieval.broken_bounds(free, [ours, dead]))
-    told(retrieval.broken_bounds(free, [searched("ours", [1.001]), dead]), "losses must agree")
-    told(retrieval.broken_bounds(free, [searched("ours", [math.nan]), dead]), "losses must agree")
-    told(retrieval.broken_bounds(free, [ours, searched("w", [1.0])]), "but it trained")
-    told(retrieval.broken_bounds(free, [ours, searched("w", [], failure="killed")]), "but failed: killed")
-    dead_ours = searched("ours", [], failure=NO_MEMORY)
-    told(retrieval.broken_bounds(free, [dead_ours]), "ours: died in step 1: cannot allocate 25,165,824 bytes")
+    def broken(ours: Outcome, other: Outcome, *complaints: str) -> None:
+        told(retrieval.BENCHMARK, {"free": [searched(OURS, [1.0, 2.0])], "capped": [ours, other]}, *complaints)
+
+    name = f"{OURS}, capped"
+    ours, dead = searched(name, [1.0]), searched("w", [], failure=NO_MEMORY)
+    broken(ours, dead)
+    broken(searched(name, [1.001]), dead, "losses must agree")
+    broken(searched(name, [math.nan]), dead, "losses must agree")
+    broken(ours, searched("w", [1.0]), "but it trained")
+    broken(ours, searched("w", [], failure="killed"), "w: killed")
+    broken(searched(name, [], failure=NO_MEMORY), dead, f"{name}: exit status 1")
 
 
 def test_the_cap_is_midway_between_ours_and_the_least_of_the_others() -> None:
-    ours, others = searched("ours", [1.0], 100), [searched("whole", [1.0], 500), searched("cached", [1.0], 200)]
+    ours, others = searched(OURS, [1.0], 100), [searched("whole", [1.0], 500), searched("cached", [1.0], 200)]
     assert retrieval.midway([ours, *others]) == 150
     assert retrieval.midway([ours, *others, searched("dead", [], 50, NO_MEMORY)]) == 150
-    assert retrieval.midway([searched("ours", [1.0], 200), *others]) is None
-    assert retrieval.midway([searched("ours", [], 100, "killed"), *others]) is None
+    assert retrieval.midway([searched(OURS, [1.0], 200), *others]) is None
+    assert retrieval.midway([searched(OURS, [], 100, "killed"), *others]) is None
     assert retrieval.midway([ours]) is None
 
 
@@ -288,31 +305,33 @@ def overlapped(ratio: float, undistributed: dict[str, str] | None = None, peer: 
 
 
 def test_train_overlap() -> None:
-    told(train_overlap.broken_bounds([overlapped(train_overlap.MAXIMUM_RATIO), overlapped(2.0, peer="torchrec")]))
-    told(train_overlap.broken_bounds([overlapped(1.11)]), "is 1.110")
-    told(train_overlap.broken_bounds([overlapped(1.0, {"bag": "no call"})]), "rows did not run ahead")
-    assert train_overlap.limit_seconds(overlapped(1.0), RATES) == 0.005  # no machine shortens a latency
+    def broken(*outcomes: Outcome, complaints: Sequence[str] = ()) -> None:
+        told(train_overlap.BENCHMARK, {"balances": list(outcomes)}, *complaints)
+
+    broken(overlapped(train_overlap.MAXIMUM_RATIO), overlapped(2.0, peer="torchrec"))
+    broken(overlapped(1.11), complaints=["is 1.110"])
+    broken(overlapped(1.0, {"bag": "no call"}), complaints=["rows did not run ahead"])
+    assert train_overlap.more_work(overlapped(1.0))["seconds"] == 0.005  # no machine shortens a latency
 
 
 def test_gpu_train() -> None:
-    first, same, other = (
-        outcome(name, {}, steps=[{"loss": loss}]) for name, loss in zip("abc", (1.0, 1.01, 1.2), strict=True)
-    )
-    told(gpu_train.broken_bounds([first, same]))
-    told(gpu_train.broken_bounds([first, other]), "c: the difference of its first loss from that of a")
-    told(gpu_train.broken_bounds([outcome("a", {}, steps=[{"loss": math.nan}])]), "losses are [nan]")
+    def broken(*losses: float, complaints: Sequence[str] = ()) -> None:
+        outcomes = [outcome(f"{loss}", {}, steps=[{"loss": loss}]) for loss in losses]
+        told(gpu_train.BENCHMARK, {"training": outcomes}, *complaints)
+
+    broken(1.0, 1.01)
+    broken(1.0, 1.2, complaints=["1.2: the difference of its first loss from that of 1.0"])
+    broken(math.nan, complaints=["losses are [nan]"])
 
 
 def test_the_limit_of_gpu_train_counts_adamw_where_its_states_are_and_what_must_move_then() -> None:
-    stack = Stack(blocks=1, dim=64, rows=1, positions=1)
-    rates = {"matmul_flops": 1e15, "copy_bytes": 1e6, "disk_read_bytes": 1.0, "disk_read_buffered_bytes": 1.0}
-    bus = {"host_to_device_bytes": 1e5, "device_to_host_bytes": 1e9, "device_copy_bytes": 1e8}
-    gpu = Limits(threads=1, device="cuda", dtype="bfloat16", disk_write_bytes=1.0, direct=True, **rates, **bus)
-
-    def limit(method: str, **moved: int) -> float:
-        found = outcome(method, {}, arguments={"method": method}, steps=[{"seconds": 1.0, **moved}])
-        return gpu_train.limit_seconds(found, stack, gpu)
-
-    assert limit("checkpointed") == 14 * stack.parameters / 1e8
-    assert limit("checkpointed torchao") == 4 * stack.parameters / 1e5
-    assert limit("ours", bytes_loaded=2, bytes_stored=2) == 14 * stack.parameters / 1e6
+    asked: list[Any] = []
+    run = Run(gpu_train.Settings())
+    run.group = lambda name, cases, **how: asked.extend(cases)  # type: ignore[method-assign]
+    gpu_train.measure(run)
+    work = {case.arguments["method"]: case.work.keys() - {"flops"} for case in asked}
+    assert work["checkpointed"] == {"on_device_bytes"}
+    assert work["checkpointed torchao"] == {"copied_bytes", "loaded_bytes", "drained_bytes"}
+    assert work["ours"] == {"copied_bytes"}  # and what it counts itself
+    step = {"seconds": 1.0, "bytes_loaded": 3, "bytes_stored": 2}
+    assert gpu_train._moved(outcome("ours", steps=[step])) == {"loaded_bytes": 3, "drained_bytes": 2}

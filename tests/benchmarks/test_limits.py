@@ -10,35 +10,32 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.harness.io_counters import bytes_of_step, engine_bytes, measure, medium_bytes
-from benchmarks.harness.limits import Limits, measure_limits
+from benchmarks.harness.io_counters import bytes_of_step, engine_bytes, file_work, measure
+from benchmarks.harness.limits import least_seconds, measure_rates
 from benchmarks.harness.table import limit_columns
 from tests.benchmarks.here import outcome
 
 MEBIBYTE = 2**20
-
-
-def limits(**others: object) -> Limits:
-    rates = {"matmul_flops": 100.0, "copy_bytes": 10.0, "disk_read_bytes": 4.0, "disk_read_buffered_bytes": 3.0}
-    settings = {"threads": 1, "device": "cpu", "dtype": "float32", "disk_write_bytes": 2.0, "direct": True}
-    return Limits(**(rates | settings | others))  # type: ignore[arg-type]
+RATES = {"flops": 100.0, "copied_bytes": 10.0, "read_bytes": 4.0, "written_bytes": 2.0}
+GPU = RATES | {"loaded_bytes": 2.0, "drained_bytes": 1.0, "on_device_bytes": 5.0}
 
 
 def test_a_step_takes_at_least_its_longest_part() -> None:
-    assert limits().step_seconds(flops=300.0, copied_bytes=10.0, read_bytes=4.0) == 3.0
-    assert limits().step_seconds(flops=100.0, copied_bytes=40.0) == 4.0
-    assert limits().step_seconds() == 0.0
+    assert least_seconds(RATES, {"flops": 300.0, "copied_bytes": 10.0, "read_bytes": 4.0}) == 3.0
+    assert least_seconds(RATES, {"flops": 100.0, "copied_bytes": 40.0}) == 4.0
+    assert least_seconds(RATES, {}) == 0.0
 
 
 def test_a_disk_has_one_queue_and_a_bus_two_directions() -> None:
-    assert limits().step_seconds(read_bytes=4.0, written_bytes=4.0) == 1.0 + 2.0
-    gpu = limits(device="cuda", host_to_device_bytes=2.0, device_to_host_bytes=1.0)
-    assert gpu.step_seconds(loaded_bytes=4.0, drained_bytes=1.0) == 2.0
+    assert least_seconds(RATES, {"read_bytes": 4.0, "written_bytes": 4.0}) == 1.0 + 2.0
+    assert least_seconds(GPU, {"loaded_bytes": 4.0, "drained_bytes": 1.0}) == 2.0
 
 
-def test_bytes_to_an_accelerator_that_is_not_there_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"no bytes between host and accelerator on 'cpu', got loaded_bytes=1"):
-        limits().step_seconds(loaded_bytes=1.0)
+def test_without_an_accelerator_all_bytes_are_copied_in_one_memory() -> None:
+    work = {"copied_bytes": 10.0, "on_device_bytes": 10.0}
+    assert least_seconds(RATES, work) == 2.0
+    assert least_seconds(GPU, work) == 2.0
+    assert least_seconds(GPU, work | {"copied_bytes": 30.0}) == 3.0
 
 
 @pytest.mark.parametrize(
@@ -53,43 +50,31 @@ def test_bytes_to_an_accelerator_that_is_not_there_are_refused() -> None:
 def test_the_distance_is_how_much_longer_than_the_limit_a_step_took(
     seconds: float, least: float, cells: list[str]
 ) -> None:
-    columns = limit_columns(limits(), lambda _: least)
-    assert [cell(outcome("a", steps=[{"seconds": seconds}])) for cell in columns.values()] == cells
+    columns = limit_columns(RATES)
+    found = outcome("a", steps=[{"seconds": seconds}], work={"flops": 100 * least})
+    assert [cell(found) for cell in columns.values()] == cells
 
 
-def test_every_rate_is_measured_and_nothing_is_left_behind(tmp_path: Path) -> None:
-    threads = torch.get_num_threads()
-    measured = measure_limits(tmp_path / "new", file_bytes=4 * MEBIBYTE, side=64, tries=1, threads=1)
-    assert measured.threads == 1
-    assert torch.get_num_threads() == threads
-    assert list((tmp_path / "new").iterdir()) == []
-    rates = [measured.matmul_flops, measured.copy_bytes, measured.disk_read_bytes, measured.disk_write_bytes]
-    assert all(rate > 0 for rate in rates)
-    assert measured.disk_read_bytes >= measured.disk_read_buffered_bytes > 0
-    assert "GFLOP/s (float32, cpu)" in measured.line()
+def test_a_limit_adds_the_work_of_the_case_what_is_counted_and_the_bytes_of_files() -> None:
+    found = outcome("a", steps=[{"seconds": 8.0, "read": 8, "from_disk": 8}], work={"read_bytes": 4})
+    columns = limit_columns(RATES, lambda o: {"written_bytes": 2}, files=True)
+    assert columns["limit"](found) == "4 s"
+    assert limit_columns(RATES)["limit"](outcome("a", {}, work={"flops": 1})) == "-"  # it took no step
 
 
-def test_a_file_system_without_direct_access_is_measured_through_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("direct", [True, False])
+def test_every_rate_is_measured_and_nothing_is_left_behind(
+    direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(os, "O_DIRECT", raising=False)
-    measured = measure_limits(tmp_path, file_bytes=4 * MEBIBYTE, side=64, tries=1)
-    assert not measured.direct
-    assert measured.disk_read_bytes == measured.disk_read_buffered_bytes
-    assert "O_DIRECT is refused" in measured.line()
-
-
-def test_a_file_that_is_not_whole_blocks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"multiple of 4194304 bytes, got file_bytes=5"):
-        measure_limits(tmp_path, file_bytes=5)
-
-
-def test_a_copy_on_the_device_is_bound_by_the_devices_memory_if_it_has_one() -> None:
-    assert limits().step_seconds(copied_bytes=10.0, on_device_bytes=10.0) == 2.0
-    gpu = limits(device="cuda", host_to_device_bytes=2.0, device_to_host_bytes=1.0, device_copy_bytes=5.0)
-    assert gpu.step_seconds(copied_bytes=10.0, on_device_bytes=10.0) == 2.0
-    assert gpu.step_seconds(copied_bytes=30.0, on_device_bytes=10.0) == 3.0
-    assert "copy on the device 0.00 GB/s" in gpu.line()
+    if not direct:
+        monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    threads = torch.get_num_threads()
+    rates, line = measure_rates(tmp_path, file_bytes=4 * MEBIBYTE, side=64, tries=1, threads=1)
+    assert torch.get_num_threads() == threads
+    assert list(tmp_path.iterdir()) == []
+    assert rates.keys() == RATES.keys()
+    assert min(rates.values()) > 0
+    assert "GFLOP/s (float32, cpu), memory copy" in line
 
 
 def test_what_is_spilled_is_written_once_and_read_once() -> None:
@@ -100,22 +85,16 @@ def test_what_is_spilled_is_written_once_and_read_once() -> None:
 
 def test_what_the_page_cache_had_is_a_copy_and_not_the_disks() -> None:
     half = [{"read": 8, "from_disk": 2, "written": 4, "to_disk": 4}, {"read": 8, "from_disk": 6, "written": 4}]
-    assert medium_bytes(half, copied_bytes=1.0) == {"read_bytes": 4.0, "written_bytes": 4.0, "copied_bytes": 5.0}
-    assert limits().step_seconds(**medium_bytes(half)) == 4.0 / 4.0 + 4.0 / 2.0
+    assert file_work(half) == {"read_bytes": 4.0, "written_bytes": 4.0, "copied_bytes": 4.0}
 
 
 def test_what_passes_no_call_counts_at_the_device() -> None:
     asynchronous = [{"read": 0, "from_disk": 8, "written": 0, "to_disk": 6}]
-    assert bytes_of_step(asynchronous) == (8.0, 6.0)
-    assert medium_bytes(asynchronous) == {"read_bytes": 8.0, "written_bytes": 6.0, "copied_bytes": 0.0}
+    assert bytes_of_step(asynchronous) == {"read": 8.0, "written": 6.0, "from_disk": 8.0}
 
 
 def test_nothing_counted_is_nothing_moved() -> None:
-    assert medium_bytes([{"seconds": 1.0}], copied_bytes=3.0) == {
-        "read_bytes": 0.0,
-        "written_bytes": 0.0,
-        "copied_bytes": 3.0,
-    }
+    assert set(file_work([{"seconds": 1.0}]).values()) == {0}
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="this kernel does not count a process's bytes")

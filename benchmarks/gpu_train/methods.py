@@ -1,0 +1,80 @@
+"""The methods of ``gpu-train``: ours, and those of ``memory-latency`` with an optimizer; and the process of a case."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness.case import FLOOR, CannotRunError
+from benchmarks.harness.io_counters import counts_of, measure
+from benchmarks.harness.worker import Reporter
+from benchmarks.memory_latency.methods import METHODS
+from benchmarks.models.transformer import Block, Stack
+
+OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}  # fused: one pass over parameter, gradient and both moments
+
+
+def _layers(stack: Stack) -> nn.Sequential:
+    """The blocks with torch's default initialization, which an OffloadModel repeats for layers without memory."""
+    torch.manual_seed(stack.seed)
+    return nn.Sequential(*(Block(stack.dim) for _ in range(stack.blocks)))
+
+
+def _ours(stack: Stack, device: str) -> tuple[Any, Any]:
+    """``OffloadModel`` in host memory with an ``OffloadOptimizer`` that updates during backward."""
+    from offload import OffloadModel, OffloadOptimizer
+
+    with torch.device("meta"):  # given memory shard by shard: the bare model never exists
+        layers = _layers(stack)
+    options: dict[str, Any] = {"checkpoint_activation": True, "param_dtype": torch.bfloat16}
+    model = OffloadModel(layers, device, "cpu", num_slices=stack.blocks, **options)
+    return model, OffloadOptimizer(model, torch.optim.AdamW, update_in_backward=True, **OPTIONS)
+
+
+def _theirs(stack: Stack, device: str, method: str) -> tuple[Any, Any]:
+    """A method of ``memory-latency`` under autocast, with AdamW where its parameters are, or torchao's optimizer."""
+    if method.endswith("torchao") and device == "cpu":
+        raise CannotRunError("torchao's optimizer needs a GPU: it copies in CUDA streams")
+    model = _layers(stack)
+    settings = {"slices": stack.blocks} if method == "fairscale_offload" else {}
+    prepared = METHODS[method.partition(" ")[0]](model, Path(), device, **settings)
+    trained = prepared.run if isinstance(prepared.run, nn.Module) else model
+    if method.endswith("torchao"):  # states and gradients in host memory
+        from torchao.optim import CPUOffloadOptimizer
+
+        options = {"offload_gradients": True, **OPTIONS}
+        optimizer: Any = CPUOffloadOptimizer(trained.parameters(), torch.optim.AdamW, **options)
+    else:
+        optimizer = torch.optim.AdamW(trained.parameters(), **OPTIONS)
+
+    def run(batch: Tensor) -> Tensor:
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            return prepared.run(batch)
+
+    return run, optimizer
+
+
+def train(report: Reporter, method: str, stack: dict[str, Any], device: str) -> dict[str, Any]:
+    """A training step in each turn; the first ones also make the states of the optimizer."""
+    chosen = Stack(**stack)
+    report.phase(FLOOR)
+    run, optimizer = _ours(chosen, device) if method == "ours" else _theirs(chosen, device, method)
+    batch = chosen.batch().to(device)
+
+    def step() -> Tensor:
+        loss = run(batch).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    report.phase("steps")
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    for _ in report.turns():
+        loss, values = measure(step, run, device)
+        report.step(loss=float(loss), **values)
+    device_peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
+    return {"device_peak": device_peak, "statistics": counts_of(run)}
