@@ -26,7 +26,7 @@ BENCHMARKS = {  # name -> the question
     "gpu-train": "up to 7B parameters with full Adam on one GPU: what memory does each method need?",
     "gpu": "all that needs a GPU, in under ten minutes: the CUDA tests, memory-latency, gpu-train small to 7B",
 }
-PACKAGES = {"retrieval": ("numpy", "tokenizers"), "build-huge": ("numpy",), "gpu": ("pytest",)}
+PACKAGES = {"memory-latency": ("matplotlib",), "retrieval": ("numpy", "tokenizers"), "build-huge": ("numpy",)}
 #: Pages with claims, in the order of the README's table.
 CLAIMED = ["optimizer-billion", "optimizer-billion-kept", "optimizer", "build-huge", "offload-step", "memory-latency"]
 CLAIMED += ["retrieval-2048", "retrieval", "gradcache-batch", "pipe-ladder", "train-overlap"]
@@ -41,7 +41,7 @@ def load(name: str) -> Benchmark:
     if name not in BENCHMARKS:
         raise ValueError(f"expected one of {', '.join(BENCHMARKS)}, got {name!r}")
     try:
-        for package in ("matplotlib", *PACKAGES.get(name, ())):
+        for package in PACKAGES.get(name, ()):
             importlib.import_module(package)
     except ImportError as error:
         install = "python -m pip install 'gradstream[bench]'  (in a clone: python -m pip install -e '.[bench]')"
@@ -55,26 +55,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         if name in ("-h", "--help"):
-            _list()
+            print("usage: python -m benchmarks NAME [--out STEM] [options]\n")
+            print("\n".join(f"  {name:<15}  {question}" for name, question in BENCHMARKS.items()))
+            print("\npython -m benchmarks NAME --help shows the options of one.")
+            print("python -m benchmarks table prints the README's table of claims from benchmarks/results/*.jsonl.")
+            print("python -m benchmarks report FILE.jsonl [STEM] makes the page of a run again.")
         elif name == "table":
             print(claims_table())
-        elif name == "report":
-            return _report(words)
         else:
-            return _run(name, words)
+            return _report(*words) if name == "report" else _run(name, words)
     except ValueError as error:
         print(f"python -m benchmarks: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _list() -> None:
-    width = max(map(len, BENCHMARKS))
-    print("usage: python -m benchmarks NAME [--out STEM] [options]\n")
-    print("\n".join(f"  {name:<{width}}  {question}" for name, question in BENCHMARKS.items()))
-    print("\npython -m benchmarks NAME --help shows the options of one.")
-    print("python -m benchmarks table prints the README's table of claims from benchmarks/results/*.jsonl.")
-    print("python -m benchmarks report FILE.jsonl makes the page and the picture of a run again.")
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
@@ -88,7 +81,6 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     )
     add_options(parser, load(name).settings)
     parser.add_argument("--out", type=Path, metavar="STEM", help="writes STEM.md, STEM.jsonl and STEM.png")
-    parser.add_argument("--against", type=Path, metavar="FILE.jsonl", help="an earlier run, whose ratios must repeat")
     parser.add_argument("--home", type=Path, default=cache_directory(), help="a directory on disk for all files")
     return parser
 
@@ -97,26 +89,24 @@ def _run(name: str, words: Sequence[str]) -> int:
     """Runs one benchmark. The results file is written first: the page can be made again from it."""
     benchmark = load(name)
     arguments = parser_of(name).parse_args(words)
-    from benchmarks.harness.benchmark import compare, publish, run_benchmark, write_lines
+    from benchmarks.harness.benchmark import publish, run_benchmark, write_lines
     from benchmarks.harness.settings import settings_of
 
     run = run_benchmark(benchmark, settings_of(benchmark.settings, vars(arguments)), arguments.home)
-    broken = compare(run, benchmark.ratios(run), arguments.against) if arguments.against else []
     if arguments.out:
-        write_lines(arguments.out.with_name(f"{arguments.out.name}.jsonl"), name, benchmark, run)
-    return publish(name, BENCHMARKS[name], benchmark, run, arguments.out, broken)
+        write_lines(arguments.out.with_name(f"{arguments.out.name}.jsonl"), name, run)
+    return publish(name, BENCHMARKS[name], benchmark, run, arguments.out)
 
 
-def _report(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks report", description="Makes page and picture again.")
-    parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="what --out wrote")
-    parser.add_argument("--out", type=Path, metavar="STEM", help="writes STEM.md and STEM.png; by default FILE")
-    arguments = parser.parse_args(words)
+def _report(file: str, stem: str = "") -> int:
+    """Makes the page of a run again from its results file, beside it or as ``STEM.md``."""
     from benchmarks.harness.benchmark import publish, read_header, read_run
 
-    name = read_header(arguments.file)["benchmark"]
-    run, out = read_run(arguments.file, load(name)), arguments.out or arguments.file.with_suffix("")
-    return publish(name, BENCHMARKS[name], load(name), run, out, [])
+    path = Path(file)
+    name = read_header(path)["benchmark"]
+    benchmark = load(name)
+    out = Path(stem) if stem else path.with_suffix("")
+    return publish(name, BENCHMARKS[name], benchmark, read_run(path, benchmark), out)
 
 
 def claims_table() -> str:

@@ -53,7 +53,7 @@ def report(run: Run) -> list[str]:
         "torch alone": lambda o: mebibytes(o.moments[FLOOR]),
         "peak, building": lambda o: phase(o, "build"),
         "peak, training": lambda o: phase(o, "steps"),
-        "load": lambda o: f"{o.done['load_seconds']:.1f} s" if o.steps else "-",
+        "load": lambda o: f"{o.result['load_seconds']:.1f} s" if o.steps else "-",
         "s/step": lambda o: f"{o.median():.2f}" if o.steps else "-",
         "to no cap": lambda o: spread(o.ratios(), 2),
         **limit_columns(run.rates, files=True),
@@ -63,7 +63,7 @@ def report(run: Run) -> list[str]:
 
 
 def _died(outcome: Outcome) -> str:
-    reason = outcome.done.get("out_of_memory")
+    reason = outcome.result.get("out_of_memory")
     return f"out of memory: {reason}" if reason else ""
 
 

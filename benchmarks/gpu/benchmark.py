@@ -121,6 +121,5 @@ BENCHMARK = Benchmark(
     measure,
     report,
     bounds=lambda run: [],
-    ratios=lambda run: {},
     rates=lambda settings: {"file_bytes": 4 << 20, "side": 256, "tries": 1},
 )

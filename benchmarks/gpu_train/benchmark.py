@@ -76,7 +76,7 @@ def report(run: Run) -> list[str]:
     """One table."""
     stack = Stack(**run.outcomes[0].case.arguments["stack"])
     columns = {
-        "device peak": lambda o: mebibytes(o.done["device_peak"]),
+        "device peak": lambda o: mebibytes(o.result["device_peak"]),
         "host peak": lambda o: mebibytes(o.above()),
         "s/step": lambda o: f"{_seconds(o):.3g}",
         "tokens/s": lambda o: f"{stack.tokens / _seconds(o):,.0f}",

@@ -102,13 +102,13 @@ def report(run: Run) -> list[str]:
     parameters = next((o.result["parameters"] for o in groups["time"] if o.result), 0)
 
     def largest(outcome: Outcome) -> dict[str, float]:
-        return {"flops": replace(_shape(outcome), pairs=outcome.done["pairs"]).training_flops}
+        return {"flops": replace(_shape(outcome), pairs=outcome.result["pairs"]).training_flops}
 
     def last(outcome: Outcome) -> float:
         return float(outcome.steps[-1]["seconds"]) if outcome.steps else math.nan
 
     def loads(outcome: Outcome) -> list[int]:
-        return [found for count in counts if (found := outcome.done["bytes_loaded"][str(count)]) is not None]
+        return [found for count in counts if (found := outcome.result["bytes_loaded"][str(count)]) is not None]
 
     times = {
         "s/step": lambda o: f"{o.median():.2f}",
@@ -119,10 +119,10 @@ def report(run: Run) -> list[str]:
         **limit_columns(run.rates),
     }
     sizes = {
-        "largest batch, pairs": lambda o: f"{o.done['pairs']:,}",
+        "largest batch, pairs": lambda o: f"{o.result['pairs']:,}",
         "s/step there": lambda o: f"{last(o):.2f}",
-        "pairs/s": lambda o: f"{o.done['pairs'] / last(o):,.0f}",
-        "ended by": lambda o: "memory" if o.done["ended"] else "the end of the benchmark",
+        "pairs/s": lambda o: f"{o.result['pairs'] / last(o):,.0f}",
+        "ended by": lambda o: "memory" if o.result["ended"] else "the end of the benchmark",
         **limit_columns(run.rates, largest, last),
     }
     chunks: Columns = {
@@ -135,11 +135,11 @@ def report(run: Run) -> list[str]:
         ),
     }
     loss = {
-        "representations": lambda o: f"{o.done['rows']:,}",
-        "width": lambda o: f"{o.done['width']}",
-        "seconds": lambda o: f"{o.done['seconds']:.0f}",
+        "representations": lambda o: f"{o.result['rows']:,}",
+        "width": lambda o: f"{o.result['width']}",
+        "seconds": lambda o: f"{o.result['seconds']:.0f}",
         "memory, representations included": lambda o: mebibytes(_loss_bytes(o)),
-        **limit_columns(run.rates, seconds=lambda o: float(o.done["seconds"])),
+        **limit_columns(run.rates, seconds=lambda o: float(o.result["seconds"])),
     }
     return [
         f"## Time\n\n{parameters / 1e6:.0f} M parameters, {shape.tokens:,} tokens in {2 * shape.pairs} rows of "
@@ -179,7 +179,7 @@ def seconds_of(outcome: Outcome, chunks: int) -> float:
 
 def _loss_bytes(outcome: Outcome) -> int:
     """Peak bytes of the loss above torch, representations included."""
-    return outcome.above() + int(outcome.done["given"])
+    return outcome.above() + int(outcome.result["given"])
 
 
 def bounds(run: Run) -> list[str]:
@@ -200,8 +200,8 @@ def bounds(run: Run) -> list[str]:
     sizes: dict[str, int] = {}
     for outcome in run.groups["growing"]:
         if outcome.result is not None:
-            sizes[outcome.name] = outcome.done["pairs"]
-            for pairs, mine in outcome.done["sketches"].items():
+            sizes[outcome.name] = outcome.result["pairs"]
+            for pairs, mine in outcome.result["sketches"].items():
                 what = f"{outcome.name}, {pairs} pairs: the difference of gradients"
                 broken += at_most(
                     what, _apart(mine, known.setdefault(pairs, mine)), MAXIMUM_DIFFERENCE, "{:.1e}".format
@@ -212,15 +212,15 @@ def bounds(run: Run) -> list[str]:
     most = max(fused.values("chunks"))
     longer = seconds_of(apart, most) / seconds_of(fused, most)
     broken += at_least(f"{most} chunks: the speed-up over chunk by chunk", longer, MINIMUM_SPEEDUP)
-    if len(set(fused.done["bytes_loaded"].values())) != 1:
-        broken.append(f"bytes loaded must not depend on the chunks, are {fused.done['bytes_loaded']}")
+    if len(set(fused.result["bytes_loaded"].values())) != 1:
+        broken.append(f"bytes loaded must not depend on the chunks, are {fused.result['bytes_loaded']}")
     return broken + at_most("memory of the loss", _loss_bytes(run.groups["loss"][0]), MAXIMUM_LOSS_BYTES, mebibytes)
 
 
 def claims(run: Run) -> list[Claim]:
     """Ours in memory and on disk, beside the package over ``torch.utils.checkpoint``."""
     reference = run.find(REFERENCE, "peaks")
-    tokens, parameters = _shape(reference).tokens, reference.done["parameters"] / 1e6
+    tokens, parameters = _shape(reference).tokens, reference.result["parameters"] / 1e6
     set_up = f"gradients of a contrastive batch of {tokens:,} tokens, {parameters:.0f} M parameters in memory"
     found = []
     for name, words in (("ours", set_up), (FUSED, "the same, parameters and gradients on disk")):

@@ -7,6 +7,7 @@ import json
 import statistics
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,11 +16,9 @@ from typing import Any, NamedTuple
 from benchmarks.harness.case import Case, Outcome
 from benchmarks.harness.environment import environment_facts, filesystem_of
 from benchmarks.harness.limits import measure_rates
-from benchmarks.harness.plot import Panel, draw, ratio_panels
+from benchmarks.harness.plot import Point, draw
 from benchmarks.harness.schedule import run_group
 from benchmarks.harness.settings import settings_of
-
-MAXIMUM_CHANGE = 0.10  # of a ratio from one run to another
 
 
 @dataclass
@@ -29,7 +28,7 @@ class Run:
     settings: Any
     facts: dict[str, str] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
-    groups: dict[str, list[Outcome]] = field(default_factory=dict)
+    groups: dict[str, list[Outcome]] = field(default_factory=lambda: defaultdict(list))
     folder: Path = Path()  #: where cases work: on disk, removed at the end
 
     def group(self, name: str, cases: Sequence[Case], order: str = "alone", **how: int) -> list[Outcome]:
@@ -64,19 +63,6 @@ class Claim(NamedTuple):
         return [self.set_up, self.beside, time, "-" if self.memory is None else f"{self.memory:.2f}{self.counted}"]
 
 
-def ratios_of(run: Run) -> dict[str, float]:
-    """Of each case its time to the reference's and its peak to that of the first case that ran to its end."""
-    done = [outcome for outcome in run.outcomes if outcome.result is not None and outcome.steps]
-    found: dict[str, float] = {}
-    for outcome in done:
-        if set(outcome.ratios()) - {1.0}:  # those of a reference are all 1
-            found.setdefault(f"{outcome.name}: time", outcome.ratio())
-    for outcome in done[1:]:
-        if outcome.name != done[0].name and done[0].peak_bytes:
-            found.setdefault(f"{outcome.name}: peak", outcome.peak_bytes / done[0].peak_bytes)
-    return found
-
-
 @dataclass(frozen=True)
 class Benchmark:
     """One benchmark: functions of a run and of its settings."""
@@ -86,8 +72,7 @@ class Benchmark:
     report: Callable[[Run], list[str]]  #: tables and paragraphs in Markdown
     bounds: Callable[[Run], list[str]]  #: those that do not hold, a line each; every case of ours has a result
     claims: Callable[[Run], list[Claim]] = lambda run: []
-    ratios: Callable[[Run], dict[str, float]] = ratios_of  #: what another run must repeat
-    panels: Callable[[Run], list[Panel]] | None = None  #: of the picture; by default the ratios
+    points: Callable[[Run], dict[str, Point]] | None = None  #: of the picture: memory (MiB) and time (ratio) by method
     rates: Callable[[Any], Mapping[str, Any]] = lambda settings: {}  #: arguments of ``measure_rates``
 
 
@@ -119,17 +104,16 @@ def run_benchmark(benchmark: Benchmark, settings: Any, home: Path) -> Run:
     return run
 
 
-def write_lines(path: Path, name: str, benchmark: Benchmark, run: Run) -> None:
+def write_lines(path: Path, name: str, run: Run) -> None:
     """Writes the results file of a run: a header, and a line for each case."""
     header = {"benchmark": name, "settings": asdict(run.settings), "facts": run.facts, "rates": run.rates}
     lines = [{"group": group, **asdict(outcome)} for group, outcomes in run.groups.items() for outcome in outcomes]
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(line) + "\n" for line in ({**header, "ratios": benchmark.ratios(run)}, *lines))
-    path.write_text(text, encoding="utf-8")
+    path.write_text("".join(json.dumps(line) + "\n" for line in (header, *lines)), encoding="utf-8")
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The first line of a results file: ``benchmark``, ``settings``, ``facts``, ``rates`` and ``ratios``."""
+    """The first line of a results file: ``benchmark``, ``settings``, ``facts`` and ``rates``."""
     header: dict[str, Any] = json.loads(path.read_text(encoding="utf-8").partition("\n")[0])
     return header
 
@@ -139,42 +123,22 @@ def read_run(path: Path, benchmark: Benchmark) -> Run:
     header = read_header(path)
     run = Run(settings_of(benchmark.settings, header["settings"]), header["facts"], header["rates"])
     for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()[1:]):
-        outcomes = run.groups.setdefault(line.pop("group"), [])
-        outcomes.append(Outcome(Case(**line.pop("case")), **line))
+        run.groups[line.pop("group")].append(Outcome(Case(**line.pop("case")), **line))
     return run
 
 
-def compare(run: Run, ratios: Mapping[str, float], against: Path) -> list[str]:
-    """Notes how the ratios of an earlier run were repeated; a line for each that moved too far or is not a number."""
-    header = read_header(against)
-    if header["settings"] != json.loads(json.dumps(asdict(run.settings))):
-        return [f"{against.name} holds a run with other settings: its ratios are not compared"]
-    changes = {name: ratios[name] / before - 1 for name, before in header["ratios"].items() if name in ratios}
-    moved = {name: change for name, change in changes.items() if not abs(change) <= MAXIMUM_CHANGE}
-    run.facts["repeated"] = (
-        f"{len(changes) - len(moved)} of {len(changes)} ratios are within {MAXIMUM_CHANGE:.0%} of those of "
-        f"{header['facts']['date']}; the largest change is {max(changes.values(), key=abs, default=0):+.1%}"
-    )
-    words = f"must be within {MAXIMUM_CHANGE:.0%} of before, moved by"
-    return [f"{name}: {words} {change:+.1%}" for name, change in moved.items()]
-
-
-def publish(name: str, question: str, benchmark: Benchmark, run: Run, out: Path | None, broken: list[str]) -> int:
-    """Prints the report of a run, and writes its page and picture beside ``out``; the exit status.
-
-    ``broken`` are bounds that do not hold beside those of the benchmark.
-    """
-    sections = benchmark.report(run)
+def publish(name: str, question: str, benchmark: Benchmark, run: Run, out: Path | None) -> int:
+    """Prints the report of a run and writes its page and picture; 0 if all bounds hold, else 1."""
     reasons = dict.fromkeys(f"* {outcome.name}: {outcome.reason}" for outcome in run.outcomes if outcome.reason)
-    sections.append("\n".join(reasons))
-    broken = broken_bounds(benchmark, run) + broken
+    sections = [*benchmark.report(run), "\n".join(reasons)]
+    broken = broken_bounds(benchmark, run)
     print("\n" + "\n\n".join(filter(None, sections)) + "\n")
     if out is not None:
-        panels = benchmark.panels(run) if benchmark.panels else ratio_panels(benchmark.ratios(run))
         sections.append("".join(f"* does not hold: {line}\n" for line in broken).strip() or "All bounds hold.")
-        if panels:
+        if benchmark.points:
             note = "\n".join(run.facts[fact] for fact in ("command", "machine", "date"))
-            draw(out.with_name(f"{out.name}.png"), question, panels, note)
+            axes = ("peak memory above the libraries, MiB", "time of a step, to the reference")
+            draw(out.with_name(f"{out.name}.png"), question, benchmark.points(run), *axes, note)
             sections.append(f"![{name}]({out.name}.png)")
         rows = [f"| {fact} | {f'`{words}`' if fact == 'command' else words} |" for fact, words in run.facts.items()]
         header = [f"# {name}", question[:1].upper() + question[1:], "\n".join(["| | |", "|---|---|", *rows])]

@@ -70,13 +70,6 @@ class Outcome:
         return f"{self.name} ({self.version})" if self.version else self.name
 
     @property
-    def done(self) -> dict[str, Any]:
-        """The result; ValueError where there is none."""
-        if self.result is None:
-            raise ValueError(f"{self.name}: expected a result, but it {self.reason}")
-        return self.result
-
-    @property
     def reason(self) -> str:
         """Why there is no result, after ``skipped:`` or ``failed:``; empty where there is one."""
         if self.result is not None:
@@ -115,8 +108,3 @@ class Outcome:
         """The median of :meth:`ratios`; NaN where there are none."""
         found = self.ratios(key)
         return statistics.median(found) if found else float("nan")
-
-
-def times_of(steps: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """Of each step what a reference is kept for: its seconds by the clock and of processor time."""
-    return [{key: step[key] for key in ("seconds", "processor") if key in step} for step in steps]

@@ -1,44 +1,37 @@
-"""Pictures in PNG, drawn without a display, with machine and command below: time and memory of each case."""
+"""Memory against time in PNG, drawn without a display."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito: readable for everyone
-Panel = Callable[[Any], None]
-"""Draws on one pair of axes."""
+Point = tuple[float, float]
+OURS, OTHERS = "#009e73", "#0072b2"
 
 
-def draw(path: Path, title: str, panels: list[Panel], note: str) -> None:
-    """Writes the panels side by side."""
+def draw(path: Path, title: str, points: Mapping[str, Point], memory: str, time: str, note: str) -> None:
+    """A labelled point for each method; a line joins those that no other one beats in memory and in time.
+
+    ``memory`` and ``time`` name the axes, a ``note`` below tells machine and date. Ours are those named ``ours: ...``.
+    """
     from matplotlib.figure import Figure  # not pyplot, which may open a display
 
-    figure = Figure(figsize=(max(9, 5.5 * len(panels)), 6), layout="constrained")
-    figure.suptitle(title)
-    for axis, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        axis.spines[["top", "right"]].set_visible(False)
-        panel(axis)
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    axis = figure.subplots()
+    axis.spines[["top", "right"]].set_visible(False)
+    for name, point in points.items():
+        axis.scatter(*point, color=OURS if name.startswith("ours") else OTHERS, zorder=3)
+        label = name.removeprefix("ours: ")
+        axis.annotate(label, point, xytext=(4, 3), textcoords="offset points", fontsize=6.5)
+    axis.plot(*zip(*pareto_front([*points.values()]), strict=True), color="#999999", linestyle="--", linewidth=1)
+    axis.set(title=title, xlabel=f"{memory} (green: ours; dashed: no other is better in both)", ylabel=time)
+    axis.set(xlim=(0, None), ylim=(0, None))
     figure.supxlabel(note, fontsize=7, color="#555555")
-    figure.savefig(path, dpi=130, format="png", metadata={"Software": None})
+    figure.savefig(path, dpi=130, format="png")
 
 
-def bars(title: str, values: Mapping[str, float], colour: str) -> Panel:
-    """A labelled bar for each name, from top to bottom, and a line at 1."""
-
-    def panel(axis: Any) -> None:
-        drawn = axis.barh(range(len(values)), list(values.values()), color=colour)
-        axis.bar_label(drawn, labels=[f"{value:,.3g}" for value in values.values()], fontsize=7)
-        axis.set_yticks(range(len(values)), list(values), fontsize=7)
-        axis.invert_yaxis()
-        axis.set_title(title, fontsize=10)
-        axis.axvline(1.0, color="#333333", linestyle="--", linewidth=1)
-
-    return panel
-
-
-def ratio_panels(ratios: Mapping[str, float]) -> list[Panel]:
-    """One panel for ratios of times, one for ratios of peaks; the reference is the dashed line."""
-    peaks = {name.partition(": peak")[0]: value for name, value in ratios.items() if ": peak" in name}
-    times = {name.removesuffix(": time"): value for name, value in ratios.items() if ": peak" not in name}
-    titled = (("time, to the reference", times), ("peak memory, to the reference", peaks))
-    return [bars(title, found, COLOURS[k]) for k, (title, found) in enumerate(titled) if found]
+def pareto_front(points: Sequence[Point]) -> list[Point]:
+    """The points that no other one beats in both coordinates, from left to right."""
+    front: list[Point] = []
+    for point in sorted(points):
+        if not front or point[1] < front[-1][1]:
+            front.append(point)
+    return front

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.harness.case import Case, Outcome, times_of
+from benchmarks.harness.case import Case, Outcome
 from benchmarks.harness.process import CaseProcess
 
 MAXIMUM_ERROR = 0.03  # of a median: two runs then rarely differ by a tenth
@@ -24,70 +24,48 @@ def run_group(
     """Runs cases in one of three orders; their outcomes in the order of the cases.
 
     * ``alone``: one after the other, each with ``turns`` turns if it waits for turns.
-    * ``pairs``: each in turn with the first, ``turns`` times or more; two processes are alive at a time.
     * ``rounds``: one turn of each in a round, ``turns`` rounds; all processes are alive.
+    * ``pairs``: each in turn with the first, which keeps its process, ``turns`` times; where these leave the median of
+      the ratios in doubt, up to three times as often. A case that ends early has the pairs that were complete by then.
 
-    Before the counted turns come ``warmup`` turns whose steps are dropped.
+    Before the counted turns come ``warmup`` turns whose steps are dropped. The reference is the first case.
     """
-    if order == "pairs" and cases:
-        return _run_pairs(cases, folder, turns, warmup)
-    if order == "rounds":
-        return _run_rounds(cases, folder, turns, warmup)
-    return [outcome for case in cases for outcome in _run_rounds([case], folder, turns, warmup)]
-
-
-def _run_rounds(cases: Sequence[Case], folder: str | Path, turns: int, warmup: int) -> list[Outcome]:
-    """A case that ends is left out from then on. The reference is the first that ran to its end."""
+    kept = 1 if order == "pairs" else 0
+    lots = [cases] if order == "rounds" else [[case] for case in cases[kept:]]
     with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(CaseProcess(case, folder)) for case in cases]
-        for process in processes:
-            process.start()  # one after the other: building takes time and memory, too
-        for k in range(warmup + turns):
-            begin = k % len(processes)
-            for process in processes[begin:] + processes[:begin]:
-                process.turn()
-        outcomes = [process.finish() for process in processes]
-    for outcome in outcomes:
-        del outcome.steps[:warmup]
-    steps = next((outcome.steps for outcome in outcomes if outcome.result is not None and outcome.steps), [])
-    for outcome in outcomes if len(outcomes) > 1 else ():
-        outcome.reference = times_of(steps[: len(outcome.steps)])
-    return outcomes
+        first = [_start(case, folder, warmup, stack) for case in cases[:kept]]
+        outcomes: list[Outcome] = []
+        for lot in lots:
+            with contextlib.ExitStack() as inner:
+                processes = first + [_start(case, folder, warmup, inner) for case in lot]
+                ratios = processes[-1].outcome.ratios
+                for k in rounds_until_known(ratios, turns) if first else range(turns):
+                    if first and not all(process.waiting for process in processes):
+                        break  # one of the two has ended; its outcome says why
+                    _round(processes, k)
+                outcomes += [process.finish() for process in processes[kept:]]
+        return [process.finish() for process in first] + outcomes
 
 
-def _run_pairs(cases: Sequence[Case], folder: str | Path, pairs: int, warmup: int) -> list[Outcome]:
-    """The reference keeps its process. Where so many pairs leave the median in doubt, there are more of them."""
-    found: list[Outcome] = []
-    with CaseProcess(cases[0], folder) as first:
-        first.start()
-        for _ in range(warmup):
-            first.turn()
-        for case in cases[1:]:
-            with CaseProcess(case, folder) as second:
-                found.append(_pair(first, second, pairs, warmup))
-        outcome = first.finish()
-    del outcome.steps[:warmup]
-    outcome.reference = times_of(outcome.steps)
-    return [outcome, *found]
-
-
-def _pair(first: CaseProcess, second: CaseProcess, pairs: int, warmup: int) -> Outcome:
-    """A case that ended early has the pairs that were complete by then."""
-    outcome = second.outcome
-    second.start()
+def _start(case: Case, folder: str | Path, warmup: int, stack: contextlib.ExitStack) -> CaseProcess:
+    """Started one after the other: building takes time and memory, too."""
+    process = stack.enter_context(CaseProcess(case, folder))
+    process.start()
     for _ in range(warmup):
-        second.turn()
-    outcome.steps.clear()
-    for k in rounds_until_known(outcome.ratios, pairs):
-        if not (first.waiting and second.waiting):
-            break  # one of the two has ended; its outcome says why
-        taken = {process: process.turn() for process in ((first, second) if k % 2 == 0 else (second, first))}
-        if None in taken.values():
-            break
-        outcome.reference += times_of(first.outcome.steps[-1:])
-    second.finish()
-    del outcome.steps[len(outcome.reference) :]
-    return outcome
+        process.turn()
+    del process.outcome.steps[:warmup]
+    return process
+
+
+def _round(processes: Sequence[CaseProcess], k: int) -> None:
+    """One turn of each. Beside each step the times of the first one's are kept, also beside the first one's own."""
+    begin = k % len(processes)
+    taken = {process: process.turn() for process in (*processes[begin:], *processes[:begin])}
+    step = taken[processes[0]] or {}
+    for process in processes if len(processes) > 1 and step else ():
+        if taken[process]:
+            times = {key: step[key] for key in ("seconds", "processor") if key in step}
+            process.outcome.reference.append(times)
 
 
 def rounds_until_known(ratios: Callable[[], Sequence[float]], rounds: int) -> Iterator[int]:

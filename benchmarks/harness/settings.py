@@ -2,47 +2,30 @@
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any
 
 
 def option(
-    default: Any,
-    words: str,
-    *,
-    least: float = 1,
-    multiple: int = 1,
-    choices: Sequence[str] | None = None,
-    kind: type | None = None,
+    default: Any, words: str, *, least: float = 1, multiple: int = 1, choices: Any = None, kind: Any = None
 ) -> Any:
-    """A field and its option, with a help text; False makes a flag.
+    """A field and its option, with a help text; False makes a flag, a tuple takes several values.
 
     Numbers must be at ``least`` so much, and a ``multiple``; strings one of the ``choices``. ``kind`` is the type of
-    the value, or of the values of a tuple, where the default does not tell.
+    the value where the default does not tell.
     """
-    kind = kind or type(default[0] if isinstance(default, tuple) else default)
-    more: dict[str, Any] = {"help": words, "default": default}
-    if kind is bool:
-        more["action"] = "store_true"
-    elif kind is str:
-        more |= {"choices": choices, "metavar": None if choices else "WORD"}
-    else:
-        more |= {"type": _number(kind, least, multiple), "metavar": "N"}
-    if isinstance(default, tuple):
-        more["nargs"] = "+"
-    return dataclasses.field(default=default, metadata=more)
+    several = isinstance(default, tuple)
+    kind = kind or type(default[0] if several else default)
 
+    def value(text: str) -> Any:
+        number = kind(text)
+        if not number >= least or (multiple > 1 and number % multiple):
+            ask = f"a multiple of {multiple}" if number >= least else f"at least {least:g}"
+            raise argparse.ArgumentTypeError(f"expected {ask}, got {text}")
+        return number
 
-def _number(kind: type, least: float, multiple: int) -> Callable[[str], Any]:
-    def number(text: str) -> Any:
-        value = kind(text)
-        if not value >= least:
-            raise argparse.ArgumentTypeError(f"expected at least {least:g}, got {text}")
-        if value % multiple if multiple > 1 else False:
-            raise argparse.ArgumentTypeError(f"expected a multiple of {multiple}, got {text}")
-        return value
-
-    return number
+    how: dict[str, Any] = {"type": str if kind is str else value, "choices": choices, "nargs": "+" if several else None}
+    how = {"action": "store_true"} if kind is bool else {**how, "metavar": None if choices else kind.__name__.upper()}
+    return dataclasses.field(default=default, metadata={"help": words, "default": default, **how})
 
 
 def add_options(parser: argparse.ArgumentParser, settings: type[Any]) -> None:

@@ -6,14 +6,12 @@ turn with plain PyTorch. In another process glibc's heap returns freed blocks at
 the method needs. What ``estimate()`` predicts after half of the turns is shown beside what was measured.
 """
 
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.harness.benchmark import Benchmark, Claim, Run
 from benchmarks.harness.case import Case, Outcome
-from benchmarks.harness.io_counters import engine_bytes
-from benchmarks.harness.plot import COLOURS, Panel
 from benchmarks.harness.settings import option
 from benchmarks.harness.table import at_most, case_table, limit_columns, mebibytes, spread
 from benchmarks.memory_latency.methods import FLOOR
@@ -120,22 +118,22 @@ def report(run: Run) -> list[str]:
         "s/step": lambda o: f"{o.median():.2f}",
         "to torch": lambda o: spread(o.ratios(), 2),
         **limit_columns(run.rates, moved, files=True),
-        "gradients differ by": lambda o: f"{o.done['difference']:.0e}",
+        "gradients differ by": lambda o: f"{o.result['difference']:.0e}",
     }
     predictions = {
         "s/step": lambda o: f"{o.median():.2f}",
-        "seconds predicted": lambda o: f"{o.done['estimate']['seconds']:.2f}",
-        "error of seconds": lambda o: error(o.done["estimate"]["seconds"], o.median()),
+        "seconds predicted": lambda o: f"{o.result['estimate']['seconds']:.2f}",
+        "error of seconds": lambda o: error(o.result["estimate"]["seconds"], o.median()),
         "peak": lambda o: mebibytes(peaks[o.name]),
-        "peak predicted": lambda o: mebibytes(o.done["estimate"]["memory_bytes"]),
-        "error of peak": lambda o: error(o.done["estimate"]["memory_bytes"], peaks[o.name]),
+        "peak predicted": lambda o: mebibytes(o.result["estimate"]["memory_bytes"]),
+        "error of peak": lambda o: error(o.result["estimate"]["memory_bytes"], peaks[o.name]),
     }
     passes = {
         "peak": lambda o: mebibytes(o.above(FLOOR)),
         "s/pass": lambda o: f"{o.median():.2f}",
         "to torch": lambda o: spread(o.ratios(), 2),
         **limit_columns(run.rates),
-        "outputs differ by": lambda o: f"{o.done['difference']:.0e}",
+        "outputs differ by": lambda o: f"{o.result['difference']:.0e}",
     }
     words = (
         f"{stack.blocks} blocks, {stack.parameters / 1e6:.0f} M parameters in fp32, {stack.rows} rows of "
@@ -157,16 +155,17 @@ def report(run: Run) -> list[str]:
 def peaks_of(run: Run) -> dict[str, int]:
     """Bytes in use by method: of an accelerator's allocator, or of the process above a step of two layers."""
     if run.settings.device != "cpu":
-        return {o.name: int(o.done["device_peak"]) for o in run.groups["training"] if o.result is not None}
+        return {o.name: int(o.result["device_peak"]) for o in run.groups["training"] if o.result is not None}
     return {o.name: o.above(FLOOR) for o in run.groups["in use"] if o.result is not None}
 
 
 def moved(outcome: Outcome) -> dict[str, float]:
     """The bytes that ours copies between its home and the device; those of files are counted with the process's."""
-    how = outcome.case.arguments
+    how, count = outcome.case.arguments, Counter(outcome.steps[-1])
     if how["device"] == "cpu" and how["settings"].get("disk", True):
         return {}
-    return dict(zip(("loaded_bytes", "drained_bytes"), engine_bytes(outcome.steps[-1]), strict=True))
+    spilled = count["bytes_spilled"]  # written once and read once
+    return {"loaded_bytes": count["bytes_loaded"] + spilled, "drained_bytes": count["bytes_stored"] + spilled}
 
 
 def bounds(run: Run) -> list[str]:
@@ -176,10 +175,10 @@ def bounds(run: Run) -> list[str]:
         if outcome.result is None:
             continue
         what = f"{outcome.name}: the difference from plain PyTorch"
-        broken += at_most(what, outcome.done["difference"], MAXIMUM_DIFFERENCE, "{:.1e}".format)
+        broken += at_most(what, outcome.result["difference"], MAXIMUM_DIFFERENCE, "{:.1e}".format)
         budget = outcome.case.arguments["settings"].get("memory_budget")
         if budget is not None:
-            held = outcome.done["statistics"]["peak_device_bytes"]
+            held = outcome.result["statistics"]["peak_device_bytes"]
             broken += at_most(f"{outcome.name}: held by the engine", held, budget, "{:,} bytes".format)
     return broken
 
@@ -199,56 +198,12 @@ def claims(run: Run) -> list[Claim]:
     return found
 
 
-def ratios(run: Run) -> dict[str, float]:
-    """Times and peaks in use to those of plain PyTorch."""
-    peaks, (_, *training) = peaks_of(run), run.groups["training"]
-    timed = [outcome for outcome in (*training, *run.groups["forward"][1:]) if outcome.steps]
-    found = {f"{outcome.name}: time": outcome.ratio() for outcome in timed}
-    return found | {f"{o.name}: peak": peaks[o.name] / peaks[REFERENCE] for o in training if o.name in peaks}
-
-
-FAMILIES = {  # of the picture: how the name of a method begins
-    "PyTorch": ("torch", "save_on_cpu"),
-    "peers": ("FSDP2", "DeepSpeed", "fairscale"),
-    "ours, in host memory": ("ours: host",),
-    "ours, on disk": tuple(f"ours: disk, {digit}" for digit in range(1, 10)),
-    "ours, memory budget": ("ours: disk, budget",),
-}
-
-
-def panels(run: Run) -> list[Panel]:
-    """Peak against time; a line joins the methods that no other beats in both."""
+def points(run: Run) -> dict[str, tuple[float, float]]:
+    """Peaks in use, and times to those of plain PyTorch."""
     peaks = peaks_of(run)
-    points = {o.name: (peaks[o.name] / 2**20, o.ratio()) for o in run.groups["training"] if o.name in peaks and o.steps}
-
-    def panel(axis: Any) -> None:
-        for (family, beginnings), colour in zip(FAMILIES.items(), COLOURS, strict=False):
-            methods = {name: point for name, point in points.items() if name.startswith(beginnings)}
-            for name, point in methods.items():
-                axis.annotate(
-                    name.removeprefix("ours: "), point, xytext=(4, 3), textcoords="offset points", fontsize=6.5
-                )
-            if methods:
-                axis.scatter(*zip(*methods.values(), strict=True), color=colour, label=family, zorder=3)
-        front = pareto_front([*points.values()])
-        name = "no other is better in both"
-        axis.plot(*zip(*front, strict=True), color="#999999", linestyle="--", linewidth=1, label=name)
-        axis.set(xlabel="peak memory in use above the libraries, MiB", ylabel="time of a step, plain PyTorch = 1")
-        axis.set(xlim=(0, None), ylim=(0, None))
-        axis.legend(fontsize=8, frameon=False)
-
-    return [panel]
-
-
-def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other one beats in both coordinates, from left to right."""
-    front: list[tuple[float, float]] = []
-    for point in sorted(points):
-        if not front or point[1] < front[-1][1]:
-            front.append(point)
-    return front
+    return {o.name: (peaks[o.name] / 2**20, o.ratio()) for o in run.groups["training"] if o.name in peaks and o.steps}
 
 
 BENCHMARK = Benchmark(
-    Settings, measure, report, bounds, claims, ratios, panels, lambda settings: {"device": settings.device}
+    Settings, measure, report, bounds, claims, points, rates=lambda settings: {"device": settings.device}
 )

@@ -101,17 +101,17 @@ def report(run: Run) -> list[str]:
         }
 
     times = {
-        "parameters": lambda o: f"{o.done['parameters'] / 1e6:.0f} M",
-        "tokens": lambda o: f"{o.done['tokens']:,}",
+        "parameters": lambda o: f"{o.result['parameters'] / 1e6:.0f} M",
+        "tokens": lambda o: f"{o.result['tokens']:,}",
         "resident": lambda o: f"{o.median('resident'):.2f} s",
         "streamed": lambda o: f"{o.median('streamed'):.2f} s",
         "median ratio of pairs": lambda o: spread(o.ratios()),
         "waiting": lambda o: f"{_wait_share(o):.1%}",
-        "predicted": lambda o: f"{o.done['predicted']:.2f} s",
+        "predicted": lambda o: f"{o.result['predicted']:.2f} s",
         **limit_columns(run.rates, seconds=lambda o: o.median("streamed")),
     }
     disk = {
-        "files": lambda o: mebibytes(o.done["bytes"]),
+        "files": lambda o: mebibytes(o.result["bytes"]),
         "plain, direct": lambda o: f"{o.median('plain_direct'):.2f}",
         "plain, cached": lambda o: f"{o.median('plain_cached'):.2f}",
         "loaded": lambda o: f"{o.median('streamed'):.2f}",
@@ -120,11 +120,11 @@ def report(run: Run) -> list[str]:
             f"{o.median('share'):.1%} ({min(o.values('share')):.0%} to {max(o.values('share')):.0%})"
         ),
         "s/step": lambda o: f"{o.median():.2f}",
-        "predicted": lambda o: "-" if o.done["predicted"] is None else f"{o.done['predicted']:.2f}",
+        "predicted": lambda o: "-" if o.result["predicted"] is None else f"{o.result['predicted']:.2f}",
         **limit_columns(run.rates, moved),
     }
     held = {
-        "parameters and gradients": lambda o: mebibytes(8 * o.done["parameters"]),
+        "parameters and gradients": lambda o: mebibytes(8 * o.result["parameters"]),
         "held by the engine": lambda o: mebibytes(_held(o)),
         "peak above torch": lambda o: mebibytes(o.above()),
         "whole peak": lambda o: mebibytes(o.peaks["steps"]),
@@ -145,7 +145,7 @@ def _wait_share(outcome: Outcome) -> float:
 
 def _held(outcome: Outcome) -> int:
     """Peak bytes that the engine itself holds on the compute device."""
-    return int(outcome.done["statistics"]["peak_device_bytes"])
+    return int(outcome.result["statistics"]["peak_device_bytes"])
 
 
 def bounds(run: Run) -> list[str]:
@@ -169,7 +169,7 @@ def bounds(run: Run) -> list[str]:
 def claims(run: Run) -> list[Claim]:
     """The streamed step beside the resident one."""
     (timed,) = run.groups["time"]
-    parameters, tokens = timed.done["parameters"] / 1e6, timed.done["tokens"]
+    parameters, tokens = timed.result["parameters"] / 1e6, timed.result["tokens"]
     set_up = (
         f"forward and backward of {parameters:.0f} M parameters, {tokens:,} tokens; parameters and gradients on disk"
     )

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 from benchmarks.harness.benchmark import Benchmark, Claim, Run
 from benchmarks.harness.case import Case, Outcome
-from benchmarks.harness.io_counters import bytes_of_step
+from benchmarks.harness.io_counters import file_work
 from benchmarks.harness.settings import option
 from benchmarks.harness.table import at_least, at_most, case_table, limit_columns, mebibytes, spread
 from benchmarks.optimizer.methods import DEEPSPEED, DISK, FROM_META, NAMES, REFERENCE, STEPS, Training
@@ -96,14 +96,15 @@ def report(run: Run) -> list[str]:
     """One table."""
     outcomes, training, large = run.outcomes, training_of(run.settings), run.settings.parameters is not None
 
-    def of_parameters(outcome: Outcome, key: str) -> str:
-        return f"{bytes_of_step(outcome.steps)[key] / training.parameters:.1f}"
+    def of_parameters(outcome: Outcome, *kinds: str) -> str:
+        moved = file_work(outcome.steps)
+        return f"{sum(moved[kind] for kind in kinds) / training.parameters:.1f}"
 
     def losses(outcome: Outcome) -> str:
-        return f"{outcome.done['first']['loss']:.1f} to {outcome.steps[-1]['loss']:.1f}" if outcome.steps else "-"
+        return f"{outcome.result['first']['loss']:.1f} to {outcome.steps[-1]['loss']:.1f}" if outcome.steps else "-"
 
     def difference(outcome: Outcome) -> str:
-        found = outcome.done.get("difference")
+        found = outcome.result.get("difference")
         return "-" if found is None else f"{found:.0e}" if found else "0"
 
     columns = {
@@ -111,9 +112,9 @@ def report(run: Run) -> list[str]:
         "to ours" if large else "to the resident": lambda o: spread(o.ratios()) if o is not outcomes[0] else "1",
         "kernel": lambda o: f"{o.median('kernel'):.2f} s",
         "waiting": lambda o: f"{o.median('waited') / o.median():.1%}",
-        "read B/parameter": lambda o: of_parameters(o, "read"),
-        "of it from disk": lambda o: of_parameters(o, "from_disk"),
-        "written": lambda o: of_parameters(o, "written"),
+        "read B/parameter": lambda o: of_parameters(o, "read_bytes", "copied_bytes"),
+        "of it from disk": lambda o: of_parameters(o, "read_bytes"),
+        "written": lambda o: of_parameters(o, "written_bytes"),
         "peak memory": lambda o: mebibytes(o.peaks[STEPS]),
         "less torch": lambda o: mebibytes(o.above()),
         "losses" if large else "parameters differ": losses if large else difference,
@@ -149,11 +150,11 @@ def bounds(run: Run) -> list[str]:
     ours, theirs = _pair(run)
     if ours is None:
         return broken
-    if (difference := ours.done.get("difference")) is not None:
+    if (difference := ours.result.get("difference")) is not None:
         what = f"{ours.name}: the difference of parameters from the resident model's"
         broken += at_most(what, difference, MAXIMUM_DIFFERENCE, "{:.0e}".format)
     if run.settings.parameters is not None:
-        losses = [ours.done["first"]["loss"], *ours.values("loss")]
+        losses = [ours.result["first"]["loss"], *ours.values("loss")]
         broken += [] if all(map(math.isfinite, losses)) else [f"{ours.name}: losses must be numbers, are {losses}"]
         broken += at_most(f"{ours.name}: the peak", ours.peak_bytes, MAXIMUM_LARGE_BYTES, mebibytes)
     else:

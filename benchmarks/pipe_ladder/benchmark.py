@@ -104,7 +104,7 @@ def report(run: Run) -> list[str]:
         return f"{table}\n\nGeometric means of ours to {'; '.join(means)}." if means else table
 
     held = {
-        "micro-batches": lambda o: str(o.done["chunks"]),
+        "micro-batches": lambda o: str(o.result["chunks"]),
         "peak above the model": lambda o: mebibytes(_above(o)),
         "to ours": lambda o: f"{_above(o) / _above(peaks[0]):.2f}x" if peaks[0].result else "-",
         "ms/step": lambda o: f"{1e3 * o.median():.0f}",
@@ -116,7 +116,7 @@ def report(run: Run) -> list[str]:
 
 def _above(outcome: Outcome) -> int:
     """Peak bytes above the model; a tiny model may need no page more."""
-    return max(1, int(outcome.done["above_model"]))
+    return max(1, int(outcome.result["above_model"]))
 
 
 def _names(outcomes: Sequence[Outcome]) -> list[str]:
@@ -168,23 +168,9 @@ def claims(run: Run) -> list[Claim]:
     for name, words in (("torchgpipe", "torchgpipe 0.0.7"), ("fairscale", "fairscale 0.4.13 Pipe")):
         theirs = run.find(name, "peaks")
         times = [ratio_of(outcome, name) for outcome in timed]
-        memory = ours.done["above_model"] / theirs.done["above_model"]
+        memory = ours.result["above_model"] / theirs.result["above_model"]
         found.append(Claim(set_up, words, times, memory, " above the model", statistics.geometric_mean))
     return found
 
 
-def ratios(run: Run) -> dict[str, float]:
-    """Processor time of ours to each ancestor's, and peaks to ours."""
-    found: dict[str, float] = {}
-    for title in ("time", "tiny cells"):
-        done = [outcome for outcome in run.groups[title] if outcome.result is not None]
-        for other in _names(done)[1:]:
-            found |= {f"{outcome.name}: ours / {other}": ratio_of(outcome, other) for outcome in done}
-    ours, *others = run.groups["peaks"]
-    done = [outcome for outcome in others if ours.result and outcome.result]
-    return found | {f"{outcome.name}: peak to ours": _above(outcome) / _above(ours) for outcome in done}
-
-
-BENCHMARK = Benchmark(
-    Settings, measure, report, bounds, claims, ratios, rates=lambda settings: {"threads": settings.threads}
-)
+BENCHMARK = Benchmark(Settings, measure, report, bounds, claims, rates=lambda settings: {"threads": settings.threads})

@@ -58,7 +58,7 @@ def report(run: Run) -> list[str]:
     done = [outcome for outcome in free if outcome.result is not None]
 
     def copied(outcome: Outcome) -> dict[str, float]:
-        parameters = outcome.done["parameters"]
+        parameters = outcome.result["parameters"]
         return {"copied_bytes": gradient_bytes(parameters) + adamw_bytes(parameters)}
 
     def quarter(losses: list[float], *, last: bool) -> str:
@@ -75,13 +75,13 @@ def report(run: Run) -> list[str]:
         **limit_columns(run.rates, copied, files=True),
         "loss, first quarter": lambda o: quarter(o.values("loss"), last=False),
         "last quarter": lambda o: quarter(o.values("loss"), last=True),
-        f"recall@{RECALL_AT}": lambda o: f"{o.done['recall_before']:.1%} -> {o.done['recall_after']:.1%}",
+        f"recall@{RECALL_AT}": lambda o: f"{o.result['recall_before']:.1%} -> {o.result['recall_after']:.1%}",
     }
     sections = [case_table(free, columns, "method")]
     if done:
-        held_out = done[0].done["held_out"]
+        held_out, parameters = done[0].result["held_out"], done[0].result["parameters"]
         sections.append(
-            f"{done[0].done['parameters'] / 1e6:.1f} M parameters, {settings.tokens_per_step:,} tokens a step, chunks "
+            f"{parameters / 1e6:.1f} M parameters, {settings.tokens_per_step:,} tokens a step, chunks "
             f"of {settings.chunk} rows, {settings.slices} shards. The interpreter and torch alone hold "
             f"{mebibytes(done[0].moments[FLOOR])}. Recall before and after {settings.training_steps} steps; chance "
             f"finds {RECALL_AT / held_out:.1%} of {held_out} held-out pairs. Methods take their steps in turn; time "
@@ -163,7 +163,7 @@ def bounds(run: Run) -> list[str]:
 def claims(run: Run) -> list[Claim]:
     """Ours on disk beside the whole batch in memory."""
     ours, whole = run.find(NAMES[OURS]), run.find(NAMES["whole"])
-    size, more = ours.done["parameters"] / 1e6, "; under a cap only ours trains" if "capped" in run.groups else ""
+    size, more = ours.result["parameters"] / 1e6, "; under a cap only ours trains" if "capped" in run.groups else ""
     set_up = f"one contrastive batch of {run.settings.batch:,} pairs, {size:.0f} M parameters, all state on disk{more}"
     return [Claim(set_up, "the whole batch in memory", ours.ratios(), ours.peak_bytes / whole.peak_bytes)]
 

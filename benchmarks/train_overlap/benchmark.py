@@ -53,14 +53,14 @@ def report(run: Run) -> list[str]:
         PIPELINED: milliseconds(PIPELINED),
         "pipelined / slowest": lambda o: spread(o.ratios()),
         **limit_columns({**run.rates, "seconds": 1.0}, more_work, lambda o: o.median(PIPELINED)),
-        "read again": lambda o: f"{o.done['rows_refreshed'] / o.done['rows_read']:.1%}",
+        "read again": lambda o: f"{o.result['rows_refreshed'] / o.result['rows_read']:.1%}",
     }
     return [case_table(run.outcomes, columns), LIMIT]
 
 
 def more_work(outcome: Outcome) -> dict[str, float]:
     """Copies of the rows that a step reads, and the longest latency, which every machine takes."""
-    return {"copied_bytes": outcome.done["bytes_of_rows"], "seconds": max(outcome.done["latencies"])}
+    return {"copied_bytes": outcome.result["bytes_of_rows"], "seconds": max(outcome.result["latencies"])}
 
 
 def bounds(run: Run) -> list[str]:
@@ -69,8 +69,8 @@ def bounds(run: Run) -> list[str]:
     for outcome in run.outcomes:
         if outcome.case.peer:
             continue
-        if outcome.done["undistributed"]:
-            broken.append(f"{outcome.name}: rows did not run ahead: {outcome.done['undistributed']}")
+        if outcome.result["undistributed"]:
+            broken.append(f"{outcome.name}: rows did not run ahead: {outcome.result['undistributed']}")
         what = f"{outcome.name}: pipelined / slowest"
         broken += at_most(what, outcome.ratio(), MAXIMUM_RATIO, "{:.3f}".format)
     return broken
@@ -86,9 +86,4 @@ def claims(run: Run) -> list[Claim]:
     ]
 
 
-def ratios(run: Run) -> dict[str, float]:
-    """Of the pipelines' times: memory is not measured here."""
-    return {f"{o.name}: pipelined / slowest": o.ratio() for o in run.outcomes if o.result is not None}
-
-
-BENCHMARK = Benchmark(Settings, measure, report, bounds, claims, ratios, rates=lambda settings: {"threads": 1})
+BENCHMARK = Benchmark(Settings, measure, report, bounds, claims, rates=lambda settings: {"threads": 1})

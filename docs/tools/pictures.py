@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import tempfile
 from pathlib import Path
 
@@ -36,10 +37,17 @@ OURS = {
 
 def recorded_points(results: Path = RESULTS) -> dict[str, tuple[float, float]]:
     """For each case of the picture: peak memory and time of a step, plain PyTorch = 1."""
-    header = json.loads(results.read_text(encoding="utf-8").splitlines()[0])
-    ratios = header["ratios"]
-    reference, *others = (*PEERS, *OURS)
-    return {reference: (1.0, 1.0)} | {case: (ratios[f"{case}: peak"], ratios[f"{case}: time"]) for case in others}
+    peaks: dict[str, int] = {}
+    times: dict[str, float] = {}
+    for line in map(json.loads, results.read_text(encoding="utf-8").splitlines()[1:]):
+        name = line["case"]["name"]
+        if line["group"] == "in use" and line["result"] is not None:
+            peaks[name] = line["peaks"]["steps"] - line["moments"]["after a step of two layers"]
+        elif line["group"] == "training" and line["result"] is not None:
+            pairs = zip(line["steps"], line["reference"], strict=False)
+            times[name] = statistics.median(mine["seconds"] / theirs["seconds"] for mine, theirs in pairs)
+    reference = next(iter(PEERS))
+    return {name: (peaks[name] / peaks[reference], times[name]) for name in (*PEERS, *OURS)}
 
 
 def draw_memory_time(points: dict[str, tuple[float, float]], path: Path = PICTURE) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.harness.io_counters import bytes_of_step, engine_bytes, file_work, measure
+from benchmarks.harness.io_counters import file_work, measure
 from benchmarks.harness.limits import least_seconds, measure_rates
 from benchmarks.harness.table import limit_columns
 from tests.benchmarks.here import outcome
@@ -77,12 +77,6 @@ def test_every_rate_is_measured_and_nothing_is_left_behind(
     assert "GFLOP/s (float32, cpu), memory copy" in line
 
 
-def test_what_is_spilled_is_written_once_and_read_once() -> None:
-    step = {"bytes_loaded": 4, "bytes_stored": 2, "bytes_spilled": 1, "update_bytes_read": 8, "update_bytes_written": 6}
-    assert engine_bytes(step) == (13, 9)
-    assert engine_bytes({"seconds": 1.0}) == (0, 0)
-
-
 def test_what_the_page_cache_had_is_a_copy_and_not_the_disks() -> None:
     half = [{"read": 8, "from_disk": 2, "written": 4, "to_disk": 4}, {"read": 8, "from_disk": 6, "written": 4}]
     assert file_work(half) == {"read_bytes": 4.0, "written_bytes": 4.0, "copied_bytes": 4.0}
@@ -90,7 +84,7 @@ def test_what_the_page_cache_had_is_a_copy_and_not_the_disks() -> None:
 
 def test_what_passes_no_call_counts_at_the_device() -> None:
     asynchronous = [{"read": 0, "from_disk": 8, "written": 0, "to_disk": 6}]
-    assert bytes_of_step(asynchronous) == {"read": 8.0, "written": 6.0, "from_disk": 8.0}
+    assert file_work(asynchronous) == {"read_bytes": 8.0, "written_bytes": 6.0, "copied_bytes": 0.0}
 
 
 def test_nothing_counted_is_nothing_moved() -> None:

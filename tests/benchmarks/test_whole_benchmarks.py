@@ -36,8 +36,7 @@ def without_caps_and_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pages(stem: str) -> str:
-    """The page; the picture is there, and no files of cases are left."""
-    assert Path(f"{stem}.png").stat().st_size > 10_000
+    """The page; no files of cases are left."""
     assert [path for path in Path("cache/gradstream").iterdir() if path.is_dir()] == []
     return Path(f"{stem}.md").read_text()
 
@@ -54,9 +53,9 @@ def test_retrieval_trains_three_ways_to_the_same_losses(monkeypatch: pytest.Monk
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
     assert losses[2] == pytest.approx(losses[0], abs=1e-5)
     assert len(set(losses[0])) == 3  # it trains
-    assert cases[2].done["statistics"]["bytes_spilled"] > 0
+    assert cases[2].result["statistics"]["bytes_spilled"] > 0
     assert run_here("retrieval", f"{small} --methods gradcache-offload --chunk 10", "s") == 0
-    loads = [case.done["statistics"]["shard_loads"] for case in (cases[2], *outcomes_of("s")["free"])]
+    loads = [case.result["statistics"]["shard_loads"] for case in (cases[2], *outcomes_of("s")["free"])]
     assert loads[0] == loads[1]  # the number of chunks makes no difference
 
 
@@ -69,7 +68,7 @@ def test_offload_step_compares_the_streamed_step_with_the_resident_one() -> None
     more = ["all in slots", "disk, inputs take gradients", "disk, weights take gradients"]
     assert list(cases) == ["time, 8 shards", *names, f"{names[-1]}, allocator as it comes", *more]
     assert cases["all in slots"].values("loads") == [0, 0]
-    assert len({cases[name].done["parameters"] for name in (names[0], names[1], names[3])}) == 1
+    assert len({cases[name].result["parameters"] for name in (names[0], names[1], names[3])}) == 1
 
 
 def test_optimizer_ends_at_the_parameters_of_the_resident_model() -> None:
@@ -80,12 +79,12 @@ def test_optimizer_ends_at_the_parameters_of_the_resident_model() -> None:
     assert "difference of parameters" not in page
     (cases,) = outcomes_of("o").values()
     assert len(cases) == 2
-    assert all(case.done["difference"] <= 1e-6 for case in cases)
+    assert all(case.result["difference"] <= 1e-6 for case in cases)
 
 
 def test_optimizer_trains_a_model_that_is_on_disk_from_the_start(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_here("optimizer", "--dim 64 --rows 2 --positions 4 --parameters 150e3 --ways deepspeed", "o") == 0
-    page = Path("o.md").read_text()  # one case alone has no ratios to draw
+    page = pages("o")
     assert re.search(r"\| on disk, from birth +\|", page)
     assert "in 3 blocks" in page
     (cases,) = outcomes_of("o").values()
@@ -120,7 +119,7 @@ def test_gradcache_batch_runs_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> 
     page = pages("g")
     assert re.search(r"\| ours over OffloadModel +\|\s+64 \|", page)
     assert "difference of gradients" not in page
-    (loads,) = [case.done["bytes_loaded"] for case in outcomes_of("g")["chunks"] if case.name.endswith("Model")]
+    (loads,) = [case.result["bytes_loaded"] for case in outcomes_of("g")["chunks"] if case.name.endswith("Model")]
     assert len({*loads.values()}) == 1
 
 
@@ -134,13 +133,14 @@ def test_memory_latency_computes_the_gradients_of_plain_pytorch_with_each_settin
     words = "--layers 4 --dim 64 --rows 4 --positions 4 --pairs 1 --only budget micro-batches forward"
     assert run_here("memory-latency", words, "m") == 0
     page = pages("m")
+    assert Path("m.png").stat().st_size > 10_000
     assert all(part in page for part in ("| training ", "| prediction ", "| forward only ", "limit", "distance"))
     groups = outcomes_of("m")
     ours = [case for case in groups["training"] if case.name.startswith("ours:")]
     assert len(ours) == 5
     assert [case.name for case in groups["in use"]] == [case.name for case in groups["training"]]
-    assert all(case.done["difference"] <= 1e-5 for case in ours)
-    assert all(case.done["estimate"]["memory_bytes"] > 0 for case in ours)
+    assert all(case.result["difference"] <= 1e-5 for case in ours)
+    assert all(case.result["estimate"]["memory_bytes"] > 0 for case in ours)
 
 
 def test_train_overlap_runs_every_balance() -> None:
@@ -153,7 +153,7 @@ def test_train_overlap_runs_every_balance() -> None:
     pages("t")
     cases = outcomes_of("t")["balances"]
     assert [bool(case.result) for case in cases] == [True] * 4 + [False]
-    result = cases[0].done
+    result = cases[0].result
     assert result["undistributed"] == {}
     assert 0 < result["rows_refreshed"] < result["rows_read"]
 
@@ -175,7 +175,7 @@ def test_a_benchmark_runs_in_processes_as_a_user_runs_it(capsys: pytest.CaptureF
     ((reference, ours),) = outcomes_of("o").values()
     assert [case.failure for case in (reference, ours)] == [None, None]
     assert len(ours.steps) == len(ours.reference) == 1
-    assert ours.done["difference"] <= 1e-6
+    assert ours.result["difference"] <= 1e-6
     assert ours.peaks["steps"] > ours.moments["interpreter and torch"] > 0
 
 
