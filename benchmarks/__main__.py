@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif name == "table":
             print(claims_table())
         else:
-            return _report(*words) if name == "report" else _run(name, words)
+            return _report(*words) if name == "report" and words else _run(name, words)
     except ValueError as error:
         print(f"python -m benchmarks: {error}", file=sys.stderr)
         return 2
@@ -75,10 +75,8 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     from benchmarks.harness.environment import cache_directory
     from benchmarks.harness.settings import add_options
 
-    kind = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(
-        f"python -m benchmarks {name}", description=BENCHMARKS.get(name), formatter_class=kind
-    )
+    parser = argparse.ArgumentParser(f"python -m benchmarks {name}", description=BENCHMARKS.get(name))
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     add_options(parser, load(name).settings)
     parser.add_argument("--out", type=Path, metavar="STEM", help="writes STEM.md, STEM.jsonl and STEM.png")
     parser.add_argument("--home", type=Path, default=cache_directory(), help="a directory on disk for all files")
@@ -90,9 +88,8 @@ def _run(name: str, words: Sequence[str]) -> int:
     benchmark = load(name)
     arguments = parser_of(name).parse_args(words)
     from benchmarks.harness.benchmark import publish, run_benchmark, write_lines
-    from benchmarks.harness.settings import settings_of
 
-    run = run_benchmark(benchmark, settings_of(benchmark.settings, vars(arguments)), arguments.home)
+    run = run_benchmark(benchmark, vars(arguments), arguments.home)
     if arguments.out:
         write_lines(arguments.out.with_name(f"{arguments.out.name}.jsonl"), name, run)
     return publish(name, BENCHMARKS[name], benchmark, run, arguments.out)
@@ -102,11 +99,9 @@ def _report(file: str, stem: str = "") -> int:
     """Makes the page of a run again from its results file, beside it or as ``STEM.md``."""
     from benchmarks.harness.benchmark import publish, read_header, read_run
 
-    path = Path(file)
-    name = read_header(path)["benchmark"]
-    benchmark = load(name)
-    out = Path(stem) if stem else path.with_suffix("")
-    return publish(name, BENCHMARKS[name], benchmark, read_run(path, benchmark), out)
+    name = read_header(Path(file))["benchmark"]
+    run = read_run(Path(file), load(name))
+    return publish(name, BENCHMARKS[name], load(name), run, Path(stem or file.removesuffix(".jsonl")))
 
 
 def claims_table() -> str:

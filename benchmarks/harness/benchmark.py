@@ -84,12 +84,13 @@ def broken_bounds(benchmark: Benchmark, run: Run) -> list[str]:
     return [f"{outcome.name}: {outcome.failure}" for outcome in failed] or benchmark.bounds(run)
 
 
-def run_benchmark(benchmark: Benchmark, settings: Any, home: Path) -> Run:
+def run_benchmark(benchmark: Benchmark, options: dict[str, Any], home: Path) -> Run:
     """Measures rates and all groups, in a folder below ``home`` that is removed at the end.
 
     Raises:
         ValueError: if the settings make no run possible.
     """
+    settings = settings_of(benchmark.settings, options)
     if wrong := settings.wrong() if hasattr(settings, "wrong") else "":
         raise ValueError(wrong)
     home.mkdir(parents=True, exist_ok=True)

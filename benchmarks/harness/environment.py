@@ -26,7 +26,8 @@ def environment_facts() -> dict[str, str]:
     machine.append(f"load {psutil.getloadavg()[0]:.1f} before")
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     software = [system, f"Python {platform.python_version()}", f"torch {torch.__version__}"]
-    software += [f"{name} {_version(name)}" for name in PACKAGES]
+    versions = {found.name: found.version for found in importlib.metadata.distributions()}
+    software += [f"{name} {versions.get(name, 'not installed')}" for name in PACKAGES]
     program = Path(sys.argv[0])  # a module run with ``-m`` shows itself as a path
     words = ["-m", program.parent.name] if program.name == "__main__.py" else [program.name]
     return {
@@ -55,13 +56,6 @@ def cache_directory() -> Path:
 def shown_command(words: Sequence[str]) -> str:
     """``python`` and these words as a user types them; of an absolute path only the last part is shown."""
     return shlex.join(["python", *(Path(word).name if os.path.isabs(word) else word for word in words)])
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _cpu() -> str:

@@ -1,6 +1,5 @@
-"""Rates of the machine (arithmetic, copies, disk), the least work of a step, and the least time that they allow for it.
+"""Rates of the machine (arithmetic, copies, disk), and the least time that they allow for the work of a step.
 
-The least work is counted from shapes: a forward and a backward with nothing recomputed, every parameter touched once.
 A step cannot be shorter than its arithmetic at the rate of a large matrix product, nor than its bytes at the bandwidth
 of the medium that they pass. A rate is the best of several tries, measured in the same run as the steps. The disk is
 measured with no page of the file in the page cache, through ``O_DIRECT`` and without.
@@ -58,45 +57,33 @@ def measure_rates(
     ``directory`` is on the disk to be measured and holds a file of ``file_bytes`` (whole blocks of 4 MiB) meanwhile, as
     many as are copied in memory; ``side`` is that of the square matrices. The number of torch's threads is restored.
     """
+
+    def best(work: Callable[[], object], place: str) -> float:
+        """The least seconds of some tries, after one that is not counted."""
+        return min([measure(work, device=place)[1]["seconds"] for _ in range(tries + 1)][1:])
+
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
+        left, right = (torch.randn(side, side, device=device).to(getattr(torch, dtype)) for _ in range(2))
         source = torch.ones(file_bytes, dtype=torch.uint8)
         target = torch.ones_like(source)
-        left, right = (torch.randn(side, side, device=device).to(getattr(torch, dtype)) for _ in range(2))
         product = torch.empty_like(left)
-        on_gpu = torch.device(device).type == "cuda"
-        repeats = 20 if on_gpu else 1
-
-        def multiply() -> None:
-            for _ in range(repeats):
-                torch.mm(left, right, out=product)
-
-        multiply()
-        rates = {
-            "flops": 2 * side**3 * repeats / _best(multiply, device, tries),
-            "copied_bytes": file_bytes / _best(lambda: target.copy_(source), "cpu", tries),
-        }
+        repeats = 1 if device == "cpu" else 20  # a launch takes as long as a small product
+        products = best(lambda: [torch.mm(left, right, out=product) for _ in range(repeats)], device)
+        rates = {"flops": 2 * side**3 * repeats / products}
+        rates["copied_bytes"] = file_bytes / best(lambda: target.copy_(source), "cpu")
         with tempfile.NamedTemporaryFile(prefix="rates-", dir=directory) as file:
             rates |= _disk_rates(file.name, file_bytes, tries)
-        if on_gpu:
+        if device != "cpu":
             locked, held = source.pin_memory(), source.to(device)
-            beside = torch.empty_like(held)
-            for kind, work in (
-                ("loaded_bytes", lambda: held.copy_(locked, non_blocking=True)),
-                ("drained_bytes", lambda: locked.copy_(held, non_blocking=True)),
-                ("on_device_bytes", lambda: beside.copy_(held)),
-            ):
-                rates[kind] = file_bytes / _best(work, device, tries)
+            rates["loaded_bytes"] = file_bytes / best(lambda: held.copy_(locked, non_blocking=True), device)
+            rates["drained_bytes"] = file_bytes / best(lambda: locked.copy_(held, non_blocking=True), device)
+            rates["on_device_bytes"] = file_bytes / best(held.clone, device)
     finally:
         torch.set_num_threads(before)
     shown = [f"{KINDS[kind]} {rate / 1e9:.2f} GB/s" for kind, rate in rates.items() if kind != "flops"]
     return rates, ", ".join([f"matmul {rates['flops'] / 1e9:,.0f} GFLOP/s ({dtype}, {device})", *shown])
-
-
-def _best(work: Callable[[], object], device: str, tries: int) -> float:
-    """The least seconds of ``tries``, after one that is not counted."""
-    return min([measure(work, device=device)[1]["seconds"] for _ in range(tries + 1)][1:])
 
 
 def _disk_rates(name: str, nbytes: int, tries: int) -> dict[str, float]:
@@ -110,18 +97,14 @@ def _disk_rates(name: str, nbytes: int, tries: int) -> dict[str, float]:
                 descriptor = os.open(name, os.O_RDWR | flag)
             except OSError:  # a file system that refuses O_DIRECT
                 continue
-            try:
-                for _ in range(tries + 1):  # the first write allocates
-                    for kind, move in (("written_bytes", os.writev), ("read_bytes", os.readv)):
-                        if hasattr(os, "posix_fadvise"):
-                            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # drops what is written
-                        os.lseek(descriptor, 0, os.SEEK_SET)
-                        started = time.perf_counter()
-                        for _ in range(nbytes // BLOCK_BYTES):
-                            move(descriptor, [block])
-                        if move is os.writev:
-                            os.fsync(descriptor)
-                        best[kind] = max(best[kind], nbytes / (time.perf_counter() - started))
-            finally:
-                os.close(descriptor)
+            for move, kind in ((os.writev, "written_bytes"), (os.readv, "read_bytes")) * (tries + 1):
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # drops what is on disk
+                os.lseek(descriptor, 0, os.SEEK_SET)
+                started = time.perf_counter()
+                for _ in range(nbytes // BLOCK_BYTES):
+                    move(descriptor, [block])
+                os.fsync(descriptor)
+                best[kind] = max(best[kind], nbytes / (time.perf_counter() - started))
+            os.close(descriptor)
     return best
