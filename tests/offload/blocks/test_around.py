@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradcache import GradCache
-from offload import DiskHome, OffloadModel
+from offload import DiskHome, MemoryPolicy, OffloadModel
 from pipe import Pipe
 from tests.offload.blocks.towers import WIDTH, Block, assert_equal, close, loss_of, make, words
 
@@ -29,12 +29,12 @@ def step(model: nn.Module, seed: int = 3) -> None:
 
 @pytest.mark.parametrize(
     "choices",
-    [{"memory_budget": "64KiB"}, {"boundary_bytes": 0}, {"graph_bytes": "1MiB"}, {"num_slots": 3}],
+    [{"boundary_bytes": 0}, {"graph_bytes": "1MiB"}, {"slots": 3}, {"resident_bytes": "1MiB"}],
     ids=lambda choices: next(iter(choices)),
 )
 def test_budgets_hold_for_blocks(choices: dict[str, Any], tmp_path: Path) -> None:
     bare = make()
-    model = wrap(bare, tmp_path, **choices)
+    model = wrap(bare, tmp_path, checkpoint_activation=True, memory=MemoryPolicy.fixed(**choices))
     for seed in range(3):
         step(bare, seed), step(model, seed)
         assert_equal(bare, model)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import OffloadModel
+from offload import MemoryPolicy, OffloadModel
 from tests.offload.blocks.towers import WIDTH, WORDS, Block, Model, assert_equal, close, loss_of, make, words
 
 BLOCKS = "encoder.layer"
@@ -37,7 +37,7 @@ def step(model: nn.Module, seed: int = 3, **inputs: Any) -> tuple[Tensor, Tensor
 @pytest.mark.parametrize("slots", [None, 4])
 def test_steps_are_bit_equal(recompute: bool, home: str, slots: int | None, tmp_path: Path) -> None:
     bare = make()
-    model = wrap(bare, tmp_path if home == "disk" else "cpu", checkpoint_activation=recompute, num_slots=slots)
+    model = wrap(bare, tmp_path if home == "disk" else "cpu", checkpoint_activation=recompute, memory=MemoryPolicy.fixed(slots=slots))
     for seed in range(3):  # gradients accumulate
         (loss, state), (ours, our_state) = step(bare, seed), step(model, seed)
         assert torch.equal(loss, ours)
@@ -422,7 +422,7 @@ def test_nothing_keeps_a_forward_alive() -> None:
 
 
 def test_frozen_weights_keep_shards_loaded() -> None:
-    model = wrap(make(), num_slots=4).eval()
+    model = wrap(make(), memory=MemoryPolicy.fixed(slots=4)).eval()
     with torch.no_grad(), model.frozen_weights():
         for _ in range(3):
             model(words())
