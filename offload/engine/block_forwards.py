@@ -147,10 +147,10 @@ class BlockForwards(MovableHomes):
                 else:
                     raise self.out_of_order(state.j, n)
                 del state
-                try:
-                    cell, output = steps.send(entering)
-                except StopIteration as end:
-                    return tape, end.value
+                following, outputs = _sent(steps, entering)
+                if following is None:
+                    return tape, outputs
+                cell, output = following
         except BaseException as error:
             fail(steps, error)
             raise
@@ -282,6 +282,10 @@ BlockForwards.pass_codes = frozenset(
 )
 
 
+class _OutOfOrderError(Exception):
+    """Ends a pass whose blocks are not called in its order."""
+
+
 class _Walk:
     """The forward of one chunk in the caller's thread: blocks run when they are called."""
 
@@ -320,8 +324,8 @@ class _Walk:
 
     def _give_up(self) -> None:
         self._alone = True
-        if self._steps is not None:
-            self._steps.close()
+        # Not close(): a pass that a GeneratorExit ends is taken for one that an interrupt has ended before.
+        fail(self._steps, _OutOfOrderError())
 
     def end(self, result: Any) -> tuple[Tape | None, list[Any]]:
         """The tape and the output, after the forward."""
@@ -330,15 +334,24 @@ class _Walk:
                 raise self._executor.out_of_order(None, self._next)
             self._give_up()
             return None, [result]
-        try:
-            self._steps.send(self._executor.finish(self._tape, 0, result))
-        except StopIteration as end:
-            return self._tape, end.value
-        raise AssertionError("a pass with one cell too many")
+        following, outputs = _sent(self._steps, self._executor.finish(self._tape, 0, result))
+        assert following is None, "a pass with one cell too many"
+        return self._tape, outputs
 
     def fail(self, error: BaseException) -> None:
         """Cleans up after an error anywhere in the forward."""
         fail(self._steps, error)
+
+
+def _sent(steps: _Steps, entering: Any) -> tuple[tuple[Cell, Any] | None, list[Any]]:
+    """The next cell and its output; or None, and the outputs of the pass, at its end.
+
+    A function, since an interrupt at the ``try`` itself would not reach an ``except`` around it.
+    """
+    try:
+        return steps.send(entering), []
+    except StopIteration as end:
+        return None, end.value
 
 
 def fail(steps: _Steps | None, error: BaseException) -> None:
