@@ -63,9 +63,10 @@ class MemoryArguments:
         return False
 
 
-def memory_of(memory: Any, **old: Any) -> MemoryArguments:
+def memory_of(memory: Any, *, plans: bool, **old: Any) -> MemoryArguments:
     """The arguments that concern memory, from ``memory`` and the deprecated keywords.
 
+    ``plans``: whether :data:`DEFAULT_MEMORY` stands for None: shards and recomputation are not given either.
     Raises TypeError or ValueError for what is no memory, or both.
     """
     if isinstance(memory, MemoryArguments):  # of the model that is copied
@@ -80,7 +81,7 @@ def memory_of(memory: Any, **old: Any) -> MemoryArguments:
     if given:
         budget = given.get("memory_budget")
         return MemoryArguments(MemoryPolicy(**fields), False, None if budget is None else parse_bytes(budget))
-    policy_given = policy_of(DEFAULT_MEMORY if memory is None else memory)
+    policy_given = policy_of(DEFAULT_MEMORY if memory is None and plans else memory)
     return MemoryArguments(policy_given or MemoryPolicy(), bounds=policy_given is not None)
 
 

@@ -63,7 +63,7 @@ class OffloadModel(ReportingModule):
             string with a path separator), for files that are removed with the model. A :class:`~offload.DiskHome` is a
             directory with more options, among them files that are kept and adopted by the next model.
         num_slices: number of shards, balanced by bytes; from 1 to the number of layers. None: with ``memory`` one for
-            each layer, or for neighbours that are small; without, 3.
+            each layer, or for neighbours that are small; else 3.
         checkpoint_activation: if True, keep only the inputs of each shard and recompute the rest in backward; if False,
             keep all activations of the layers, but no second copy of their weights, nor of casts of them. None: True
             with ``memory``, else False.
@@ -75,7 +75,8 @@ class OffloadModel(ReportingModule):
         memory: the memory that the model, its optimizer and its steps may use: bytes, a string such as ``"2GiB"``,
             ``"auto"`` for what the machine has free, ``{"device": ..., "host": ...}``, or a
             :class:`~offload.MemoryPolicy`, which says what counts. Decides ``num_slices`` and
-            ``checkpoint_activation`` where they are None.
+            ``checkpoint_activation`` where they are None. None: ``"auto"`` where both are None, else no limit, and
+            nothing is planned.
         memory_budget, num_slots, boundary_bytes, activation_bytes, graph_bytes: deprecated; fields of ``memory``.
         param_dtype: floating-point type in which layers compute, such as ``torch.bfloat16``: slots hold parameters in
             it and floating-point inputs are cast to it, while homes keep the parameters as they are (fp32 masters) and
@@ -135,11 +136,13 @@ class OffloadModel(ReportingModule):
         check_dense(parameters)
         check_separate(parameters)
         self.device = compute_device(device)
+        plans = num_slices is None and checkpoint_activation is None
         if blocks is not None or not isinstance(model, nn.Sequential):
             num_slices = len(named)
         check_choices(num_slices, num_microbatches, param_dtype)
         resources = memory_of(
             memory,
+            plans=plans,
             memory_budget=memory_budget,
             num_slots=num_slots,
             boundary_bytes=boundary_bytes,

@@ -11,9 +11,8 @@ from offload.planning.budget import parse_bytes
 
 __all__ = ["DEFAULT_MEMORY", "MemoryPolicy", "policy_of", "warn_of_old_keywords"]
 
-#: What ``memory=None`` means where none of the keywords that it replaces is given: ``"auto"``, or None for the layout
-#: of fairscale's OffloadModel (three shards, activations kept).
-DEFAULT_MEMORY: str | None = None
+#: What ``memory=None`` means where neither shards nor recomputation nor a keyword that it replaces is given.
+DEFAULT_MEMORY: str | None = "auto"
 
 #: The two places of a mapping: where layers compute, and the host's memory.
 PLACES = ("device", "host")

@@ -123,12 +123,20 @@ def test_the_finest_cut_merges_small_neighbours() -> None:
     assert sum(merge_small_layers([0, 9, 0, 0], 1)) == 4
 
 
-def test_without_memory_the_layout_is_that_of_fairscale() -> None:
-    model = model_of(6)
+def test_shards_or_recomputation_without_memory_mean_what_they_do_in_fairscale() -> None:
+    model = model_of(6, checkpoint_activation=False)
     assert cuts_of(model) == [2, 2, 2]
     assert not model._executor._recompute
     assert model._memory_limits is None
-    assert cuts_of(model_of(2)) == [1, 1]
+    assert cuts_of(model_of(2, checkpoint_activation=True)) == [1, 1]
+    assert model_of(6, num_slices=2)._memory_limits is None
+
+
+def test_without_any_of_these_memory_is_what_the_machine_has_free() -> None:
+    model = model_of(6)
+    assert model._memory_limits is not None
+    assert model._executor.steps.planner is not None
+    assert model._executor._recompute
 
 
 def test_shards_slots_and_recomputation_that_are_given_stay() -> None:
@@ -167,7 +175,7 @@ def test_a_copy_has_the_same_memory_and_warns_of_nothing(given: str, how: str) -
     assert other._policy == model._policy
     assert cuts_of(other) == cuts_of(model)
     assert other._executor.streamer.slots == model._executor.streamer.slots
-    assert (other._memory_limits is None) == (model._memory_limits is None) == (given != "memory")
+    assert (other._memory_limits is None) == (model._memory_limits is None) == (given in ("budget", "slots"))
 
 
 @pytest.mark.parametrize(
@@ -331,7 +339,7 @@ def test_an_accelerator_and_the_host_have_limits_of_their_own(
     layers, layer = [nn.Linear(512, 512) for _ in range(4)], 4 * 512 * 513
 
     def limits_of(memory: Any) -> MemoryLimits:
-        arguments = memory_of(memory)
+        arguments = memory_of(memory, plans=False)
         layout, _, needs = layout_of(arguments, layers, None, None, device=GPU, on_disk=on_disk, param_dtype=None)
         made = limits_for(arguments, layout, needs, GPU, Meter(CPU))
         assert made is not None

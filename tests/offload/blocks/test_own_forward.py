@@ -37,7 +37,12 @@ def step(model: nn.Module, seed: int = 3, **inputs: Any) -> tuple[Tensor, Tensor
 @pytest.mark.parametrize("slots", [None, 4])
 def test_steps_are_bit_equal(recompute: bool, home: str, slots: int | None, tmp_path: Path) -> None:
     bare = make()
-    model = wrap(bare, tmp_path if home == "disk" else "cpu", checkpoint_activation=recompute, memory=MemoryPolicy.fixed(slots=slots))
+    model = wrap(
+        bare,
+        tmp_path if home == "disk" else "cpu",
+        checkpoint_activation=recompute,
+        memory=MemoryPolicy.fixed(slots=slots),
+    )
     for seed in range(3):  # gradients accumulate
         (loss, state), (ours, our_state) = step(bare, seed), step(model, seed)
         assert torch.equal(loss, ours)
