@@ -18,7 +18,8 @@ from offload.storage import Block, Tier
 from offload.storage.contract import bytes_of
 from offload.storage.persistent import Contents, PersistentTier
 from offload.streaming.materialize import Values
-from offload.streaming.shard import layout, named_parameters
+from offload.streaming.shard import named_parameters
+from offload.streaming.slices import layout
 
 __all__ = ["PersistentHome"]
 

@@ -77,6 +77,8 @@ class ShardRunner:
     #: Whether the layers have written their own parameters; if so, whether a recomputation writes the same.
     writes_weights: bool = False
     repeats_writes: bool | None = None
+    #: Whether a graph was kept that would hold casts of weights, if they were not recomputed.
+    casts_weights: bool = False
     #: Whether a layer raised an error.
     failed: bool = False
     #: Compare parameters with their homes after each forward, not only after the first ones.
@@ -232,8 +234,14 @@ class ShardRunner:
 
     def forward_with_graph(
         self, boundary: Any, output_fn: OutputFn | None = None, *, cheap_recompute: bool = False
-    ) -> tuple[Any, Sequence[SavedTensor]]:
-        """Output with its graph, and the saved tensors; with ``cheap_recompute`` backward repeats cheap operations."""
+    ) -> tuple[Any, Sequence[SavedTensor] | None]:
+        """Output with its graph, and the saved tensors; with ``cheap_recompute`` backward repeats cheap operations.
+
+        Layers that use a home in place save weights as in the bare model, without being observed: None.
+        """
+        if self.shard.bound_in_place and not (cheap_recompute or self.casts_weights or _autocasts(self.device)):
+            with torch.enable_grad():
+                return self._first_run(boundary, output_fn)[0], None
         recorder = MemoryProfileRecorder(self.shard)
         saving = weights_by_reference(
             self.shard,
@@ -247,6 +255,7 @@ class ShardRunner:
             output = self._first_run(boundary, output_fn)[0]
         if module_state is not None:
             module_state.record_changes()
+        self.casts_weights |= self.shard.weight_casts.found
         return output, recorder.saved_tensors()
 
     def _first_run(
@@ -298,3 +307,7 @@ class ShardRunner:
             return tensor.clone() if in_slot else tensor
 
         return map_distinct(own, output)
+
+
+def _autocasts(device: torch.device) -> bool:
+    return torch.is_autocast_enabled(device.type)

@@ -36,7 +36,7 @@ from offload.engine.weight_writes import (
     values_at_home,
     values_in_slot,
 )
-from offload.planning.memory_profile import MemoryProfile
+from offload.planning.memory_profile import MemoryProfile, SavedTensor
 from offload.streaming.shard import Shard
 from offload.streaming.streamer import Streamer
 from offload.telemetry.statistics import Meter
@@ -78,6 +78,7 @@ class CellExecutor:
                 return map_distinct(Tensor.detach, runner.forward(boundary, output_fn))
             source, value = _source(tape, cell, boundary)
             rows = tape.rows[cell.i]
+            saved_tensors: Sequence[SavedTensor] | None
             if not keeps:
                 output, tape.cells[cell] = runner.forward_recorded(value, output_fn)
                 saved_tensors = runner.saved_tensors
@@ -86,7 +87,8 @@ class CellExecutor:
             else:
                 output, saved_tensors = runner.forward_with_graph(value, output_fn, cheap_recompute=self._recompute)
                 tape.kept[cell] = KeptCell(source, *flatten(output))
-            self._meter.record_memory_profile(cell.j, MemoryProfile(rows, saved_tensors), keeps=keeps)
+            if saved_tensors is not None:
+                self._meter.record_memory_profile(cell.j, MemoryProfile(rows, saved_tensors), keeps=keeps)
             tape.requires[Cell(cell.j + 1, cell.i)] = requires(flatten(output)[0])
             return map_distinct(Tensor.detach, output)
 

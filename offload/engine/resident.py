@@ -70,7 +70,7 @@ class ResidentRunner(ShardRunner):
 
     def forward_with_graph(
         self, boundary: Any, output_fn: OutputFn | None = None, *, cheap_recompute: bool = False
-    ) -> tuple[Any, Sequence[SavedTensor]]:
+    ) -> tuple[Any, Sequence[SavedTensor] | None]:
         """See :class:`ShardRunner`."""
         with rows_in_place(self._tables):
             return super().forward_with_graph(boundary, output_fn, cheap_recompute=cheap_recompute)

@@ -39,7 +39,8 @@ from offload.storage import Block, Tier
 from offload.storage.buffer import PAGE_BYTES, host_buffer, whole_pages
 from offload.storage.contract import bytes_of
 from offload.storage.host import HostBlock
-from offload.streaming.shard import Shard, Slice
+from offload.streaming.shard import Shard
+from offload.streaming.slices import Slice
 
 __all__ = ["MAX_BLOCK_BYTES", "DiskParamBlock", "update_block_bytes"]
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from offload.streaming.lane import Arrival
-from offload.streaming.shard import Shard, Slice
+from offload.streaming.shard import Shard
+from offload.streaming.slices import Slice
 
 if TYPE_CHECKING:
     from offload.optim.optimizer import OffloadOptimizer

@@ -18,7 +18,8 @@ from offload.optim.disk_update import DiskParamBlock
 from offload.optim.io_buffers import IOBufferPool, buffer_pool_bytes
 from offload.optim.param_block import HostParamBlock, OptimizerFactory, ParamBlock
 from offload.storage import Block, Tier
-from offload.streaming.shard import Shard, Slice
+from offload.streaming.shard import Shard
+from offload.streaming.slices import Slice
 from pipe.torch_private import storage_uses
 
 if TYPE_CHECKING:

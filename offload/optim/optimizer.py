@@ -25,7 +25,8 @@ from offload.policy import warn_of_old_keywords
 from offload.storage.state_views import on_own_storages
 from offload.streaming.grad_norm import attached_norm, detach_norm, norm_of, total_norm
 from offload.streaming.lane import CopyLane, ThreadCopyLane
-from offload.streaming.shard import Shard, Slice
+from offload.streaming.shard import Shard
+from offload.streaming.slices import Slice
 from pipe.recompute.thread_state import restores_thread_state
 from pipe.threads import Threads
 

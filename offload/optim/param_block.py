@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from offload.optim.groups import copied_options, options_of, same_option
 from offload.optim.io_requests import Copy, UpdateBlock, Write
-from offload.streaming.shard import Shard, Slice
+from offload.streaming.shard import Shard
+from offload.streaming.slices import Slice
 from pipe.torch_private import multiply_all
 
 __all__ = ["HostParamBlock", "OptimizerFactory", "ParamBlock", "PartialUpdateError", "UpdateJob"]

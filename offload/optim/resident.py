@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
-from offload.streaming.shard import Shard, layout
+from offload.streaming.shard import Shard
+from offload.streaming.slices import layout
 from pipe.stream import current_stream, use_device, use_stream
 from pipe.threads import Threads
 from pipe.torch_private import multiply_all

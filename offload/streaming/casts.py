@@ -65,6 +65,11 @@ class Casts:
             cast = self._casts[key] = Cast(source, options)
         return cast
 
+    @property
+    def found(self) -> bool:
+        """Whether a graph refers to a cast."""
+        return bool(self._casts)
+
     def end_visit(self) -> None:
         """Frees all casts, before the slot is reused."""
         for cast in list(self._casts.values()):

@@ -25,7 +25,8 @@ from offload.storage.contract import bytes_of
 from offload.streaming.grad_norm import attach_norm, norm_of
 from offload.streaming.lane import Arrival, CopyLane, error_context
 from offload.streaming.optimizers import Optimizers
-from offload.streaming.shard import Shard, Slice
+from offload.streaming.shard import Shard
+from offload.streaming.slices import Slice
 from offload.telemetry.statistics import Meter
 
 if TYPE_CHECKING:
@@ -163,12 +164,13 @@ class GradientOffload:
             owner.detach_gradients()
         # Keeps device tensors until the copy is done. Without this, their memory is reused while it is read.
         in_use = [g for g in gradients if g is not None] if self._device.type != "cpu" else []
+        norms = self.optimizers.clip
         moves: deque[tuple[nn.Parameter, Callable[[], Tensor]]] = deque()
         for position in range(len(gradients)):
             gradient, gradients[position] = gradients[position], None
             if gradient is not None:
                 parameter = shard.owner_of(position)[1].parameter
-                moves.extend((parameter, move) for move in self._moves(shard, position, gradient))
+                moves.extend((parameter, move) for move in self._moves(shard, position, gradient, norms=norms))
         gradient = None
         if not (self._tier.blocking_io and self._stays_in_memory(shard)):
             self._meter.bytes_stored += nbytes
@@ -179,8 +181,6 @@ class GradientOffload:
             # Drain lane -> compute. Without this, two sets are copied at once, and two additions to one tied gradient
             # may change order. The earlier copy overlapped with a whole visit, so the wait is short.
             self._synchronize()
-
-        norms = self.optimizers.clip
 
         def copy() -> None:
             with self._meter.on_lane("drain", f"D{shard.index}", nbytes):
@@ -194,7 +194,7 @@ class GradientOffload:
         arrival = self._lane.submit(f"D{shard.index}", copy)
         self._drains.append((arrival, nbytes, in_use))
 
-    def _moves(self, shard: Shard, position: int, gradient: Tensor) -> Iterator[Callable[[], Tensor]]:
+    def _moves(self, shard: Shard, position: int, gradient: Tensor, *, norms: bool) -> Iterator[Callable[[], Tensor]]:
         """The copies that store one gradient; each returns the whole stored gradient, on any device.
 
         ``.grad`` is set at once, its bytes are written on the lane.
@@ -210,7 +210,7 @@ class GradientOffload:
             yield partial(_add, stored, gradient)
         elif in_memory and gradient.device == parameter.device and gradient.dtype == parameter.dtype:
             parameter.grad = gradient
-            if self.optimizers.clip:
+            if norms:
                 yield lambda: gradient
         elif in_memory and owner.blocking_io:
             parameter.grad = torch.empty_strided(parameter.shape, s.stride, dtype=parameter.dtype)

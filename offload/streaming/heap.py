@@ -16,7 +16,6 @@ import functools
 import math
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 __all__ = ["KEEP_BYTES", "Heap", "anonymous_bytes", "return_freed_memory"]
 
@@ -43,7 +42,11 @@ def return_freed_memory() -> None:
 def anonymous_bytes() -> int:
     """Anonymous memory of this process; 0 if the system does not say."""
     try:
-        _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_bytes().split())
+        statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _, resident, shared, *_ = map(int, os.read(statm, 256).split())
+        finally:
+            os.close(statm)
     except (OSError, ValueError):
         return 0
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")

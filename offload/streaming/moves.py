@@ -27,7 +27,8 @@ from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.storage.contract import bytes_of
 from offload.streaming.optimizers import Optimizers
-from offload.streaming.shard import Shard, Slice
+from offload.streaming.shard import Shard
+from offload.streaming.slices import Slice
 from pipe.torch_private import outside_inference_mode, storage_uses
 
 __all__ = ["HomeInUseError", "Move", "NewMemory", "move_homes", "prepare_move"]
@@ -42,8 +43,8 @@ class HomeInUseError(RuntimeError):
     def __init__(self, shards: Sequence[int]) -> None:
         super().__init__(
             f"shards {[*shards]} cannot move between file and memory: other code holds views of their weights or "
-            f"optimizer states (a state_dict(), a NumPy array), which would no longer show later values; nothing was "
-            f"moved. Delete them, or move other shards"
+            f"optimizer states (a state_dict(), a NumPy array, a forward whose backward did not run yet), which would "
+            f"no longer show later values; nothing was moved. Delete them, or move other shards"
         )
         #: Their indices.
         self.shards = tuple(shards)

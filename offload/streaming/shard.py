@@ -18,7 +18,7 @@ their gradients are added to the owner's.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -31,12 +31,13 @@ from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.streaming.casts import Casts
 from offload.streaming.materialize import Materializer, Values
+from offload.streaming.slices import Slice, layout
 from pipe.torch_private import outside_inference_mode, set_versions, storage_uses
 
 if TYPE_CHECKING:
     from offload.optim.update import Update
 
-__all__ = ["Shard", "State", "layout", "make_shards", "named_parameters"]
+__all__ = ["Shard", "State", "make_shards", "named_parameters"]
 
 
 class State(enum.Enum):
@@ -45,52 +46,6 @@ class State(enum.Enum):
     HOME = "home"  # its block in storage only
     LOADED = "loaded"  # block and slot; the copy is done or queued, but not used by compute
     BOUND = "bound"  # block and slot; its parameters point into the slot
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Offset and layout of one parameter in a flat block of bytes."""
-
-    name: str
-    parameter: nn.Parameter
-    offset: int
-    nbytes: int
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def check_data(self, expected: torch.Size | None = None) -> None:
-        """Raises ValueError if the parameter's size (or ``expected`` shape) or type is not the stored one."""
-        shape, dtype = self.parameter.shape, self.parameter.dtype
-        if dtype != self.dtype:
-            raise ValueError(
-                f"expected data of {self.dtype} for parameter {self.name}, got {dtype}; the type of a parameter is "
-                f"fixed when the model is made: assign data.to({self.dtype}), or convert the layers before wrapping"
-            )
-        if shape.numel() * dtype.itemsize != self.nbytes or shape != (expected or shape):
-            raise ValueError(
-                f"expected data of {self.nbytes:,} bytes for parameter {self.name}, got shape {tuple(shape)}; the "
-                f"shape of a parameter is fixed when the model is made"
-            )
-
-    def view(self, block: Tensor) -> Tensor:
-        """The parameter's values in ``block`` (flat, uint8); no copy."""
-        # Not an autograd view, which would reference its base: references to the storage of a block are counted.
-        offset = block.storage_offset() + self.offset
-        memory = torch.empty(0, dtype=self.dtype, device=block.device)
-        return memory.set_(block.untyped_storage(), offset // self.dtype.itemsize, self.parameter.shape, self.stride)
-
-
-def layout(parameters: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype | None = None) -> tuple[list[Slice], int]:
-    """Packs parameters into one block, floating-point ones as ``dtype``; returns slices and the block's bytes."""
-    slices, end = [], 0
-    for name, parameter in parameters:
-        # Dense strides (such as channels_last) are kept, since kernels choose their algorithm by them.
-        stride = torch.empty_like(parameter, device="meta").stride()
-        kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-        nbytes = parameter.numel() * kind.itemsize
-        slices.append(Slice(name, parameter, end, nbytes, stride, kind))
-        end += aligned(nbytes)
-    return slices, end
 
 
 @dataclass(eq=False)
@@ -232,11 +187,13 @@ class Shard:
             made = storage_uses(self.slot) - before  # a view may reference others
         self._stored_gradients = [parameter.grad for parameter in self.parameters]
         self._wide_gradients = [None] * len(self.slices)
+        in_place = self.bound_in_place
         self.state = State.BOUND  # before the first parameter moves: see reset()
         for parameter, view in zip(self.parameters, views, strict=True):
             # Without this, autograd adds to the stored ``.grad`` while a lane writes to it.
             parameter.grad = None
-            parameter.data = view
+            if not (in_place and parameter.dtype == view.dtype and parameter.is_set_to(view)):
+                parameter.data = view
         return made
 
     def widen_gradients(self) -> None:
@@ -270,9 +227,11 @@ class Shard:
     def _restore(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None  # a gradient must be on its parameter's device, so it is reset first, restored last
+        views = self.in_slot if self.bound_in_place else None
         for position, gradient in enumerate(self._stored_gradients):
             owner, s = self.owner_of(position)
-            s.parameter.data = owner.home_view(s)
+            if views is None or not (s.parameter.dtype == s.dtype and s.parameter.is_set_to(views[position])):
+                s.parameter.data = owner.home_view(s)
             s.parameter.grad = gradient
 
     def drop(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -86,7 +86,12 @@ def trained(home: Any, name: str, **settings: Any) -> tuple[nn.Module, OffloadMo
 moves = st.none() | st.sets(st.integers(0, SHARDS - 1))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60,
+    deadline=None,
+    phases=[Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     recompute=st.booleans(),
     name=st.sampled_from(sorted(OPTIMIZERS)),
@@ -114,7 +119,10 @@ def test_any_shards_may_rest_in_memory_at_any_time_between_passes(
             torch.manual_seed(k)
             losses.append((run(batch(k)) - 1).pow(2).mean())
         assert torch.equal(*losses)
-        move(before_backward)
+        try:
+            move(before_backward)
+        except HomeInUseError:  # the graphs of shards that were used in place refer to their homes
+            assert not recompute
         for loss in losses:
             loss.backward()
         move(before_step)

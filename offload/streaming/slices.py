@@ -1,0 +1,59 @@
+"""Slices: where each parameter is in the flat block of bytes that stores the parameters of a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from offload.planning.partition import aligned
+
+__all__ = ["Slice", "layout"]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Offset and layout of one parameter in a flat block of bytes."""
+
+    name: str
+    parameter: nn.Parameter
+    offset: int
+    nbytes: int
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def check_data(self, expected: torch.Size | None = None) -> None:
+        """Raises ValueError if the parameter's size (or ``expected`` shape) or type is not the stored one."""
+        shape, dtype = self.parameter.shape, self.parameter.dtype
+        if dtype != self.dtype:
+            raise ValueError(
+                f"expected data of {self.dtype} for parameter {self.name}, got {dtype}; the type of a parameter is "
+                f"fixed when the model is made: assign data.to({self.dtype}), or convert the layers before wrapping"
+            )
+        if shape.numel() * dtype.itemsize != self.nbytes or shape != (expected or shape):
+            raise ValueError(
+                f"expected data of {self.nbytes:,} bytes for parameter {self.name}, got shape {tuple(shape)}; the "
+                f"shape of a parameter is fixed when the model is made"
+            )
+
+    def view(self, block: Tensor) -> Tensor:
+        """The parameter's values in ``block`` (flat, uint8); no copy."""
+        # Not an autograd view, which would reference its base: references to the storage of a block are counted.
+        offset = block.storage_offset() + self.offset
+        memory = torch.empty(0, dtype=self.dtype, device=block.device)
+        return memory.set_(block.untyped_storage(), offset // self.dtype.itemsize, self.parameter.shape, self.stride)
+
+
+def layout(parameters: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype | None = None) -> tuple[list[Slice], int]:
+    """Packs parameters into one block, floating-point ones as ``dtype``; returns slices and the block's bytes."""
+    slices, end = [], 0
+    for name, parameter in parameters:
+        # Dense strides (such as channels_last) are kept, since kernels choose their algorithm by them.
+        stride = torch.empty_like(parameter, device="meta").stride()
+        kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        nbytes = parameter.numel() * kind.itemsize
+        slices.append(Slice(name, parameter, end, nbytes, stride, kind))
+        end += aligned(nbytes)
+    return slices, end
