@@ -23,6 +23,7 @@ from offload.streaming.moves import move_homes
 from offload.streaming.shard import Shard
 from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.statistics import Meter
+from pipe.process import check_process
 from pipe.torch_private import outside_inference_mode
 
 __all__ = ["MovableHomes", "ShardBytes"]
@@ -84,6 +85,7 @@ class MovableHomes(ExclusivePasses):
             OSError, MemoryError: if there is no space, or a pending update fails. After any of these nothing moved.
         """
         self.check_open()
+        check_process(self._made_in, "this OffloadModel")
         wanted = frozenset(shards)
         if not wanted <= {*range(len(self.shards))}:
             raise ValueError(f"expected indices of {len(self.shards)} shards, got {sorted(wanted)} (shards)")

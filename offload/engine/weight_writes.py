@@ -32,7 +32,8 @@ from torch import Tensor
 from offload.storage.buffer import host_buffer, view_memory
 from offload.storage.contract import bytes_of
 from offload.streaming.lane import error_context
-from offload.streaming.shard import Shard, Slice
+from offload.streaming.shard import Shard
+from offload.streaming.slices import Slice
 from pipe.torch_private import storage_uses
 
 if TYPE_CHECKING:

@@ -253,8 +253,8 @@ class Streamer:
 
     @contextlib.contextmanager
     def _visit_in_memory(self, shard: Shard, *, copied: bool) -> Iterator[None]:
-        with self._meter.waiting(f"U{shard.index}"), error_context(f"updating shard {shard.index} in memory"):
-            if (pending := shard.pending) is not None:
+        if (pending := shard.pending) is not None:
+            with self._meter.waiting(f"U{shard.index}"), error_context(f"updating shard {shard.index} in memory"):
                 # Update lane -> compute. Without this, layers read weights from before the optimizer's step.
                 pending.start().wait()
         home = shard.home

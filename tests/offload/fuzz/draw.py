@@ -38,6 +38,7 @@ from tests.offload.fuzz.weights import (
     Checkpoint,
     Copy,
     Freeze,
+    KeepInMemory,
     LoadState,
     Reopen,
     SaveState,
@@ -177,6 +178,7 @@ SINGLE: list[st.SearchStrategy[Statement]] = [
     st.builds(Freeze, at=some, on=flags),
     st.builds(SetMode, train=flags, at=some),
     st.builds(SetBuffer, replace=flags),
+    st.builds(KeepInMemory, shards=st.sampled_from([(), (0,), (1, 2), (0, 2, 4), (0, 1, 2, 3, 4, 5)])),
     st.just(RemoveHooks()),
 ]
 
@@ -220,6 +222,7 @@ WITH_UPDATES: tuple[type[Statement], ...] = (
     Rate,
     Copy,
     SetBuffer,
+    KeepInMemory,
     NewOptimizer,
     Swap,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, parametrizations, vector_to_parameters
 from torch.nn.utils.weight_norm import weight_norm
 
-from offload import load_checkpoint, save_checkpoint
+from offload import OffloadModel, load_checkpoint, save_checkpoint
+from offload.streaming.moves import HomeInUseError
 from tests.offload.fuzz.models import WIDTH, build
 from tests.offload.fuzz.program import Statement
 from tests.offload.fuzz.world import World, deep_copied
@@ -24,6 +26,7 @@ __all__ = [
     "Checkpoint",
     "Copy",
     "Freeze",
+    "KeepInMemory",
     "LoadState",
     "Reopen",
     "SaveState",
@@ -310,3 +313,16 @@ class SetBuffer(Statement):
                     setattr(module, name, values(buffer, 3).abs())
                 else:
                     buffer.mul_(0.5)
+
+
+@dataclass(frozen=True, repr=False)
+class KeepInMemory(Statement):
+    """Other shards rest in memory from now on, and are used in place there."""
+
+    shards: tuple[int, ...] = ()
+
+    def run(self, world: World) -> None:
+        if isinstance(world.model, OffloadModel):
+            count = len(world.model._executor.shards)
+            with contextlib.suppress(HomeInUseError):  # of what the program holds
+                world.model._executor.keep_in_memory({j % count for j in self.shards})
