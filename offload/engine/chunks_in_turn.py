@@ -17,7 +17,7 @@ from offload.engine.raw_chunk import LazyInput
 from offload.engine.resident import Push, ResidentRunner
 from offload.engine.tape import CellRecords
 from offload.planning.in_memory import InMemory
-from offload.planning.plan import BACKWARD_CELLS, FORWARD_CELLS, Action, Kind
+from offload.planning.plan import BACKWARD_CELLS, FORWARD_CELLS, Kind
 from offload.telemetry.statistics import Meter
 from pipe.nested import map_tensors, tensors_in
 from pipe.recompute.dead_code import DeadCode
@@ -69,14 +69,7 @@ class ChunksInTurn:
             graphs=self.plan.graphs,
             output_fns=self._output_fns,
         )
-        #: The output of the last forward cell.
-        self._value: Any = None
-        self._dead_code: Sequence[DeadCode | None] = ()
         self._gradients = BoundaryStore()
-
-    def _follow(self, actions: Iterable[Action]) -> None:
-        performers = dict.fromkeys(FORWARD_CELLS, self._forward) | dict.fromkeys(BACKWARD_CELLS, self._backward)
-        Follower({**performers, Kind.REPEAT: self._repeat}).follow(actions)
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -103,18 +96,19 @@ class ChunksInTurn:
 
         Layers in ``graph_bytes`` keep their graphs, of so many bytes, if these fit.
         """
-        self._value, self._dead_code = entering.pop(), dead_code
-        self._follow(self.plan.forward(i, graph_bytes, lambda: nbytes_of(self._value)))
-        output, self._value = self._value, None
-        return output
+        tape, value = self._tape, entering.pop()
 
-    def _forward(self, cell: Cell) -> None:
-        tape = self._tape
-        if cell in self.plan.inputs:
-            self.store.put(cell, self._value)
-        self._value = self._cell_executor.forward(tape, cell, self._value)
-        if self._dead_code and cell in tape.cells and self._runners[cell.j].skips_dead_code:
-            tape.cells[cell].dead_code = self._dead_code[cell.j]
+        def run(cell: Cell) -> None:
+            nonlocal value
+            if cell in self.plan.inputs:
+                self.store.put(cell, value)
+            value = self._cell_executor.forward(tape, cell, value)
+            if dead_code and cell in tape.cells and self._runners[cell.j].skips_dead_code:
+                tape.cells[cell].dead_code = dead_code[cell.j]
+
+        actions = self.plan.forward(i, graph_bytes, lambda: nbytes_of(value))
+        Follower(dict.fromkeys(FORWARD_CELLS, run)).follow(actions)
+        return value
 
     # --- backward -----------------------------------------------------------------------------------------------
 
@@ -122,13 +116,14 @@ class ChunksInTurn:
         """Flat gradients of the first layer's input, for chunks that have any, from those of outputs; frees all."""
         found: dict[int, list[Any]] = {}
         chunks = [i for i, gradients in output_gradients.items() if tensors_in(gradients)]
+        follower = Follower({**dict.fromkeys(BACKWARD_CELLS, self._backward), Kind.REPEAT: self._repeat})
         self._forget(output_gradients.keys() - set(chunks))
         for together in self.plan.groups(chunks):
             # Gradients are kept in host memory, as boundaries are; that of a single chunk is used at once.
             self._gradients = BoundaryStore(on_host=len(together) > 1)
             for i in together:
                 self._gradients.put((len(self._runners), i), output_gradients[i])
-            self._follow(self.plan.backward(together))
+            follower.follow(self.plan.backward(together))
             self._forget(together)
             entered = [Cell(self.first, i) for i in together]
             found |= {cell.i: self._gradients.get(cell) for cell in entered if cell in self._gradients}

@@ -70,7 +70,11 @@ def rows_together(
 
 def rows_in(chunk: Any) -> int | None:
     """Rows of a chunk's tensors if all have the same number; else None."""
-    sizes = {tensor.size(0) if tensor.dim() else -1 for tensor in tensors_in(chunk)}
+    return _rows_of(tensors_in(chunk))
+
+
+def _rows_of(leaves: Sequence[Any]) -> int | None:
+    sizes = {x.size(0) if x.dim() else -1 for x in leaves if isinstance(x, Tensor)}
     return sizes.pop() if len(sizes) == 1 and -1 not in sizes else None
 
 
@@ -89,7 +93,7 @@ def runs_alike(chunks: Sequence[Any], most_rows: int) -> list[list[int]]:
     rows, before = most_rows, None
     for i, chunk in enumerate(chunks):
         leaves, spec = flatten(chunk)
-        count = rows_in(leaves)
+        count = _rows_of(leaves)
         joins = before is not None and count is not None and rows + count <= most_rows
         if joins and before is not None and spec == before[1] and all(map(_alike, leaves, before[0])):
             runs[-1].append(i)
