@@ -58,6 +58,7 @@ ORDERS = {
         "files",
         "arguments",
         "memory",
+        "advise",
         "persistence",
         "module",
         "slot_sharing",

@@ -82,6 +82,11 @@ class Pretrained:
         """``given``, or the :class:`Pretrained` of that path."""
         return given if isinstance(given, Pretrained) else cls(given)
 
+    def headers(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Name, shape and type of each tensor, from the headers of the files."""
+        stored = self._stored.items()
+        return [(name, one.file.shape(one.name), one.file.dtype(one.name)) for name, one in stored]
+
     def match(self, tensors: Mapping[str, Tensor]) -> tuple[dict[Tensor, Stored], Unmatched]:
         """The stored tensor for each tensor of a model. A tensor with several names needs only one of them.
 

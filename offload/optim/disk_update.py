@@ -42,7 +42,7 @@ from offload.storage.host import HostBlock
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 
-__all__ = ["MAX_BLOCK_BYTES", "DiskParamBlock", "update_block_bytes"]
+__all__ = ["MAX_BLOCK_BYTES", "DiskParamBlock", "update_block_bytes", "update_block_bytes_of"]
 
 #: Most bytes of weights of one update block.
 MAX_BLOCK_BYTES = 8 << 20
@@ -66,7 +66,11 @@ ELEMENTWISE = (
 
 def update_block_bytes(shards: Sequence[Shard], limit_bytes: float = math.inf) -> int:
     """Bytes of weights of an update block, if all buffers get ``limit_bytes``. Raises ValueError for too few."""
-    largest = max((sum(s.nbytes for s in shard.own) for shard in shards), default=0)
+    return update_block_bytes_of(max((sum(s.nbytes for s in shard.own) for shard in shards), default=0), limit_bytes)
+
+
+def update_block_bytes_of(largest: int, limit_bytes: float = math.inf) -> int:
+    """The same where the largest shard stores so many bytes of parameters."""
     update_block = min(MAX_BLOCK_BYTES, max(1, largest // BLOCKS_PER_SHARD // BLOCK_GRAIN_BYTES) * BLOCK_GRAIN_BYTES)
     while buffer_pool_bytes(update_block) > limit_bytes and update_block > PAGE_BYTES:
         update_block = max(PAGE_BYTES, update_block // 2 // PAGE_BYTES * PAGE_BYTES)

@@ -1,0 +1,257 @@
+"""Makes the model of a step that a search of plans needs, from outlines, work and rates; pure arithmetic."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from offload.advise.outline import Layer, Outline
+from offload.advise.rates import OptimizerRate, Rates
+from offload.advise.work import Work
+from offload.engine.steps import BUFFERS_SHARE
+from offload.memory import SMALLEST_SHARD_BYTES
+from offload.optim.disk_update import update_block_bytes_of
+from offload.optim.io_buffers import buffer_pool_bytes
+from offload.planning.memory_profile import MemoryProfile
+from offload.planning.partition import merge_small_layers
+from offload.planning.peak_memory import StepBytes
+from offload.planning.plan import Kind
+from offload.planning.planner import Updates
+from offload.planning.search import NothingFitsError, Prediction, StepModel, search
+from offload.planning.simulate import Costs, simulate
+from offload.telemetry.contention import PRIOR
+
+__all__ = ["Advice", "Shards", "advise", "bound_of", "shards_of"]
+
+
+#: Searches for a plan that takes less than the leanest one.
+_REFINEMENTS = 4
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The shards of a model with their bytes."""
+
+    cuts: Sequence[int]
+    layers: Sequence[Sequence[Layer]]
+    param_dtype: torch.dtype | None
+
+    @property
+    def slot_bytes(self) -> list[int]:
+        """In a slot."""
+        return [sum(layer.slot_bytes(self.param_dtype) for layer in layers) for layers in self.layers]
+
+    @property
+    def loaded_bytes(self) -> list[int]:
+        """Read by a load, in the types of homes."""
+        return [sum(p.nbytes for layer in layers for p in layer.parameters) for layers in self.layers]
+
+    @property
+    def home_bytes(self) -> list[int]:
+        """Stored weights."""
+        return [sum(p.slot_bytes(None) for layer in layers for p in layer.own) for layers in self.layers]
+
+    @property
+    def gradient_bytes(self) -> list[int]:
+        """Gradients of what is trained, in the types of homes."""
+        return [sum(p.nbytes for layer in layers for p in layer.parameters if p.trainable) for layers in self.layers]
+
+    def state_bytes(self, states: int) -> list[int]:
+        """Of an optimizer with so many states for each parameter."""
+        return [states * sum(p.nbytes for layer in layers for p in layer.own if p.trainable) for layers in self.layers]
+
+    @property
+    def borrows(self) -> list[bool]:
+        """Whether a shard uses parameters that an earlier one stores."""
+        return [any(layer.borrowed for layer in layers) for layers in self.layers]
+
+
+def shards_of(outline: Outline, param_dtype: torch.dtype | None) -> Shards:
+    """The shards that ``OffloadModel(layers, ..., memory=...)`` makes: one a layer; small neighbours share one."""
+    count = len(outline.layers)
+    cuts = [1] * count
+    if outline.sequential:
+        cuts = merge_small_layers([layer.slot_bytes(param_dtype) for layer in outline.layers], SMALLEST_SHARD_BYTES)
+    ends = [0, *itertools.accumulate(cuts)]
+    return Shards(cuts, [outline.layers[a:b] for a, b in itertools.pairwise(ends)], param_dtype)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The plan of one limit of memory."""
+
+    limit_bytes: int
+    #: None where nothing fits.
+    prediction: Prediction | None
+    seconds: float = math.inf
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a prediction is made from."""
+
+    shards: Shards
+    works: Sequence[Work]
+    rows: Sequence[int]
+    optimizer: OptimizerRate
+    rates: Rates
+    on_host: bool
+
+    def step_model(self, limit_bytes: int) -> StepModel:
+        """The model of a step for a limit, on which the optimizer's buffers depend."""
+        shards, rates = self.shards, self.rates
+        count, gradient_bytes = len(shards.layers), shards.gradient_bytes
+        first = next((j for j, nbytes in enumerate(gradient_bytes) if nbytes), count)
+        # Works are of the first micro-batch, which is the largest.
+        share = sum(self.rows) / len(self.rows) / self.rows[0]
+        forward = [share * self._seconds(w.forward_flops, w.forward_bytes) for w in self.works]
+        kept = [share * self._seconds(w.backward_flops, w.backward_bytes) for w in self.works]
+        slowest = max(1 / rates.read_bytes, 1 / rates.to_device_bytes if rates.to_device_bytes else 0.0)
+        slowest_back = max(1 / rates.write_bytes, 1 / rates.to_device_bytes if rates.to_device_bytes else 0.0)
+        boundaries = [0, *(w.output_bytes for w in self.works)]
+
+        def size(key: tuple[int, int]) -> int:
+            return boundaries[key[0]] * self.rows[key[1]] // self.rows[0]
+
+        costs = Costs(
+            load=[nbytes * slowest for nbytes in shards.loaded_bytes],
+            forward=forward,
+            backward=[a + b for a, b in zip(forward, kept, strict=True)],
+            kept_backward=kept,
+            drain=[nbytes * slowest_back for nbytes in gradient_bytes],
+            update=[nbytes * self._update_seconds_per_byte for nbytes in gradient_bytes],
+            boundary=[share * nbytes * slowest_back for nbytes in boundaries],
+            contention=PRIOR if self.on_host else 0.0,
+        )
+        buffers = 0
+        if self.optimizer.states and self.on_host:
+            largest = max(shards.home_bytes, default=0)
+            buffers = buffer_pool_bytes(update_block_bytes_of(largest, limit_bytes // BUFFERS_SHARE))
+        resting = zip(shards.home_bytes, shards.state_bytes(self.optimizer.states), strict=True)
+        movable = self.on_host and shards.param_dtype is None
+        return StepModel(
+            shards=count,
+            first=first,
+            costs=costs,
+            sizes=StepBytes(
+                slot_bytes=max(shards.slot_bytes),
+                gradient_bytes=gradient_bytes,
+                rows=self.rows,
+                boundaries=size,
+                gradients=size,
+                memory_profiles={j: MemoryProfile(self.rows[0], w.saved) for j, w in enumerate(self.works)},
+                kept_profiles={j: MemoryProfile(self.rows[0], w.kept) for j, w in enumerate(self.works)},
+                constant_bytes=buffers,
+            ),
+            updates=Updates(pending=frozenset(range(first, count)), updates=False, clips=False),
+            resting_bytes={
+                j: weights + states for j, (weights, states) in enumerate(resting) if movable and not shards.borrows[j]
+            },
+            gradients_wait=True,
+        )
+
+    def _seconds(self, flops: float, nbytes: float) -> float:
+        return flops / self.rates.flops + nbytes / self.rates.touched_bytes
+
+    @property
+    def _update_seconds_per_byte(self) -> float:
+        """Of a byte of gradients: reading it and the states, writing weights and states, beside the arithmetic."""
+        rates, states = self.rates, self.optimizer.states
+        reads = 1 / rates.read_bytes + states / rates.states_read_bytes
+        writes = 1 / rates.write_bytes + states / rates.states_write_bytes
+        return max(1 / self.optimizer.bytes_per_second, reads + writes)
+
+    def seconds(self, model: StepModel, prediction: Prediction) -> float:
+        """Of a step; shards in memory are updated without files."""
+        choice, gradient_bytes = prediction.choice, self.shards.gradient_bytes
+        still = choice.in_memory | choice.waiting
+        update = [
+            gradient_bytes[j] / self.optimizer.bytes_per_second if j in choice.in_memory else seconds
+            for j, seconds in enumerate(model.costs.update)
+        ]
+        drain = [0.0 if j in still else seconds for j, seconds in enumerate(model.costs.drain)]
+        return simulate(prediction.plan, replace(model.costs, update=update, drain=drain)).seconds
+
+    def at(self, limit_bytes: int) -> Advice:
+        """The fastest plan that fits in a limit."""
+        try:
+            model = self.step_model(limit_bytes)
+            prediction = search(model, limit_bytes).best
+        except ValueError:  # also NothingFitsError, and buffers that do not fit
+            return Advice(limit_bytes, None)
+        return Advice(limit_bytes, prediction, self.seconds(model, prediction), self.memory_bytes(model, prediction))
+
+    def memory_bytes(self, model: StepModel, prediction: Prediction) -> int:
+        """Of a plan; where all shards are in memory, the optimizer frees its buffers."""
+        freed = len(prediction.choice.in_memory) == model.shards
+        return prediction.memory_bytes - (model.sizes.constant_bytes if freed else 0)
+
+    def least_bytes(self) -> int:
+        """The least limit for which a plan is found. Buffers grow with it, so it is approached from below."""
+        unlimited = 1 << 62
+        limit = self._needed(unlimited) - self.step_model(unlimited).sizes.constant_bytes
+        while True:
+            try:
+                needed = self._needed(limit)
+            except ValueError:  # the smallest buffers are more than their share
+                needed = limit + limit // BUFFERS_SHARE + 1
+            if needed <= limit:
+                break
+            limit = needed
+        for _ in range(_REFINEMENTS):  # spilling every boundary is not always the least
+            less = self.at(limit - 1).prediction
+            if less is None:
+                break
+            limit = less.memory_bytes
+        return limit
+
+    def _needed(self, limit_bytes: int) -> int:
+        try:
+            return search(self.step_model(limit_bytes), 0).best.memory_bytes
+        except NothingFitsError as error:
+            return error.least_bytes
+
+    def most_bytes(self) -> int:
+        """What the fastest plan takes where memory has no limit."""
+        limit = 1 << 62
+        return search(self.step_model(limit), limit).best.memory_bytes
+
+
+def advise(situation: Situation, limit_bytes: int) -> list[tuple[str, Advice]]:
+    """The plans of the given limit, of the least possible, of the double, and of as much as is of use."""
+    least, most = situation.least_bytes(), situation.most_bytes()
+    rows: list[tuple[str, int]] = [("given", limit_bytes), ("least", least), ("double", 2 * limit_bytes), ("all", most)]
+    return [(name, situation.at(limit)) for name, limit in rows]
+
+
+def bound_of(situation: Situation, advice: Advice) -> str:
+    """Which of compute, reads, writes and updates takes longest."""
+    prediction = advice.prediction
+    assert prediction is not None
+    costs = situation.step_model(advice.limit_bytes).costs
+    choice = prediction.choice
+    rates, states = situation.rates, situation.optimizer.states
+    moved = {kind: [a.shard for a in prediction.plan.actions if a.kind is kind] for kind in Kind}
+    still = choice.in_memory | choice.waiting
+    gradients = situation.shards.gradient_bytes
+    updated = [j for j in moved[Kind.UPDATE] if j not in choice.in_memory]
+    reading = sum(costs.load[j] for j in moved[Kind.LOAD]) + sum(
+        gradients[j] * (states / rates.states_read_bytes + (0 if j in choice.waiting else 1 / rates.read_bytes))
+        for j in updated
+    )
+    writing = sum(costs.drain[j] for j in moved[Kind.DRAIN] if j not in still) + sum(
+        gradients[j] * (states / rates.states_write_bytes + 1 / rates.write_bytes) for j in updated
+    )
+    updating = sum(gradients[j] for j in moved[Kind.UPDATE]) / situation.optimizer.bytes_per_second
+    found = {
+        "compute": prediction.compute_seconds,
+        "reading": reading,
+        "writing": writing,
+        "updating": updating,
+    }
+    return max(found, key=lambda name: found[name])

@@ -1,0 +1,192 @@
+"""Measures in a few seconds what this machine does per second: products, copies, files, and updates of an optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from offload.storage.buffer import host_buffer
+from offload.storage.page_cache import CACHE_HOLDS, CACHE_PAYS_UP_TO, PageCache, available_bytes
+from offload.storage.staging import Link
+from offload.storage.transfer import Transfers
+
+__all__ = ["OptimizerRate", "Rates", "measure_optimizer", "measure_rates"]
+
+#: Each rate is the median of repetitions in this time, at least :data:`LEAST_REPETITIONS`.
+SECONDS_EACH = 0.4
+LEAST_REPETITIONS = 3
+#: Sizes of what is moved or multiplied.
+FILE_BYTES = 64 << 20
+COPY_BYTES = 64 << 20
+MOST_TOKENS, MOST_WIDTH = 1024, 4096
+#: Elements of weights in one update: a block of the optimizer on disk in float32.
+UPDATE_ELEMENTS = 2 << 20
+
+
+@dataclass(frozen=True)
+class OptimizerRate:
+    """One class of ``torch.optim``."""
+
+    name: str
+    #: Elements of states for each element of a parameter.
+    states: int
+    #: Bytes of gradients per second, float32, in memory.
+    bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Per second. A multiply-add counts two operations; bytes that are read and written count twice."""
+
+    flops: float
+    flops_float32: float
+    #: Of other operations of layers.
+    touched_bytes: float
+    #: From files to memory and back: weights and gradients, then optimizer states. Whether with direct I/O.
+    read_bytes: float
+    write_bytes: float
+    states_read_bytes: float
+    states_write_bytes: float
+    direct: bool
+    states_direct: bool
+    #: Between host memory and an accelerator; None on the CPU.
+    to_device_bytes: float | None = None
+
+    def fields(self) -> dict[str, float | bool | None]:
+        """By name."""
+        return asdict(self)
+
+
+def measure_optimizer(name: str) -> OptimizerRate:
+    """Makes and runs a class of ``torch.optim`` on one block. Raises ValueError if the name is none."""
+    kind = getattr(torch.optim, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer):
+        raise ValueError(f"--optimizer: expected a class of torch.optim such as AdamW or SGD, got {name!r}")
+    weight = torch.nn.Parameter(torch.zeros(UPDATE_ELEMENTS // 1024, 1024))
+    weight.grad = torch.ones_like(weight)
+    try:
+        optimizer = cast(Any, kind)([weight], lr=1e-3)
+        optimizer.step()
+    except (TypeError, RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--optimizer: {name} cannot update a matrix by its gradient: {reason}") from error
+    state = optimizer.state[weight].values()
+    elements = sum(t.numel() for t in state if isinstance(t, torch.Tensor) and t.numel() > 1)
+    each = _seconds(lambda: _ignore(optimizer.step()), None)
+    return OptimizerRate(name, -(-elements // weight.numel()), weight.nbytes / each)
+
+
+def measure_rates(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    width: int,
+    tokens: int,
+    home: Path,
+    home_bytes: int,
+    state_bytes: int,
+) -> Rates:
+    """Measures the rates of ``device`` and of the disk of ``home``.
+
+    Args:
+        dtype: in which layers compute.
+        width, tokens: of the matrix product.
+        home: a directory; a temporary file is written there, or in its nearest parent that exists, and removed.
+        home_bytes, state_bytes: of weights with gradients and of optimizer states, which decide as in a model whether
+            files bypass the page cache.
+
+    Raises:
+        OSError: if no file can be written there.
+    """
+    available = available_bytes()
+    direct = home_bytes > available * CACHE_PAYS_UP_TO
+    states_direct = home_bytes + state_bytes > available * CACHE_HOLDS
+    folder = existing_folder(home)
+    read, write = _file_rates(folder, direct)
+    states_read, states_write = (read, write) if direct == states_direct else _file_rates(folder, states_direct)
+    flops = _flops(device, dtype, width, tokens)
+    return Rates(
+        flops=flops,
+        flops_float32=flops if dtype is torch.float32 else _flops(device, torch.float32, width, tokens),
+        touched_bytes=_touched(device),
+        read_bytes=read,
+        write_bytes=write,
+        states_read_bytes=states_read,
+        states_write_bytes=states_write,
+        direct=direct,
+        states_direct=states_direct,
+        to_device_bytes=_to_device(device) if device.type == "cuda" else None,
+    )
+
+
+def existing_folder(home: Path) -> Path:
+    """The directory, or its nearest parent that exists."""
+    return next(folder for folder in (home.absolute(), *home.absolute().parents) if folder.is_dir())
+
+
+def _ignore(_: object) -> None:
+    return None
+
+
+def _seconds(work: Callable[[], None], device: torch.device | None) -> float:
+    """The median of repetitions, after a first one."""
+
+    def once() -> float:
+        began = time.perf_counter()
+        work()
+        if device is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - began
+
+    once()
+    found = [once() for _ in range(LEAST_REPETITIONS)]
+    while sum(found) < SECONDS_EACH:
+        found.append(once())
+    return max(sorted(found)[len(found) // 2], 1e-9)
+
+
+def _flops(device: torch.device, dtype: torch.dtype, width: int, tokens: int) -> float:
+    width, rows = max(1, min(width, MOST_WIDTH)), max(1, min(tokens, MOST_TOKENS))
+    left = torch.ones(rows, width, device=device, dtype=dtype)
+    right = torch.ones(width, width, device=device, dtype=dtype)
+    out = torch.empty(rows, width, device=device, dtype=dtype)
+    with torch.no_grad():
+        return 2.0 * rows * width * width / _seconds(lambda: _ignore(torch.mm(left, right, out=out)), device)
+
+
+def _touched(device: torch.device) -> float:
+    """Bytes that an addition reads and writes."""
+    one, other = (torch.ones(COPY_BYTES // 4, device=device) for _ in range(2))
+    out = torch.empty_like(one)
+    return 3.0 * COPY_BYTES / _seconds(lambda: _ignore(torch.add(one, other, out=out)), device)
+
+
+def _to_device(device: torch.device) -> float:
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8).pin_memory()
+    out = torch.empty_like(source, device=device)
+    return COPY_BYTES / _seconds(lambda: _ignore(out.copy_(source, non_blocking=True)), device)
+
+
+def _file_rates(folder: Path, direct: bool) -> tuple[float, float]:
+    """(bytes read, bytes written) per second, moved as shards are."""
+    transfers = Transfers(PageCache(folder, direct), Link())
+    buffer = host_buffer(FILE_BYTES)
+    fd, name = tempfile.mkstemp(prefix="advise-", dir=folder)
+    path = Path(name)
+    try:
+        os.posix_fallocate(fd, 0, FILE_BYTES)
+        write = _seconds(lambda: transfers.write(path, buffer, 0), None)
+        read = _seconds(lambda: transfers.read(path, buffer, 0), None)
+    finally:
+        os.close(fd)
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return FILE_BYTES / read, FILE_BYTES / write
