@@ -20,7 +20,10 @@ _IS_HEAD = re.compile(r"head|embed_out|classifier|score|(^|\.)output(\.|$)", re.
 
 
 def layers_by_name(parameters: Iterable[ParameterShape]) -> list[Layer]:
-    """The layers in the order of use, as far as names tell: embeddings, blocks by number, norms, heads."""
+    """The layers in the order of use, as far as names tell: embeddings, blocks by number, norms, heads.
+
+    Raises ValueError for encoders with decoders, whose layers do not follow one another.
+    """
     given = list(parameters)
     numbers: dict[str, set[int]] = defaultdict(set)
     for parameter in given:
@@ -40,6 +43,12 @@ def layers_by_name(parameters: Iterable[ParameterShape]) -> list[Layer]:
         blocks[found].append(parameter)
         parts = found[0].split(".")
         containers |= {".".join(parts[:k]) + "." for k in range(1, len(parts) - 1)}
+    sides = [side for side in ("encoder", "decoder") if any(side in prefix.split(".") for prefix, _ in blocks)]
+    if len(sides) > 1:
+        raise ValueError(
+            "expected layers that follow one another, got blocks of an encoder and of a decoder, which an OffloadModel "
+            "does not run as they are; pass module:function with the layers that you wrap"
+        )
     others: dict[str, list[ParameterShape]] = defaultdict(list)
     for parameter in rest:
         container = max((c for c in containers if parameter.name.startswith(c)), key=len)

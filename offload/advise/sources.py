@@ -179,8 +179,12 @@ def _outline_of_module(module: nn.Module, what: str) -> Outline:
     if not shapes:
         raise ValueError(f"WHAT: expected layers with parameters, got none from {what!r}")
     kind = type(module).__name__
+    try:
+        layers = layers_by_name(shapes)
+    except ValueError as error:
+        raise ValueError(f"WHAT: {what!r}: {error}") from error
     return Outline(
-        layers_by_name(shapes),
+        layers,
         [f"{what} returned a {kind}, not an nn.Sequential or a list of layers, so its blocks are taken as layers"],
     )
 

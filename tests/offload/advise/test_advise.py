@@ -153,6 +153,12 @@ def test_layers_of_a_sequential_and_of_a_module_beside_a_container_are_found_by_
     assert [layer.name for layer in sequential] == ["0", "9", "10"]
 
 
+def test_an_encoder_with_a_decoder_is_no_chain_of_layers() -> None:
+    names = [f"{side}.block.{k}.weight" for side in ("encoder", "decoder") for k in range(2)]
+    with pytest.raises(ValueError, match="follow one another"):
+        layers_by_name(ParameterShape(name, (4, 4), torch.float32) for name in names)
+
+
 @pytest.mark.usefixtures("no_values")
 def test_a_file_of_50_gigabytes_needs_only_its_header(tmp_path: Path) -> None:
     shapes = named_shapes(40, 8192, 128_000)
