@@ -174,6 +174,63 @@ def test_an_autocast_of_the_forward_itself_reaches_suspended_blocks() -> None:
         assert all(torch.equal(bare(c)["states"], o) for c, o in zip(chunks, outputs, strict=True))
 
 
+def test_an_error_in_a_context_of_the_forward_does_not_leave_the_context_open() -> None:
+    class Half(Model):
+        def forward(self, words: Tensor) -> Any:
+            with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+                return super().forward(words)
+
+    model = wrap(Half(2, 0.0))
+    model.norm.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(words())
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_grad_enabled()
+
+
+class Counted(torch.autograd.Function):
+    """Identity; counts its backwards, and saves its input."""
+
+    count = 0
+    saved: list[Any] = []  # noqa: RUF012
+    alive: list[int] = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        kept = x.clone()
+        ctx.kept = kept
+        Counted.saved.append(weakref.ref(kept))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        Counted.count += 1
+        Counted.alive.append(sum(saved() is not None for saved in Counted.saved))
+        return gradient
+
+
+class Counting(Model):
+    def forward(self, words: Tensor) -> Any:
+        x, bias, every = self.embed(words), None, []
+        for block in self.encoder.layer:
+            x, bias = block(x, bias=bias)
+            x = Counted.apply(x)
+            every.append(x)
+        return every
+
+
+def test_each_piece_of_graph_runs_once_and_is_freed_then() -> None:
+    torch.manual_seed(0)
+    model = wrap(Counting(3))
+    Counted.count = 0
+    Counted.saved.clear()
+    Counted.alive.clear()
+    every = model(words())
+    sum(x.sum() for x in every).backward()
+    assert Counted.count == 3
+    assert Counted.alive == [3, 2, 1]  # a piece is gone when the one before it runs
+
+
 def test_two_forwards_before_their_backwards() -> None:
     bare = make()
     model = wrap(bare)
