@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -142,6 +143,7 @@ class ModelWithBlocks(ReportingModule):
                 if buffer is not None:
                     module._buffers[key] = buffer.to(self.device)
         executor.outside, executor.blocks = list(outside.values()), list(self._blocks)
+        executor.around = [weakref.ref(module) for module in with_buffers]
         forwards: list[StreamedForward] = []
 
         def remove() -> None:

@@ -15,15 +15,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from offload.engine.block_walk import BlockWalk, Steps, fail, sent
 from offload.engine.cell import Cell, ShardRunner
 from offload.engine.glue import Glue
 from offload.engine.homes import MovableHomes
+from offload.engine.own_attributes import AttributesThen, OwnAttributes
 from offload.engine.state_before import StateBefore
 from offload.engine.suspend import BlockCall, Result, SuspendedForward
 from offload.engine.weight_writes import AssignedData, find_writes
@@ -37,8 +40,6 @@ __all__ = ["BlockForwards", "Forward"]
 
 #: The forward of a chunk, as a function of the chunk.
 Forward = Callable[[Any], Any]
-
-_Steps = Generator[tuple[Cell, Any], Any, list[Any]]
 
 
 class _Local(threading.local):
@@ -56,13 +57,17 @@ class BlockForwards(MovableHomes):
     blocks: Sequence[str] = ()
     #: The parameters outside of the blocks.
     outside: Sequence[nn.Parameter] = ()
+    #: The modules outside of the blocks. Weak references, since the model refers to its executor.
+    around: Sequence[weakref.ref[nn.Module]] = ()
     tape: Callable[..., Tape]
-    forward_steps: Callable[[Tape], _Steps]
+    forward_steps: Callable[[Tape], Steps]
 
     def __init__(self) -> None:
         super().__init__()
         self._local = _Local()
         self._within: dict[int, str] = {}
+        #: By block: its attributes when it ran last.
+        self._attributes: dict[int, AttributesThen] = {}
         #: By which parameters outside take gradients: the first block that a gradient enters from outside.
         self._first_entered: dict[tuple[bool, ...], int] = {}
 
@@ -79,6 +84,10 @@ class BlockForwards(MovableHomes):
         first = next((shard.index for shard in self.shards if shard.trainable), n)
         # Parameters between blocks: known after the first forward.
         return min(first, self._first_entered.get(self._flags(), 0)) if self.trains_outside else first
+
+    def modules_outside(self) -> list[nn.Module]:
+        """The modules outside of the blocks."""
+        return [module for each in self.around if (module := each()) is not None]
 
     def _flags(self) -> tuple[bool, ...]:
         return tuple(p.requires_grad for p in self.outside)
@@ -105,7 +114,7 @@ class BlockForwards(MovableHomes):
 
     def run_one(self, forward: Forward, inputs: Any) -> tuple[Tape | None, list[Any]]:
         """Runs the forward of one chunk: its tape, if a backward can follow, and its output in a list."""
-        walk = _Walk(self, self._glue(1))
+        walk = BlockWalk(self, self._glue(1))
         before = StateBefore(self.device)
         try:
             with self._calling(walk.call):
@@ -118,7 +127,14 @@ class BlockForwards(MovableHomes):
 
     def run_many(self, forward: Forward, chunks: Sequence[Any]) -> tuple[Tape, list[Any]]:
         """Runs the forwards of many chunks."""
-        glue, n = self._glue(len(chunks)), len(self.shards)
+        glue, n, own = self._glue(len(chunks)), len(self.shards), OwnAttributes(len(chunks))
+        outside = self.modules_outside()
+        everywhere = [*outside, *(m for shard in self.shards for layer in shard.layers for m in layer.modules())]
+
+        def expected(i: int, j: int, state: BlockCall | Result) -> BlockCall:
+            call = self._expected(state, j)
+            glue.contexts[i] = self._as_called(call, own.running(i, [*self.shards[j].layers[0].modules()]))
+            return call
 
         def suspended(i: int) -> SuspendedForward:
             def run(call: Callable[..., Any]) -> Any:
@@ -128,18 +144,25 @@ class BlockForwards(MovableHomes):
             return SuspendedForward(run, self.device)
 
         forwards: list[SuspendedForward] = []
-        steps: _Steps | None = None
+        steps: Steps | None = None
         try:
             forwards = [suspended(i) for i in range(len(chunks))]
-            calls = [self._expected(each.start(), 0, glue, i) for i, each in enumerate(forwards)]
+            calls = []
+            for i, each in enumerate(forwards):
+                with own.running(i, everywhere):
+                    state = each.start()
+                calls.append(expected(i, 0, state))
             tape = self.block_tape(glue, [(call.args, call.kwargs) for call in calls])
-            del calls
+            del calls, state
             steps = self.forward_steps(tape)
             cell, output = next(steps)
             while True:
-                state = forwards[cell.i].resume(self.leave(tape, cell, output))
+                left = self.leave(tape, cell, output)
+                with own.running(cell.i, outside):
+                    state = forwards[cell.i].resume(left)
+                del left, output
                 if cell.j + 1 < n:
-                    call = self._expected(state, cell.j + 1, glue, cell.i)
+                    call = expected(cell.i, cell.j + 1, state)
                     entering = self.enter(tape, cell.i, cell.j + 1, call.args, call.kwargs)
                     del call
                 elif isinstance(state, Result):
@@ -147,7 +170,7 @@ class BlockForwards(MovableHomes):
                 else:
                     raise self.out_of_order(state.j, n)
                 del state
-                following, outputs = _sent(steps, entering)
+                following, outputs = sent(steps, entering)
                 if following is None:
                     return tape, outputs
                 cell, output = following
@@ -158,14 +181,19 @@ class BlockForwards(MovableHomes):
             for each in forwards:
                 each.cancel()
 
-    def _expected(self, state: BlockCall | Result, j: int, glue: Glue, i: int) -> BlockCall:
+    def _expected(self, state: BlockCall | Result, j: int) -> BlockCall:
         if isinstance(state, Result):
             raise self.out_of_order(None, j)
         if state.j != j:
             raise self.out_of_order(state.j, j)
-        if state.settings is not None:
-            glue.contexts[i] = state.settings.again()
         return state
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _as_called(call: BlockCall, attributes: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+        """A context with the settings and attributes that the call of a block was made with."""
+        with attributes, call.settings.again():
+            yield
 
     def run_alone(self, j: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs a block by itself, without a graph: its shard is loaded for this call."""
@@ -233,6 +261,20 @@ class BlockForwards(MovableHomes):
                 )
         return stored
 
+    @contextlib.contextmanager
+    def block_context(self, glue: Glue | None, cell: Cell) -> Iterator[None]:
+        """The context in which a block runs in forward: as the code that called it has left the settings."""
+        if glue is None:
+            yield
+            return
+        with glue.context(cell.i):
+            if glue.records:
+                then = self._attributes.get(cell.j)
+                if then is None or not then.unchanged:
+                    then = self._attributes[cell.j] = AttributesThen(list(self.shards[cell.j].layers[0].modules()))
+                glue.attributes[cell] = then
+            yield
+
     def leave(self, tape: Tape, cell: Cell, output: Any) -> Any:
         """The output of a block, for the code after it."""
         assert tape.glue is not None
@@ -280,88 +322,6 @@ class BlockForwards(MovableHomes):
 BlockForwards.pass_codes = frozenset(
     method.__code__ for method in (BlockForwards.run_one, BlockForwards.run_many, BlockForwards.run_alone)
 )
-
-
-class _OutOfOrderError(Exception):
-    """Ends a pass whose blocks are not called in its order."""
-
-
-class _Walk:
-    """The forward of one chunk in the caller's thread: blocks run when they are called."""
-
-    def __init__(self, executor: BlockForwards, glue: Glue) -> None:
-        self.glue = glue
-        self._executor = executor
-        self._tape: Tape | None = None
-        self._steps: _Steps | None = None
-        self._next = 0
-        #: Whether blocks run one by one, since the forward calls them in another order.
-        self._alone = False
-
-    def call(self, j: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs a block."""
-        executor, tape = self._executor, self._tape
-        if j != self._next or self._alone:
-            if self._with_gradients():
-                raise executor.out_of_order(j, self._next)
-            self._give_up()
-            return executor.run_alone(j, args, kwargs)
-        if tape is None:
-            self._tape = tape = executor.block_tape(self.glue, [(args, kwargs)])
-            self._steps = executor.forward_steps(tape)
-            del args, kwargs
-            cell, output = next(self._steps)
-        else:
-            entering = executor.enter(tape, 0, j, args, kwargs)
-            del args, kwargs
-            assert self._steps is not None
-            cell, output = self._steps.send(entering)
-        self._next += 1
-        return executor.leave(tape, cell, output)
-
-    def _with_gradients(self) -> bool:
-        return self.glue.records if self._tape is not None else torch.is_grad_enabled()
-
-    def _give_up(self) -> None:
-        self._alone = True
-        # Not close(): a pass that a GeneratorExit ends is taken for one that an interrupt has ended before.
-        fail(self._steps, _OutOfOrderError())
-
-    def end(self, result: Any) -> tuple[Tape | None, list[Any]]:
-        """The tape and the output, after the forward."""
-        if self._next < len(self._executor.shards) or self._tape is None or self._steps is None:
-            if self._with_gradients():
-                raise self._executor.out_of_order(None, self._next)
-            self._give_up()
-            return None, [result]
-        following, outputs = _sent(self._steps, self._executor.finish(self._tape, 0, result))
-        assert following is None, "a pass with one cell too many"
-        return self._tape, outputs
-
-    def fail(self, error: BaseException) -> None:
-        """Cleans up after an error anywhere in the forward."""
-        fail(self._steps, error)
-
-
-def _sent(steps: _Steps, entering: Any) -> tuple[tuple[Cell, Any] | None, list[Any]]:
-    """The next cell and its output; or None, and the outputs of the pass, at its end.
-
-    A function, since an interrupt at the ``try`` itself would not reach an ``except`` around it.
-    """
-    try:
-        return steps.send(entering), []
-    except StopIteration as end:
-        return None, end.value
-
-
-def fail(steps: _Steps | None, error: BaseException) -> None:
-    """Ends a pass with an error, which the pass may have raised itself."""
-    if steps is not None:
-        try:
-            steps.throw(error)
-        except BaseException as raised:
-            if raised is not error:
-                raise
 
 
 def _tensors(call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> list[Tensor]:

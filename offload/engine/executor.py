@@ -18,6 +18,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -209,7 +210,7 @@ class Executor(BlockForwards):
             outputs: list[Any] = [None] * m
 
             def run(cell: Cell) -> Generator[tuple[Cell, Any], Any, None]:
-                with contextlib.nullcontext() if tape.glue is None else tape.glue.context(cell.i):
+                with self.block_context(tape.glue, cell):
                     output = self._cell_executor.forward(tape, cell, self._cell_executor.input_of(tape, cell))
                 if not this.needed_again(*cell):
                     tape.boundaries.drop(cell)
@@ -343,9 +344,10 @@ class Executor(BlockForwards):
                 given = gradients.get((j + 1, i))
                 boundary = None if this.keeps(j, i) else self._cell_executor.input_of(tape, cell)
                 to_boundary = accumulate or to_inputs or j > first
-                back = self._cell_executor.backward(
-                    tape, cell, boundary, given, consume=consume, only=only, to_boundary=to_boundary
-                )
+                with nullcontext() if tape.glue is None else tape.glue.as_then(cell, consume=consume):
+                    back = self._cell_executor.backward(
+                        tape, cell, boundary, given, consume=consume, only=only, to_boundary=to_boundary
+                    )
                 gradients.drop((j + 1, i))
                 if consume:
                     tape.boundaries.drop(cell)

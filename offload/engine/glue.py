@@ -28,6 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.engine.cell_input import CellInput
 from offload.engine.layouts import fitting, refuse_hidden
+from offload.engine.own_attributes import AttributesThen
 from pipe.nested import TreeSpec, flatten, unflatten
 from pipe.torch_private import hidden_hooks
 
@@ -112,6 +113,8 @@ class Glue:
         self.records = torch.is_grad_enabled()
         #: Contexts in which the next block of a chunk runs, where that is not the present one.
         self.contexts: dict[int, contextlib.AbstractContextManager[object]] = {}
+        #: The attributes of each block in the forward of each chunk.
+        self.attributes: dict[tuple[int, int], AttributesThen] = {}
         #: The gradients of leaves, in a running backward.
         self._gradients: dict[Tensor, Tensor] = {}
         self._owned: set[Tensor] = set()
@@ -122,6 +125,11 @@ class Glue:
     def context(self, i: int) -> contextlib.AbstractContextManager[object]:
         """The context in which the next block of a chunk runs."""
         return self.contexts.pop(i, contextlib.nullcontext())
+
+    def as_then(self, cell: tuple[int, int], *, consume: bool) -> contextlib.AbstractContextManager[object]:
+        """The context of a recomputation of block ``j`` for chunk ``i``: its attributes are those of the forward."""
+        then = self.attributes.pop(cell, None) if consume else self.attributes.get(cell)
+        return contextlib.nullcontext() if then is None else then.again()
 
     def begin(self, i: int, inputs: Any) -> Any:
         """The inputs of a chunk as the begin of its graph."""
@@ -350,6 +358,7 @@ class Glue:
         inputs = self.inputs
         self._chunks = [_Chunk(inputs=leaves) for leaves in inputs]
         self._gradients = {}
+        self.attributes.clear()
 
 
 def _place(edge: GradientEdge) -> _Place:

@@ -28,7 +28,7 @@ class BlockCall:
     j: int
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    settings: ThreadState | None = None
+    settings: ThreadState
 
 
 @dataclass(frozen=True, eq=False)

@@ -153,6 +153,64 @@ def test_threads_keep_the_settings_of_the_call() -> None:
     assert seen == [(False, True)] * 2
 
 
+class Remembering(nn.Module):
+    """Sets attributes before its blocks, on itself and on a block, that the block and the end read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(Scaled() for _ in range(2))
+        self.count = 0
+        self.ends = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.mean = x.detach().mean()
+        self.layer[1].factor = float(x.detach().max())
+        for block in self.layer:
+            x = block(x)
+        self.ends += 1
+        return x * self.mean + self.count
+
+
+class Scaled(nn.Linear):
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+def test_attributes_that_a_forward_sets_are_those_of_its_chunk() -> None:
+    torch.manual_seed(0)
+    bare = Remembering()
+    model = wrap(bare, blocks="layer")
+    chunks = [torch.randn(3, WIDTH) for _ in range(3)]
+    for _ in range(2):
+        expected = [bare(chunk) for chunk in chunks]
+        outputs, tape = model.forward_chunks(chunks)
+        assert all(torch.equal(a, b) for a, b in zip(expected, outputs, strict=True))
+        tape.backward([torch.ones_like(output) for output in outputs])
+        sum(output.sum() for output in expected).backward()
+        assert (model.count, model.ends) == (bare.count, bare.ends)
+        assert torch.equal(model.mean, bare.mean)
+        for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+            assert close(p.grad, q.grad)
+
+
+def test_a_recomputation_reads_the_attributes_that_its_forward_set() -> None:
+    torch.manual_seed(0)
+    bare = Remembering()
+    model = wrap(bare, blocks="layer")
+    first, second = torch.randn(3, WIDTH), torch.randn(3, WIDTH)
+    for each in (bare, model):
+        (each(first).square().sum() + each(second).square().sum()).backward()
+        assert each.layer[1].factor == float(second.max())
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        assert close(p.grad, q.grad)
+
+
 def test_a_block_that_calls_the_model_is_refused() -> None:
     model = wrap(make())
     hook = model.encoder.layer[1].linear.register_forward_hook(lambda *_: model(words()))

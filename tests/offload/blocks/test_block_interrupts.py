@@ -14,7 +14,17 @@ from tests.offload.blocks.towers import loss_of, make, words
 from tests.offload.engine.test_interrupts import Run
 from tests.offload.interrupts import Line, lines_of
 
-FILES = ("block_forwards.py", "glue.py", "suspend.py", "resident.py", "face.py", "body.py", "follow.py")
+FILES = (
+    "block_forwards.py",
+    "block_walk.py",
+    "own_attributes.py",
+    "glue.py",
+    "suspend.py",
+    "resident.py",
+    "face.py",
+    "body.py",
+    "follow.py",
+)
 
 #: Arguments of the model, optimizer.
 CHOICES: dict[str, tuple[dict[str, Any], str]] = {

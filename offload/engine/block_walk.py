@@ -1,0 +1,102 @@
+"""Runs the forward of one chunk in the caller's thread: each block runs at once when the forward calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offload.engine.cell import Cell
+from offload.engine.glue import Glue
+
+if TYPE_CHECKING:
+    from offload.engine.block_forwards import BlockForwards
+    from offload.engine.tape import Tape
+
+__all__ = ["BlockWalk", "Steps", "fail", "sent"]
+
+#: A pass: yields each cell with its output, and is sent what enters the next shard.
+Steps = Generator[tuple[Cell, Any], Any, list[Any]]
+
+
+class _OutOfOrderError(Exception):
+    """Ends a pass whose blocks are not called in its order."""
+
+
+class BlockWalk:
+    """The forward of one chunk in the caller's thread: blocks run when they are called."""
+
+    def __init__(self, executor: BlockForwards, glue: Glue) -> None:
+        self.glue = glue
+        self._executor = executor
+        self._tape: Tape | None = None
+        self._steps: Steps | None = None
+        self._next = 0
+        #: Whether blocks run one by one, since the forward calls them in another order.
+        self._alone = False
+
+    def call(self, j: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs a block."""
+        executor, tape = self._executor, self._tape
+        if j != self._next or self._alone:
+            if self._with_gradients():
+                raise executor.out_of_order(j, self._next)
+            self._give_up()
+            return executor.run_alone(j, args, kwargs)
+        if tape is None:
+            self._tape = tape = executor.block_tape(self.glue, [(args, kwargs)])
+            self._steps = executor.forward_steps(tape)
+            del args, kwargs
+            cell, output = next(self._steps)
+        else:
+            entering = executor.enter(tape, 0, j, args, kwargs)
+            del args, kwargs
+            assert self._steps is not None
+            cell, output = self._steps.send(entering)
+        self._next += 1
+        return executor.leave(tape, cell, output)
+
+    def _with_gradients(self) -> bool:
+        return self.glue.records if self._tape is not None else torch.is_grad_enabled()
+
+    def _give_up(self) -> None:
+        self._alone = True
+        # Not close(): a pass that a GeneratorExit ends is taken for one that an interrupt has ended before.
+        fail(self._steps, _OutOfOrderError())
+
+    def end(self, result: Any) -> tuple[Tape | None, list[Any]]:
+        """The tape and the output, after the forward."""
+        if self._next < len(self._executor.shards) or self._tape is None or self._steps is None:
+            if self._with_gradients():
+                raise self._executor.out_of_order(None, self._next)
+            self._give_up()
+            return None, [result]
+        following, outputs = sent(self._steps, self._executor.finish(self._tape, 0, result))
+        assert following is None, "a pass with one cell too many"
+        return self._tape, outputs
+
+    def fail(self, error: BaseException) -> None:
+        """Cleans up after an error anywhere in the forward."""
+        fail(self._steps, error)
+
+
+def sent(steps: Steps, entering: Any) -> tuple[tuple[Cell, Any] | None, list[Any]]:
+    """The next cell and its output; or None, and the outputs of the pass, at its end.
+
+    A function, since an interrupt at the ``try`` itself would not reach an ``except`` around it.
+    """
+    try:
+        return steps.send(entering), []
+    except StopIteration as end:
+        return None, end.value
+
+
+def fail(steps: Steps | None, error: BaseException) -> None:
+    """Ends a pass with an error, which the pass may have raised itself."""
+    if steps is not None:
+        try:
+            steps.throw(error)
+        except BaseException as raised:
+            if raised is not error:
+                raise
