@@ -72,7 +72,6 @@ class MemoryPlanner:
         self.choice: Choice | None = None
         self._prediction: Prediction | None = None
         self._choices: dict[tuple[tuple[int, ...], int], Prediction] = {}
-        self._in_memory: frozenset[int] = frozenset()
         self._margin_bytes = 0
         #: Whether slots and buffers of the present plan are still to be allocated.
         self._fresh = True
@@ -104,6 +103,10 @@ class MemoryPlanner:
         fixed = max(moment.weights + moment.gradients + moment.others for moment in self._prediction.course)
         room = self.limit_bytes - self._margin_bytes - fixed
         return max(0, min(self.limit_bytes // CELL_SHARE, room // 3))
+
+    @property
+    def _in_memory(self) -> frozenset[int]:
+        return self._streamer.in_place()
 
     def begin(self, rows: Sequence[int], *, idle: bool) -> None:
         """Begins a training step; ``idle``: no earlier forward waits for its backward.
@@ -191,7 +194,6 @@ class MemoryPlanner:
             for wanted in (fewer, choice.in_memory):
                 if wanted != self._in_memory:
                     executor.keep_in_memory(wanted)
-                    self._in_memory = wanted
         except (HomeInUseError, OSError, MemoryError) as error:
             # The next choice is made for the shards that are in memory now.
             self._warn(f"the plan for memory={self.limit_bytes:,} is followed without moving shards: {error}")

@@ -69,6 +69,7 @@ setups = st.builds(
     microbatches=st.sampled_from([1, 1, 1, 2]),
     boundary=st.sampled_from([None, None, 0, 300]),
     graphs=st.sampled_from([None, None, 1500, 1 << 20]),
+    planned=st.sampled_from([None, None, (0, 1 << 20), (3000, 0), (1 << 20, 1 << 20)]),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)) | st.sampled_from(["sgd", "adamw"]),
     updates=st.sampled_from(["plain", "plain", "offload", "offload", "backward"]),
     max_norm=st.sampled_from([None, None, 0.5]),

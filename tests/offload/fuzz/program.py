@@ -38,6 +38,9 @@ class Setup:
     boundary: int | None = None
     #: Bytes of graphs that are kept where the rest is recomputed.
     graphs: int | None = None
+    #: With a limit of memory, of which nothing is left to choose: bytes of shards that rest in memory, and of gradients
+    #: that wait there. Boundaries and graphs are as above, from the second step on.
+    planned: tuple[int, int] | None = None
     #: Name in :data:`tests.offload.fuzz.world.OPTIMIZERS`.
     optimizer: str = "sgd"
     #: How ours updates: "plain" by that class itself, "offload" by OffloadOptimizer, "backward" by update_in_backward.

@@ -122,6 +122,15 @@ class World:
             home = str(self.folder) + os.sep
         elif setup.home == "kept":
             home = DiskHome(self.folder / "kept", keep=True)
+        resident, waiting = setup.planned or (0, 0)
+        memory = MemoryPolicy(
+            "1GiB" if setup.planned and setup.checkpoint else "auto",
+            slots=setup.slots,
+            boundary_bytes="64MiB" if setup.boundary is None else setup.boundary,
+            graph_bytes=(setup.graphs or 0) if setup.checkpoint else 0,
+            gradient_bytes=waiting if setup.checkpoint else 0,
+            resident_bytes=resident if setup.checkpoint else 0,
+        )
         return OffloadModel(
             layers,
             "cpu",
@@ -129,9 +138,7 @@ class World:
             num_slices=min(setup.slices, len(layers)),
             checkpoint_activation=setup.checkpoint,
             num_microbatches=setup.microbatches,
-            memory=MemoryPolicy.fixed(
-                slots=setup.slots, boundary_bytes=setup.boundary, graph_bytes=setup.graphs if setup.checkpoint else None
-            ),
+            memory=memory,
             detect_weight_writes=setup.compares,
         )
 
