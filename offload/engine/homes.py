@@ -60,6 +60,11 @@ class MovableHomes(ExclusivePasses):
     #: Whether the model was closed.
     closed = False
 
+    @property
+    def meter(self) -> Meter:
+        """The counters of the model."""
+        return self._meter
+
     def check_open(self) -> None:
         """Raises RuntimeError after ``close()``."""
         if self.closed:

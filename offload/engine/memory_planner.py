@@ -64,6 +64,7 @@ class MemoryPlanner:
         )
         self._executor = weakref.ref(executor)  # without it, a cycle with its steps
         self._streamer = executor.streamer
+        self._meter = executor.meter
         self._device = executor.device
         self._steps_done = 0
         self._due = False
@@ -119,11 +120,27 @@ class MemoryPlanner:
         if self._steps_done:
             self._choose(rows, idle=idle)
         self._peak.begin()
+        self._sample_course()
         self._began = time.perf_counter()
+
+    def _sample_course(self) -> None:
+        """Samples the memory after each cell of a plan's second step: the first one allocates slots and buffers."""
+        samples: list[int] = []
+        held = None if self._fresh or self._prediction is None else self._held_before(self._prediction)
+
+        def sample() -> None:
+            if (above := self._peak.now()) is not None and held is not None:
+                samples.append(held + above)
+
+        wanted = held is not None and not self._measured_course
+        self._meter.after_cell = sample if wanted else None
+        if wanted:
+            self._measured_course = samples
 
     def end(self, rows: Sequence[int]) -> None:
         """Ends a training step: measures it, and decides whether to plan again before the next."""
         self._steps_done += 1
+        self._meter.after_cell = None
         self._rows = tuple(rows)
         self._ran.add(self._rows)
         self._measured_seconds = time.perf_counter() - self._began
@@ -185,7 +202,9 @@ class MemoryPlanner:
 
     def _switch(self, choice: Choice) -> None:
         """Changes slots and the shards in memory."""
-        self._fresh = True
+        if choice.slots == self._streamer.slots and choice.in_memory == self._in_memory:
+            return
+        self._fresh, self._measured_course = True, []
         executor = self._executor()
         assert executor is not None
         fewer = self._in_memory & choice.in_memory

@@ -50,6 +50,13 @@ class PeakMeter:
         else:
             self._began = anonymous_bytes()
 
+    def now(self) -> int | None:
+        """Bytes above the begin now; None where it cannot be measured."""
+        if self._began is None:
+            return None
+        cuda = self._device.type == "cuda"
+        return (torch.cuda.memory_allocated(self._device) if cuda else anonymous_bytes()) - self._began
+
     def rise(self) -> int | None:
         """Bytes of the peak since :meth:`begin` above the begin; None where it cannot be measured."""
         if self._began is None:

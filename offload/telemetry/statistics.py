@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +69,8 @@ class Meter:
         self.tracer = Tracer()
         #: How much copies and updates slow down layers that compute on the same cores.
         self.contention = Contention()
+        #: Called after each cell.
+        self.after_cell: Callable[[], None] | None = None
         #: Bytes that are on the compute device now.
         self.held_bytes = 0
         self._peak = 0
@@ -106,6 +108,8 @@ class Meter:
         if self._steps > 1:
             overlap = self.contention.busy_seconds() - busy
             self.contention.record((kind, shard), rows, time.perf_counter() - began, overlap)
+        if self.after_cell is not None:
+            self.after_cell()
 
     def begin_step(self) -> None:
         """Begins a training step. The first one is measured separately, since it also makes files and buffers."""

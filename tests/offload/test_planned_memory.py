@@ -159,11 +159,14 @@ def test_accumulated_gradients_count(tmp_path: Path) -> None:
 def test_the_report_names_each_choice_and_what_more_memory_would_buy(tmp_path: Path) -> None:
     model = OffloadModel(stack(), "cpu", tmp_path / "home", memory="64MiB")
     assert "when one training step has been measured" in str(model.memory_report())
-    train(model, OffloadOptimizer(model, torch.optim.AdamW), 4)
+    train(model, OffloadOptimizer(model, torch.optim.AdamW), 6)
     text = str(model.memory_report())
     for words in ("64 MiB on cpu", "predicted", "measured", "slots", "keep theirs", "wait in memory", "with 80 MiB"):
         assert words in text, text
-    model.memory_report().plot(tmp_path / "memory.png")
+    report = model.memory_report()
+    assert report.predicted is not None
+    assert len(report.measured_course) == len(report.predicted.course)  # one for each cell
+    report.plot(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").stat().st_size > 1000
     bare = OffloadModel(stack(), "cpu", num_slices=3, checkpoint_activation=True, memory=MemoryPolicy.fixed())
     with pytest.raises(RuntimeError, match="expected a model with memory"):
