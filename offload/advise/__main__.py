@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--positions", type=int, help=f"tokens of a row (a divisor of --tokens up to {_MOST_POSITIONS})"
     )
+    parser.add_argument("--input", help="shape of a batch of numbers for module:function, such as 8,3,224,224")
     parser.add_argument("--microbatches", type=int, default=1, help="parts of a batch (1)")
     parser.add_argument("--optimizer", default="AdamW", help="a class of torch.optim (AdamW)")
     parser.add_argument("--device", default="cpu", help="that computes (cpu)")
@@ -71,7 +72,10 @@ def report_of(arguments: argparse.Namespace) -> Report:
     tokens, positions = arguments.tokens, arguments.positions
     if tokens < 1:
         raise ValueError(f"--tokens: expected a positive number, got {tokens}")
-    if positions is None:
+    shape = None if arguments.input is None else _shape(arguments.input, tokens)
+    if shape is not None:
+        positions = tokens // shape[0]
+    elif positions is None:
         positions = max(k for k in range(1, min(tokens, _MOST_POSITIONS) + 1) if tokens % k == 0)
     if positions < 1 or tokens % positions:
         raise ValueError(f"--positions: expected a divisor of --tokens={tokens}, got {positions}")
@@ -90,7 +94,7 @@ def report_of(arguments: argparse.Namespace) -> Report:
     batch = tokens // positions
     count = arguments.microbatches
     rows = [batch // count + (i < batch % count) for i in range(count)]
-    works = works_of(outline, shards, rows=rows[0], positions=positions)
+    works = works_of(outline, shards, rows=rows[0], positions=positions, row_shape=shape and shape[1:])
     optimizer = measure_optimizer(arguments.optimizer)
     home = Path(arguments.home)
     try:
@@ -121,6 +125,15 @@ def report_of(arguments: argparse.Namespace) -> Report:
         free_bytes=free_bytes(device),
         disk_free_bytes=shutil.disk_usage(existing_folder(home)).free,
     )
+
+
+def _shape(text: str, tokens: int) -> list[int]:
+    sizes = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
+    if min(sizes) < 1:
+        raise ValueError(f"--input: expected sizes such as 8,3,224,224, got {text!r}")
+    if tokens % sizes[0]:
+        raise ValueError(f"--input: expected a number of rows that divides --tokens={tokens}, got {sizes[0]}")
+    return sizes
 
 
 def _limit(text: str) -> int:

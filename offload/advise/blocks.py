@@ -58,7 +58,11 @@ def layers_by_name(parameters: Iterable[ParameterShape]) -> list[Layer]:
         Layer(f"{prefix}{number}", tuple(blocks[prefix, number]))
         for prefix, number in sorted(blocks, key=lambda key: (first_seen[key[0]], key[1]))
     ]
-    before = [Layer(name, tuple(own), looks_up=True) for name, own in others.items() if _is_before(name)]
+    tables = {name: own for name, own in others.items() if _is_before(name)}
+    before = [Layer(name, tuple(own), looks_up=True) for name, own in tables.items()]
+    if len(before) > 1:  # tokens and positions are looked up in one layer
+        together = tuple(p for own in tables.values() for p in own)
+        before = [Layer(" + ".join(tables), together, looks_up=True, parts=tuple(tables))]
     after = [Layer(name, tuple(own)) for name, own in others.items() if not _is_before(name)]
     return [*before, *middle, *sorted(after, key=_place_after)]
 

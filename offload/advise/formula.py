@@ -8,8 +8,6 @@ positions. What is saved is written and read once in forward, and twice in backw
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from offload.advise.outline import Layer
@@ -32,7 +30,15 @@ def work_by_formula(
     """The work of one layer on ``rows`` x ``positions`` tokens.
 
     ``width``: of the tensors between layers. ``last``: whether its result is the output of the model.
+
+    Raises ValueError for a layer with a parameter that is no matrix, such as a convolution.
     """
+    wrong = [p for p in layer.parameters if len(p.shape) > 2 and not layer.looks_up]
+    if wrong:
+        raise ValueError(
+            f"WHAT: expected matrices in blocks, got {wrong[0].name} of shape {wrong[0].shape}, whose work no formula "
+            f"knows; pass module:function and --input"
+        )
     tokens = rows * positions
     types = [p.dtype for p in layer.parameters if p.dtype.is_floating_point]
     each = (dtype or (types[0] if types else torch.float32)).itemsize
@@ -53,16 +59,16 @@ def work_by_formula(
     matrices = [p for p in layer.parameters if len(p.shape) > 1]
     for p in layer.parameters:
         gradient = p.slot_bytes(dtype) if p.trainable else 0
-        if len(p.shape) == 1:
+        if len(p.shape) < 2:
             module, _, kind = p.name.rpartition(".")
             if kind == "weight" and module not in biased:
-                nbytes = tokens * p.shape[0] * each
+                nbytes = tokens * p.elements * each
                 saved += [SavedTensor(0, nbytes, nbytes), SavedTensor(gradient, 0, 0)]
                 activations += nbytes
             continue
-        rows_of_matrix, columns = p.shape[0], math.prod(p.shape[1:])
-        flops += 2.0 * tokens * rows_of_matrix * columns
-        for size in (rows_of_matrix, columns):
+        out_size, in_size = p.shape
+        flops += 2.0 * tokens * p.elements
+        for size in (out_size, in_size):
             saved.append(SavedTensor(0, tokens * size * each, tokens * size * each))
             activations += tokens * size * each
         saved.append(SavedTensor(gradient, 0, 0))

@@ -49,6 +49,8 @@ class Layer:
     borrowed: tuple[ParameterShape, ...] = ()
     #: Whether it looks up rows of its matrices by number.
     looks_up: bool = False
+    #: The modules that it consists of, where it is more than one.
+    parts: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> tuple[ParameterShape, ...]:

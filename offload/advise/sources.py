@@ -101,7 +101,8 @@ def _key_map(layers: Sequence[Layer]) -> str:
     parts = []
     for k, name, number, count in _runs(layers):
         if count == 1:
-            parts.append(f"{{{name + '.'!r}: '{k}.'}}")
+            inside = {part: f"{k}.{part.rpartition('.')[2]}" for part in layers[k].parts} or {name: str(k)}
+            parts.append(repr({f"{old}.": f"{new}." for old, new in inside.items()}))
         else:
             parts.append(f'{{f"{name}{{k{_plus(number)}}}.": f"{{k{_plus(k)}}}." for k in range({count})}}')
     return " | ".join(parts)
@@ -196,5 +197,5 @@ def names_of_layers(outline: Outline) -> str:
         if count > 1:
             words.append(f"{name}{number} to {number + count - 1}")
         else:
-            words.append(name if re.fullmatch(r"[\w.-]+", name) else repr(name))
+            words.append(name if re.fullmatch(r"[\w. +-]+", name) else repr(name))
     return ", ".join(words)

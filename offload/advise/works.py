@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,21 +18,34 @@ from offload.advise.work import Work, joined
 __all__ = ["widest_product", "works_of"]
 
 
-def works_of(outline: Outline, shards: Shards, *, rows: int, positions: int) -> list[Work]:
-    """The work of each shard on ``rows`` x ``positions`` tokens; adds to the assumptions of ``outline``."""
+def works_of(
+    outline: Outline, shards: Shards, *, rows: int, positions: int, row_shape: Sequence[int] | None = None
+) -> list[Work]:
+    """The work of each shard on ``rows`` x ``positions`` tokens; adds to the assumptions of ``outline``.
+
+    ``row_shape``: of one row of a floating-point input, where it is known. Raises ValueError if layers do not take it,
+    or if neither shapes nor the formula tell their work.
+    """
+    if row_shape is not None and outline.modules is None:
+        raise ValueError("--input: expected module:function as WHAT, got one whose layers cannot be run")
     if outline.modules is not None:
         try:
-            return _by_running(outline, shards, rows, positions)
+            return _by_running(outline, shards, rows, positions, row_shape)
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if row_shape is not None:
+                shape = tuple(row_shape)
+                raise ValueError(f"--input: the layers do not take rows of shape {shape}: {reason}") from error
             outline.assumptions.append(
                 f"the layers do not run on {rows} x {positions} tokens on the meta device ({reason}); --positions is "
-                f"the length of a row"
+                f"the length of a row, --input the shape of a batch"
             )
     return _by_formula(outline, shards, rows, positions)
 
 
-def _by_running(outline: Outline, shards: Shards, rows: int, positions: int) -> list[Work]:
+def _by_running(
+    outline: Outline, shards: Shards, rows: int, positions: int, row_shape: Sequence[int] | None
+) -> list[Work]:
     assert outline.modules is not None
     ends = [0, *itertools.accumulate(shards.cuts)]
     groups = [outline.modules[a:b] for a, b in itertools.pairwise(ends)]
@@ -42,14 +55,18 @@ def _by_running(outline: Outline, shards: Shards, rows: int, positions: int) -> 
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
     errors: list[Exception] = []
-    for value in _inputs(outline.modules[0], rows, positions, dtype):
+    candidates = _inputs(outline.modules[0], rows, positions, dtype)
+    if row_shape is not None:
+        kind = dtype or next(p.dtype for module in outline.modules for p in module.parameters())
+        candidates = iter([torch.empty(rows, *row_shape, dtype=kind, device="meta")])
+    for value in candidates:
         try:
             works = profile(groups, value)
         except Exception as error:
             errors.append(error)
             continue
-        kind = "numbers of rows" if not value.is_floating_point() else str(value.dtype).removeprefix("torch.")
-        outline.assumptions.append(f"the input is {kind} of shape {tuple(value.shape)}")
+        what = "numbers of rows" if not value.is_floating_point() else str(value.dtype).removeprefix("torch.")
+        outline.assumptions.append(f"the input is {what} of shape {tuple(value.shape)}")
         return works
     raise errors[0] if errors else ValueError("the first layer does not say which input it takes")
 

@@ -72,6 +72,8 @@ def module():
 def values():
     import torch
     return nn.Sequential(nn.Linear(4, int(torch.ones(1).item())))
+def convolutions():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 12 * 12, 10))
 def needs(depth): ...
 def nothing(): return [nn.ReLU()]
 def number(): return 5
@@ -445,6 +447,30 @@ def test_the_table_has_a_line_for_each_limit(builders: str, capsys: pytest.Captu
         assert name in printed
 
 
+@pytest.mark.usefixtures("rates_given")
+def test_convolutions_run_on_the_shape_that_is_given(builders: str, capsys: pytest.CaptureFixture[str]) -> None:
+    what = [f"{builders}:convolutions", "--tokens", "8", "--memory", "64MiB"]
+    found = advice_as_fields(capsys, *what, "--input", "8,3,16,16")
+    assert found["assumptions"] == ["the input is float32 of shape (8, 3, 16, 16)"]
+    assert main(what) == 2
+    assert "--input" in capsys.readouterr().err
+    assert main([*what, "--input", "8,4,16,16"]) == 2
+    assert "--input" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("rates_given")
+def test_several_tables_become_parts_of_the_first_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shapes = {"t.wte.weight": (64, 8), "t.wpe.weight": (16, 8), **{f"t.h.{k}.w.weight": (8, 8) for k in range(2)}}
+    sparse_file(tmp_path / "m.safetensors", shapes)
+    found = advice_as_fields(capsys, "m.safetensors", "--tokens", "8", "--memory", "64MiB")
+    line = next(line for line in found["lines"] if line.startswith("model = "))
+    assert "{'t.wte.': '0.wte.', 't.wpe.': '0.wpe.'}" in line
+    assert found["layers"] == 3
+
+
 WRONG: dict[str, tuple[Callable[[str], list[str]], str]] = {
     "no such path": (lambda m: ["nowhere", "--tokens", "8", "--memory", "1GiB"], "WHAT"),
     "no such module": (lambda m: ["nowhere:f", "--tokens", "8", "--memory", "1GiB"], "WHAT"),
@@ -461,6 +487,8 @@ WRONG: dict[str, tuple[Callable[[str], list[str]], str]] = {
     "no size": (lambda m: [f"{m}:layers", "--tokens", "8", "--memory", "much"], "--memory"),
     "no tokens": (lambda m: [f"{m}:layers", "--tokens", "0", "--memory", "1GiB"], "--tokens"),
     "positions": (lambda m: [f"{m}:layers", "--tokens", "8", "--positions", "3", "--memory", "1GiB"], "--positions"),
+    "input": (lambda m: [f"{m}:layers", "--tokens", "8", "--input", "8,x", "--memory", "1GiB"], "--input"),
+    "rows of the input": (lambda m: [f"{m}:layers", "--tokens", "8", "--input", "3,2", "--memory", "1GiB"], "--input"),
     "micro-batches": (
         lambda m: [f"{m}:layers", "--tokens", "8", "--microbatches", "2", "--memory", "1GiB"],
         "--microbatches",
