@@ -291,6 +291,20 @@ def test_predicted_bytes_are_within_two_percent_of_what_the_planner_predicts_aft
     model.close()
 
 
+@pytest.mark.parametrize("limit", [8 << 20, 1 << 30])
+def test_slots_gradients_and_buffers_are_those_of_a_new_model(tmp_path: Path, limit: int) -> None:
+    model = OffloadModel(blocks(), "cpu", tmp_path / "home", memory=limit)
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
+    real = model._executor.measured([4]).sizes
+    layers = blocks_on_meta()
+    own = [tuple(ParameterShape(n, tuple(p.shape), p.dtype) for n, p in layer.named_parameters()) for layer in layers]
+    mine = situation(Outline([Layer(str(k), p) for k, p in enumerate(own)], modules=layers)).step_model(limit).sizes
+    assert (mine.slot_bytes, mine.gradient_bytes) == (real.slot_bytes, real.gradient_bytes)
+    assert mine.constant_bytes == real.constant_bytes > 0
+    del optimizer
+    model.close()
+
+
 def test_the_formula_for_blocks_is_within_a_fifth_of_the_exact_bytes_and_operations() -> None:
     exact = profile([[layer] for layer in blocks_on_meta()], torch.empty(4, 128, WIDTH, device="meta"))[1]
     outline = Outline(
