@@ -12,9 +12,13 @@ from offload.planning.search import StepModel
 from offload.planning.simulate import Costs
 from offload.storage import Tier
 from offload.streaming.shard import Shard
-from offload.telemetry.statistics import Meter
+from offload.telemetry.statistics import UPDATE_IN_MEMORY, Meter
 
 __all__ = ["step_model"]
+
+
+#: Time of an update in memory to that of one in files, until both were measured.
+UPDATE_SHARE_IN_MEMORY = 0.4
 
 
 def step_model(
@@ -35,6 +39,8 @@ def step_model(
     loads = [sum(s.nbytes for s in shard.at_home) for shard in shards]
     gradient_bytes = [sum(s.nbytes for s in shard.at_home if s.parameter.requires_grad) for shard in shards]
     each = {lane: meter.copy_seconds_per_byte(lane) for lane in ("load", "drain", "update", "boundary")}
+    in_memory = meter.copy_seconds_per_byte(UPDATE_IN_MEMORY) or each["update"] * UPDATE_SHARE_IN_MEMORY
+    in_files = each["update"] or in_memory / UPDATE_SHARE_IN_MEMORY
     boundaries = steps.sizes(rows)
     on_host = device.type == "cpu"
     # On the CPU copies and updates take the cores from layers.
@@ -46,7 +52,8 @@ def step_model(
         kept_backward=[meter.kept_backward_seconds_per_row(shard.index, share) * mean_rows for shard in shards],
         contention=share,
         drain=[nbytes * each["drain"] for nbytes in gradient_bytes],
-        update=[nbytes * each["update"] for nbytes in gradient_bytes],
+        update=[nbytes * (in_files if tier.blocking_io else in_memory) for nbytes in gradient_bytes],
+        resting_update=[nbytes * in_memory for nbytes in gradient_bytes],
         boundary=[boundaries((j, 0)) * each["boundary"] for j in range(len(shards) + 1)],
     )
     always = on_host and not tier.blocking_io  # homes are in host memory anyway

@@ -21,7 +21,7 @@ from torch import Tensor
 from offload.optim.param_block import PartialUpdateError, UpdateJob
 from offload.streaming.lane import Arrival, CopyLane
 from offload.streaming.shard import Shard
-from offload.telemetry.statistics import Meter
+from offload.telemetry.statistics import UPDATE_IN_MEMORY, Meter
 from pipe.threads import Future, Threads
 
 __all__ = ["Update"]
@@ -121,7 +121,8 @@ class Update:
         try:
             self._prepare(slot, filling)
             nbytes = sum(job.nbytes for job in self.tasks if not job.done)
-            with self._meter.on_lane("update", f"{self.letter}{self._shard.index}", nbytes):
+            kind = None if self._shard.blocking_io else UPDATE_IN_MEMORY
+            with self._meter.on_lane("update", f"{self.letter}{self._shard.index}", nbytes, kind=kind):
                 self._run_tasks(slot)
         except PartialUpdateError as error:
             self._partial, self._failed = error, True

@@ -30,6 +30,8 @@ class Costs:
     update: Sequence[float] = ()
     boundary: Sequence[float] = ()
     kept_backward: Sequence[float] = ()
+    #: Of an update of a shard that rests in memory; as ``update`` where it is empty.
+    resting_update: Sequence[float] = ()
     #: Seconds that a cell loses to each second of a busy lane, where these share the cores.
     contention: float = 0.0
 
@@ -68,7 +70,9 @@ def simulate(plan: Plan, costs: Costs) -> Forecast:
             draining = home[shard] = lanes.busy(begin, begin + costs.drain[shard])
         elif kind in (Kind.UPDATE, Kind.UPDATE_IN_BACKWARD):
             begin = max(updating, compute, home.get(shard, 0.0))
-            updating = updated[shard] = lanes.busy(begin, begin + costs.update[shard])
+            resting = shard in plan.in_memory and bool(costs.resting_update)
+            seconds = (costs.resting_update if resting else costs.update)[shard]
+            updating = updated[shard] = lanes.busy(begin, begin + seconds)
         elif kind in (Kind.SPILL, Kind.SPILL_GRADIENT):
             oldest = leaving.popleft() if len(leaving) == WRITES_IN_FLIGHT else compute
             waited += max(0.0, oldest - compute)

@@ -14,7 +14,10 @@ from offload.telemetry.clock import Clock
 from offload.telemetry.contention import Contention
 from offload.telemetry.trace import Tracer
 
-__all__ = ["Meter", "Statistics"]
+__all__ = ["UPDATE_IN_MEMORY", "Meter", "Statistics"]
+
+#: Updates of shards that rest in memory, which read and write no files.
+UPDATE_IN_MEMORY = "update in memory"
 
 
 @dataclass(frozen=True)
@@ -77,14 +80,17 @@ class Meter:
         #: Time that copies take on their lanes, for their bytes.
         self._lane_clocks = {lane: Clock(device) for lane in ("load", "drain", "boundary")}
         # An optimizer works on the host, whatever the layers compute on.
-        self._lane_clocks["update"] = Clock(torch.device("cpu"))
+        self._lane_clocks |= {kind: Clock(torch.device("cpu")) for kind in ("update", UPDATE_IN_MEMORY)}
 
     @contextlib.contextmanager
-    def on_lane(self, lane: str, token: str, nbytes: int = 0) -> Iterator[None]:
-        """Counts the time of one copy of so many bytes, in the thread or stream that makes it."""
+    def on_lane(self, lane: str, token: str, nbytes: int = 0, *, kind: str | None = None) -> Iterator[None]:
+        """Counts the time of one copy of so many bytes, in the thread or stream that makes it.
+
+        ``kind``: of the copy, where the lane has several that take different times.
+        """
         self.contention.lane_begins()
         try:
-            with self._lane_clocks[lane].span(nbytes), self.tracer.span(f"{lane} lane", token):
+            with self._lane_clocks[kind or lane].span(nbytes), self.tracer.span(f"{lane} lane", token):
                 yield
         finally:
             self.contention.lane_ends()

@@ -130,6 +130,7 @@ class World:
             graph_bytes=(setup.graphs or 0) if setup.checkpoint else 0,
             gradient_bytes=waiting if setup.checkpoint else 0,
             resident_bytes=resident if setup.checkpoint else 0,
+            join_chunks=False,  # together their gradients are summed in another order
         )
         return OffloadModel(
             layers,
