@@ -198,6 +198,11 @@ def _memory(model: StepModel, choice: Choice) -> int:
     return peak_memory(_plan(model, choice), _sizes(model, choice, None)).memory_bytes + model.margin_bytes
 
 
+def _least_memory(model: StepModel, choice: Choice) -> int:
+    """Predicted bytes where boundaries are all spilled, or none is: large ones are in motion in fours."""
+    return min(_memory(model, replace(choice, boundary_bytes=nbytes)) for nbytes in (0, math.inf))
+
+
 def _order_of_graphs(model: StepModel) -> list[Key]:
     """The cells whose graphs may be kept, those that backward begins with first."""
     cells = ((j, i) for j in range(model.shards - 1, model.first - 1, -1) for i in range(len(model.sizes.rows)))
@@ -237,7 +242,7 @@ def fill(model: StepModel, choice: Choice, limit_bytes: float) -> Choice:
     found = _Search(model, limit_bytes)
     filled = found.fill(replace(choice, kept=frozenset(), waiting=frozenset(), boundary_bytes=math.inf))
     if filled is None:
-        least = _memory(model, replace(choice, kept=frozenset(), waiting=frozenset(), boundary_bytes=0))
+        least = _least_memory(model, replace(choice, kept=frozenset(), waiting=frozenset()))
         raise NothingFitsError(least, int(limit_bytes))
     return found.with_waiting(filled)
 
@@ -270,7 +275,7 @@ class _Search:
             self._try_numbers_in_memory(slots)
         ranked = sorted((p for p in self._found.values() if p is not None), key=lambda p: p.seconds)
         if not ranked:
-            least = _memory(model, Choice(self._slots(0, model.least_slots), boundary_bytes=0))
+            least = _least_memory(model, Choice(self._slots(0, model.least_slots)))
             raise NothingFitsError(least, int(self._limit))
         best = predict(model, self.with_waiting(ranked[0].choice))
         return Found(best, ranked[1] if len(ranked) > 1 else None, self._tried)
@@ -291,7 +296,7 @@ class _Search:
             total = [0, *itertools.accumulate(self._resting_bytes(j) for j in self._may_rest)]
             self._best_of(slots, [sum(nbytes <= self._model.given.resident_bytes for nbytes in total[1:])])
             return
-        most = _most(len(self._may_rest), lambda count: self._memory(self._leanest(slots, count)), self._limit)
+        most = _most(len(self._may_rest), lambda count: self._least_with(slots, count), self._limit)
         step = max(1, most // 4)
         best = self._best_of(slots, [*range(0, most + 1, step), most])
         while step > 1 and best is not None:
@@ -310,10 +315,9 @@ class _Search:
     def _resting_bytes(self, j: int) -> int:
         return self._model.resting_bytes[j] + self._model.sizes.gradient_bytes[j]
 
-    def _leanest(self, slots: int, count: int) -> Choice:
-        return Choice(
-            self._slots(count, slots), self._first(count), boundary_bytes=0 if self._model.spills else math.inf
-        )
+    def _least_with(self, slots: int, count: int) -> int:
+        self._tried += 2
+        return _least_memory(self._model, Choice(self._slots(count, slots), self._first(count)))
 
     def _first(self, count: int) -> frozenset[int]:
         return frozenset(self._may_rest[:count])
