@@ -96,6 +96,8 @@ class MovableHomes(ExclusivePasses):
             raise ValueError(f"expected indices of {len(self.shards)} shards, got {sorted(wanted)} (shards)")
         if self.busy:
             raise RuntimeError("expected no running forward or backward, but shards were to be moved within one")
+        if all(self._is_where(shard, wanted) for shard in self.shards):
+            return  # updates stay pending
         self.streamer.apply_pending_updates()
         self.assigned_data.store()
         self.streamer.release()
@@ -113,8 +115,7 @@ class MovableHomes(ExclusivePasses):
                 for move in files:
                     move.commit()
             for shard in self.shards:
-                on_host = self.device.type == "cpu"
-                shard.in_place = on_host and shard.index in wanted and shard.may_bind_in_place
+                shard.in_place = self._in_place(shard, wanted)
             self.streamer.homes_moved()
             for optimizer in optimizers:
                 optimizer.reserve_buffers()
@@ -124,6 +125,14 @@ class MovableHomes(ExclusivePasses):
         except BaseException:
             commit()  # an interrupt: everything is copied, and the rest cannot fail
             raise
+
+    def _in_place(self, shard: Shard, wanted: Collection[int]) -> bool:
+        return self.device.type == "cpu" and shard.index in wanted and shard.may_bind_in_place
+
+    def _is_where(self, shard: Shard, wanted: Collection[int]) -> bool:
+        """Whether a shard is there already where it is to be, if those ``wanted`` rest in memory."""
+        moves = self._tier.blocking_io and shard.home is not None and (shard.index in wanted) == shard.blocking_io
+        return not moves and shard.in_place == self._in_place(shard, wanted)
 
     def write_back(self) -> None:
         """Writes the weights of shards that rest in memory to their files."""

@@ -440,6 +440,7 @@ def test_gradients_of_a_shard_in_memory_are_in_no_file(tmp_path: Path) -> None:
     backward(model, 0)
     names = {path.name.partition("-")[2] for path in tmp_path.rglob("*gradients*")}
     assert names == {"shard2-gradients", "shard3-gradients"}
+    assert [shard.gradients is None for shard in model._executor.shards] == [True, True, False, False]  # not copied
     keep(model, [2])
     names = {path.name.partition("-")[2] for path in tmp_path.rglob("*gradients*")}
     assert names == {"shard0-gradients", "shard1-gradients", "shard3-gradients"}
@@ -447,6 +448,30 @@ def test_gradients_of_a_shard_in_memory_are_in_no_file(tmp_path: Path) -> None:
     ours.synchronize()
     names = {path.name.partition("-")[2] for path in tmp_path.rglob("*states*")}
     assert names == {"shard0-states", "shard1-states", "shard3-states"}
+
+
+@pytest.mark.parametrize("into_memory", [True, False])
+def test_data_that_is_assigned_before_a_move_moves(tmp_path: Path, into_memory: bool) -> None:
+    bare, model, _, _ours = trained(f"{tmp_path}/", "adamw")
+    keep(model, [] if into_memory else [1])
+    for run in (bare, model):
+        for parameter in run[1].parameters():  # type: ignore[index]
+            parameter.data = parameter.data * 2
+    keep(model, [1] if into_memory else [])
+    for run in (bare, model):
+        backward(run, 0)
+    assert_equal(bare, model)
+
+
+def test_updates_stay_pending_if_nothing_moves(tmp_path: Path) -> None:
+    _, model, _, ours = trained(f"{tmp_path}/", "adamw")
+    keep(model, [0])
+    backward(model, 0)
+    ours.step()
+    keep(model, [0])
+    assert [j for j, shard in enumerate(model._executor.shards) if shard.pending is not None][-3:] == [1, 2, 3]
+    keep(model, [1])
+    assert all(shard.pending is None for shard in model._executor.shards)
 
 
 def test_shards_that_are_cast_or_borrow_still_have_slots(tmp_path: Path) -> None:
