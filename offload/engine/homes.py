@@ -19,7 +19,7 @@ from offload.policy import MemoryPolicy
 from offload.storage import Tier
 from offload.storage.host import HostTier
 from offload.streaming.lane import error_context
-from offload.streaming.moves import move_homes
+from offload.streaming.moves import Move, move_homes
 from offload.streaming.shard import Shard
 from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.statistics import Meter
@@ -102,17 +102,15 @@ class MovableHomes(ExclusivePasses):
         self.assigned_data.store()
         self.streamer.release()
         optimizers = self.streamer.gradient_offload.optimizers
-        with error_context("moving shards between file and memory"):
-            files = (
-                move_homes(self.shards, self._tier, HostTier(self.device), wanted, optimizers)
-                if (self._tier.blocking_io)
-                else []
-            )
+        moves: list[Move] = []
+        if self._tier.blocking_io:
+            with error_context("moving shards between file and memory"):
+                moves = move_homes(self.shards, self._tier, HostTier(self.device), wanted, optimizers)
 
         @torch.no_grad()
         def commit() -> None:
             with outside_inference_mode():
-                for move in files:
+                for move in moves:
                     move.commit()
             for shard in self.shards:
                 shard.in_place = self._in_place(shard, wanted)
