@@ -28,6 +28,8 @@ from offload.storage import DiskHome
 from pipe.interception import offered
 from pipe.microbatch import gather_nested, split_nested
 from pipe.nested import map_tensors
+from pipe.recompute.thread_state import lasting_hooks
+from pipe.torch_private import saved_tensor_hooks
 
 __all__ = ["ModelWithBlocks", "class_for"]
 
@@ -235,6 +237,12 @@ class ModelWithBlocks(ReportingModule):
         if structure is not None:
             structure.check()
         if torch.is_grad_enabled():
+            if saved_tensor_hooks() is not None and lasting_hooks() is None:
+                raise RuntimeError(
+                    "a model with blocks was called with gradients inside torch.utils.checkpoint, which would run it "
+                    "again in the middle of its backward; call it outside, or pass use_reentrant=True: it recomputes "
+                    "its blocks with checkpoint_activation=True"
+                )
             for name, block in self._blocks.items():
                 if getattr(block, "gradient_checkpointing", False):
                     raise RuntimeError(

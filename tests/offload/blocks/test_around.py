@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from gradcache import GradCache
@@ -131,6 +132,48 @@ def test_compiled_code_around_it_breaks_its_graph_there() -> None:
     torch.compile(lambda x: loss_of(model(x)), backend="eager")(words()).backward()
     loss_of(bare(words())).backward()
     assert_equal(bare, model)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_code_between_blocks_may_write_in_place(recompute: bool) -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = x
+            for block in self.layer:
+                x = block(x)
+                x += first
+                x.mul_(2)
+            return x
+
+    torch.manual_seed(0)
+    bare = Writes()
+    model = wrap(bare, blocks="layer", checkpoint_activation=recompute)
+    for each in (bare, model):
+        each(torch.ones(2, WIDTH)).square().sum().backward()
+    assert_equal(bare, model)
+
+
+def checkpointed(model: nn.Module, *, reentrant: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.ones(3, 5, WIDTH, requires_grad=True)
+    output: Any = torch.utils.checkpoint.checkpoint(
+        lambda x: loss_of(model(words(), extra=x)), x, use_reentrant=reentrant
+    )
+    output.backward()
+
+
+def test_it_runs_inside_a_reentrant_checkpoint_and_is_refused_inside_others() -> None:
+    bare = make()
+    model = wrap(bare)
+    checkpointed(bare, reentrant=True)
+    checkpointed(model, reentrant=True)
+    assert_equal(bare, model)
+    with pytest.raises(RuntimeError, match=r"inside torch\.utils\.checkpoint"):
+        checkpointed(model, reentrant=False)
 
 
 def test_no_thread_outlives_a_forward() -> None:
