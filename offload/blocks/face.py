@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from offload.blocks.body import Body, StreamedForward
 from offload.blocks.find import Blocks, find_blocks, parameters_outside
 from offload.engine.autograd import attach
+from offload.engine.block_forwards import tensors_of_call
 from offload.engine.executor import Executor
 from offload.engine.raw_chunk import as_call
 from offload.engine.structure import Structure
@@ -218,7 +219,7 @@ class ModelWithBlocks(ReportingModule):
 
     def _brought(self, value: Any) -> Any:
         """A value whose tensors are on the compute device."""
-        if all(x.device == self.device for x in _tensors_in(value)):
+        if all(x.device == self.device for x in tensors_of_call(value)):
             return value
         return map_tensors(lambda x: x.to(self.device), value)
 
@@ -287,9 +288,3 @@ class ModelWithBlocks(ReportingModule):
 
 def _rebuild(base: Any, bare: nn.Module, blocks: Any, arguments: dict[str, Any]) -> Any:
     return base(bare, blocks=blocks, **arguments)
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    args, kwargs = value
-    found = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    return found

@@ -36,7 +36,7 @@ from pipe.nested import map_distinct, tensors_in
 if TYPE_CHECKING:
     from offload.engine.tape import Tape
 
-__all__ = ["BlockForwards", "Forward"]
+__all__ = ["BlockForwards", "Forward", "tensors_of_call"]
 
 #: The forward of a chunk, as a function of the chunk.
 Forward = Callable[[Any], Any]
@@ -223,7 +223,7 @@ class BlockForwards(MovableHomes):
 
     def block_tape(self, glue: Glue, calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Tape:
         """The tape of a forward whose chunks have called the first block with these arguments."""
-        entering = any(x.requires_grad for call in calls for x in _tensors(call))
+        entering = any(x.requires_grad for call in calls for x in tensors_of_call(call))
         glue.records = torch.is_grad_enabled() and (
             entering or glue.begun or self.trains_outside or self.first_trainable() < len(self.shards)
         )
@@ -234,7 +234,7 @@ class BlockForwards(MovableHomes):
             stored.append(glue.enter(i, 0, args, kwargs))
         if glue.records and entering:
             self._first_entered[self._flags()] = 0
-        tape = self.tape([(tuple(_tensors(call)), {}) for call in calls])
+        tape = self.tape([(tuple(tensors_of_call(call)), {}) for call in calls])
         tape.records, tape.glue, tape.inputs = glue.records, glue, glue.inputs
         for i, (value, requires) in enumerate(stored):
             tape.boundaries.put((0, i), value)
@@ -324,8 +324,8 @@ BlockForwards.pass_codes = frozenset(
 )
 
 
-def _tensors(call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> list[Tensor]:
-    """The tensors among the arguments of a block, but not those inside of caches and other objects."""
+def tensors_of_call(call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> list[Tensor]:
+    """The tensors among the arguments of a call, but not those inside of caches and other objects."""
     args, kwargs = call
     plain = [x for x in (*args, *kwargs.values()) if isinstance(x, (Tensor, tuple, list, dict))]
     return tensors_in(plain)

@@ -63,7 +63,7 @@ class Model(nn.Module):
         x = self.dropout(self.embed(words))
         if extra is not None:
             x = x + extra
-        mask = self.masks(torch.ones(*words.shape, 1))
+        mask = self.masks(torch.ones(*words.shape, 1, device=words.device))
         bias, every = None, []
         for k, block in enumerate(self.encoder.layer):
             x, bias = block(x, mask, bias=bias, note=None)
