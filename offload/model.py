@@ -130,7 +130,10 @@ class OffloadModel(ReportingModule):
         _cuts: list[int] | None = None,
     ) -> None:
         self._adopt(model)
-        choices = {"pretrained": pretrained, "param_dtype": param_dtype, "offload_device": offload_device}
+        choices: dict[str, Any] = {"pretrained": pretrained, "param_dtype": param_dtype}
+        in_policy = memory.activation_bytes if isinstance(memory, MemoryPolicy) else None
+        choices["activation_bytes"] = in_policy if activation_bytes is None else activation_bytes
+        choices["offload_device"] = offload_device
         named = self._layers_of(model, blocks, **choices)
         parameters = [(f"{k}.{path}", p) for k, layer in named.items() for path, p in layer.named_parameters()]
         check_dense(parameters)

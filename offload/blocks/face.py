@@ -38,6 +38,14 @@ __all__ = ["ModelWithBlocks", "class_for"]
 _OF_CONTAINERS = ("__len__", "__iter__", "__getitem__")
 
 
+#: Arguments that need layers called one after the other, and what to use instead.
+_UNSUPPORTED = {
+    "pretrained": "load_pretrained, or a model that has its weights",
+    "param_dtype": "torch.autocast",
+    "activation_bytes": "larger chunks",
+}
+
+
 def class_for(base: type[nn.Module], model: Any, blocks: Any) -> type[nn.Module]:
     """The class of an ``OffloadModel`` of ``model``: ``base`` for layers that are called in order."""
     if not isinstance(model, nn.Module) or issubclass(base, ModelWithBlocks):
@@ -101,9 +109,8 @@ class ModelWithBlocks(ReportingModule):
         self.__dict__["_of_model"] = frozenset(vars(model))
 
     def _layers_of(self, model: nn.Module, blocks: Blocks | None, **choices: Any) -> dict[str, nn.Module]:
-        for name in ("pretrained", "param_dtype"):
+        for name, advice in _UNSUPPORTED.items():
             if choices[name] is not None:
-                advice = "torch.autocast" if name == "param_dtype" else "a model that has its weights"
                 raise ValueError(f"expected {name}=None with blocks, got {name}={choices[name]!r}; use {advice}")
         if isinstance(choices["offload_device"], DiskHome) and choices["offload_device"].keep:
             raise ValueError(
@@ -216,6 +223,13 @@ class ModelWithBlocks(ReportingModule):
 
         tape, outputs = self._executor.run_many(forward, chunks)
         return outputs, tape
+
+    def activation_bytes(self, chunk: Any, *, output_fn: Callable[[Any], Any] | None = None) -> int:
+        """Not known for a model with blocks: raises ValueError."""
+        raise ValueError(
+            "the activations of a chunk are measured for layers that are called one after the other, not for a model "
+            "with blocks; pass the rows of a chunk (chunk_sizes=) instead of 'auto'"
+        )
 
     def _brought(self, value: Any) -> Any:
         """A value whose tensors are on the compute device."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import MemoryPolicy, OffloadModel
-from tests.offload.blocks.towers import WIDTH, WORDS, Block, Model, assert_equal, close, loss_of, make, words
+from tests.offload.blocks.towers import WIDTH, Block, Model, assert_equal, close, loss_of, make, words
 
 BLOCKS = "encoder.layer"
 
@@ -552,8 +552,12 @@ def test_a_module_list_counts_as_a_list() -> None:
     assert len(OffloadModel(layers, "cpu")) == 2
 
 
-@pytest.mark.parametrize("choice", [{"param_dtype": torch.bfloat16}, {"pretrained": "x"}])
+@pytest.mark.parametrize("choice", [{"param_dtype": torch.bfloat16}, {"pretrained": "x"}, {"activation_bytes": 1}])
 def test_choices_that_blocks_do_not_support_are_refused(choice: Any) -> None:
     with pytest.raises(ValueError, match="with blocks"):
         wrap(make(), **choice)
-    assert WORDS
+
+
+def test_the_activations_of_a_chunk_are_not_measured() -> None:
+    with pytest.raises(ValueError, match="pass the rows of a chunk"):
+        wrap(make()).activation_bytes(words())
