@@ -500,6 +500,22 @@ def test_blocks_by_class_and_by_names() -> None:
         assert len(model._executor.shards) == 4
 
 
+def test_blocks_inside_of_an_nn_sequential() -> None:
+    class States(nn.Module):
+        def forward(self, output: dict[str, Any]) -> Any:
+            return output["states"]
+
+    bare = nn.Sequential(make(), States())
+    model = wrap(bare, blocks="0.encoder.layer")
+    assert isinstance(model, nn.Sequential)
+    assert len(model) == 2
+    assert isinstance(model[0], Model)
+    for each in (bare, model):
+        torch.manual_seed(0)
+        each(words()).square().sum().backward()
+    assert_equal(bare, model)
+
+
 def test_the_longest_list_is_found_with_one_warning() -> None:
     with pytest.warns(UserWarning, match=r"Model\.encoder\.layer \(4 modules\)") as caught:
         model = wrap(make(), blocks=None)
