@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from offload.engine.block_forwards import BlockForwards
@@ -56,9 +57,17 @@ class StreamedForward:
         self.__signature__ = inspect.signature(block.forward)
         block.forward = self
 
-    @outside_of_compiled_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the block."""
+        if torch.compiler.is_compiling():
+            return self._outside_of_compiled_graphs(args, kwargs)
+        return self._call(args, kwargs)
+
+    @outside_of_compiled_graphs
+    def _outside_of_compiled_graphs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         executor, block = self._executor(), self._block()
         if executor is None or block is None:
             raise RuntimeError("the OffloadModel of this block was deleted, and with it the block's parameters")
