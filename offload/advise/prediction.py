@@ -21,8 +21,9 @@ from offload.planning.partition import merge_small_layers
 from offload.planning.peak_memory import StepBytes
 from offload.planning.plan import Kind
 from offload.planning.planner import Updates
-from offload.planning.search import NothingFitsError, Prediction, StepModel, search
+from offload.planning.search import NothingFitsError, search
 from offload.planning.simulate import Costs, simulate
+from offload.planning.step_model import Prediction, StepModel
 from offload.telemetry.contention import PRIOR
 
 __all__ = ["Advice", "Shards", "advise", "bound_of", "shards_of"]

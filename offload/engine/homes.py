@@ -14,7 +14,7 @@ from offload.engine.steps import Steps
 from offload.engine.weight_writes import AssignedData
 from offload.limits import MemoryLimits
 from offload.planning.plan import Plan
-from offload.planning.search import StepModel
+from offload.planning.step_model import StepModel
 from offload.policy import MemoryPolicy
 from offload.storage import Tier
 from offload.storage.host import HostTier

@@ -8,8 +8,8 @@ import torch
 
 from offload.engine.steps import Steps
 from offload.planning.peak_memory import StepBytes
-from offload.planning.search import StepModel
 from offload.planning.simulate import Costs
+from offload.planning.step_model import StepModel
 from offload.storage import Tier
 from offload.streaming.shard import Shard
 from offload.telemetry.statistics import UPDATE_IN_MEMORY, Meter

@@ -23,17 +23,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offload.limits import MemoryLimits
-from offload.planning.search import (
-    Choice,
-    Found,
-    Given,
-    NothingFitsError,
-    Prediction,
-    StepModel,
-    fill,
-    predict,
-    search,
-)
+from offload.planning.search import Found, NothingFitsError, fill, search
+from offload.planning.step_model import Choice, Given, Prediction, StepModel, predict
 from offload.policy import MemoryPolicy
 from offload.streaming.moves import HomeInUseError
 from offload.telemetry.memory_report import MemoryReport

@@ -11,7 +11,7 @@ from offload.engine.cell import OutputFn
 from offload.engine.executor import Executor
 from offload.planning.estimate import Estimate
 from offload.planning.plan import Kind, Plan
-from offload.planning.search import predict_plan
+from offload.planning.step_model import predict_plan
 from offload.storage import Tier
 from offload.telemetry.statistics import Meter
 from pipe.recompute.rerun import trial

@@ -16,98 +16,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from offload.planning.peak_memory import Moment, PeakMemory, StepBytes, peak_memory
-from offload.planning.plan import Plan
-from offload.planning.planner import Updates, plan_step
-from offload.planning.residency import Key, Residency
-from offload.planning.simulate import Costs, Forecast, simulate
+from offload.planning.residency import Key
+from offload.planning.step_model import Choice, Prediction, StepModel, costs_of, predict, predicted_bytes
 
-__all__ = [
-    "Choice",
-    "Found",
-    "Given",
-    "NothingFitsError",
-    "Prediction",
-    "StepModel",
-    "best_at",
-    "fill",
-    "predict",
-    "predict_plan",
-    "search",
-]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What decides the plan of a step."""
-
-    slots: int
-    #: Shards that rest in the memory that layers compute in.
-    in_memory: frozenset[int] = frozenset()
-    #: Cells that keep their graphs from forward to backward.
-    kept: frozenset[Key] = frozenset()
-    #: For boundaries; their gradients get as many.
-    boundary_bytes: float = math.inf
-    #: Shards whose gradients wait in memory for their update.
-    waiting: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class Given:
-    """Choices that are made already; None: the search makes them. Bytes are limits of what they name."""
-
-    slots: int | None = None
-    resident_bytes: int | None = None
-    graph_bytes: int | None = None
-    boundary_bytes: int | None = None
-    gradient_bytes: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepModel:
-    """What is known about the steps of a model: sizes, and measured seconds."""
-
-    shards: int
-    #: The first shard that backward has to reach.
-    first: int
-    costs: Costs
-    #: Without graphs that are kept, waiting gradients and shards in memory.
-    sizes: StepBytes
-    updates: Updates = field(default_factory=lambda: Updates(pending=frozenset(), updates=False, clips=False))
-    #: Bytes of each shard that rests in memory: weights and optimizer states, without gradients. Missing where a shard
-    #: cannot rest there.
-    resting_bytes: Mapping[int, int] = field(default_factory=dict)
-    #: Cells that keep their graphs whatever the plan is.
-    always_kept: frozenset[Key] = frozenset()
-    #: Whether boundaries can be spilled.
-    spills: bool = True
-    #: Least slots, where there are so many shards; a third one is read while the update of a second runs.
-    least_slots: int = 2
-    #: Whether the gradients of a shard can wait in memory.
-    gradients_wait: bool = False
-    #: Added to predicted bytes: what measured steps took more.
-    margin_bytes: int = 0
-    #: What is not searched but given.
-    given: Given = Given()
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a choice is predicted to cost."""
-
-    choice: Choice
-    plan: Plan
-    seconds: float
-    wait_seconds: float
-    compute_seconds: float
-    #: In the memory that layers compute in, with the margin.
-    memory_bytes: int
-    peak: PeakMemory
-    #: The memory while each cell runs.
-    course: Sequence[Moment]
+__all__ = ["Found", "NothingFitsError", "best_at", "fill", "search"]
 
 
 @dataclass(frozen=True)
@@ -129,78 +44,9 @@ class NothingFitsError(ValueError):
         self.least_bytes = least_bytes
 
 
-def predict_plan(
-    model: StepModel, plan: Plan, choice: Choice | None = None, course: list[Moment] | None = None
-) -> tuple[Forecast, PeakMemory]:
-    """Simulates a plan and replays its memory; appends the memory during each cell to ``course``."""
-    chosen = Choice(plan.slots, plan.in_memory) if choice is None else choice
-    forecast = simulate(plan, _costs(model, chosen))
-    return forecast, peak_memory(plan, _sizes(model, chosen, forecast), course)
-
-
-def predict(model: StepModel, choice: Choice) -> Prediction:
-    """Plans, simulates and replays one choice."""
-    plan = _plan(model, choice)
-    course: list[Moment] = []
-    forecast, peak = predict_plan(model, plan, choice, course)
-    return Prediction(
-        choice,
-        plan,
-        forecast.seconds,
-        forecast.wait_seconds,
-        forecast.compute_seconds,
-        peak.memory_bytes + model.margin_bytes,
-        peak,
-        course,
-    )
-
-
-def _plan(model: StepModel, choice: Choice) -> Plan:
-    rows = model.sizes.rows
-    budget = choice.boundary_bytes if model.spills else math.inf
-    return plan_step(
-        model.shards,
-        slots=choice.slots,
-        microbatches=len(rows),
-        training=model.first < model.shards,
-        first=model.first,
-        kept=choice.kept | model.always_kept,
-        in_memory=choice.in_memory,
-        boundaries=Residency(budget),
-        gradients=Residency(budget, gradients=True),
-        boundary_sizes=model.sizes.boundaries,
-        gradient_sizes=model.sizes.gradients,
-        **model.updates,
-    )
-
-
-def _costs(model: StepModel, choice: Choice) -> Costs:
-    """Gradients that wait in memory are not written, and their updates do not read them."""
-    still = choice.in_memory | choice.waiting
-    if not still:
-        return model.costs
-    drain = [0.0 if j in still else seconds for j, seconds in enumerate(model.costs.drain)]
-    return replace(model.costs, drain=drain)
-
-
-def _sizes(model: StepModel, choice: Choice, forecast: Forecast | None) -> StepBytes:
-    resting = sum(model.resting_bytes[j] for j in choice.in_memory)
-    return replace(
-        model.sizes,
-        waiting=choice.in_memory | choice.waiting,
-        constant_bytes=model.sizes.constant_bytes + resting,
-        drained={} if forecast is None else forecast.drained,
-    )
-
-
-def _memory(model: StepModel, choice: Choice) -> int:
-    """Predicted bytes, without a simulation: gradients that are being stored count until the next drain."""
-    return peak_memory(_plan(model, choice), _sizes(model, choice, None)).memory_bytes + model.margin_bytes
-
-
 def _least_memory(model: StepModel, choice: Choice) -> int:
     """Predicted bytes where boundaries are all spilled, or none is: large ones are in motion in fours."""
-    return min(_memory(model, replace(choice, boundary_bytes=nbytes)) for nbytes in (0, math.inf))
+    return min(predicted_bytes(model, replace(choice, boundary_bytes=nbytes)) for nbytes in (0, math.inf))
 
 
 def _order_of_graphs(model: StepModel) -> list[Key]:
@@ -285,7 +131,7 @@ class _Search:
 
     def _memory(self, choice: Choice) -> int:
         self._tried += 1
-        return _memory(self._model, choice)
+        return predicted_bytes(self._model, choice)
 
     def _fits(self, choice: Choice) -> bool:
         return self._memory(choice) <= self._limit
@@ -357,7 +203,7 @@ class _Search:
         best = min((p.seconds for p in self._found.values() if p is not None), default=math.inf)
         if best == math.inf:
             return False
-        model, costs = self._model, _costs(self._model, choice)
+        model, costs = self._model, costs_of(self._model, choice)
         away = set(range(model.shards)) - choice.in_memory
         resting = sum(model.resting_bytes[j] for j in choice.in_memory)
         left = (

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.planning.search import Choice, Prediction
+from offload.planning.step_model import Choice, Prediction
 
 __all__ = ["MemoryReport"]
 

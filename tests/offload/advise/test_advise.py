@@ -27,7 +27,7 @@ from offload.advise.rates import OptimizerRate, Rates, measure_optimizer, measur
 from offload.advise.sources import outline_of
 from offload.advise.works import works_of
 from offload.files.tensor_file import TensorFile, write_tensors
-from offload.planning.search import predict
+from offload.planning.step_model import predict
 from pipe.torch_private import OperationMode
 
 RATES = Rates(1e11, 1e11, 1e10, 1e9, 1e9, 1e9, 1e9, True, True)

@@ -14,8 +14,9 @@ from offload.planning.memory_profile import MemoryProfile, SavedTensor
 from offload.planning.peak_memory import StepBytes
 from offload.planning.plan import validate
 from offload.planning.planner import Updates
-from offload.planning.search import Choice, Given, NothingFitsError, StepModel, fill, predict, search
+from offload.planning.search import NothingFitsError, fill, search
 from offload.planning.simulate import Costs
+from offload.planning.step_model import Choice, Given, StepModel, predict
 
 MIB = 1 << 20
 
