@@ -26,32 +26,27 @@ class Contention:
     """Overlaps of cells with lanes, and the share of them that cells lose."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._busy = 0
-        self._busy_seconds = 0.0
-        self._since = 0.0
+        # By thread, so that no lock is needed: an interrupt inside of one would leave it locked.
+        self._begun: dict[int, float] = {}
+        self._ended: dict[int, float] = {}
         #: (group, rows, seconds, overlap) of the latest cells.
         self._cells: deque[tuple[Hashable, int, float, float]] = deque(maxlen=LATEST)
 
     def lane_begins(self) -> None:
-        """A lane begins to copy or to update."""
-        self._count(1)
+        """A lane begins to copy or to update, in this thread."""
+        self._begun[threading.get_ident()] = time.perf_counter()
 
     def lane_ends(self) -> None:
         """A lane ends to do so."""
-        self._count(-1)
-
-    def _count(self, more: int) -> None:
-        with self._lock:
-            now = time.perf_counter()
-            self._busy_seconds += self._busy * (now - self._since)
-            self._since = now
-            self._busy += more
+        this = threading.get_ident()
+        begun = self._begun.pop(this, None)
+        if begun is not None:
+            self._ended[this] = self._ended.get(this, 0.0) + time.perf_counter() - begun
 
     def busy_seconds(self) -> float:
         """Seconds in which lanes were busy so far, summed over lanes."""
-        with self._lock:
-            return self._busy_seconds + self._busy * (time.perf_counter() - self._since)
+        now = time.perf_counter()
+        return sum([*self._ended.values()]) + sum([now - begun for begun in [*self._begun.values()]])
 
     def record(self, group: Hashable, rows: int, seconds: float, overlap: float) -> None:
         """Records a cell; ``group``: of cells that do the same work for each row."""

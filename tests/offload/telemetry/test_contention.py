@@ -1,0 +1,43 @@
+"""How much slower layers compute beside copies and updates."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from offload.telemetry.contention import LEAST, PRIOR, Contention
+
+
+def test_the_share_is_that_of_cells_that_did_the_same_work_beside_more_or_less_copying() -> None:
+    contention = Contention()
+    for k in range(LEAST):
+        overlap = (k % 5) / 10
+        contention.record("small", 4, 1.0 + 0.4 * overlap, overlap)
+        contention.record("large", 4, 9.0 + 0.4 * overlap, overlap)
+    assert contention.share() == pytest.approx(0.4)
+    assert contention.mean_overlap("small") == pytest.approx(sum((k % 5) / 10 for k in range(LEAST)) / LEAST / 4)
+
+
+def test_before_there_is_any_difference_the_share_is_assumed() -> None:
+    contention = Contention()
+    assert contention.share() == PRIOR
+    for _ in range(2 * LEAST):
+        contention.record("same", 4, 1.0, 0.5)
+    assert contention.share() == PRIOR
+
+
+def test_seconds_of_lanes_in_several_threads_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("offload.telemetry.contention.time.perf_counter", lambda: now[0])
+    contention = Contention()
+    contention.lane_begins()
+    other = threading.Thread(target=contention.lane_begins)
+    other.start()
+    other.join()
+    now[0] = 3.0
+    assert contention.busy_seconds() == 6.0
+    contention.lane_ends()
+    contention.lane_ends()  # of a lane that an interrupt kept from beginning
+    now[0] = 5.0
+    assert contention.busy_seconds() == 3.0 + 5.0
