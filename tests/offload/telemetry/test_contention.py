@@ -14,7 +14,7 @@ def test_the_share_is_that_of_cells_that_did_the_same_work_beside_more_or_less_c
     for k in range(LEAST):
         overlap = (k % 5) / 10
         contention.record("small", 4, 1.0 + 0.4 * overlap, overlap)
-        contention.record("large", 4, 9.0 + 0.4 * overlap, overlap)
+        contention.record("large", 4, 2.0 + 0.4 * overlap, overlap)
     assert contention.share() == pytest.approx(0.4)
     assert contention.mean_overlap("small") == pytest.approx(sum((k % 5) / 10 for k in range(LEAST)) / LEAST / 4)
 
