@@ -15,6 +15,7 @@ memory than predicted, the difference becomes a margin and the next step begins 
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 import weakref
@@ -175,7 +176,12 @@ class MemoryPlanner:
             found = search(model, self.limit_bytes)
         except NothingFitsError as error:
             self._refuse(error, rows)
-            return  # :meth:`_choose` takes the leanest plan
+            least = Choice(min(self._given.slots or model.least_slots, model.shards))
+            if (self._streamer.slots, self._in_memory) != (least.slots, least.in_memory):
+                self._found = None
+                self._choices.clear()
+                self._switch(least)
+            return  # :meth:`_choose` takes the leanest plan of these
         self._due = False
         if self._found is not None:
             now = self._filled(model, self._found.best.choice)
@@ -274,7 +280,9 @@ class MemoryPlanner:
         more_limit = self.limit_bytes + max(1 << 20, self.limit_bytes // 4)
         predicted = self._prediction
         if predicted is not None and rows is not None:
-            more = search(self._model(rows), more_limit).best
+            # A size of batch that ran goes on although it takes more than memory, and may take more than this, too.
+            with contextlib.suppress(NothingFitsError):
+                more = search(self._model(rows), more_limit).best
         return MemoryReport(
             device=str(self._device),
             limit_bytes=self.limit_bytes,

@@ -87,6 +87,8 @@ class Steps:
     @property
     def _budget_bytes(self) -> float:
         """Budget of boundaries; that of their gradients is equal."""
+        if math.isinf(self._boundary_bytes):
+            return math.inf  # there is no place to spill to, whatever a choice says
         if self.planner is not None and self.planner.choice is not None:
             return self.planner.choice.boundary_bytes
         shared = self._strict and self._on_host
@@ -103,6 +105,8 @@ class Steps:
 
     def spare_bytes(self) -> float:
         """Bytes that may be reserved: half of those of boundaries, as long as the largest known boundary still fits."""
+        if math.isinf(self._boundary_bytes):
+            return math.inf  # homes are in memory, where updates need no buffers
         if self.planner is not None and self._on_host:
             return self.planner.limit_bytes // BUFFERS_SHARE
         if not (self._strict and self._on_host):

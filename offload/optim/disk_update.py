@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from offload.engine.steps import BUFFERS_SHARE
 from offload.optim.io_buffers import IOBuffer, IOBufferPool, buffer_pool_bytes
 from offload.optim.io_requests import Copy, Read, StateSlice, UpdateBlock, Write
 from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
@@ -74,11 +75,12 @@ def update_block_bytes_of(largest: int, limit_bytes: float = math.inf) -> int:
     update_block = min(MAX_BLOCK_BYTES, max(1, largest // BLOCKS_PER_SHARD // BLOCK_GRAIN_BYTES) * BLOCK_GRAIN_BYTES)
     while buffer_pool_bytes(update_block) > limit_bytes and update_block > PAGE_BYTES:
         update_block = max(PAGE_BYTES, update_block // 2 // PAGE_BYTES * PAGE_BYTES)
-    if buffer_pool_bytes(update_block) > limit_bytes:
+    least = buffer_pool_bytes(update_block)
+    if least > limit_bytes:
         raise ValueError(
-            f"optimizer states are on disk: their buffers take at least {buffer_pool_bytes(update_block):,} "
-            f"bytes, but memory_budget leaves {max(0, int(limit_bytes)):,} besides slots, gradients and "
-            f"boundaries; use a larger budget, or more shards"
+            f"optimizer states are on disk: their buffers take at least {least:,} bytes, but the model's memory leaves "
+            f"{max(0, int(limit_bytes)):,} for them; make the model with memory={least * BUFFERS_SHARE} or more, of "
+            f"which they get one part in {BUFFERS_SHARE}, or with a larger memory_budget"
         )
     return update_block
 

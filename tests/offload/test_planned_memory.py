@@ -135,8 +135,49 @@ def test_a_size_that_ran_is_not_refused_later(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 500 * MIB)
     with pytest.warns(RuntimeWarning, match="by which earlier steps exceeded their prediction"):
         losses = train(model, optimizer, 6)
+    choice = planner_of(model).choice
+    assert choice is not None
+    assert not choice.in_memory | choice.kept | choice.waiting  # it goes on with the least memory
     plain = stack()
     assert losses == train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 6)
+
+
+def test_homes_in_memory_keep_boundaries_whatever_a_choice_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no file to spill them to: neither for a size that ran and no longer fits, nor for ``boundary_bytes``."""
+    plain = stack()
+    expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 4)
+    limited = OffloadModel(stack(), "cpu", "cpu", memory=MemoryPolicy("1GiB", boundary_bytes=1024))
+    assert train(limited, OffloadOptimizer(limited, torch.optim.SGD, lr=0.1), 4) == expected
+    small = OffloadModel(stack(), "cpu", "cpu", memory="48MiB")
+    monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 500 * MIB)
+    with pytest.warns(RuntimeWarning, match="by which earlier steps exceeded their prediction"):
+        assert train(small, OffloadOptimizer(small, torch.optim.SGD, lr=0.1), 4) == expected
+
+
+def test_the_report_of_a_size_that_ran_and_no_longer_fits_is_readable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = OffloadModel(stack(), "cpu", tmp_path, memory="30MiB")
+    monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 500 * MIB)
+    with pytest.warns(RuntimeWarning, match="by which earlier steps exceeded their prediction"):
+        train(model, OffloadOptimizer(model, torch.optim.SGD, lr=0.1), 4)
+    assert "by earlier steps" in str(model.memory_report())
+    assert model.memory_report().more is None
+
+
+def test_an_optimizer_says_how_much_memory_its_buffers_need_where_states_are_in_files(tmp_path: Path) -> None:
+    def make(home: Path | str, memory: int) -> OffloadModel:
+        return OffloadModel([nn.Linear(8, 8) for _ in range(3)], "cpu", home, memory=memory)
+
+    with pytest.raises(ValueError, match="their buffers take at least") as refused:
+        OffloadOptimizer(make(tmp_path, MIB), torch.optim.SGD, lr=0.1)
+    enough = int(str(refused.value).partition("memory=")[2].split()[0])
+    with pytest.raises(ValueError, match="their buffers take at least"):
+        OffloadOptimizer(make(tmp_path, enough - 8), torch.optim.SGD, lr=0.1)
+    for model in (make(tmp_path, enough), make("cpu", MIB)):
+        optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
 
 
 def test_accumulated_gradients_count(tmp_path: Path) -> None:
