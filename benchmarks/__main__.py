@@ -19,6 +19,7 @@ BENCHMARKS = {  # name -> the question
     "retrieval": "train a text encoder on a contrastive batch three ways: what memory, what time, and the same losses?",
     "offload-step": "what does streaming a model from disk cost in time, and does its peak grow with the shards?",
     "optimizer": "clipping and AdamW with parameters, gradients and moments on disk: at what cost in time and memory?",
+    "frontier": "with only memory= set: memory against time, from all that the fastest resident way holds to the least",
     "build-huge": "under a memory cap, can a process build, load and train a model whose parameters exceed the cap?",
     "train-overlap": "with a slow loader, slow embedding rows and compute: how near is a step to its slowest part?",
     "pipe-ladder": "beside torchgpipe and fairscale, what do time, memory and bubble of our pipe come to?",
@@ -26,7 +27,12 @@ BENCHMARKS = {  # name -> the question
     "gpu-train": "up to 7B parameters with full Adam on one GPU: what memory does each method need?",
     "gpu": "all that needs a GPU, in under ten minutes: the CUDA tests, memory-latency, gpu-train small to 7B",
 }
-PACKAGES = {"memory-latency": ("matplotlib",), "retrieval": ("numpy", "tokenizers"), "build-huge": ("numpy",)}
+PACKAGES = {
+    "memory-latency": ("matplotlib",),
+    "frontier": ("matplotlib",),
+    "retrieval": ("numpy", "tokenizers"),
+    "build-huge": ("numpy",),
+}
 #: Pages with claims, in the order of the README's table.
 CLAIMED = ["optimizer-billion", "optimizer-billion-kept", "optimizer", "build-huge", "offload-step", "memory-latency"]
 CLAIMED += ["retrieval-2048", "retrieval", "gradcache-batch", "pipe-ladder", "train-overlap"]

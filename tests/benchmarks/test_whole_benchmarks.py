@@ -123,6 +123,35 @@ def test_gradcache_batch_runs_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> 
     assert len({*loads.values()}) == 1
 
 
+@pytest.mark.parametrize("work", ["training", "contrastive"])
+def test_frontier_trains_to_the_losses_of_the_resident_model_at_each_budget(
+    work: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Budgets are parts of what a process took; here, where processes are this one, of a number."""
+    from benchmarks.frontier import benchmark as frontier
+
+    monkeypatch.setattr(frontier, "peak_of", lambda outcome, phase="steps": 64 << 20)
+    sizes = "--dim 64 --blocks 3 --rows 4 --positions 8 --vocabulary 300 --chunk 2 --pairs 2 --shares 1 2 10000"
+    run_here("frontier", f"--work {work} {sizes} --ways checkpointed two-passes deepspeed", "f")
+    page = pages("f")
+    assert Path("f.png").stat().st_size > 10_000
+    assert "That is more than 1/10000 of it." in page
+    assert "difference of its last loss" not in page
+    groups = outcomes_of("f")
+    least = groups["alone"][1].result["bytes"]
+    found = {case.name: case for case in groups["in turn"] if case.result is not None}
+    ours = {name: case for name, case in found.items() if name.startswith("ours")}
+    memory = [case.case.arguments["how"]["memory"] for case in ours.values()]
+    assert memory == [64 << 20, 32 << 20, least]
+    assert all(len(case.steps) == len(case.reference) == 2 for case in found.values())
+    assert all(case.result["plan"]["bytes"] > 0 for case in ours.values())
+    others = {
+        "training": ["torch.utils.checkpoint"],
+        "contrastive": ["torch.utils.checkpoint", "GradCache in two passes"],
+    }
+    assert [*found][1 + len(ours) :] == others[work]
+
+
 def test_pipe_ladder_runs_all_its_parts() -> None:
     assert run_here("pipe-ladder", "--dim 16 --blocks 2 --rows 8 --chunks 1 2 --rounds 1", "p") in (0, 1)
     assert "| ours, 1F1B " in pages("p")
