@@ -20,6 +20,7 @@ BENCHMARKS = {  # name -> the question
     "offload-step": "what does streaming a model from disk cost in time, and does its peak grow with the shards?",
     "optimizer": "clipping and AdamW with parameters, gradients and moments on disk: at what cost in time and memory?",
     "frontier": "with only memory= set: memory against time, from all that the fastest resident way holds to the least",
+    "plan-grid": "is the plan that memory= chooses as fast as the best of a grid of plans by hand in the same memory?",
     "build-huge": "under a memory cap, can a process build, load and train a model whose parameters exceed the cap?",
     "train-overlap": "with a slow loader, slow embedding rows and compute: how near is a step to its slowest part?",
     "pipe-ladder": "beside torchgpipe and fairscale, what do time, memory and bubble of our pipe come to?",

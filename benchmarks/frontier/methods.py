@@ -197,14 +197,14 @@ def deepspeed(work: Work, home: Path) -> Method:
     return Method(deepspeed_nvme(work.stack, home, checkpointed=True).step)
 
 
-def ours(work: Work, home: Path, memory: Any = "auto") -> Method:
-    """``OffloadModel(memory=...)`` and its optimizer, parameters and moments in files."""
+def ours(work: Work, home: Path, memory: Any = "auto", fields: dict[str, int] | None = None) -> Method:
+    """``OffloadModel(memory=...)`` and its optimizer, parameters and moments in files; ``fields``: of the policy."""
     from gradcache import GradCache
     from gradcache.loss import SimpleContrastiveLoss
-    from offload import OffloadModel, OffloadOptimizer
+    from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 
     layers, parts = work.build_in_parts()
-    model = OffloadModel(layers, "cpu", home, memory=memory)
+    model = OffloadModel(layers, "cpu", home, memory=MemoryPolicy(memory, **(fields or {})))
     for values in parts:
         model.load_state_dict(values, strict=False)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, max_norm=MAX_NORM, **ADAMW)
@@ -238,11 +238,11 @@ METHODS: dict[str, Callable[..., Method]] = {
 def train(report: Reporter, method: str, work: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
     """A step in each turn; from turn :data:`PLANNED_AFTER` on in the phase "steps". ``how``: of the method."""
     chosen = Work(**work)
-    _warm(method, chosen, how)
+    warm(method, chosen, how)
     report.phase(WARMED)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
-        made = METHODS[method](chosen, _folder(), **how)
+        made = METHODS[method](chosen, folder(), **how)
         report.phase(PLANNING)
         for k in report.turns():
             if k == PLANNED_AFTER:
@@ -254,7 +254,7 @@ def train(report: Reporter, method: str, work: dict[str, Any], how: dict[str, An
             report.step(**values, loss=loss, kernel=time.perf_counter() - started)
         told = list(dict.fromkeys(str(one.message) for one in caught if one.category is RuntimeWarning))
     report.phase("end")
-    return {"plan": _plan_of(made.model), "warnings": told}
+    return {"plan": plan_of(made.model), "warnings": told}
 
 
 def least(report: Reporter, work: dict[str, Any]) -> dict[str, Any]:
@@ -265,13 +265,13 @@ def least(report: Reporter, work: dict[str, Any]) -> dict[str, Any]:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", RuntimeWarning)
-                made = ours(chosen, _folder(), nbytes)
+                made = ours(chosen, folder(), nbytes)
                 for k in range(PLANNED_AFTER + 1):
                     made.step(*chosen.batch(k))
         except (ValueError, RuntimeWarning) as error:
             nbytes = max(nbytes + 1, _least_told(error, nbytes))
             made = None
-            _tidy()
+            tidy()
         else:
             return {"bytes": nbytes, "asked": asked}
     raise RuntimeError(f"each least that an error told was refused: {asked}")
@@ -287,18 +287,19 @@ def _least_told(error: Exception, asked: int) -> int:
     raise error
 
 
-def _folder() -> Path:
+def folder() -> Path:
+    """A new one, on the disk that the case works on."""
     return Path(tempfile.mkdtemp(dir=".")).absolute()
 
 
-def _warm(method: str, work: Work, how: dict[str, Any]) -> None:
+def warm(method: str, work: Work, how: dict[str, Any]) -> None:
     """Loads libraries, starts threads, makes their scratch memory; of the compiler all that it keeps of this model."""
     if method == DEEPSPEED:  # does not start twice in a process
         importlib.import_module("deepspeed")
         return
     small = replace(work, blocks=2) if method != COMPILED else work
     try:
-        made = METHODS[method](small, _folder(), **(how if method == COMPILED else {}))
+        made = METHODS[method](small, folder(), **(how if method == COMPILED else {}))
         for k in range(2):
             made.step(*small.batch(k))
         if made.model is not None:
@@ -309,10 +310,10 @@ def _warm(method: str, work: Work, how: dict[str, Any]) -> None:
         words = (str(error).strip() or "no reason given").splitlines()[0]
         raise CannotRunError(f"{method} does not run here: {type(error).__name__}: {words}") from error
     del made
-    _tidy()
+    tidy()
 
 
-def _tidy() -> None:
+def tidy() -> None:
     """Drops what is unreachable, and lets glibc return its free heap pages to the kernel."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
@@ -320,7 +321,7 @@ def _tidy() -> None:
         trim(0)
 
 
-def _plan_of(model: Any) -> dict[str, Any] | None:
+def plan_of(model: Any) -> dict[str, Any] | None:
     """The present plan of an OffloadModel and its prediction."""
     if model is None or not hasattr(model, "memory_report"):
         return None

@@ -152,6 +152,24 @@ def test_frontier_trains_to_the_losses_of_the_resident_model_at_each_budget(
     assert [*found][1 + len(ours) :] == others[work]
 
 
+def test_plan_grid_times_the_best_points_again_in_turn_with_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.plan_grid import benchmark as plan_grid
+
+    monkeypatch.setattr(plan_grid, "peak_of", lambda outcome, phase="steps": 64 << 20)
+    run_here("plan-grid", "--models smallest --budgets 2 --splits 1 --best 2 --pairs 2", "g")
+    assert "points fit. Ours takes" in pages("g")
+    groups = outcomes_of("g")
+    timed = {name: outcomes for name, outcomes in groups.items() if outcomes[0].name == plan_grid.CHOSEN}
+    least = groups["smallest: bytes"][1].result["bytes"]
+    assert [*timed] == [f"smallest, {nbytes:,} bytes" for nbytes in (64 << 20, least)]
+    for name, outcomes in timed.items():
+        walked = groups[f"{name}: grid"][0].steps
+        assert len(walked) in (12, 4)  # at the least there is nothing to divide
+        fastest = min((step for step in walked if step["seconds"] is not None), key=lambda step: step["seconds"])
+        assert outcomes[1].case.arguments["how"]["fields"] == fastest["fields"]
+        assert [len(outcome.reference) for outcome in outcomes] == [2] * len(outcomes)
+
+
 def test_pipe_ladder_runs_all_its_parts() -> None:
     assert run_here("pipe-ladder", "--dim 16 --blocks 2 --rows 8 --chunks 1 2 --rounds 1", "p") in (0, 1)
     assert "| ours, 1F1B " in pages("p")
