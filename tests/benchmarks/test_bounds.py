@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.build_huge import benchmark as build_huge
+from benchmarks.frontier import benchmark as frontier
 from benchmarks.gpu_train import benchmark as gpu_train
 from benchmarks.gradcache_batch import benchmark as gradcache_batch
 from benchmarks.harness.benchmark import Benchmark, Run, broken_bounds
@@ -22,6 +23,7 @@ from benchmarks.offload_step import benchmark as offload_step
 from benchmarks.optimizer import benchmark as optimizer
 from benchmarks.optimizer.methods import DISK, FROM_META, NAMES, REFERENCE
 from benchmarks.pipe_ladder import benchmark as pipe_ladder
+from benchmarks.plan_grid import benchmark as plan_grid
 from benchmarks.retrieval import benchmark as retrieval
 from benchmarks.train_overlap import benchmark as train_overlap
 from tests.benchmarks.here import RATES, outcome
@@ -108,6 +110,83 @@ def trained(
 def test_optimizer(large: bool, outcomes: list[Outcome], complaints: list[str]) -> None:
     groups = {"all": [*([] if large else [trained(REFERENCE)]), *outcomes]}
     told(optimizer.BENCHMARK, groups, *complaints, parameters=1e9 if large else None)
+
+
+# --- frontier, plan-grid ---------------------------------------------------------------------------------------------
+
+
+def at_memory(
+    name: str,
+    ratio: float = 1.0,
+    peak: int = 100,
+    memory: int | None = None,
+    predicted: float = 1.0,
+    seconds: float = 1.0,
+    planning: int = 0,
+    loss: float = 1.0,
+) -> Outcome:
+    """Peaks and memory in MiB; ``predicted`` and ``seconds`` to what is measured."""
+    steps = [{"seconds": ratio, "loss": loss}] * 3
+    plan = {"bytes": predicted * (peak << 20), "seconds": seconds * ratio} if memory else None
+    held = {frontier.WARMED: 0}
+    peaks = {"planning": (planning or peak) << 20, "steps": peak << 20}
+    arguments = {"how": {"memory": memory << 20} if memory else {}}
+    more = {"steps": steps, "reference": [{"seconds": 1.0}] * 3, "moments": held, "peaks": peaks}
+    return outcome(name, {"plan": plan, "warnings": []}, arguments=arguments, **more)
+
+
+WHOLE, HALF = at_memory("ours: all of it", 1.0, 100, 100), at_memory("ours: 1/2", 1.05, 50, 50)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "complaints"),
+    [
+        ([WHOLE, HALF, at_memory("ours: the least", 9.0, 10, 10)], []),
+        ([at_memory("ours: 1/2", 1.06, 50, 50)], ["ours: 1/2: the ratio of times must be at most 1.050, is 1.060"]),
+        ([at_memory("ours: 1/2", 1.0, 60, 50)], ["ours: 1/2: the peak must be at most 60 MiB, is 60 MiB"]),
+        ([at_memory("ours: 1/2", 1.0, 50, 50, planning=70)], ["the peak must be at most 60 MiB, is 70 MiB"]),
+        ([at_memory("ours: 1/2", 1.0, 50, 50, predicted=0.96)], ["the prediction of memory is off"]),
+        ([at_memory("ours: 1/2", 1.0, 50, 50, seconds=1.08)], ["the prediction of time is off"]),
+        ([at_memory("ours: 1/2", 1.0, 50, 50, loss=1.01)], ["the difference of its last loss"]),
+        ([at_memory("peer", 1.0, 50, loss=math.nan)], ["is nan"]),
+        ([WHOLE, HALF, at_memory("peer", 1.02, 50)], []),
+        ([WHOLE, HALF, at_memory("peer", 1.01, 50)], ["ours in the memory of peer: the ratio must be at most 1.040"]),
+        ([WHOLE, HALF, at_memory("peer", 0.9, 20)], []),  # less memory than ours was given
+        ([outcome("ours: 1/2", failure="killed")], ["ours: 1/2: killed"]),
+    ],
+)
+def test_frontier(outcomes: list[Outcome], complaints: list[str]) -> None:
+    told(frontier.BENCHMARK, {frontier.IN_TURN: [at_memory(frontier.REFERENCE), *outcomes]}, *complaints)
+    reference = {"alone": [outcome(frontier.REFERENCE, failure="killed")], frontier.IN_TURN: []}
+    told(frontier.BENCHMARK, reference, f"{frontier.REFERENCE}: killed")
+
+
+@pytest.mark.parametrize(
+    ("peak", "ratios", "complaints"),
+    [
+        (58, [0.96, 1.2], []),
+        (58, [1.2, 0.95], ["ours to the best of the grid must be at most 1.050, is 1.053"]),
+        (60, [1.0], ["the peak of ours must be at most 60 MiB, is 60 MiB"]),
+        (58, [], ["is nan"]),
+    ],
+)
+def test_plan_grid(peak: int, ratios: list[float], complaints: list[str]) -> None:
+    points = [at_memory(f"{ratio}", ratio, 50) for ratio in ratios]
+    told(plan_grid.BENCHMARK, {"deep": [at_memory(plan_grid.CHOSEN, 1.0, peak, 50), *points]}, *complaints)
+    told(plan_grid.BENCHMARK, {}, "nothing was timed")
+
+
+def test_a_grid_divides_what_the_least_leaves_and_times_one_point_of_each_plan() -> None:
+    points = plan_grid.grid(900, 100, 2)
+    shares = {(point["resident_bytes"], point["graph_bytes"]) for point in points}
+    assert shares == {(0, 800), (400, 400), (800, 0), (0, 0)}
+    assert len(points) == 16
+    assert len(plan_grid.grid(900, 100, plan_grid.Settings().splits)) == 40
+    assert plan_grid.budgets(1000, 10, 3) == [1000, 100, 10]
+    walked = [(3.0, 1), (None, 2), (2.0, 1), (1.0, 3), (4.0, 4)]
+    steps = [{"seconds": seconds, "plan": {"slots": slots}} for seconds, slots in walked]
+    best = plan_grid.best_of(outcome("grid", {}, steps=steps), 2)
+    assert [step["seconds"] for step in best] == [1.0, 2.0]
 
 
 # --- gradcache-batch -------------------------------------------------------------------------------------------------
