@@ -294,3 +294,17 @@ def test_it_is_closed() -> None:
 def test_it_is_not_wrapped_twice() -> None:
     with pytest.raises(TypeError, match="not offloaded yet"):
         OffloadModel(wrap(make()), "cpu", blocks="encoder.layer")
+
+
+@pytest.mark.parametrize("memory", ["2MiB", "1GiB"])
+def test_a_limit_of_memory_plans_blocks(memory: str, tmp_path: Path) -> None:
+    bare = make()
+    model = wrap(bare, tmp_path, memory=memory)
+    for seed in range(5):
+        step(bare, seed), step(model, seed)
+        assert_equal(bare, model)
+    planner = model._executor.steps.planner
+    assert planner is not None
+    assert planner.choice is not None
+    if memory == "1GiB":
+        assert len(planner.choice.in_memory) == len(planner.choice.kept) == len(model._executor.shards)
