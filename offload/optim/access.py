@@ -67,6 +67,11 @@ class OptimizerAccess:
         """Finishes all pending updates. After an OSError completed ones stay done, the others pending."""
         self._streamer.apply_pending_updates()
 
+    def write_back(self) -> None:
+        """Writes weights that rest in memory to their files, if these are kept."""
+        if self.tier.keeps:
+            self._executor.write_back()
+
     def held_elsewhere(self, optimizer: OffloadOptimizer) -> bool:
         """Whether other code holds parameters of the optimizer, and so can read them without asking the model."""
         return self._executor.held_elsewhere(*self._streamer.gradient_offload.optimizers.references(optimizer))

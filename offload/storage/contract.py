@@ -75,6 +75,8 @@ class Tier(ABC):
     name: str
     #: Whether reads and writes block the calling thread, so that only another thread overlaps them with compute.
     blocking_io: bool
+    #: Whether stored weights outlive the model.
+    keeps = False
 
     @property
     def staging_bytes(self) -> int:

@@ -147,6 +147,8 @@ class PersistentTier(DiskTier):
     HomeError if another model uses the home.
     """
 
+    keeps = True
+
     def __init__(self, home: DiskHome, device: torch.device) -> None:
         super().__init__(home, device, direct=home.direct)
         self._home = home

@@ -275,3 +275,16 @@ def test_a_kept_home_holds_the_values_of_shards_that_rested_in_memory(tmp_path: 
     for name, p in again.named_parameters():
         assert torch.equal(p, expected[name]), name
     again.close()
+
+
+def test_synchronize_writes_weights_that_rest_in_memory_to_a_kept_home(tmp_path: Path) -> None:
+    model = OffloadModel(stack(), "cpu", DiskHome(tmp_path, keep=True), memory="1GiB")
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    train(model, optimizer, 4)
+    shard = model._executor.shards[2]
+    assert shard.file is not None
+    assert shard.home is not None
+    assert not torch.equal(shard.file.tensor, shard.home.tensor)
+    optimizer.synchronize()
+    assert torch.equal(shard.file.tensor, shard.home.tensor)
+    model.close()
