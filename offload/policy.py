@@ -128,9 +128,9 @@ class MemoryPolicy:
 
     @property
     def plans(self) -> bool:
-        """Whether anything is left to plan, or there is a limit to keep."""
-        fields = (self.slots, self.boundary_bytes, self.graph_bytes, self.gradient_bytes, self.resident_bytes)
-        return self.memory != "auto" or None in fields
+        """Whether anything is left to plan (also which shards are resident), or there is a limit to keep."""
+        fields = (self.slots, self.boundary_bytes, self.graph_bytes, self.gradient_bytes)
+        return self.memory != "auto" or None in fields or self.resident_bytes != 0
 
     def __repr__(self) -> str:
         given = [repr(self.memory)] if self.memory != "auto" else []

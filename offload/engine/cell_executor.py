@@ -47,7 +47,7 @@ __all__ = ["CellExecutor", "largest_rows", "requires"]
 
 
 class CellExecutor:
-    """Runs the cells of a model's tapes; ``recompute``: cells are recomputed, except those in ``graphs`` of a tape."""
+    """Runs the cells of a model's tapes: cells are recomputed, except those in ``graphs`` of a tape."""
 
     def __init__(
         self,
@@ -55,13 +55,11 @@ class CellExecutor:
         *,
         device: torch.device,
         meter: Meter,
-        recompute: bool,
         param_dtype: torch.dtype | None,
     ) -> None:
         self._runners = runners
         self._device = device
         self._meter = meter
-        self._recompute = recompute
         self._param_dtype = param_dtype
         self._home_checksums = [HomeChecksums(runner.shard) for runner in runners]
         self._lending = {owner.index for runner in runners for owner, _ in runner.shard.loans}
@@ -85,7 +83,9 @@ class CellExecutor:
                 self._meter.record_activations(runner.activation_bytes, rows)
                 runner.graph_bytes_per_row = runner.graph_bytes / max(rows, 1)
             else:
-                output, saved_tensors = runner.forward_with_graph(value, output_fn, cheap_recompute=self._recompute)
+                output, saved_tensors = runner.forward_with_graph(
+                    value, output_fn, cheap_recompute=tape.cheap_recompute
+                )
                 tape.kept[cell] = KeptCell(source, *flatten(output))
             if saved_tensors is not None:
                 self._meter.record_memory_profile(cell.j, MemoryProfile(rows, saved_tensors), keeps=keeps)

@@ -40,9 +40,7 @@ class ResidentLayers:
     def __init__(self, layers: Sequence[nn.Module], push: Push) -> None:
         self.runners = [ResidentRunner(j, layer, push) for j, layer in enumerate(layers)]
         device = torch.device("cpu")
-        self.cell_executor = CellExecutor(
-            self.runners, device=device, meter=_NoMeter(device), recompute=True, param_dtype=None
-        )
+        self.cell_executor = CellExecutor(self.runners, device=device, meter=_NoMeter(device), param_dtype=None)
 
 
 class ChunksInTurn:
@@ -67,6 +65,7 @@ class ChunksInTurn:
             boundaries=self.store,
             versions=dict.fromkeys(range(count), ()),
             graphs=self.plan.graphs,
+            cheap_recompute=True,
             output_fns=self._output_fns,
         )
         self._gradients = BoundaryStore()

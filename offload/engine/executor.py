@@ -97,9 +97,7 @@ class Executor(BlockForwards):
         self.runners = [
             ShardRunner(shard, names[shard.first : shard.first + len(shard.layers)], device) for shard in self.shards
         ]
-        self._cell_executor = CellExecutor(
-            self.runners, device=device, meter=meter, recompute=recompute, param_dtype=param_dtype
-        )
+        self._cell_executor = CellExecutor(self.runners, device=device, meter=meter, param_dtype=param_dtype)
         self.device = device
         self._tier = tier
         self._lanes = lanes
@@ -168,6 +166,7 @@ class Executor(BlockForwards):
             rows=rows,
             elements=elements,
             graphs=self.steps.kept_cells(rows, first),
+            cheap_recompute=self._recompute and self.steps.cheap_recompute,
             input_versions=[versions_of(leaves) for leaves in inputs],
             input_specs=[flatten(chunk)[1] for chunk in chunks],
             requires={Cell(0, i): requires(leaves) for i, leaves in enumerate(inputs)},

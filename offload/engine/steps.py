@@ -65,6 +65,12 @@ class Steps:
         #: The last step with a backward, the last one without, and the rows of their batches.
         self._last_steps: dict[bool, tuple[Plan, int]] = {}
 
+    @property
+    def cheap_recompute(self) -> bool:
+        """Whether kept graphs are made smaller by recipes of cheap results, which take time for each operation."""
+        choice = None if self.planner is None else self.planner.choice
+        return choice is None or choice.cheap_recompute
+
     def kept_cells(self, rows: Sequence[int], first: int) -> frozenset[Cell]:
         """The cells that keep their graphs, for micro-batches of so many rows."""
         everything = range(len(rows))

@@ -50,6 +50,8 @@ class CellRecords:
     output_fns: Sequence[Callable[[Any], Any] | None] = ()
     #: The cells that keep their graphs; the others are recomputed.
     graphs: Set[Key] = frozenset()
+    #: Whether these graphs keep recipes of cheap results instead of the results.
+    cheap_recompute: bool = False
     cells: dict[Cell, Rerun] = field(default_factory=dict)
     kept: dict[Cell, KeptCell] = field(default_factory=dict)
     #: For the boundary of each cell, and for the outputs: which of its leaves need a gradient.

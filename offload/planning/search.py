@@ -90,7 +90,7 @@ def fill(model: StepModel, choice: Choice, limit_bytes: float) -> Choice:
     if filled is None:
         least = _least_memory(model, replace(choice, kept=frozenset(), waiting=frozenset()))
         raise NothingFitsError(least, int(limit_bytes))
-    return found.with_waiting(filled)
+    return found.without_recipes(found.with_waiting(filled))
 
 
 def search(model: StepModel, limit_bytes: float) -> Found:
@@ -123,7 +123,7 @@ class _Search:
         if not ranked:
             least = _least_memory(model, Choice(self._slots(0, model.least_slots)))
             raise NothingFitsError(least, int(self._limit))
-        best = predict(model, self.with_waiting(ranked[0].choice))
+        best = predict(model, self.without_recipes(self.with_waiting(ranked[0].choice)))
         return Found(best, ranked[1] if len(ranked) > 1 else None, self._tried)
 
     def _slots(self, in_memory: int, slots: int) -> int:
@@ -230,6 +230,13 @@ class _Search:
             return int(sizes.graph_bytes_per_row[j] * sizes.rows[i])
         profile = sizes.kept_profiles.get(j) or sizes.memory_profiles.get(j)
         return 0 if profile is None else profile.kept_bytes(sizes.rows[i])
+
+    def without_recipes(self, choice: Choice) -> Choice:
+        """Whole graphs, where all of them fit and every shard is in memory: recipes take time for each operation."""
+        whole = replace(choice, cheap_recompute=False)
+        if len(choice.in_memory) < self._model.shards or len(choice.kept) < len(self._graphs):
+            return choice
+        return whole if self._fits(whole) else choice
 
     def with_waiting(self, choice: Choice) -> Choice:
         """The gradients of the first shards wait in memory, as many as fit: these are updated first."""

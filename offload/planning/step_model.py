@@ -31,6 +31,8 @@ class Choice:
     boundary_bytes: float = math.inf
     #: Shards whose gradients wait in memory for their update.
     waiting: frozenset[int] = frozenset()
+    #: Whether kept graphs hold recipes of cheap results instead of the results.
+    cheap_recompute: bool = True
 
 
 @dataclass(frozen=True)
@@ -144,8 +146,10 @@ def costs_of(model: StepModel, choice: Choice) -> Costs:
 
 def _sizes(model: StepModel, choice: Choice, forecast: Forecast | None) -> StepBytes:
     resting = sum(model.resting_bytes[j] for j in choice.in_memory)
+    # Without recipes a graph holds what a recomputed cell saves, and its input.
+    smaller = model.sizes if choice.cheap_recompute else replace(model.sizes, kept_profiles={}, graph_bytes_per_row={})
     return replace(
-        model.sizes,
+        smaller,
         waiting=choice.in_memory | choice.waiting,
         constant_bytes=model.sizes.constant_bytes + resting,
         drained={} if forecast is None else forecast.drained,

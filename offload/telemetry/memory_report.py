@@ -53,6 +53,7 @@ class MemoryReport:
 
     def _kinds(self, p: Prediction) -> list[str]:
         top, choice = max(p.course, key=lambda moment: moment.nbytes), p.choice
+        recipes = ", with recipes of cheap results" if choice.cheap_recompute and choice.kept else ""
         boundaries = "all stay" if choice.boundary_bytes == float("inf") else f"at most {_mib(choice.boundary_bytes)}"
         rows = [
             (
@@ -62,7 +63,7 @@ class MemoryReport:
             ),
             ("gradients", top.gradients, f"those of {len(choice.waiting)} shards wait in memory for their update"),
             ("boundaries", top.boundaries, boundaries),
-            ("graphs", top.graphs, f"{len(choice.kept)} of {self.cells} cells keep theirs, the others are recomputed"),
+            ("graphs", top.graphs, f"{len(choice.kept)} of {self.cells} cells keep theirs{recipes}"),
             ("running cell", top.cell, "activations, and gradients of its weights"),
             ("others", top.others, "output, buffers of updates and transfers, homes in memory"),
         ]

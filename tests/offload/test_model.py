@@ -503,7 +503,7 @@ def test_a_copy_of_a_page_locked_input_ends_before_the_call() -> None:
             return self
 
     device = torch.device("cuda", 0)
-    cell_executor = CellExecutor([], device=device, meter=Meter(torch.device("cpu")), recompute=True, param_dtype=None)
+    cell_executor = CellExecutor([], device=device, meter=Meter(torch.device("cpu")), param_dtype=None)
     for Input.locked in (False, True):
         cell_executor._brought(torch.zeros(3).as_subclass(Input))
     assert asked == [True, False]

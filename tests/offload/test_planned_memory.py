@@ -288,3 +288,10 @@ def test_synchronize_writes_weights_that_rest_in_memory_to_a_kept_home(tmp_path:
     optimizer.synchronize()
     assert torch.equal(shard.file.tensor, shard.home.tensor)
     model.close()
+
+
+def test_resident_bytes_of_a_fixed_policy_keep_shards_in_memory(tmp_path: Path) -> None:
+    model = OffloadModel(stack(), "cpu", tmp_path, memory=MemoryPolicy.fixed(resident_bytes="14MiB"))
+    train(model, OffloadOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9), 4)
+    shard = model._executor.bytes_in_memory()[0]
+    assert len(planner_of(model)._in_memory) == (14 << 20) // shard.total > 0
