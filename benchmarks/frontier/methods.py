@@ -332,6 +332,7 @@ def plan_of(model: Any) -> dict[str, Any] | None:
     return {
         "seconds": told.predicted.seconds,
         "bytes": told.predicted.memory_bytes,
+        "measured_bytes": told.measured_bytes,
         "margin": told.margin_bytes,
         "slots": choice.slots,
         "in_memory": len(choice.in_memory),
