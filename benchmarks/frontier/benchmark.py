@@ -56,8 +56,8 @@ class Settings:
     """The model, its batch, and which points are measured."""
 
     work: str = option(TRAINING, "what a step is", choices=(TRAINING, CONTRASTIVE))
-    blocks: int = option(8, "transformer blocks")
-    dim: int = option(448, "channels", multiple=64)
+    blocks: int = option(16, "transformer blocks")
+    dim: int = option(320, "channels", multiple=64)
     rows: int = option(4, "rows of the batch; pairs of a contrastive one")
     positions: int = option(128, "tokens of a row")
     vocabulary: int = option(4096, "rows of the embedding of a contrastive model")
