@@ -30,7 +30,7 @@ from offload.engine.own_attributes import AttributesThen, OwnAttributes
 from offload.engine.state_before import StateBefore
 from offload.engine.suspend import BlockCall, Result, SuspendedForward
 from offload.engine.weight_writes import AssignedData, find_writes
-from offload.streaming.shard import Shard, State
+from offload.streaming.shard import Shard
 from pipe.nested import map_distinct, tensors_in
 
 if TYPE_CHECKING:
@@ -208,12 +208,13 @@ class BlockForwards(MovableHomes):
             if not self._frozen_weights:
                 self.streamer.release()
                 self.assigned_data.store()
-            if self.shards[j].state is State.HOME and j not in self.streamer.resident():
-                if len(self.streamer.resident()) >= self.streamer.slots:
+            resident = self.streamer.resident()
+            if j not in resident and not self.shards[j].in_place:
+                if len(resident) >= self.streamer.slots:
                     self.streamer.evict_one()
                 self.streamer.load(j)
-            with self.streamer.visit(j):
-                runner = self.runners[j]
+            runner = self.runners[j]
+            with self.streamer.visit(j, copied=runner.needs_copy):
                 output = map_distinct(Tensor.detach, runner.forward((args, kwargs)))
                 self.streamer.store_written_weights(j, find_writes(runner.shard, compare=runner.compares_weights()))
             self.streamer.wait_for_home_reads()

