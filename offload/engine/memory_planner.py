@@ -60,6 +60,8 @@ class MemoryPlanner:
         self._device = executor.device
         self._steps_done = 0
         self._due = False
+        #: Whether an optimizer had not stepped at the begin of the last step: several backwards, one update.
+        self._awaited = False
         self._found: Found | None = None
         #: Of the present step, if anything is known yet.
         self.choice: Choice | None = None
@@ -107,6 +109,8 @@ class MemoryPlanner:
         Raises:
             ValueError: if no plan of this step fits, before anything has moved.
         """
+        awaited, self._awaited = self._awaited, self._streamer.gradient_offload.optimizers.awaits_states()
+        self._due |= awaited and not self._awaited
         if self._due and idle:
             self._plan_again(rows)
         if self._steps_done:
@@ -160,9 +164,15 @@ class MemoryPlanner:
         assert executor is not None
         model = executor.measured(rows)
         updates = self._streamer.gradient_offload.optimizers.planned()
+        resting = model.resting_bytes
+        if self._streamer.gradient_offload.optimizers.awaits_states():
+            # Their states, of unknown size, would come into memory with them.
+            trained = {shard.index for shard in self._streamer.shards if shard.trainable} - self._in_memory
+            resting = {j: nbytes for j, nbytes in resting.items() if j not in trained}
         return replace(
             model,
             updates=updates,
+            resting_bytes=resting,
             always_kept=frozenset((j, i) for j, i in executor.steps.written_cells(rows, model.first)),
             gradients_wait=any(shard.blocking_io for shard in executor.shards) and not updates["updates"],
             margin_bytes=self._margin_bytes,

@@ -24,6 +24,7 @@ from offload.planning.budget import parse_bytes
 from offload.policy import warn_of_old_keywords
 from offload.storage.state_views import on_own_storages
 from offload.streaming.grad_norm import attached_norm, detach_norm, norm_of, total_norm
+from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import CopyLane, ThreadCopyLane
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
@@ -152,6 +153,8 @@ class OffloadOptimizer(MovableStates):
             for param_block in self._all_param_blocks():
                 param_block.prepare(self.options())
                 self.publish(param_block)
+                if param_block.shard.blocking_io:
+                    return_freed_memory()  # states of a whole shard, which are in their file now
 
     @restores_thread_state
     @torch.no_grad()

@@ -58,6 +58,10 @@ class Optimizers:
         for o in self:
             yield sum(len(param_block.proxies) for param_block in o.param_blocks.get(shard, ()))
 
+    def awaits_states(self) -> bool:
+        """Whether an optimizer did not step yet: how many bytes its states take is unknown."""
+        return any(optimizer.steps == 0 for optimizer in self)
+
     def planned(self) -> Updates:
         """The arguments of :func:`~offload.planning.planner.plan_step` that optimizers decide."""
         return {

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.engine.memory_planner import MemoryPlanner
+from offload.streaming.heap import anonymous_bytes
 
 WIDTH, ROWS, DEPTH = 256, 64, 6
 MIB = 1 << 20
@@ -178,6 +179,28 @@ def test_an_optimizer_says_how_much_memory_its_buffers_need_where_states_are_in_
         optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
+
+
+def test_no_shard_moves_into_memory_before_the_size_of_its_states_is_known(tmp_path: Path) -> None:
+    """Over several backwards and one update, a plan from weights alone would take the memory of the states, too."""
+    model = OffloadModel(stack(), "cpu", tmp_path, memory="128MiB")
+    optimizer, planner = OffloadOptimizer(model, torch.optim.AdamW), planner_of(model)
+    for window in range(2):
+        for _ in range(4):
+            model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+            assert window or not planner._in_memory
+        assert len(planner._model((ROWS,)).resting_bytes) == (DEPTH if window else 0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_states_that_are_made_with_the_optimizer_leave_memory_for_their_files(tmp_path: Path) -> None:
+    layers = [nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)) for _ in range(8)]
+    model = OffloadModel(layers, "cpu", tmp_path, memory="100MiB")
+    before = anonymous_bytes()
+    optimizer = OffloadOptimizer(model, torch.optim.Adagrad)
+    assert sum(optimizer.state_bytes(shard) for shard in model._executor.shards) > 64 * MIB
+    assert anonymous_bytes() - before < 24 * MIB
 
 
 def test_accumulated_gradients_count(tmp_path: Path) -> None:
