@@ -58,6 +58,7 @@ ELEMENTWISE = (
     torch.optim.AdamW,
     torch.optim.NAdam,
     torch.optim.RAdam,
+    torch.optim.Adagrad,
     torch.optim.Adamax,
     torch.optim.Adadelta,
     torch.optim.RMSprop,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -201,6 +202,22 @@ def test_states_that_are_made_with_the_optimizer_leave_memory_for_their_files(tm
     optimizer = OffloadOptimizer(model, torch.optim.Adagrad)
     assert sum(optimizer.state_bytes(shard) for shard in model._executor.shards) > 64 * MIB
     assert anonymous_bytes() - before < 24 * MIB
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_updates_in_files_take_the_buffers_that_are_reserved(kind: Any, tmp_path: Path) -> None:
+    """Also of parameters that are larger than all buffers: they are updated in parts."""
+    plain = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1536, bias=False))
+    model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, memory=MemoryPolicy("32MiB", resident_bytes=0))
+    ours, theirs = OffloadOptimizer(model, kind, lr=0.01), kind(plain.parameters(), lr=0.01, fused=True)
+    for _ in range(4):
+        for each, optimizer in ((plain, theirs), (model, ours)):
+            each(torch.ones(4, 1024)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+    io_buffers = [*ours.buffer_pool._idle, *ours.buffer_pool._prefetched]
+    assert 0 < sum(each._memory.numel() for each in io_buffers) <= model._executor.steps.reserved_bytes
 
 
 def test_accumulated_gradients_count(tmp_path: Path) -> None:
