@@ -111,9 +111,9 @@ class Replay:
         Args:
             settings: False for a part of a forward, which runs with the settings that the parts before it have left.
         """
-        with contextlib.ExitStack() as stack:
-            if any(generator.shared for generator, _ in self._states):
-                stack.enter_context(_shared_generators)
+        shared = any(generator.shared for generator, _ in self._states)
+        # Not by the stack: an interrupt between taking a lock and registering its release would leave it locked.
+        with _shared_generators if shared else contextlib.nullcontext(), contextlib.ExitStack() as stack:
             for generator, state in self._states:
                 # Registered before the generator is rewound, so that an exception in between restores all of them.
                 stack.callback(generator.set, generator.get())
