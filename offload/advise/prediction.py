@@ -14,8 +14,8 @@ from offload.advise.rates import OptimizerRate, Rates
 from offload.advise.work import Work
 from offload.engine.steps import BUFFERS_SHARE
 from offload.memory import SMALLEST_SHARD_BYTES
-from offload.optim.disk_update import update_block_bytes_of
 from offload.optim.io_buffers import buffer_pool_bytes
+from offload.optim.update_blocks import update_block_bytes_of
 from offload.planning.memory_profile import MemoryProfile
 from offload.planning.partition import merge_small_layers
 from offload.planning.peak_memory import StepBytes

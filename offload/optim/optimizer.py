@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.optim.disk_update import update_block_bytes
 from offload.optim.groups import GroupChanges, check_choices, options_of, placeholder, resolve_groups
 from offload.optim.in_backward import InBackward
 from offload.optim.io_buffers import IOBufferPool
@@ -20,6 +19,7 @@ from offload.optim.moves import MovableStates
 from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
 from offload.optim.resident import ResidentParameters
 from offload.optim.update import Update
+from offload.optim.update_blocks import update_block_bytes
 from offload.planning.budget import parse_bytes
 from offload.policy import warn_of_old_keywords
 from offload.storage.state_views import on_own_storages

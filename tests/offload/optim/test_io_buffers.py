@@ -347,7 +347,7 @@ def test_a_block_is_a_part_of_the_largest_shard(largest: int, expected: int) -> 
         own = (Sized(largest - largest // 3), Sized(largest // 3))
 
     shards: Any = [Shards(), Shards()]
-    assert offload.optim.disk_update.update_block_bytes(shards) == expected
+    assert offload.optim.update_blocks.update_block_bytes(shards) == expected
     assert expected % PAGE_BYTES == 0  # else no block could be read directly
 
 

@@ -366,7 +366,7 @@ def _take_out(moves: list[Write | Copy], done: Sequence[Write | Copy]) -> None:
 def _pending(monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[tuple[list[LateThreads], Pair]]:
     """A step of AdamW to be done, in several blocks, by threads that end when they are waited for."""
     with monkeypatch.context() as patch:
-        patch.setattr("offload.optim.disk_update.MAX_BLOCK_BYTES", 16)
+        patch.setattr("offload.optim.update_blocks.MAX_BLOCK_BYTES", 16)
         threads = late_threads(patch)
         # One shard: the update of another would wait for what this one left.
         pair = Pair("adamw", f"{path}/", max_norm=0.1, slices=1)

@@ -80,7 +80,7 @@ def test_freezing_and_thawing_between_steps_is_that_of_the_plain_model(
 ) -> None:
     """Gradients that are kept over such a switch go on being added to, and the room for others shrinks and grows."""
     if most is not None:
-        monkeypatch.setattr("offload.optim.disk_update.MAX_BLOCK_BYTES", most)
+        monkeypatch.setattr("offload.optim.update_blocks.MAX_BLOCK_BYTES", most)
     plain, model = adapted(tmp_path)
     optimizer = OffloadOptimizer(model, torch.optim.Adam, lr=0.01, fused=False, max_norm=max_norm)
     expected = torch.optim.Adam(plain.parameters(), lr=0.01, foreach=False)
