@@ -43,9 +43,9 @@ PLAIN, CHECKPOINTED, COMPILED, FSDP, TWO_PASSES, OURS = (
 )
 ADAMW = {"lr": 1e-4, "weight_decay": 0.01}
 MAX_NORM = 1.0
-#: What errors tell of the least memory: of the model, of its steps; and how much its optimizer lacks.
+#: What errors tell of the least memory: of the model, of its steps; and of its optimizer.
 LEAST = re.compile(r"pass memory=([\d,]+), the least|takes at least ([\d,]+) bytes")
-LACKS = re.compile(r"buffers take at least ([\d,]+) bytes, but memory_budget leaves ([\d,]+)")
+LACKS = re.compile(r"make the model with memory=([\d,]+) or more")
 
 Batch = tuple[Any, Tensor]
 
@@ -282,8 +282,7 @@ def _least_told(error: Exception, asked: int) -> int:
     if found := LEAST.search(str(error)):
         return int((found[1] or found[2]).replace(",", ""))
     if found := LACKS.search(str(error)):
-        needs, leaves = (int(number.replace(",", "")) for number in found.groups())
-        return -(-asked * needs // max(leaves, 1))  # buffers get a share of the memory
+        return int(found[1].replace(",", ""))
     raise error
 
 

@@ -10,6 +10,7 @@ import ctypes
 import gc
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -159,7 +160,9 @@ def ours(model: nn.Sequential, home: Path, device: str, disk: bool = True, **set
 
     if "num_slots" in settings:
         settings["memory"] = MemoryPolicy.fixed(slots=settings.pop("num_slots"))
-    offloaded = OffloadModel(model, device, home if disk else "cpu", **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a budget without the activations of a cell
+        offloaded = OffloadModel(model, device, home if disk else "cpu", **settings)
     return Method(offloaded, lambda: _gradients(offloaded), offloaded.zero_grad, model=offloaded)
 
 

@@ -266,6 +266,8 @@ class MemoryPlanner:
     def _refuse(self, error: NothingFitsError, rows: Sequence[int]) -> None:
         """Raises ValueError for a batch that does not fit; warns for a size that ran before, which goes on."""
         least, margin = error.least_bytes, self._margin_bytes
+        if least <= self.limit_bytes:
+            return  # it fits just so: with the least memory
         message = (
             f"a step of micro-batches of {max(rows)} rows takes at least {least:,} bytes on {self._device}, "
             f"{least - self.limit_bytes:,} more than memory={self.limit_bytes:,}"

@@ -23,6 +23,8 @@ __all__ = ["Steps", "joined"]
 
 #: Of a limit of memory, buffers of an optimizer take at most one part in so many.
 BUFFERS_SHARE = 8
+#: Or this much, where it is at most half of the limit: less is too little for any update in files.
+SMALLEST_BUFFERS_BYTES = 256 << 10
 
 
 class Steps:
@@ -114,7 +116,8 @@ class Steps:
         if math.isinf(self._boundary_bytes):
             return math.inf  # homes are in memory, where updates need no buffers
         if self.planner is not None and self._on_host:
-            return self.planner.limit_bytes // BUFFERS_SHARE
+            limit = self.planner.limit_bytes
+            return max(limit // BUFFERS_SHARE, min(limit // 2, SMALLEST_BUFFERS_BYTES))
         if not (self._strict and self._on_host):
             return math.inf
         seen = max(self.boundary_bytes.values(), default=0)

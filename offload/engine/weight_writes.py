@@ -158,7 +158,9 @@ class AssignedData:
         for shard, s in assigned:
             assert shard.home is not None
             if shard.pending is not None:
-                shard.pending.start().synchronize()  # its jobs hold views
+                # Update lane -> host. The assignment followed the step. Without this, the step would be applied to the
+                # assigned values, and views that its jobs hold would count as those of other code.
+                shard.pending.start().synchronize()
             known = 1 + uses[shard.index] + addresses[_memory(shard.home.tensor)]
             if storage_uses(shard.home.tensor) > known:
                 raise RuntimeError(

@@ -171,7 +171,7 @@ class OffloadOptimizer(MovableStates):
                 "then step()"
             )
         self._check_idle()
-        self._finish_updates()
+        self._synchronize()
         held = self.access.held_elsewhere(self)
         self.access.store_assigned_data()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -217,14 +217,14 @@ class OffloadOptimizer(MovableStates):
             if not (shard.blocking_io or update.done):
                 update.start()
         if held or self._group_changes.expected:
-            self._finish_updates()
+            self._synchronize()
         if self._group_changes.expected:
             self._step_groups_without_gradients(options)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears all gradients; a pending update keeps its own. ``set_to_none=False`` first finishes it."""
         if not set_to_none:
-            self._finish_updates()
+            self._synchronize()
         super().zero_grad(set_to_none)
 
     def synchronize(self) -> None:
@@ -236,10 +236,10 @@ class OffloadOptimizer(MovableStates):
             OSError: if a home cannot be read or written. Call it again to resume.
             RuntimeError: if the class does not treat each parameter by itself.
         """
-        self._finish_updates()
+        self._synchronize()
         self.access.write_back()
 
-    def _finish_updates(self) -> None:
+    def _synchronize(self) -> None:
         self.access.apply_pending_updates()
         self._group_changes.check()
 
@@ -257,7 +257,7 @@ class OffloadOptimizer(MovableStates):
 
     def state_dict(self) -> dict[str, Any]:
         """The ``state_dict()`` of the plain optimizer. Its tensors are the stored states, not copies."""
-        self._finish_updates()
+        self._synchronize()
         saved = super().state_dict()
         # In the order of parameters, as in the plain optimizer; param blocks get their states in another order.
         saved["state"] = dict(sorted(saved["state"].items()))
@@ -270,7 +270,7 @@ class OffloadOptimizer(MovableStates):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a ``state_dict()`` of this optimizer, or of the plain one; the tensors are copied."""
         self._check_idle()
-        self._finish_updates()
+        self._synchronize()
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             for key, value in self._class_defaults.items():  # missing in checkpoints of older releases of torch

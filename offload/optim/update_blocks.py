@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from offload.engine.steps import BUFFERS_SHARE
 from offload.optim.io_buffers import buffer_pool_bytes
 from offload.storage.buffer import PAGE_BYTES
 from offload.streaming.shard import Shard
@@ -33,7 +32,7 @@ def update_block_bytes_of(largest: int, limit_bytes: float = math.inf) -> int:
     if least > limit_bytes:
         raise ValueError(
             f"optimizer states are on disk: their buffers take at least {least:,} bytes, but the model's memory leaves "
-            f"{max(0, int(limit_bytes)):,} for them; make the model with memory={least * BUFFERS_SHARE} or more, of "
-            f"which they get one part in {BUFFERS_SHARE}, or with a larger memory_budget"
+            f"{max(0, int(limit_bytes)):,} for them; make the model with memory={2 * least} or more, of which they may "
+            f"take half, or with a larger memory_budget"
         )
     return update_block

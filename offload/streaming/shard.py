@@ -143,9 +143,6 @@ class Shard:
     def store_assigned_data(self, s: Slice, value: Tensor) -> None:
         """Stores ``value``, assigned to ``.data`` of an own parameter. Raises ValueError for another size or type."""
         s.check_data()
-        if self.pending is not None:
-            # The assignment followed the step. Without this, the step would be applied to the assigned values.
-            self.pending.start().synchronize()
         home = self.home_view(s)
         home.copy_(value)
         s.parameter.data = home

@@ -48,7 +48,7 @@ class Contention:
         now = time.perf_counter()
         return sum([*self._ended.values()]) + sum([now - begun for begun in [*self._begun.values()]])
 
-    def record(self, group: Hashable, rows: int, seconds: float, overlap: float) -> None:
+    def add_cell(self, group: Hashable, rows: int, seconds: float, overlap: float) -> None:
         """Records a cell; ``group``: of cells that do the same work for each row."""
         if rows:
             self._cells.append((group, rows, seconds, overlap))

@@ -113,7 +113,7 @@ class Meter:
                 yield
         if self._steps > 1:
             overlap = self.contention.busy_seconds() - busy
-            self.contention.record((kind, shard), rows, time.perf_counter() - began, overlap)
+            self.contention.add_cell((kind, shard), rows, time.perf_counter() - began, overlap)
         if self.after_cell is not None:
             self.after_cell()
 

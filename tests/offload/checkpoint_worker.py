@@ -67,8 +67,10 @@ class Killer:
                 yield
 
         @contextlib.contextmanager
-        def watched_lane(meter: Meter, lane: str, token: str, nbytes: int = 0) -> Iterator[None]:
-            with self._around(lane), on_lane(meter, lane, token, nbytes):
+        def watched_lane(
+            meter: Meter, lane: str, token: str, nbytes: int = 0, *, kind: str | None = None
+        ) -> Iterator[None]:
+            with self._around(lane), on_lane(meter, lane, token, nbytes, kind=kind):
                 yield
 
         def watched_read(block: DiskBlock, destination: torch.Tensor, offset: int = 0) -> None:

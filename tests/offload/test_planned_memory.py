@@ -172,7 +172,7 @@ def test_an_optimizer_says_how_much_memory_its_buffers_need_where_states_are_in_
         return OffloadModel([nn.Linear(8, 8) for _ in range(3)], "cpu", home, memory=memory)
 
     with pytest.raises(ValueError, match="their buffers take at least") as refused:
-        OffloadOptimizer(make(tmp_path, MIB), torch.optim.SGD, lr=0.1)
+        OffloadOptimizer(make(tmp_path, 300_000), torch.optim.SGD, lr=0.1)
     enough = int(str(refused.value).partition("memory=")[2].split()[0])
     with pytest.raises(ValueError, match="their buffers take at least"):
         OffloadOptimizer(make(tmp_path, enough - 8), torch.optim.SGD, lr=0.1)

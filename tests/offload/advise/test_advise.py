@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offload import OffloadModel, OffloadOptimizer
+from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.advise.__main__ import main
 from offload.advise.blocks import layers_by_name
 from offload.advise.config import outline_of_config
@@ -242,7 +242,7 @@ def test_a_configuration_gives_the_parameters_that_transformers_makes(fields: di
 # --- what it takes ------------------------------------------------------------------------------------------------
 
 
-def trained(layers: list[nn.Module], x: Tensor, home: Path, limit: int) -> OffloadModel:
+def trained(layers: list[nn.Module], x: Tensor, home: Path, limit: int | MemoryPolicy) -> OffloadModel:
     """A model after six steps under a limit."""
     model = OffloadModel(layers, "cpu", home, memory=limit)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
@@ -256,7 +256,7 @@ def trained(layers: list[nn.Module], x: Tensor, home: Path, limit: int) -> Offlo
 def test_shapes_on_the_meta_device_give_the_bytes_that_steps_measure(tmp_path: Path) -> None:
     layers, x = blocks(), torch.randn(4, 128, WIDTH)
     works = profile([[layer] for layer in blocks_on_meta()], x.to("meta"))
-    model = trained(layers, x, tmp_path / "home", 64 << 20)
+    model = trained(layers, x, tmp_path / "home", MemoryPolicy(64 << 20, resident_bytes=0))
     measured = model._executor.measured([4])
     assert set(measured.sizes.memory_profiles) == set(range(5))
     for j, work in enumerate(works):

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import offload.optim.disk_update
+import offload.optim.update_blocks
 from offload.optim.io_buffers import IO_BUFFERS, IOBuffer, IOBufferPool
 from offload.optim.io_requests import Copy, Read, Write
 from offload.storage import Block
@@ -356,7 +356,7 @@ def test_while_one_block_is_computed_the_next_ones_are_being_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_norm: float | None
 ) -> None:
     """Also across pieces and shards: only the first block of a step is read with nothing else to do."""
-    monkeypatch.setattr(offload.optim.disk_update, "MAX_BLOCK_BYTES", 128)
+    monkeypatch.setattr(offload.optim.update_blocks, "MAX_BLOCK_BYTES", 128)
     monkeypatch.setattr("offload.optim.io_buffers.Threads", Prompt)
     pair = Pair("adamw", f"{tmp_path}/", max_norm=max_norm)
     for action in ("backward", "step", "zero", "eval", "backward", "step"):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import offload.optim.disk_update
+import offload.optim.update_blocks
 from tests.offload.pair import CLASSES, Pair
 
 ACTIONS = [
@@ -50,7 +50,7 @@ def test_any_sequence_trains_like_the_plain_optimizer(
     if name in ("adafactor", "asgd", "sgd", "adagrad") and grouped:
         grouped = False  # they take no weight_decay of this form, or need none
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload.optim.disk_update, "MAX_BLOCK_BYTES", update_block_bytes)
+        patch.setattr(offload.optim.update_blocks, "MAX_BLOCK_BYTES", update_block_bytes)
         home = folder if on_disk else "cpu"
         pair = Pair(
             name,

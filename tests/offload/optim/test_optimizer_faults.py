@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import offload.optim.disk_update
+import offload.optim.update_blocks
 from offload.storage.disk import DiskBlock, DiskTier
 from tests.offload.pair import Pair
 from tests.offload.test_faults import Faults
@@ -31,7 +31,7 @@ def test_a_disk_that_fails_once_costs_nothing(
     tmp_path: Path, method: str, fatal: int, name: str, update_block_bytes: int, through: str, max_norm: float | None
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload.optim.disk_update, "MAX_BLOCK_BYTES", update_block_bytes)
+        patch.setattr(offload.optim.update_blocks, "MAX_BLOCK_BYTES", update_block_bytes)
         pair = Pair(name, f"{tmp_path}/", max_norm=max_norm)
         for action in ("backward", "step", "zero"):
             pair.do(action)

@@ -13,8 +13,8 @@ def test_the_share_is_that_of_cells_that_did_the_same_work_beside_more_or_less_c
     contention = Contention()
     for k in range(LEAST):
         overlap = (k % 5) / 10
-        contention.record("small", 4, 1.0 + 0.4 * overlap, overlap)
-        contention.record("large", 4, 2.0 + 0.4 * overlap, overlap)
+        contention.add_cell("small", 4, 1.0 + 0.4 * overlap, overlap)
+        contention.add_cell("large", 4, 2.0 + 0.4 * overlap, overlap)
     assert contention.share() == pytest.approx(0.4)
     assert contention.mean_overlap("small") == pytest.approx(sum((k % 5) / 10 for k in range(LEAST)) / LEAST / 4)
 
@@ -23,7 +23,7 @@ def test_before_there_is_any_difference_the_share_is_assumed() -> None:
     contention = Contention()
     assert contention.share() == PRIOR
     for _ in range(2 * LEAST):
-        contention.record("same", 4, 1.0, 0.5)
+        contention.add_cell("same", 4, 1.0, 0.5)
     assert contention.share() == PRIOR
 
 
