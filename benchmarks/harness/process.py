@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +51,17 @@ class CaseProcess:
         self._started = time.perf_counter()
         # A file, not a pipe: it is read at the end only, and a full pipe would stop the case.
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [python, "-m", "benchmarks.harness.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            cwd=self._folder,
-            env={**case.environment, **os.environ, "PYTHONPATH": python_path()},
-            text=True,
-        )
-        self._meter = PeakMeter(self._process.pid)
+        with _terminated_later():  # else a process that was just started is not known yet
+            self._process = subprocess.Popen(
+                [python, "-m", "benchmarks.harness.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                cwd=self._folder,
+                env={**case.environment, **os.environ, "PYTHONPATH": python_path()},
+                text=True,
+            )
+            self._meter = PeakMeter(self._process.pid)
         self._say(json.dumps({"target": case.target, "arguments": case.arguments}))
 
     def turn(self) -> dict[str, Any] | None:
@@ -124,6 +126,19 @@ class CaseProcess:
             errors.seek(0)
             if outcome.result is None and outcome.skipped is None:
                 outcome.failure = _reason(code, errors.read())
+
+
+@contextlib.contextmanager
+def _terminated_later() -> Iterator[None]:
+    """A context that SIGTERM does not interrupt: its handler runs at the end."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if came:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def _reason(code: int, errors: str) -> str:
