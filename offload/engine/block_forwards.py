@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from offload.engine.block_walk import BlockWalk, Steps, fail, sent
+from offload.engine.block_walk import BlockWalk, CellSteps, fail, sent
 from offload.engine.cell import Cell, ShardRunner
 from offload.engine.glue import Glue
 from offload.engine.homes import MovableHomes
@@ -60,7 +60,7 @@ class BlockForwards(MovableHomes):
     #: The modules outside of the blocks. Weak references, since the model refers to its executor.
     around: Sequence[weakref.ref[nn.Module]] = ()
     tape: Callable[..., Tape]
-    forward_steps: Callable[[Tape], Steps]
+    forward_steps: Callable[[Tape], CellSteps]
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class BlockForwards(MovableHomes):
             return SuspendedForward(run, self.device)
 
         forwards: list[SuspendedForward] = []
-        steps: Steps | None = None
+        steps: CellSteps | None = None
         try:
             forwards = [suspended(i) for i in range(len(chunks))]
             calls = []

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from offload.engine.block_forwards import BlockForwards
     from offload.engine.tape import Tape
 
-__all__ = ["BlockWalk", "Steps", "fail", "sent"]
+__all__ = ["BlockWalk", "CellSteps", "fail", "sent"]
 
 #: A pass: yields each cell with its output, and is sent what enters the next shard.
-Steps = Generator[tuple[Cell, Any], Any, list[Any]]
+CellSteps = Generator[tuple[Cell, Any], Any, list[Any]]
 
 
 class _OutOfOrderError(Exception):
@@ -31,7 +31,7 @@ class BlockWalk:
         self.glue = glue
         self._executor = executor
         self._tape: Tape | None = None
-        self._steps: Steps | None = None
+        self._steps: CellSteps | None = None
         self._next = 0
         #: Whether blocks run one by one, since the forward calls them in another order.
         self._alone = False
@@ -81,7 +81,7 @@ class BlockWalk:
         fail(self._steps, error)
 
 
-def sent(steps: Steps, entering: Any) -> tuple[tuple[Cell, Any] | None, list[Any]]:
+def sent(steps: CellSteps, entering: Any) -> tuple[tuple[Cell, Any] | None, list[Any]]:
     """The next cell and its output; or None, and the outputs of the pass, at its end.
 
     A function, since an interrupt at the ``try`` itself would not reach an ``except`` around it.
@@ -92,7 +92,7 @@ def sent(steps: Steps, entering: Any) -> tuple[tuple[Cell, Any] | None, list[Any
         return None, end.value
 
 
-def fail(steps: Steps | None, error: BaseException) -> None:
+def fail(steps: CellSteps | None, error: BaseException) -> None:
     """Ends a pass with an error, which the pass may have raised itself."""
     if steps is not None:
         try:
