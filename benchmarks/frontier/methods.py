@@ -269,7 +269,7 @@ def least(report: Reporter, work: dict[str, Any]) -> dict[str, Any]:
                 for k in range(PLANNED_AFTER + 1):
                     made.step(*chosen.batch(k))
         except (ValueError, RuntimeWarning) as error:
-            nbytes = max(nbytes + 1, _least_told(error, nbytes))
+            nbytes = max(nbytes + 1, _least_told(error))
             made = None
             tidy()
         else:
@@ -277,8 +277,8 @@ def least(report: Reporter, work: dict[str, Any]) -> dict[str, Any]:
     raise RuntimeError(f"each least that an error told was refused: {asked}")
 
 
-def _least_told(error: Exception, asked: int) -> int:
-    """The bytes that an error asks for, where ``asked`` were too few; any other error is raised."""
+def _least_told(error: Exception) -> int:
+    """The bytes that an error asks for; one that asks for none is raised."""
     if found := LEAST.search(str(error)):
         return int((found[1] or found[2]).replace(",", ""))
     if found := LACKS.search(str(error)):

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from offload.planning.residency import Key
 from offload.planning.step_model import Choice, Prediction, StepModel, costs_of, predict, predicted_bytes
 
-__all__ = ["Found", "NothingFitsError", "best_at", "fill", "search"]
+__all__ = ["Found", "NothingFitsError", "fill", "search"]
 
 
 @dataclass(frozen=True)
@@ -253,12 +253,3 @@ class _Search:
             return replace(choice, waiting=frozenset(away[:count]))
 
         return waiting(_most(len(away), lambda count: self._memory(waiting(count)), self._limit))
-
-
-def best_at(model: StepModel, limits: Sequence[int]) -> Iterator[tuple[int, Found | None]]:
-    """The fastest plan at each limit; None where nothing fits."""
-    for limit in limits:
-        try:
-            yield limit, search(model, limit)
-        except NothingFitsError:
-            yield limit, None
