@@ -11,7 +11,7 @@ import torch
 
 from offload import OffloadModel, OffloadOptimizer
 from tests.offload.blocks.towers import loss_of, make, words
-from tests.offload.engine.test_interrupts import Run
+from tests.offload.engine.test_interrupts import Run, interrupt_each
 from tests.offload.interrupts import Line, lines_of
 
 FILES = (
@@ -82,17 +82,6 @@ def test_after_an_interrupt_at_any_line_the_model_is_usable(name: str, tmp_path:
     found = {line[:2]: line for line in lines_of(lambda: run.step(1)) if line.file.endswith(FILES)}
     lines = [line for place, line in found.items() if place not in _seen]
     _seen.update(found)
-    run.make()
-    run.step(0)
-    run.save()
-    wrong, raised = [], 0
-    for line in lines:
-        try:
-            raised += run.interrupt(line) == "raised"
-        except Exception as error:
-            wrong.append(f"{line}: {type(error).__name__}: {error}")
-            run.make()
-            run.step(0)
-            run.save()
+    wrong, raised = interrupt_each(run, lines)
     assert not wrong, "\n".join(wrong)
     assert raised > 0.9 * len(lines) - 20

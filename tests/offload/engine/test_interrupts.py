@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,16 +146,13 @@ def lines_to_interrupt(run: Run, extent: str) -> Iterator[Line]:
             yield line
 
 
-@pytest.mark.parametrize("extent", EXTENTS)
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
-def test_after_an_interrupt_at_any_line_the_model_is_usable(configuration: str, extent: str, tmp_path: Path) -> None:
-    run = Run(configuration, tmp_path)
-    run.save()
-    lines = list(lines_to_interrupt(run, extent))
+def interrupt_each(run: Run, lines: Sequence[Line]) -> tuple[list[str], int]:
+    """Interrupts a step at each line: what was wrong afterwards, and how many lines were reached."""
     run.make()
     run.step(0)
     run.save()
-    wrong, raised = [], 0
+    wrong: list[str] = []
+    raised = 0
     for line in lines:
         try:
             raised += run.interrupt(line) == "raised"
@@ -164,6 +161,16 @@ def test_after_an_interrupt_at_any_line_the_model_is_usable(configuration: str, 
             run.make()
             run.step(0)
             run.save()
+    return wrong, raised
+
+
+@pytest.mark.parametrize("extent", EXTENTS)
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_after_an_interrupt_at_any_line_the_model_is_usable(configuration: str, extent: str, tmp_path: Path) -> None:
+    run = Run(configuration, tmp_path)
+    run.save()
+    lines = list(lines_to_interrupt(run, extent))
+    wrong, raised = interrupt_each(run, lines)
     gc.collect()
     assert not wrong, "\n".join(wrong)
     assert raised > 0.9 * len(lines) - 20  # some are reached in the first step only
