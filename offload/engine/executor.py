@@ -44,8 +44,8 @@ from offload.planning.residency import Key
 from offload.policy import MemoryPolicy
 from offload.storage import Tier
 from offload.streaming.lane import CopyLanes
+from offload.streaming.layer_homes import make_shards
 from offload.streaming.materialize import Values
-from offload.streaming.shard import make_shards
 from offload.streaming.streamer import Streamer
 from offload.telemetry.statistics import Meter
 from pipe.nested import flatten, tensors_in
@@ -79,7 +79,7 @@ class Executor(BlockForwards):
         recompute: bool,
         param_dtype: torch.dtype | None,
     ) -> None:
-        self.shards = make_shards(list(layers.items()), cuts, tier, param_dtype, values)
+        self.shards, self._layer_homes = make_shards(list(layers.items()), cuts, tier, param_dtype, values)
         for module in (module for layer in layers.values() for module in layer.modules()):
             for key, buffer in module._buffers.items():
                 if buffer is not None:

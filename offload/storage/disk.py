@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offload.storage.buffer import host_buffer, whole_pages
+from offload.storage.buffer import host_buffer, on_own_storage, whole_pages
 from offload.storage.contract import Block, Scratch, Tier
 from offload.storage.page_cache import PageCache
 from offload.storage.scratch import DiskScratch
@@ -72,6 +72,38 @@ class DiskBlock(Block):
             self._transfers.write(self._path, source, offset, self._usage)
         except FileNotFoundError:
             self.tensor[offset : offset + source.numel()].copy_(source)
+
+    def part(self, offset: int, nbytes: int) -> Block:
+        """See :meth:`Block.part`."""
+        return _DiskPart(self, offset, nbytes)
+
+
+class _DiskPart(Block):
+    """A range of a block in a file."""
+
+    def __init__(self, whole: DiskBlock, begin: int, nbytes: int) -> None:
+        self._whole = whole  # the file goes with it
+        self._begin = begin
+        self.tensor = on_own_storage(whole.tensor[begin : begin + nbytes])
+
+    def read_into(self, destination: Tensor, offset: int = 0) -> None:
+        """See :meth:`DiskBlock.read_into`."""
+        self._whole.read_into(destination[: self.nbytes - offset], self._begin + offset)
+
+    def staged(self) -> Tensor:
+        """See :meth:`DiskBlock.staged`."""
+        copy = host_buffer(self.nbytes)
+        self.read_into(copy)
+        return copy
+
+    def write(self, source: Tensor, offset: int) -> None:
+        """See :meth:`DiskBlock.write`."""
+        assert offset + source.numel() <= self.nbytes
+        self._whole.write(source, self._begin + offset)
+
+    def part(self, offset: int, nbytes: int) -> Block:
+        """See :meth:`Block.part`."""
+        return self._whole.part(self._begin + offset, nbytes)
 
 
 def reserve(path: Path, file_bytes: int, wanted_bytes: int) -> None:

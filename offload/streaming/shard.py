@@ -18,7 +18,6 @@ their gradients are added to the owner's.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -30,14 +29,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.streaming.casts import Casts
-from offload.streaming.materialize import Materializer, Values
-from offload.streaming.slices import Slice, layout
+from offload.streaming.slices import Slice
 from pipe.torch_private import outside_inference_mode, set_versions, storage_uses
 
 if TYPE_CHECKING:
     from offload.optim.update import Update
 
-__all__ = ["Shard", "State", "make_shards", "named_parameters"]
+__all__ = ["Shard", "State"]
 
 
 class State(enum.Enum):
@@ -305,52 +303,3 @@ class Shard:
         """The shard that stores the parameter at ``position`` of :attr:`slices`, and its slice there."""
         borrowed = position - len(self.own)
         return (self, self.own[position]) if borrowed < 0 else self.loans[borrowed]
-
-
-def named_parameters(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of some layers in the order of a block, each once, by its first name."""
-    names = {p: f"{name}.{path}" for name, module in layers for path, p in reversed([*module.named_parameters()])}
-    return [(names[p], p) for p in dict.fromkeys(p for _, module in layers for p in module.parameters())]
-
-
-def make_shards(
-    layers: Sequence[tuple[str, nn.Module]],
-    cuts: Sequence[int],
-    tier: Tier,
-    dtype: torch.dtype | None = None,
-    values: Mapping[Tensor, Values] | None = None,
-) -> list[Shard]:
-    """Groups layers into shards of ``cuts`` layers and moves their parameters to storage, one shard after the other.
-
-    Layers on the meta device are materialized. ``values`` are sources of parameters and buffers, if not the layers
-    themselves. ``dtype`` is that of floating-point parameters in slots; storage keeps the parameter's own.
-    """
-    materializer = Materializer(values)
-    shards: list[Shard] = []
-    stored: dict[nn.Parameter, tuple[Shard, Slice]] = {}
-    first = 0
-    for index, count in enumerate(cuts):
-        part = layers[first : first + count]
-        for name, module in part:
-            materializer.allocate(name, module)
-        shard = Shard(index, first, [module for _, module in part], tier=tier)
-        used = named_parameters(part)
-        new = [(name, p) for name, p in used if p not in stored]
-        shard.own, home_bytes = layout(new)
-        if home_bytes:
-            shard.home = tier.home(index, home_bytes)
-        for s in shard.own:
-            home = shard.home_view(s)
-            if materializer.has_values(s.parameter):
-                home.copy_(s.parameter.detach())
-            s.parameter.data = home
-            if s.parameter.grad is not None:
-                s.parameter.grad = s.parameter.grad.to(home.device)
-            stored[s.parameter] = (shard, s)
-        materializer.fill()
-        borrowed = [(name, p) for name, p in used if stored[p][0] is not shard]
-        shard.loans = [stored[p] for _, p in borrowed]
-        shard.slices, shard.slot_bytes = layout([*new, *borrowed], dtype=dtype)
-        shards.append(shard)
-        first += count
-    return shards
