@@ -44,6 +44,9 @@ _PREFIX = "gradstream-"
 class DiskBlock(Block):
     """The first ``nbytes`` of a file, mapped."""
 
+    #: Where it begins in the file.
+    _begin = 0
+
     def __init__(self, path: Path, nbytes: int, transfers: Transfers, *, cyclic: bool = False) -> None:
         self._path = path
         self._transfers = transfers
@@ -55,7 +58,7 @@ class DiskBlock(Block):
         """Reads the file, without a copy if ``destination`` is host memory."""
         destination = destination[: self.nbytes - offset]
         try:
-            self._transfers.read(self._path, destination, offset, self._usage)
+            self._transfers.read(self._path, destination, self._begin + offset, self._usage)
         except FileNotFoundError:
             destination.copy_(self.tensor[offset : offset + destination.numel()])
 
@@ -69,7 +72,7 @@ class DiskBlock(Block):
         """Writes to the file."""
         assert offset + source.numel() <= self.nbytes
         try:
-            self._transfers.write(self._path, source, offset, self._usage)
+            self._transfers.write(self._path, source, self._begin + offset, self._usage)
         except FileNotFoundError:
             self.tensor[offset : offset + source.numel()].copy_(source)
 
@@ -78,32 +81,14 @@ class DiskBlock(Block):
         return _DiskPart(self, offset, nbytes)
 
 
-class _DiskPart(Block):
+class _DiskPart(DiskBlock):
     """A range of a block in a file."""
 
     def __init__(self, whole: DiskBlock, begin: int, nbytes: int) -> None:
         self._whole = whole  # the file goes with it
-        self._begin = begin
+        self._path, self._transfers, self._usage = whole._path, whole._transfers, whole._usage
+        self._begin = whole._begin + begin
         self.tensor = on_own_storage(whole.tensor[begin : begin + nbytes])
-
-    def read_into(self, destination: Tensor, offset: int = 0) -> None:
-        """See :meth:`DiskBlock.read_into`."""
-        self._whole.read_into(destination[: self.nbytes - offset], self._begin + offset)
-
-    def staged(self) -> Tensor:
-        """See :meth:`DiskBlock.staged`."""
-        copy = host_buffer(self.nbytes)
-        self.read_into(copy)
-        return copy
-
-    def write(self, source: Tensor, offset: int) -> None:
-        """See :meth:`DiskBlock.write`."""
-        assert offset + source.numel() <= self.nbytes
-        self._whole.write(source, self._begin + offset)
-
-    def part(self, offset: int, nbytes: int) -> Block:
-        """See :meth:`Block.part`."""
-        return self._whole.part(self._begin + offset, nbytes)
 
 
 def reserve(path: Path, file_bytes: int, wanted_bytes: int) -> None:

@@ -18,7 +18,7 @@ their gradients are added to the owner's.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.streaming.casts import Casts
 from offload.streaming.slices import Slice
+from offload.streaming.stored_gradients import GradientRegion
 from pipe.torch_private import outside_inference_mode, set_versions, storage_uses
 
 if TYPE_CHECKING:
@@ -66,9 +66,8 @@ class Shard:
     file: Block | None = None
     #: Whether layers use the home itself instead of a copy in a slot.
     in_place: bool = False
-    gradients: Block | None = None
-    #: Offsets in :attr:`gradients` of the parameters that have space there.
-    gradient_offsets: dict[Slice, int] = field(default_factory=dict)
+    #: The places of stored gradients: one region, more after other cuts.
+    gradient_regions: list[GradientRegion] = field(default_factory=list)
     #: The update to run before the stored bytes may be read or written; None again when it is done.
     pending: Update | None = None
     state: State = State.HOME
@@ -273,31 +272,31 @@ class Shard:
             return s.view(self.home.tensor)
 
     def detach_gradients(self) -> None:
-        """Drops the block of gradients if earlier ones in it are still used, or it only wastes space on frozen ones."""
-        block = self.gradients
-        if block is None:
-            return
-        address = block.tensor.untyped_storage().data_ptr()
-        grads = [s.parameter.grad for s in self.own]
-        stored = sum(g is not None and not g.is_sparse and g.untyped_storage().data_ptr() == address for g in grads)
-        too_large = not stored and not all(s.parameter.requires_grad for s in self.gradient_offsets)
-        if too_large or storage_uses(block.tensor) > 1 + stored:
-            self.gradients, self.gradient_offsets = None, {}
+        """Drops regions whose earlier gradients are still used, or that only waste space: on frozen parameters, or on
+        those of other shards."""
+        regions = self.gradient_regions
+        if not any(region.stored() for region in regions):
+            own = {id(s.parameter) for s in self.own}
+            placed = (s.parameter for region in regions for s in region.slices)
+            fitting = all(p.requires_grad and id(p) in own for p in placed)
+            regions = regions if fitting and len(regions) == 1 else []
+        self.gradient_regions = [region for region in regions if not region.in_use()]
+
+    def gradient_region(self, parameter: nn.Parameter) -> GradientRegion | None:
+        """The region with a place for the gradient of an own parameter, if there is one."""
+        return next((region for region in self.gradient_regions if id(parameter) in region.offsets), None)
 
     def gradient_home(self, s: Slice) -> tuple[Block, int, Tensor]:
-        """Block, offset and view of an own gradient. Makes the block on demand, for all trainable ones."""
-        if s not in self.gradient_offsets:
-            self.gradients, self.gradient_offsets, end = None, {}, 0
-            for own in self.own:
-                if own is s or own.parameter.requires_grad:
-                    self.gradient_offsets[own] = end
-                    end += aligned(own.nbytes)
+        """Block, offset and view of an own gradient. Makes a region on demand, for all trainable ones without place."""
+        region = self.gradient_region(s.parameter)
+        if region is None:
+            placeless = [o for o in self.own if o is s or o.parameter.requires_grad]
+            placeless = [o for o in placeless if self.gradient_region(o.parameter) is None]
             assert self.tier is not None
-            self.gradients = self.tier.allocate(end, f"shard{self.index}-gradients")
-        assert self.gradients is not None
-        offset = self.gradient_offsets[s]
+            region = GradientRegion.allocate(self.tier, f"shard{self.index}-gradients", placeless)
+            self.gradient_regions.append(region)
         with outside_inference_mode():
-            return self.gradients, offset, replace(s, offset=offset).view(self.gradients.tensor)
+            return region.block, region.offsets[id(s.parameter)], region.view(s)
 
     def owner_of(self, position: int) -> tuple[Shard, Slice]:
         """The shard that stores the parameter at ``position`` of :attr:`slices`, and its slice there."""
