@@ -185,7 +185,7 @@ class OffloadModel(ReportingModule):
             #: What the planner may use; None where only the deprecated keywords, or none, were given.
             self._memory_limits = limits_for(resources, layout, needs, self.device, self._meter)
             undo.callback(_release, self._memory_limits)
-            self._persistent_home = PersistentHome(self._tier, named, layout.cuts, stored)
+            self._persistent_home = PersistentHome(self._tier, named, stored)
             undo.callback(Rollback(layers, self._persistent_home.values).restore)
             # A copy that changes the type is converted on the host, which must not block this thread.
             lanes = open_lanes(self.device, blocking_io=self._tier.blocking_io or param_dtype is not None)

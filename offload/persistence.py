@@ -7,7 +7,7 @@ in a ``state_dict``: a model that adopts a home equals the one that was closed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +17,8 @@ from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.storage.contract import bytes_of
 from offload.storage.persistent import Contents, PersistentTier
+from offload.streaming.layer_homes import LayerLayout
 from offload.streaming.materialize import Values
-from offload.streaming.shard import named_parameters
-from offload.streaming.slices import layout
 
 __all__ = ["PersistentHome"]
 
@@ -43,13 +42,11 @@ class _Stored:
 class PersistentHome:
     """Stores a model's buffers in its tier, and adopts an existing home; does nothing if the home is not kept.
 
-    ``layers``: name and module of each. ``cuts``: number of layers of each shard. ``values``: sources of parameters and
-    buffers that are not read from the home. Raises HomeError if a home cannot be used; the layers are as they were.
+    ``layers``: name and module of each. ``values``: sources of parameters and buffers that are not read from the home.
+    Raises HomeError if a home cannot be used; the layers are as they were.
     """
 
-    def __init__(
-        self, tier: Tier, layers: Mapping[str, nn.Module], cuts: Sequence[int], values: Mapping[Tensor, Values]
-    ) -> None:
+    def __init__(self, tier: Tier, layers: Mapping[str, nn.Module], values: Mapping[Tensor, Values]) -> None:
         self._tier = tier if isinstance(tier, PersistentTier) else None
         self._layers = dict(layers)
         #: Sources of parameters and buffers.
@@ -65,10 +62,10 @@ class PersistentHome:
             lines.append(f"{name} {_kind(buffer)} {list(buffer.shape)} at {end}")
             self._places.append((end, (name, _nbytes(buffer))))
             end += aligned(_nbytes(buffer))
-        contents = [*_shards(list(layers.items()), cuts), Contents("buffers", "buffers", end, lines)]
+        contents = [_weights(layers), Contents("buffers", "buffers", end, lines)]
         adopted = self._tier.adopt(contents, blank=not values and all(p.is_meta for p in parameters))
         if end:
-            self._block = self._tier.home(len(contents) - 1, end)
+            self._block = self._tier.file(1, end)
         if adopted:
             self.values.update(dict.fromkeys(parameters, _Stored()))
             for (_, buffer), (offset, _) in zip(self._buffers(), self._places, strict=True):
@@ -112,20 +109,15 @@ class PersistentHome:
         self._tier.write_manifests()
 
 
-def _shards(layers: Sequence[tuple[str, nn.Module]], cuts: Sequence[int]) -> Iterator[Contents]:
-    """The contents of each shard's home, as :func:`offload.streaming.shard.make_shards` lays it out."""
-    seen: set[nn.Parameter] = set()
-    first = 0
-    for j, count in enumerate(cuts):
-        new = [(n, p) for n, p in named_parameters(layers[first : first + count]) if p not in seen]
-        seen.update(p for _, p in new)
-        slices, nbytes = layout(new)
-        lines = [
-            f"{s.name} {_kind(s.parameter)} {list(s.parameter.shape)} strides {list(s.stride)} at {s.offset}"
-            for s in slices
-        ]
-        yield Contents(f"shard-{j:05d}", f"shard {j}", nbytes, lines)
-        first += count
+def _weights(layers: Mapping[str, nn.Module]) -> Contents:
+    """The contents of the weights, as :func:`offload.streaming.layer_homes.make_shards` lays them out."""
+    places = LayerLayout()
+    lines = [
+        f"{s.name} {_kind(s.parameter)} {list(s.parameter.shape)} strides {list(s.stride)} at {s.offset}"
+        for name, layer in layers.items()
+        for s in places.add(name, layer)
+    ]
+    return Contents("weights", "weights", places.nbytes, lines)
 
 
 def _nbytes(buffer: Tensor) -> int:

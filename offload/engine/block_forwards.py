@@ -50,7 +50,7 @@ class _Local(threading.local):
 class BlockForwards(MovableHomes):
     """The part of an executor that runs models by their own forward."""
 
-    shards: Sequence[Shard]
+    shards: list[Shard]
     runners: Sequence[ShardRunner]
     assigned_data: AssignedData
     #: Names of the blocks, each of which is a shard; none for a model whose layers are called in order.

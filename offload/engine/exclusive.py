@@ -37,7 +37,8 @@ class ExclusivePasses:
         #: Whether a pass is running, or was interrupted before its cleanup.
         self._busy = False
         self._frozen_weights = 0
-        self._made_in = os.getpid()
+        #: The process that made the model.
+        self.made_in = os.getpid()
         this = weakref.ref(self)  # without it, a cycle with the streamer
 
         def in_pass() -> bool:
@@ -75,7 +76,7 @@ class ExclusivePasses:
 
         If it interrupts the cleanup itself, the next pass begins with that cleanup.
         """
-        check_process(self._made_in, "this OffloadModel")
+        check_process(self.made_in, "this OffloadModel")
         if self._busy and self._passes() > 1:  # one is the caller
             raise RuntimeError(
                 "this OffloadModel is in the middle of a forward or backward; a layer or a hook of it called it again, "

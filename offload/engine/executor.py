@@ -27,14 +27,15 @@ from torch import Tensor, nn
 from offload.engine.block_forwards import BlockForwards
 from offload.engine.boundary_store import SpillingStore
 from offload.engine.cell import Cell, OutputFn, ShardRunner
-from offload.engine.cell_executor import CellExecutor, largest_rows, requires
+from offload.engine.cell_executor import largest_rows, requires
 from offload.engine.follow import Follower, performers
 from offload.engine.inputs import check_inputs
 from offload.engine.layouts import bytes_of_boundary
 from offload.engine.raw_chunk import RawChunk, versions_of
-from offload.engine.references import References
+from offload.engine.recut import recut
 from offload.engine.shape_inference import inferred_boundaries
-from offload.engine.steps import Steps, joined
+from offload.engine.shard_parts import ShardParts
+from offload.engine.steps import joined
 from offload.engine.structure import Structure
 from offload.engine.tape import Tape
 from offload.engine.weight_writes import AssignedData
@@ -44,8 +45,9 @@ from offload.planning.residency import Key
 from offload.policy import MemoryPolicy
 from offload.storage import Tier
 from offload.streaming.lane import CopyLanes
+from offload.streaming.layer_homes import make_shards
 from offload.streaming.materialize import Values
-from offload.streaming.shard import make_shards
+from offload.streaming.shard import Shard
 from offload.streaming.streamer import Streamer
 from offload.telemetry.statistics import Meter
 from pipe.nested import flatten, tensors_in
@@ -79,50 +81,54 @@ class Executor(BlockForwards):
         recompute: bool,
         param_dtype: torch.dtype | None,
     ) -> None:
-        self.shards = make_shards(list(layers.items()), cuts, tier, param_dtype, values)
+        self.shards, self.layer_homes = make_shards(list(layers.items()), cuts, tier, param_dtype, values)
         for module in (module for layer in layers.values() for module in layer.modules()):
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[key] = buffer.to(device)
         self.streamer = Streamer(
             self.shards,
-            slots=min(policy.slots or 2, len(cuts)),
+            slots=policy.slots or 2,
             device=device,
             tier=tier,
             lanes=lanes,
             meter=meter,
             budget_bytes=budget_bytes,
         )
-        names = list(layers)
-        self.runners = [
-            ShardRunner(shard, names[shard.first : shard.first + len(shard.layers)], device) for shard in self.shards
-        ]
-        self._cell_executor = CellExecutor(self.runners, device=device, meter=meter, param_dtype=param_dtype)
         self.device = device
         self._tier = tier
         self._lanes = lanes
         self._meter = meter
         #: What the model may hold, with all bytes decided.
         self.policy = policy
-        self._recompute = recompute
-        self._param_dtype = param_dtype
-        #: Makes plans, and keeps those that ran.
-        self.steps = Steps(
-            self.runners,
-            policy=policy,
-            recompute=recompute,
-            strict=budget_bytes is not None,
-            spills=tier.scratch() is not None,
-            on_host=device.type == "cpu",
-        )
-        for runner in self.runners:
-            runner.measures_graphs = recompute and bool(policy.graph_bytes)
-        self._references = References(self.shards, (p for runner in self.runners for _, p in runner.watched.parameters))
+        self.recompute = recompute
+        #: Whether the model has a memory budget.
+        self.strict = budget_bytes is not None
+        self.use(self.parts_over(self.shards))
         super().__init__()
         self.assigned_data = AssignedData(self.shards, self.streamer.gradient_offload.optimizers.views)
         self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
         #: The autograd nodes whose outputs are alive: each holds ``parameters``.
         self.nodes: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def parts_over(self, shards: list[Shard], before: Sequence[ShardRunner] = ()) -> ShardParts:
+        """See :meth:`.ShardParts.make`."""
+        return ShardParts.make(self, shards, self._tier, before)
+
+    def use(self, parts: ShardParts) -> None:
+        """Runs these parts from now on. Idempotent."""
+        # One list for streamer, gradient offload, assigned data and optimizers.
+        self.shards[:] = parts.shards
+        self.runners, self._cell_executor = parts.runners, parts.cell_executor
+        self.steps, self._references = parts.steps, parts.references
+
+    def recut(self, cuts: Sequence[int]) -> None:
+        """See :func:`offload.engine.recut.recut`."""
+        recut(self, cuts)
+
+    def waits_for_backward(self) -> bool:
+        """Whether a forward still needs its backward."""
+        return any(not tape.used for tape in self._tapes)
 
     def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool:
         """See :meth:`.References.held_elsewhere`; ``known`` is without the engine's own graphs."""
@@ -145,10 +151,10 @@ class Executor(BlockForwards):
         rows = [largest_rows(leaves) for leaves in inputs]
         records = torch.is_grad_enabled() and (first < len(self.shards) or self.trains_outside)
         elements = [sum(x.numel() for x in leaves if isinstance(x, Tensor)) for leaves in inputs]
-        self.steps.begin(rows, elements, training=records, idle=all(tape.used for tape in self._tapes))
+        self.steps.begin(rows, elements, training=records, idle=not self.waits_for_backward())
         if self.steps.needs_sizes and not self.blocks and not any(isinstance(chunk, RawChunk) for chunk in chunks):
             i = max(range(len(chunks)), key=elements.__getitem__)
-            sizes = inferred_boundaries([shard.layers for shard in self.shards], chunks[i], self._param_dtype)
+            sizes = inferred_boundaries([shard.layers for shard in self.shards], chunks[i], self.layer_homes.dtype)
             for j, nbytes in enumerate(sizes, 1):
                 if j == len(self.shards) and any(output_fns):
                     break  # they make another output
@@ -156,7 +162,7 @@ class Executor(BlockForwards):
         return Tape(
             executor=self,
             # Without recomputation boundaries are kept by the graphs, on the device.
-            boundaries=self._store(spills=self._recompute),
+            boundaries=self._store(spills=self.recompute),
             residency=self.steps.residency(),
             microbatches=len(chunks),
             records=records,
@@ -166,7 +172,7 @@ class Executor(BlockForwards):
             rows=rows,
             elements=elements,
             graphs=self.steps.kept_cells(rows, first),
-            cheap_recompute=self._recompute and self.steps.cheap_recompute,
+            cheap_recompute=self.recompute and self.steps.cheap_recompute,
             input_versions=[versions_of(leaves) for leaves in inputs],
             input_specs=[flatten(chunk)[1] for chunk in chunks],
             requires={Cell(0, i): requires(leaves) for i, leaves in enumerate(inputs)},
@@ -291,7 +297,7 @@ class Executor(BlockForwards):
         n, m = len(self.shards), tape.microbatches
         gradients = self._store(gradients=True)
         input_gradients: list[list[Any]] = [[None] * len(leaves) for leaves in tape.inputs]
-        with contextlib.closing(gradients), self._exclusive_pass(recomputes=self._recompute):
+        with contextlib.closing(gradients), self._exclusive_pass(recomputes=self.recompute):
             reuses_slots = self._frozen_weights > 0 or self.streamer.slot_pool.shared
             if tape.assignments != self.assigned_data.stores and not reuses_slots:
                 # Slots were loaded by a later forward, during which parameters may have had other values.

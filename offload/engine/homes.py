@@ -21,6 +21,7 @@ from offload.storage.host import HostTier
 from offload.streaming.lane import error_context
 from offload.streaming.moves import Move, move_homes
 from offload.streaming.shard import Shard
+from offload.streaming.stored_gradients import regions_of
 from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.statistics import Meter
 from pipe.process import check_process
@@ -52,13 +53,15 @@ class ShardBytes:
 class MovableHomes(ExclusivePasses):
     """The part of an executor that knows where shards rest."""
 
-    shards: Sequence[Shard]
+    shards: list[Shard]
     steps: Steps
     assigned_data: AssignedData
     _tier: Tier
     _meter: Meter
     #: Whether the model was closed.
     closed = False
+    #: The arguments of :meth:`plan_memory`, if plans are chosen.
+    planned: tuple[MemoryLimits, MemoryPolicy] | None = None
 
     @property
     def meter(self) -> Meter:
@@ -90,7 +93,7 @@ class MovableHomes(ExclusivePasses):
             OSError, MemoryError: if there is no space, or a pending update fails. After any of these nothing moved.
         """
         self.check_open()
-        check_process(self._made_in, "this OffloadModel")
+        check_process(self.made_in, "this OffloadModel")
         wanted = frozenset(shards)
         if not wanted <= {*range(len(self.shards))}:
             raise ValueError(f"expected indices of {len(self.shards)} shards, got {sorted(wanted)} (shards)")
@@ -159,6 +162,7 @@ class MovableHomes(ExclusivePasses):
             runner.measures_graphs = True
         if self.device.type == "cpu":
             self._tier.limit_staging(limits.device_bytes // STAGING_SHARE)
+        self.planned = limits, policy
         self.steps.planner = MemoryPlanner(limits, policy, self)
 
     def cell_bytes(self) -> int | None:
@@ -180,7 +184,8 @@ class MovableHomes(ExclusivePasses):
 
     def bytes_at_home(self) -> int:
         """Bytes of stored parameters and gradients."""
-        return sum(b.nbytes for shard in self.shards for b in (shard.home, shard.gradients) if b is not None)
+        homes = [shard.home for shard in self.shards if shard.home is not None]
+        return sum(block.nbytes for block in (*homes, *(region.block for region in regions_of(self.shards))))
 
     def next_plan(self, rows: Sequence[int], *, training: bool) -> Plan:
         """The plan of the next step from empty slots, on micro-batches of so many rows."""

@@ -256,11 +256,8 @@ class MemoryPlanner:
         for shard in self._streamer.shards:
             if shard.pending is not None or shard.index in self._in_memory or not shard.blocking_io:
                 continue
-            stored = None if shard.gradients is None else shard.gradients.tensor.untyped_storage().data_ptr()
-            for s in shard.own:
-                gradient = s.parameter.grad
-                if gradient is not None and gradient.untyped_storage().data_ptr() != stored:
-                    held += s.nbytes
+            stored = {id(s.parameter) for region in shard.gradient_regions for s in region.stored()}
+            held += sum(s.nbytes for s in shard.own if s.parameter.grad is not None and id(s.parameter) not in stored)
         return held
 
     def _refuse(self, error: NothingFitsError, rows: Sequence[int]) -> None:

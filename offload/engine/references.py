@@ -36,7 +36,8 @@ class References:
         for module in dict.fromkeys(m for shard in shards for layer in shard.layers for m in layer.modules()):
             self._ours.update(p for p in module._parameters.values() if p is not None)
         for shard in shards:
-            self._ours.update(s.parameter for s in (*shard.own, *shard.slices))
+            slices = {id(s): s for s in (*shard.own, *shard.slices)}  # a slice may be in both
+            self._ours.update(s.parameter for s in slices.values())
         self._ours.update(held)
         self._ours.update(list(self._ours))  # the references of the counter itself
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.optim.io_buffers import IOBuffer, IOBufferPool
-from offload.optim.io_requests import Copy, Read, StateSlice, UpdateBlock, Write
+from offload.optim.io_requests import Copy, Read, StateSlice, UpdateBlock, Write, adjacent, span_bytes
 from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
 from offload.planning.partition import aligned
 from offload.storage import Block, Tier
@@ -97,15 +97,27 @@ class DiskParamBlock(ParamBlock):
         files = zip(states, self.states(), strict=True)
         return [(value, there[key]) for here, there in files for key, value in here.items() if _is_stored(value)]
 
+    def take_over(self, members: Sequence[tuple[ParamBlock, int]], options: Sequence[Mapping[str, Any]]) -> None:
+        """See :meth:`ParamBlock.take_over`."""
+        super().take_over(members, options)
+        taken: dict[tuple[int, str], StateSlice] = {}
+        for k, (block, at) in enumerate(members):
+            assert isinstance(block, DiskParamBlock)
+            taken |= {(k, key): stored for (owner, key), stored in block._stored.items() if owner == at}
+        self._stored = taken
+
     def states_in_memory(self) -> list[tuple[Tensor, Tensor]]:
-        """See :meth:`ParamBlock.states_in_memory`; each file is read at once."""
-        memory: dict[Block, Block] = {}
-        for stored in self._stored.values():
-            if stored.block not in memory:
-                memory[stored.block] = HostBlock(host_buffer(stored.block.nbytes))
-                stored.block.read_into(memory[stored.block].tensor)
-        states = self.states()
-        return [(states[k][key], replace(s, block=memory[s.block]).view()) for (k, key), s in self._stored.items()]
+        """See :meth:`ParamBlock.states_in_memory`; adjacent ones are read at once."""
+        states, moved = self.states(), []
+        places = {(s.block, s.offset): (s, states[k][key]) for (k, key), s in self._stored.items()}
+        for group in adjacent(Read(None, block, offset, s.nbytes) for (block, offset), (s, _) in places.items()):
+            begin = group[0].offset
+            memory = HostBlock(host_buffer(span_bytes(group)))
+            group[0].block.read_into(memory.tensor, begin)
+            for read in group:
+                stored, state = places[read.block, read.offset]
+                moved.append((state, replace(stored, block=memory, offset=read.offset - begin).view()))
+        return moved
 
     @staticmethod
     def _copied(value: Any) -> Any:
@@ -178,9 +190,10 @@ class DiskParamBlock(ParamBlock):
 
     def _gradient_file_offset(self, s: Slice, gradient: Tensor) -> tuple[Block, int] | None:
         """Block and offset of a gradient in the file of the shard's gradients; None if it is stored elsewhere."""
-        block, place = self.shard.gradients, self.shard.gradient_offsets.get(s)
-        if gradient.is_sparse or block is None or place is None:
+        region = self.shard.gradient_region(s.parameter)
+        if region is None or not region.holds(gradient):
             return None
+        block, place = region.block, region.offsets[id(s.parameter)]
         return (block, place) if gradient.data_ptr() == block.tensor.data_ptr() + place else None
 
     def _run_update_block(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -88,15 +88,59 @@ class MovableStates(Optimizer):
 
     def states_in_use(self, shard: Shard) -> bool:
         """Whether other code has views of the states of a shard, besides the tensors themselves."""
-        tensors = [value for value in self._state_tensors(shard) if value.dim() and not value.is_sparse]
-        ours = Counter(value.untyped_storage().data_ptr() for value in tensors)
         stored = 1 if shard.blocking_io else 0  # the block itself
-        return any(storage_uses(value) > ours[value.untyped_storage().data_ptr()] + stored for value in tensors)
+
+        def shared(shards: Iterable[Shard]) -> bool:
+            """Whether they are on memory with more users than the states of these shards."""
+            known = [value for each in shards for value in self._state_tensors(each)]
+            ours = Counter(value.untyped_storage().data_ptr() for value in known if not value.is_sparse)
+            tensors = [value for value in self._state_tensors(shard) if value.dim() and not value.is_sparse]
+            return any(storage_uses(value) > ours[value.untyped_storage().data_ptr()] + stored for value in tensors)
+
+        # After other cuts, a block may hold states of several shards.
+        return shared([shard]) and shared(self.param_blocks)
 
     def _state_tensors(self, shard: Shard) -> Iterator[Tensor]:
         for param_block in self.param_blocks.get(shard, ()):
             for state in param_block.states():
                 yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def prepare_recut(self, shards: Sequence[Shard]) -> Callable[[], None]:
+        """Makes the param blocks of other shards over the same parameters, with the same states where they are.
+
+        What is returned makes the optimizer use them, and is idempotent.
+        """
+        options = self.options()
+        before = {
+            id(s.parameter): (block, at)
+            for blocks in self.param_blocks.values()
+            for block in blocks
+            for at, s in enumerate(block.slices)
+        }
+        new: dict[Shard, list[ParamBlock]] = {}
+        for shard in shards:
+            groups: dict[int, list[Slice]] = {}
+            for s in shard.own:
+                if id(s.parameter) in before:
+                    groups.setdefault(before[id(s.parameter)][0].group, []).append(s)
+            made = [
+                block
+                for group, slices in sorted(groups.items())
+                for block in self.make_param_blocks(shard, slices, group, shard.tier or self.access.tier)
+            ]
+            for block in made:
+                members = [before[id(s.parameter)] for s in block.slices]
+                if any(member.optimizer is not None for member, _ in members):
+                    block.take_over(members, options)
+            new[shard] = made
+
+        def commit() -> None:
+            self.param_blocks = new
+            for blocks in new.values():
+                for block in blocks:
+                    self.publish(block)
+
+        return commit
 
     def prepare_move(
         self, shard: Shard, tier: Tier, home: Block

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipe.process import finalize_here
 
-__all__ = ["PAGE_BYTES", "device_buffer", "host_buffer", "page_lock", "view_memory", "whole_pages"]
+__all__ = ["PAGE_BYTES", "device_buffer", "host_buffer", "on_own_storage", "page_lock", "view_memory", "whole_pages"]
 
 #: Alignment of addresses, offsets and sizes in direct I/O: the page, and the largest usual sector.
 PAGE_BYTES = max(4096, mmap.PAGESIZE)
@@ -51,6 +51,12 @@ def host_buffer(nbytes: int) -> Tensor:
 def device_buffer(nbytes: int, device: torch.device) -> Tensor:
     """Flat uint8 memory of a slot on the compute device; on the CPU, files are read into it without a copy."""
     return host_buffer(nbytes) if device.type == "cpu" else torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def on_own_storage(flat: Tensor) -> Tensor:
+    """A tensor on the same host memory whose storage begins at the first byte of ``flat``, and keeps it alive."""
+    # Through NumPy: no operation of torch makes a storage in the middle of another one.
+    return torch.from_numpy(flat.numpy())
 
 
 def view_memory(tensor: Tensor) -> memoryview:

@@ -1,7 +1,8 @@
 """The storage interface: every storage implements :class:`Tier`, :class:`Block` and :class:`Scratch`.
 
-A :class:`Tier` allocates one :class:`Block` for each stored array (a shard's weights, its gradients), and a
-:class:`Scratch` for boundaries, which are stored for a part of one step.
+A :class:`Tier` allocates one :class:`Block` for each stored array (the weights of all layers, the gradients of a
+shard), and a :class:`Scratch` for boundaries, which are stored for a part of one step. A shard's weights are a part of
+the block of all: a range of its bytes.
 """
 
 from __future__ import annotations
@@ -45,6 +46,13 @@ class Block(ABC):
     @abstractmethod
     def write(self, source: Tensor, offset: int) -> None:
         """Overwrites the bytes from ``offset`` on with ``source`` (uint8, flat, on any device)."""
+
+    @abstractmethod
+    def part(self, offset: int, nbytes: int) -> Block:
+        """The ``nbytes`` from ``offset`` on as a block of their own, at the same place: nothing is copied.
+
+        Its tensor has a storage of its own in the same memory, since users of a block are counted by its storage.
+        """
 
 
 class Scratch(ABC):
@@ -94,9 +102,12 @@ class Tier(ABC):
         are used.
         """
 
-    def home(self, j: int, nbytes: int) -> Block:
-        """The block of the weights of shard ``j``, which persistent storage may hold already. See :meth:`allocate`."""
-        return self.allocate(nbytes, f"shard{j}-weights")
+    def weights(self, nbytes: int) -> Block:
+        """The block of the weights of all layers, which persistent storage may hold already. See :meth:`allocate`."""
+        return self.allocate(nbytes, "weights")
+
+    def weights_are_written(self, block: Block) -> None:  # noqa: B027
+        """Called when the block of :meth:`weights` has its first values."""
 
     @abstractmethod
     def scratch(self) -> Scratch | None:

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offload.storage.buffer import host_buffer, whole_pages
+from offload.storage.buffer import host_buffer, on_own_storage, whole_pages
 from offload.storage.contract import Block, Scratch, Tier
 from offload.storage.page_cache import PageCache
 from offload.storage.scratch import DiskScratch
@@ -44,6 +44,9 @@ _PREFIX = "gradstream-"
 class DiskBlock(Block):
     """The first ``nbytes`` of a file, mapped."""
 
+    #: Where it begins in the file.
+    _begin = 0
+
     def __init__(self, path: Path, nbytes: int, transfers: Transfers, *, cyclic: bool = False) -> None:
         self._path = path
         self._transfers = transfers
@@ -55,7 +58,7 @@ class DiskBlock(Block):
         """Reads the file, without a copy if ``destination`` is host memory."""
         destination = destination[: self.nbytes - offset]
         try:
-            self._transfers.read(self._path, destination, offset, self._usage)
+            self._transfers.read(self._path, destination, self._begin + offset, self._usage)
         except FileNotFoundError:
             destination.copy_(self.tensor[offset : offset + destination.numel()])
 
@@ -69,9 +72,23 @@ class DiskBlock(Block):
         """Writes to the file."""
         assert offset + source.numel() <= self.nbytes
         try:
-            self._transfers.write(self._path, source, offset, self._usage)
+            self._transfers.write(self._path, source, self._begin + offset, self._usage)
         except FileNotFoundError:
             self.tensor[offset : offset + source.numel()].copy_(source)
+
+    def part(self, offset: int, nbytes: int) -> Block:
+        """See :meth:`Block.part`."""
+        return _DiskPart(self, offset, nbytes)
+
+
+class _DiskPart(DiskBlock):
+    """A range of a block in a file."""
+
+    def __init__(self, whole: DiskBlock, begin: int, nbytes: int) -> None:
+        self._whole = whole  # the file goes with it
+        self._path, self._transfers, self._usage = whole._path, whole._transfers, whole._usage
+        self._begin = whole._begin + begin
+        self.tensor = on_own_storage(whole.tensor[begin : begin + nbytes])
 
 
 def reserve(path: Path, file_bytes: int, wanted_bytes: int) -> None:

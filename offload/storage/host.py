@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offload.storage.buffer import host_buffer, page_lock
+from offload.storage.buffer import host_buffer, on_own_storage, page_lock
 from offload.storage.contract import Block, Scratch, Tier
 
 __all__ = ["HostTier"]
@@ -30,6 +30,10 @@ class HostBlock(Block):
         """Copies from ``source``; asynchronous on the current stream where both ends allow it."""
         self.tensor[offset : offset + source.numel()].copy_(source, non_blocking=True)
 
+    def part(self, offset: int, nbytes: int) -> Block:
+        """See :meth:`Block.part`."""
+        return HostBlock(on_own_storage(self.tensor[offset : offset + nbytes]))
+
 
 class HostTier(Tier):
     """Blocks in host memory."""
@@ -42,10 +46,21 @@ class HostTier(Tier):
 
     def allocate(self, nbytes: int, label: str, *, cyclic: bool = False) -> Block:
         """A zeroed block."""
-        tensor = host_buffer(nbytes)
-        if self._device.type == "cuda" and nbytes:
-            page_lock(tensor, label)
-        return HostBlock(tensor)
+        block = HostBlock(host_buffer(nbytes))
+        self._page_lock(block, label)
+        return block
+
+    def weights(self, nbytes: int) -> Block:
+        """See :meth:`Tier.weights`. Its pages take memory when they are written."""
+        return HostBlock(host_buffer(nbytes))
+
+    def weights_are_written(self, block: Block) -> None:
+        """Page-locks it: before, all of it would take memory while the layers still have theirs."""
+        self._page_lock(block, "weights")
+
+    def _page_lock(self, block: Block, label: str) -> None:
+        if self._device.type == "cuda" and block.nbytes:
+            page_lock(block.tensor, label)
 
     def scratch(self) -> Scratch | None:
         """None on the CPU: boundaries are in host memory already."""

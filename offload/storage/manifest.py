@@ -25,7 +25,8 @@ from offload.storage.transfer import Transfers, move_all
 __all__ = ["HomeError", "Manifest", "checksum", "file_bytes", "read_description", "read_manifest", "write_manifest"]
 
 MAGIC = b"gradhome"
-VERSION = 1
+#: 1 had one file for each shard, so its offsets depended on the cuts.
+VERSION = 2
 #: Magic, version, place, places, clean, contents bytes, description bytes, generation, home; then four digests of 32
 #: bytes: description, contents, and that of all this.
 _FIELDS = struct.Struct("<8s4I3Q16s32s32s")
@@ -95,7 +96,8 @@ def read_manifest(path: Path, what: str) -> Manifest:
     version = int.from_bytes(page[len(MAGIC) : len(MAGIC) + 4], "little")
     if version != VERSION:
         raise HomeError(
-            f"{path} ({what}): expected format version {VERSION}, got {version}; open it with the release that wrote it"
+            f"{path} ({what}): expected format version {VERSION}, got {version}. Open it with the release that wrote "
+            f"it and save a checkpoint there; load that into a new home, DiskHome(..., overwrite=True)"
         )
     fields = page[: _FIELDS.size]
     if page != (fields + digest(fields)).ljust(PAGE_BYTES, b"\0"):

@@ -2,10 +2,13 @@
 
 ::
 
-    directory/shard-00000.home    weights of shard 0, and a manifest (offload.storage.manifest)
-    directory/buffers.home        the buffers of all layers, and a manifest
-    directory/home.lock           locked by the model that uses the home
-    directory/gradstream-*        removed with the model: gradients, optimizer states, boundaries
+    directory/weights.home    weights of all layers, and a manifest (offload.storage.manifest)
+    directory/buffers.home    the buffers of all layers, and a manifest
+    directory/home.lock       locked by the model that uses the home
+    directory/gradstream-*    removed with the model: gradients, optimizer states, boundaries
+
+Weights lie layer by layer, so the files do not depend on the cuts into shards: a model of the same layers adopts the
+home with any cuts (:mod:`offload.streaming.layer_homes`).
 
 Guarantees
     * Files are adopted only if all are complete, of one home and one generation, closed, and hold the same tensors at
@@ -58,9 +61,9 @@ class DiskHome(os.PathLike[str]):
         directory: created if it does not exist.
         keep: whether the weights and buffers outlive the model. If the directory holds no home yet, one is created
             from the layers' values. If it does, the model uses it as it is and reads only the buffers; the layers must
-            then be on the meta device and form the same shards. Call ``model.close()`` at the end: a home that was not
-            closed may be incomplete and raises an error. Optimizer states are not stored: a home is no checkpoint (see
-            :func:`~offload.save_checkpoint`).
+            then be on the meta device, and may be cut into other shards. Call ``model.close()`` at the end: a home that
+            was not closed may be incomplete and raises an error. Optimizer states are not stored: a home is no
+            checkpoint (see :func:`~offload.save_checkpoint`).
         overwrite: with ``keep``, create the home again and remove the one that the directory holds.
         recover: with ``keep``, accept also a home whose model ended without ``close()``, with a warning. Files, sizes,
             tensors, offsets and generations are verified as always. Contents are not, since ``close()`` computes their
@@ -143,7 +146,7 @@ class _Usage:
 class PersistentTier(DiskTier):
     """Weights and buffers in persistent files; gradients, optimizer states and boundaries in temporary ones.
 
-    Call in this order: :meth:`adopt`, :meth:`home` for each file, :meth:`mark_open`, :meth:`write_manifests`. Raises
+    Call in this order: :meth:`adopt`, :meth:`file` for each file, :meth:`mark_open`, :meth:`write_manifests`. Raises
     HomeError if another model uses the home.
     """
 
@@ -191,15 +194,16 @@ class PersistentTier(DiskTier):
                 f"DiskHome(..., overwrite=True); or use another directory"
             )
         wanted = {part.stem: (place, part) for place, part in enumerate(contents) if part.nbytes}
+        for stem, path in found.items():
+            if stem not in wanted:
+                read_manifest(path, stem)  # raises for files of another format version
+                raise HomeError(
+                    f"{path}: unexpected file in a home of {', '.join(wanted) or 'no tensors'}. Pass the layers that "
+                    f"the home was created with, or use another directory"
+                )
         for stem, (_, part) in wanted.items():
             if stem not in found:
                 raise HomeError(f"{self._path(part)} ({part.what}): expected a file, there is none. {RESTORE}")
-        for stem, path in found.items():
-            if stem not in wanted:
-                raise HomeError(
-                    f"{path}: unexpected file in a home of {len(contents) - 1} shards. Pass the layers and num_slices "
-                    f"that the home was created with, or use another directory"
-                )
         for place, part in wanted.values():
             self._manifests[place] = self._checked(place, part, len(contents))
         first = next(iter(self._manifests.values()))
@@ -243,10 +247,7 @@ class PersistentTier(DiskTier):
         where = f"{path} ({part.what})"
         manifest = read_manifest(path, part.what)
         if manifest.places != places:
-            raise HomeError(
-                f"{where}: expected one of {places - 1} shards, got one of {manifest.places - 1}. Pass "
-                f"num_slices={manifest.places - 1}, or use another directory"
-            )
+            raise HomeError(f"{where}: expected one of {places} files, got one of {manifest.places}. {RESTORE}")
         if manifest.place != place:
             raise HomeError(f"{where}: expected file {place} of the home, got file {manifest.place}; it was renamed")
         if not (manifest.clean or self._home.recover):
@@ -260,25 +261,29 @@ class PersistentTier(DiskTier):
             raise HomeError(f"{where}: the description of the tensors does not match its checksum. {RESTORE}")
         if got != expected or manifest.contents_bytes != part.nbytes:
             raise HomeError(
-                f"{where}: expected {_difference(expected, got)}. Pass the layers, and num_slices or memory_budget, "
-                f"that the home was created with; or use another directory"
+                f"{where}: expected {_difference(expected, got)}. Pass the layers that the home was created with, or "
+                f"use another directory"
             )
         return manifest
 
     def _path(self, part: Contents) -> Path:
         return self._root / f"{part.stem}{_SUFFIX}"
 
-    def home(self, j: int, nbytes: int) -> Block:
-        """The file of shard ``j``, or of the buffers, whose index is the number of shards."""
-        part = self._contents[j]
+    def weights(self, nbytes: int) -> Block:
+        """The file of the weights, the first of the contents."""
+        return self.file(0, nbytes)
+
+    def file(self, place: int, nbytes: int) -> Block:
+        """The file of the contents with this index."""
+        part = self._contents[place]
         assert part.nbytes == nbytes, f"{part.what}: {nbytes:,} bytes, described as {part.nbytes:,}"
         path = self._path(part)
-        if j not in self._manifests:
+        if place not in self._manifests:
             description = describe(part.lines)
             self._usage.created.append(path)
             reserve(path, file_bytes(nbytes, len(description)), nbytes)
             blank = Manifest(
-                place=j,
+                place=place,
                 places=len(self._contents),
                 clean=False,
                 contents_bytes=nbytes,
@@ -289,7 +294,7 @@ class PersistentTier(DiskTier):
                 contents_digest=bytes(32),
             )
             write_manifest(path, blank, description)
-            self._manifests[j] = blank
+            self._manifests[place] = blank
         return DiskBlock(path, nbytes, self.transfers)
 
     def mark_open(self) -> None:

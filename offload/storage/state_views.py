@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.storage.buffer import on_own_storage
 from offload.storage.contract import bytes_of
 
 __all__ = ["on_own_storages"]
@@ -33,7 +34,6 @@ def on_own_storages(values: Iterable[Any]) -> dict[int, Tensor]:
     for t in tensors:
         if len(types[t.untyped_storage().data_ptr()]) > 1:
             flat = bytes_of(t)
-            # Through NumPy: no operation of torch makes a storage in the middle of another one.
-            flat = memory.setdefault((flat.data_ptr(), flat.numel()), torch.from_numpy(flat.numpy()))
+            flat = memory.setdefault((flat.data_ptr(), flat.numel()), on_own_storage(flat))
             found[id(t)] = flat.view(t.dtype).as_strided(t.shape, t.stride())
     return found

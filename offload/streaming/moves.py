@@ -17,21 +17,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.storage.contract import bytes_of
 from offload.streaming.optimizers import Optimizers
 from offload.streaming.shard import Shard
-from offload.streaming.slices import Slice
+from offload.streaming.stored_gradients import GradientRegion
 from pipe.torch_private import outside_inference_mode, storage_uses
 
-__all__ = ["HomeInUseError", "Move", "NewMemory", "move_homes", "prepare_move"]
+__all__ = ["HomeInUseError", "Move", "NewMemory", "home_in_use", "move_homes", "prepare_move"]
 
 #: A tensor and the memory that it will refer to, with the same values.
 NewMemory = tuple[Tensor, Tensor]
@@ -42,9 +40,9 @@ class HomeInUseError(RuntimeError):
 
     def __init__(self, shards: Sequence[int]) -> None:
         super().__init__(
-            f"shards {[*shards]} cannot move between file and memory: other code holds views of their weights or "
-            f"optimizer states (a state_dict(), a NumPy array, a forward whose backward did not run yet), which would "
-            f"no longer show later values; nothing was moved. Delete them, or move other shards"
+            f"shards {[*shards]} cannot move between file and memory, nor be cut otherwise: other code holds views of "
+            f"their weights or optimizer states (a state_dict(), a NumPy array, a forward whose backward did not run "
+            f"yet), which might no longer show later values; nothing was moved. Delete them, or move other shards"
         )
         #: Their indices.
         self.shards = tuple(shards)
@@ -59,8 +57,7 @@ class Move:
     tier: Tier
     #: The file of a home that moves to memory.
     file: Block | None
-    gradients: Block | None
-    gradient_offsets: dict[Slice, int]
+    gradient_regions: list[GradientRegion]
     #: The tensors that move.
     tensors: list[NewMemory]
     #: What optimizers do for it.
@@ -70,7 +67,7 @@ class Move:
         """Ends the move. Idempotent."""
         shard = self.shard
         shard.home, shard.tier, shard.file = self.home, self.tier, self.file
-        shard.gradients, shard.gradient_offsets = self.gradients, self.gradient_offsets
+        shard.gradient_regions = self.gradient_regions
         for tensor, memory in self.tensors:
             tensor.data = memory
         for commit in self.commits:
@@ -97,10 +94,15 @@ def move_homes(
         return [prepare_move(shard, memory if shard.index in wanted else files, optimizers) for shard in moving]
 
 
+def home_in_use(shard: Shard, optimizers: Optimizers) -> bool:
+    """Whether other code refers to the memory of a shard's weights."""
+    if shard.home is None:
+        return False
+    return storage_uses(shard.home.tensor) > shard.home_uses + sum(optimizers.home_views(shard))
+
+
 def _is_in_use(shard: Shard, optimizers: Optimizers) -> bool:
-    assert shard.home is not None
-    uses = shard.home_uses + sum(optimizers.home_views(shard))
-    return storage_uses(shard.home.tensor) > uses or any(o.states_in_use(shard) for o in optimizers)
+    return home_in_use(shard, optimizers) or any(o.states_in_use(shard) for o in optimizers)
 
 
 def prepare_move(shard: Shard, tier: Tier, optimizers: Optimizers) -> Move:
@@ -114,49 +116,49 @@ def prepare_move(shard: Shard, tier: Tier, optimizers: Optimizers) -> Move:
         home, file = tier.allocate(shard.home.nbytes, f"shard{shard.index}-weights"), shard.home
         file.read_into(home.tensor)
     tensors: list[NewMemory] = [(s.parameter, s.view(home.tensor)) for s in shard.own]
-    gradients, offsets, moved = _moved_gradients(shard, tier)
+    regions, moved = _moved_gradients(shard, tier)
     tensors += moved
     commits = []
     for optimizer in optimizers:
         states, commit = optimizer.prepare_move(shard, tier, home)
         tensors += states
         commits.append(commit)
-    return Move(shard, home, tier, file, gradients, offsets, tensors, commits)
+    return Move(shard, home, tier, file, regions, tensors, commits)
 
 
-def _moved_gradients(shard: Shard, tier: Tier) -> tuple[Block | None, dict[Slice, int], list[NewMemory]]:
-    """Block, offsets and new memory of stored gradients. Those that other code views stay where they are."""
-    block = shard.gradients
-    grads = {s: s.parameter.grad for s in shard.own if s.parameter.grad is not None}
-    stored = {s: g for s, g in grads.items() if block is not None and s in shard.gradient_offsets and _shares(g, block)}
+def _moved_gradients(shard: Shard, tier: Tier) -> tuple[list[GradientRegion], list[NewMemory]]:
+    """Regions and new memory of stored gradients. Those that other code views stay where they are."""
+    own = {id(s.parameter) for s in shard.own}
+    stay: list[GradientRegion] = []
+    moved: list[NewMemory] = []
     if not tier.blocking_io:
-        if block is None or storage_uses(block.tensor) > 1 + len(stored):
-            return block, shard.gradient_offsets, []
-        return None, {}, [(g, _copy_of(block, shard.gradient_offsets[s], g)) for s, g in stored.items()]
-    uses = 1 + len(stored)
+        for region in shard.gradient_regions:
+            if region.in_use():
+                stay.append(region)
+                continue
+            for s in region.stored():
+                if id(s.parameter) in own and (g := s.parameter.grad) is not None:
+                    moved.append((g, _copy_of(region.block, region.offsets[id(s.parameter)], g)))
+        return stay, moved
+    uses: dict[int, int] = {}
+    for region in shard.gradient_regions:
+        stored = region.stored()
+        uses.update((id(s.parameter), 1 + len(stored)) for s in stored)
+    grads = {s: s.parameter.grad for s in shard.own if s.parameter.grad is not None}
     movable = {
         s: g
         for s, g in grads.items()
         if not g.is_sparse
         and (g.stride(), g.dtype, g.device.type) == (s.stride, s.dtype, "cpu")
-        and storage_uses(g) <= (uses if s in stored else 1)
+        and storage_uses(g) <= uses.get(id(s.parameter), 1)
     }
     if not movable:
-        return None, {}, []
-    offsets, end = {}, 0
-    for s in shard.own:
-        if s in movable or s.parameter.requires_grad:
-            offsets[s] = end
-            end += aligned(s.nbytes)
-    new = tier.allocate(end, f"shard{shard.index}-gradients")
+        return [], []
+    placed = [s for s in shard.own if s in movable or s.parameter.requires_grad]
+    new = GradientRegion.allocate(tier, f"shard{shard.index}-gradients", placed)
     for s, g in movable.items():
-        new.write(bytes_of(g), offsets[s])
-    return new, offsets, [(g, replace(s, offset=offsets[s]).view(new.tensor)) for s, g in movable.items()]
-
-
-def _shares(tensor: Tensor, block: Block) -> bool:
-    strided: Any = tensor.layout is torch.strided
-    return bool(strided) and tensor.untyped_storage().data_ptr() == block.tensor.untyped_storage().data_ptr()
+        new.block.write(bytes_of(g), new.offsets[id(s.parameter)])
+    return [new], [(g, new.view(s)) for s, g in movable.items()]
 
 
 def _copy_of(block: Block, offset: int, tensor: Tensor) -> Tensor:

@@ -18,8 +18,7 @@ their gradients are added to the owner's.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,17 +26,16 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.streaming.casts import Casts
-from offload.streaming.materialize import Materializer, Values
-from offload.streaming.slices import Slice, layout
+from offload.streaming.slices import Slice
+from offload.streaming.stored_gradients import GradientRegion
 from pipe.torch_private import outside_inference_mode, set_versions, storage_uses
 
 if TYPE_CHECKING:
     from offload.optim.update import Update
 
-__all__ = ["Shard", "State", "make_shards", "named_parameters"]
+__all__ = ["Shard", "State"]
 
 
 class State(enum.Enum):
@@ -68,9 +66,8 @@ class Shard:
     file: Block | None = None
     #: Whether layers use the home itself instead of a copy in a slot.
     in_place: bool = False
-    gradients: Block | None = None
-    #: Offsets in :attr:`gradients` of the parameters that have space there.
-    gradient_offsets: dict[Slice, int] = field(default_factory=dict)
+    #: The places of stored gradients: one region, more after other cuts.
+    gradient_regions: list[GradientRegion] = field(default_factory=list)
     #: The update to run before the stored bytes may be read or written; None again when it is done.
     pending: Update | None = None
     state: State = State.HOME
@@ -275,82 +272,33 @@ class Shard:
             return s.view(self.home.tensor)
 
     def detach_gradients(self) -> None:
-        """Drops the block of gradients if earlier ones in it are still used, or it only wastes space on frozen ones."""
-        block = self.gradients
-        if block is None:
-            return
-        address = block.tensor.untyped_storage().data_ptr()
-        grads = [s.parameter.grad for s in self.own]
-        stored = sum(g is not None and not g.is_sparse and g.untyped_storage().data_ptr() == address for g in grads)
-        too_large = not stored and not all(s.parameter.requires_grad for s in self.gradient_offsets)
-        if too_large or storage_uses(block.tensor) > 1 + stored:
-            self.gradients, self.gradient_offsets = None, {}
+        """Drops regions whose earlier gradients are still used, or that only waste space: on frozen parameters, or on
+        those of other shards."""
+        regions = self.gradient_regions
+        if not any(region.stored() for region in regions):
+            own = {id(s.parameter) for s in self.own}
+            placed = (s.parameter for region in regions for s in region.slices)
+            fitting = all(p.requires_grad and id(p) in own for p in placed)
+            regions = regions if fitting and len(regions) == 1 else []
+        self.gradient_regions = [region for region in regions if not region.in_use()]
+
+    def gradient_region(self, parameter: nn.Parameter) -> GradientRegion | None:
+        """The region with a place for the gradient of an own parameter, if there is one."""
+        return next((region for region in self.gradient_regions if id(parameter) in region.offsets), None)
 
     def gradient_home(self, s: Slice) -> tuple[Block, int, Tensor]:
-        """Block, offset and view of an own gradient. Makes the block on demand, for all trainable ones."""
-        if s not in self.gradient_offsets:
-            self.gradients, self.gradient_offsets, end = None, {}, 0
-            for own in self.own:
-                if own is s or own.parameter.requires_grad:
-                    self.gradient_offsets[own] = end
-                    end += aligned(own.nbytes)
+        """Block, offset and view of an own gradient. Makes a region on demand, for all trainable ones without place."""
+        region = self.gradient_region(s.parameter)
+        if region is None:
+            placeless = [o for o in self.own if o is s or o.parameter.requires_grad]
+            placeless = [o for o in placeless if self.gradient_region(o.parameter) is None]
             assert self.tier is not None
-            self.gradients = self.tier.allocate(end, f"shard{self.index}-gradients")
-        assert self.gradients is not None
-        offset = self.gradient_offsets[s]
+            region = GradientRegion.allocate(self.tier, f"shard{self.index}-gradients", placeless)
+            self.gradient_regions.append(region)
         with outside_inference_mode():
-            return self.gradients, offset, replace(s, offset=offset).view(self.gradients.tensor)
+            return region.block, region.offsets[id(s.parameter)], region.view(s)
 
     def owner_of(self, position: int) -> tuple[Shard, Slice]:
         """The shard that stores the parameter at ``position`` of :attr:`slices`, and its slice there."""
         borrowed = position - len(self.own)
         return (self, self.own[position]) if borrowed < 0 else self.loans[borrowed]
-
-
-def named_parameters(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of some layers in the order of a block, each once, by its first name."""
-    names = {p: f"{name}.{path}" for name, module in layers for path, p in reversed([*module.named_parameters()])}
-    return [(names[p], p) for p in dict.fromkeys(p for _, module in layers for p in module.parameters())]
-
-
-def make_shards(
-    layers: Sequence[tuple[str, nn.Module]],
-    cuts: Sequence[int],
-    tier: Tier,
-    dtype: torch.dtype | None = None,
-    values: Mapping[Tensor, Values] | None = None,
-) -> list[Shard]:
-    """Groups layers into shards of ``cuts`` layers and moves their parameters to storage, one shard after the other.
-
-    Layers on the meta device are materialized. ``values`` are sources of parameters and buffers, if not the layers
-    themselves. ``dtype`` is that of floating-point parameters in slots; storage keeps the parameter's own.
-    """
-    materializer = Materializer(values)
-    shards: list[Shard] = []
-    stored: dict[nn.Parameter, tuple[Shard, Slice]] = {}
-    first = 0
-    for index, count in enumerate(cuts):
-        part = layers[first : first + count]
-        for name, module in part:
-            materializer.allocate(name, module)
-        shard = Shard(index, first, [module for _, module in part], tier=tier)
-        used = named_parameters(part)
-        new = [(name, p) for name, p in used if p not in stored]
-        shard.own, home_bytes = layout(new)
-        if home_bytes:
-            shard.home = tier.home(index, home_bytes)
-        for s in shard.own:
-            home = shard.home_view(s)
-            if materializer.has_values(s.parameter):
-                home.copy_(s.parameter.detach())
-            s.parameter.data = home
-            if s.parameter.grad is not None:
-                s.parameter.grad = s.parameter.grad.to(home.device)
-            stored[s.parameter] = (shard, s)
-        materializer.fill()
-        borrowed = [(name, p) for name, p in used if stored[p][0] is not shard]
-        shard.loans = [stored[p] for _, p in borrowed]
-        shard.slices, shard.slot_bytes = layout([*new, *borrowed], dtype=dtype)
-        shards.append(shard)
-        first += count
-    return shards

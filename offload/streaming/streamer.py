@@ -56,7 +56,8 @@ class Streamer:
     ) -> None:
         self.shards = shards
         #: Slots that passes use; fewer where fewer shards are loaded.
-        self.slots = self.most_slots = slots
+        self.slots = self.most_slots = min(slots, len(shards))
+        self._wanted_slots = slots
         self._device = device
         self._tier = tier
         self._lanes = lanes
@@ -84,6 +85,13 @@ class Streamer:
         if slots != self.most_slots and not self.slot_pool.shared:
             self.most_slots = slots
             self.homes_moved()
+
+    def recut(self) -> None:
+        """Called when :attr:`shards` are others over the same layers, between passes: slots are made for these."""
+        self._slot_bytes = max((shard.slot_bytes for shard in self.shards), default=0)
+        self.gradient_offload.waiting = None
+        self.most_slots = min(self._wanted_slots, len(self.shards))
+        self.homes_moved()
 
     def allow_free_bytes(self, nbytes: int) -> None:
         """Sets how much freed heap memory the process may keep."""

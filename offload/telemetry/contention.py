@@ -53,6 +53,10 @@ class Contention:
         if rows:
             self._cells.append((group, rows, seconds, overlap))
 
+    def forget_cells(self) -> None:
+        """Forgets the cells so far, whose groups mean others from now on."""
+        self._cells.clear()
+
     def share(self) -> float:
         """Seconds that a cell loses to one second of a busy lane, from 0 to 1."""
         groups: dict[Hashable, list[tuple[float, float]]] = {}

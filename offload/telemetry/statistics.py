@@ -124,6 +124,14 @@ class Meter:
             for clock in (*self.cells.values(), *self._lane_clocks.values()):
                 clock.first_step_ends()
 
+    def forget_shards(self) -> None:
+        """Forgets what was measured of each shard, when there are other ones: the next step counts as the first."""
+        self.cells.clear()
+        self.memory_profiles.clear()
+        self.kept_profiles.clear()
+        self.contention.forget_cells()
+        self._steps = 0
+
     def cell_seconds_per_row(self, kind: str, shard: int, share: float = 0.0) -> float:
         """Predicted seconds of a cell per row; 0 if none was measured.
 

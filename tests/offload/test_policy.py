@@ -111,7 +111,7 @@ def cuts_of(model: OffloadModel) -> list[int]:
 def test_a_memory_makes_a_shard_of_each_large_layer_and_recomputes() -> None:
     model = model_of(memory="64MiB")
     assert cuts_of(model) == [1] * 4
-    assert model._executor._recompute
+    assert model._executor.recompute
     assert limits(model).device_bytes == limits(model).host_bytes == 64 * MIB
     assert cuts_of(OffloadModel(build(["linear", "linear"]), "cpu", memory="64MiB")) == [4]
 
@@ -126,7 +126,7 @@ def test_the_finest_cut_merges_small_neighbours() -> None:
 def test_shards_or_recomputation_without_memory_mean_what_they_do_in_fairscale() -> None:
     model = model_of(6, checkpoint_activation=False)
     assert cuts_of(model) == [2, 2, 2]
-    assert not model._executor._recompute
+    assert not model._executor.recompute
     assert model._memory_limits is None
     assert cuts_of(model_of(2, checkpoint_activation=True)) == [1, 1]
     assert model_of(6, num_slices=2)._memory_limits is None
@@ -136,7 +136,7 @@ def test_without_any_of_these_memory_is_what_the_machine_has_free() -> None:
     model = model_of(6)
     assert model._memory_limits is not None
     assert model._executor.steps.planner is not None
-    assert model._executor._recompute
+    assert model._executor.recompute
 
 
 def test_shards_slots_and_recomputation_that_are_given_stay() -> None:
@@ -146,7 +146,7 @@ def test_shards_slots_and_recomputation_that_are_given_stay() -> None:
     assert model._executor.streamer.slots == 3
     assert (model._policy.boundary_bytes, model._policy.graph_bytes) == (1024, 2048)
     assert OffloadOptimizer(model, torch.optim.SGD, lr=0.1).gradient_bytes == 3072
-    assert not model_of(memory="auto", checkpoint_activation=False)._executor._recompute
+    assert not model_of(memory="auto", checkpoint_activation=False)._executor.recompute
 
 
 def test_a_step_in_a_memory_is_that_of_the_bare_model(home: str) -> None:
@@ -212,7 +212,7 @@ def test_the_default_is_switched_in_one_place(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(offload.memory, "DEFAULT_MEMORY", "auto")
     model = model_of()
     assert cuts_of(model) == [1] * 4
-    assert model._executor._recompute
+    assert model._executor.recompute
     assert model._memory_limits is not None
     with pytest.warns(DeprecationWarning, match="num_slots=2"):
         assert model_of(num_slots=2)._memory_limits is None

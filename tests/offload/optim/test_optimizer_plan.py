@@ -194,8 +194,8 @@ def test_gradients_that_wait_in_memory_are_neither_written_nor_read(tmp_path: Pa
     assert after.bytes_stored - before.bytes_stored == (4 - waiting) * shard_bytes
     # Nothing loads these updates' weights: those are read for the update itself.
     assert after.update_bytes_read - before.update_bytes_read == 4 * 3 * shard_bytes + (4 - waiting) * shard_bytes
-    gradients = [shard.gradients for shard in pair.model._executor.shards]
-    assert [gradient is None for gradient in gradients] == [j < waiting for j in range(4)]
+    regions = [shard.gradient_regions for shard in pair.model._executor.shards]
+    assert [not region for region in regions] == [j < waiting for j in range(4)]
     pair.compare_states()
 
 

@@ -54,6 +54,21 @@ def test_training_continues_in_an_adopted_home_as_if_it_had_never_stopped(tmp_pa
     assert the_same(everything(bare), everything(model))
 
 
+def test_training_continues_in_other_cuts(tmp_path: Path) -> None:
+    bare, folder = layers(), tmp_path / "home"
+    losses = train(bare, range(15))
+    ours: list[float] = []
+    inodes = set()
+    for begin, slices in zip(range(0, 15, 3), (3, 1, 5, 2, 4), strict=True):
+        model = offloaded(layers("cpu" if begin == 0 else "meta"), folder, slices=slices)
+        inodes.add((folder / "weights.home").stat().st_ino)
+        ours += train(model, range(begin, begin + 3))
+        model.close()
+    assert ours == losses
+    assert the_same(everything(bare), everything(model))
+    assert len(inodes) == 1
+
+
 def test_an_adopted_home_is_neither_copied_nor_initialised(
     left: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +101,7 @@ def test_contents_are_read_only_if_they_are_verified(
 
 def test_only_weights_and_buffers_stay(left: tuple[Path, dict[str, Tensor]]) -> None:
     names = {path.name for path in left[0].iterdir()}
-    assert names == {"home.lock", "buffers.home", "shard-00000.home", "shard-00001.home", "shard-00002.home"}
+    assert names == {"home.lock", "buffers.home", "weights.home"}
 
 
 def test_a_copy_and_a_pickle_have_homes_of_their_own(tmp_path: Path) -> None:
@@ -113,7 +128,6 @@ def test_overwriting_is_done_when_asked_for(left: tuple[Path, dict[str, Tensor]]
     model = offloaded(layers(), left[0], slices=2, overwrite=True)
     assert the_same(everything(model), everything(layers()))
     model.close()
-    assert len(list(left[0].glob("shard-*"))) == 2
     assert (left[0] / "notes.txt").read_text() == "mine"
     offloaded(layers("meta"), left[0], slices=2).close()
 
@@ -141,22 +155,22 @@ def test_offload_19_a_stale_or_foreign_file_with_the_right_name_is_never_trusted
 ) -> None:
     """diffusers trusts any file of the right name. Ours: one of another program, of an older moment, or of a twin."""
     folder, _ = left
-    path = folder / "shard-00001.home"
+    path = folder / "buffers.home"
     whole = path.read_bytes()
     path.write_bytes(b"\x01" * len(whole))
-    refused(folder, r"shard-00001.home \(shard 1\): expected a file that ends with a manifest .* another program")
+    refused(folder, r"buffers.home \(buffers\): expected a file that ends with a manifest .* another program")
     path.write_bytes(whole)
     offloaded(layers("meta"), folder).close()  # generation 2, with the same contents
     path.write_bytes(whole)
-    refused(folder, r"shard-00001.home \(shard 1\): expected generation 2 of home .*, got generation 1")
+    refused(folder, r"buffers.home \(buffers\): expected generation 2 of home .*, got generation 1")
     other = offloaded(layers(), tmp_path / "other")
     other.close()
     offloaded(layers("meta"), tmp_path / "other").close()
-    shutil.copy(tmp_path / "other" / "shard-00001.home", path)
-    refused(folder, r"shard-00001.home \(shard 1\): expected generation 2 of home .*, got generation 2 of home")
+    shutil.copy(tmp_path / "other" / "buffers.home", path)
+    refused(folder, r"buffers.home \(buffers\): expected generation 2 of home .*, got generation 2 of home")
 
 
-@pytest.mark.parametrize("name", ["shard-00000", "shard-00002", "buffers"])
+@pytest.mark.parametrize("name", ["weights", "buffers"])
 def test_any_changed_byte_of_contents_description_or_manifest_is_refused(
     left: tuple[Path, dict[str, Tensor]], name: str
 ) -> None:
@@ -193,11 +207,11 @@ def test_a_changed_field_is_refused_even_if_the_manifest_is_consistent(left: tup
     from dataclasses import replace
 
     folder, _ = left
-    path = folder / "shard-00001.home"
-    manifest = read_manifest(path, "shard 1")
+    path = folder / "buffers.home"
+    manifest = read_manifest(path, "buffers")
     for change, match in [
         ({"place": 2}, "expected file 1 of the home, got file 2"),
-        ({"places": 3}, "expected one of 3 shards, got one of 2"),
+        ({"places": 3}, "expected one of 2 files, got one of 3"),
         ({"clean": False}, r"expected a home that was closed.*Load the last checkpoint"),
         ({"generation": 9}, "generation 9"),
         ({"home": b"x" * 16}, f"of home {(b'x' * 4).hex()}"),
@@ -207,38 +221,46 @@ def test_a_changed_field_is_refused_even_if_the_manifest_is_consistent(left: tup
         write_manifest(path, replace(manifest, **change))  # type: ignore[arg-type]
         refused(folder, match)
     write_manifest(path, manifest)
+    of_version(path, 3)
+    refused(folder, "expected format version 2, got 3. Open it with the release that wrote it and save a checkpoint")
+
+
+def of_version(path: Path, version: int) -> None:
     page = bytearray(path.read_bytes())
-    struct.pack_into("<I", page, len(page) - PAGE_BYTES + 8, 2)
+    struct.pack_into("<I", page, len(page) - PAGE_BYTES + 8, version)
     path.write_bytes(page)
-    refused(folder, "expected format version 1, got 2; open it with the release that wrote it")
+
+
+def test_a_home_with_one_file_for_each_shard_of_an_earlier_release_is_refused(
+    left: tuple[Path, dict[str, Tensor]],
+) -> None:
+    folder, _ = left
+    (folder / "weights.home").rename(folder / "shard-00000.home")
+    for path in folder.glob("*.home"):
+        of_version(path, 1)
+    refused(folder, r"shard-00000.home .*expected format version 2, got 1. Open it with the release that wrote it")
+    model = offloaded(layers(), folder, overwrite=True)
+    model.close()
+    assert sorted(path.name for path in folder.glob("*.home")) == ["buffers.home", "weights.home"]
 
 
 @pytest.mark.parametrize("cut", [1, PAGE_BYTES, 2 * PAGE_BYTES])
 def test_a_file_that_is_cut_or_longer_is_refused(left: tuple[Path, dict[str, Tensor]], cut: int) -> None:
-    path = left[0] / "shard-00001.home"
+    path = left[0] / "weights.home"
     whole = path.read_bytes()
     for data in (whole[:-cut], whole[cut:], whole + bytes(cut), whole[:cut] + whole, b""):
         path.write_bytes(data)
-        refused(left[0], r"shard-00001.home \(shard 1\)")
+        refused(left[0], r"weights.home \(weights\)")
     path.unlink()
-    refused(left[0], r"shard-00001.home \(shard 1\): expected a file, there is none")
+    refused(left[0], r"weights.home \(weights\): expected a file, there is none")
 
 
-def test_swapped_shards_are_refused(tmp_path: Path) -> None:
-    """Also if they hold tensors of the same names and shapes; here of the same shapes."""
-    torch.manual_seed(0)
-    model = OffloadModel(
-        [nn.Linear(4, 4), nn.Linear(4, 4)], "cpu", DiskHome(tmp_path, keep=True), checkpoint_activation=False
-    )
-    model.close()
-    first, second = tmp_path / "shard-00000.home", tmp_path / "shard-00001.home"
-    first.rename(tmp_path / "x")
+def test_swapped_files_are_refused(left: tuple[Path, dict[str, Tensor]]) -> None:
+    first, second = left[0] / "weights.home", left[0] / "buffers.home"
+    first.rename(left[0] / "x")
     second.rename(first)
-    (tmp_path / "x").rename(second)
-    with torch.device("meta"):
-        blank = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    with pytest.raises(HomeError, match=r"shard-00000.home \(shard 0\): expected file 0 of the home, got file 1"):
-        OffloadModel(blank, "cpu", DiskHome(tmp_path, keep=True), num_slices=3, checkpoint_activation=False)
+    (left[0] / "x").rename(second)
+    refused(left[0], r"weights.home \(weights\): expected file 0 of the home, got file 1")
 
 
 def test_another_model_is_refused_and_told_the_first_difference(left: tuple[Path, dict[str, Tensor]]) -> None:
@@ -246,13 +268,13 @@ def test_another_model_is_refused_and_told_the_first_difference(left: tuple[Path
     refused(
         folder, r"expected '0.weight float32 \[16, 12\].*', got '0.weight float32 \[12, 12\]", layers("meta", width=16)
     )
-    refused(folder, r"shard 2.*expected '4.weight", layers("meta", tied=False))
+    refused(folder, r"weights.home .*expected '4.weight", layers("meta", tied=False))
     refused(folder, r"float64", layers("meta").double())
-    refused(folder, "expected one of 2 shards, got one of 3. Pass num_slices=3|unexpected file", slices=2)
-    refused(folder, "there is none|expected one of 5 shards", slices=5)
     with torch.device("meta"):
         more = nn.Sequential(*layers("meta"), nn.BatchNorm1d(WIDTH, affine=False))
-    refused(folder, "buffers.home .*expected 10 tensors|buffers", more)
+    refused(folder, "buffers.home .*expected 7 tensors, got 4", more)
+    without = nn.Sequential(nn.Linear(WIDTH, WIDTH, device="meta"))
+    refused(folder, "buffers.home: unexpected file in a home of weights. Pass the layers", without, slices=1)
 
 
 def test_layers_with_values_do_not_silently_lose_to_a_home_nor_win_over_it(
@@ -300,7 +322,7 @@ def test_a_new_home_that_could_not_be_made_leaves_nothing(tmp_path: Path, monkey
     reserve: Callable[[int, int, int], None] = os.posix_fallocate
 
     def full(fd: int, offset: int, nbytes: int) -> None:
-        if next(calls) == 2:
+        if next(calls) == 1:
             raise OSError(28, "No space left on device")
         reserve(fd, offset, nbytes)
 
@@ -351,8 +373,8 @@ class TestKeptTier(TierContract):
         def allocate(nbytes: int, label: str) -> object:
             place = len(made)
             made.append(place)
-            tier._contents.append(Contents(f"shard-{place:05d}", label, nbytes, [f"{label} {nbytes}"]))
-            return tier.home(place, nbytes)
+            tier._contents.append(Contents(f"part-{place}", label, nbytes, [f"{label} {nbytes}"]))
+            return tier.file(place, nbytes)
 
         tier.adopt([], blank=True)
         tier.allocate = allocate  # type: ignore[method-assign, assignment]

@@ -41,7 +41,7 @@ def test_a_home_of_a_process_that_was_killed_between_steps_is_recovered(closes: 
     assert subprocess.run(arguments, timeout=240, check=False).returncode == 1
     with pytest.raises(HomeError, match=r"ended without close\(\).*recover=True"):
         offloaded(layers("meta"), home)
-    with pytest.warns(RuntimeWarning, match=r"the contents of shard 0, shard 1, shard 2, buffers cannot be verified"):
+    with pytest.warns(RuntimeWarning, match=r"the contents of weights, buffers cannot be verified"):
         model = offloaded(layers("meta"), home, recover=True)
     for name, value in torch.load(out, weights_only=True).items():
         assert torch.equal(model.get_parameter(name), value), name
@@ -59,19 +59,19 @@ def never_closed(folder: Path) -> None:
 
 
 def cut_short(folder: Path) -> None:
-    path = folder / "shard-00001.home"
+    path = folder / "weights.home"
     os.truncate(path, path.stat().st_size - 4096)
 
 
 def of_another_home(folder: Path) -> None:
     other = folder.parent / "other"
     never_closed(other)
-    os.replace(other / "shard-00001.home", folder / "shard-00001.home")
+    os.replace(other / "buffers.home", folder / "buffers.home")
 
 
 def of_an_older_generation(folder: Path) -> None:
-    path = folder / "shard-00001.home"
-    manifest = read_manifest(path, "shard 1")
+    path = folder / "buffers.home"
+    manifest = read_manifest(path, "buffers")
     write_manifest(path, type(manifest)(**{**vars(manifest), "generation": manifest.generation + 2}))
 
 
@@ -103,10 +103,10 @@ def test_a_process_that_ended_while_it_opened_a_home_leaves_it_recoverable(tmp_p
     train(model, range(1))
     left = everything(model)
     model.close()
-    path = tmp_path / "shard-00000.home"  # the first manifest that is marked as open when a home is opened
-    manifest = read_manifest(path, "shard 0")
+    path = tmp_path / "weights.home"  # the first manifest that is marked as open when a home is opened
+    manifest = read_manifest(path, "weights")
     write_manifest(path, type(manifest)(**{**vars(manifest), "clean": False, "generation": manifest.generation + 1}))
-    with pytest.warns(RuntimeWarning, match="the contents of shard 0 cannot be verified"):
+    with pytest.warns(RuntimeWarning, match="the contents of weights cannot be verified"):
         model = offloaded(layers("meta"), tmp_path, recover=True)
     assert all(torch.equal(value, left[name]) for name, value in everything(model).items())
     model.close()
@@ -117,7 +117,7 @@ def test_a_home_that_was_closed_is_recovered_without_a_warning_and_verified(tmp_
     model = offloaded(layers(), tmp_path)
     model.close()
     offloaded(layers("meta"), tmp_path, recover=True).close()
-    with (tmp_path / "shard-00000.home").open("r+b") as file:
+    with (tmp_path / "weights.home").open("r+b") as file:
         file.write(b"\xff")
     with pytest.raises(HomeError, match="do not match their checksum"):
         offloaded(layers("meta"), tmp_path, recover=True)

@@ -1,0 +1,67 @@
+"""What an executor makes for its shards: runners, their executor, plans and counts of references."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offload.engine.cell import ShardRunner
+from offload.engine.cell_executor import CellExecutor
+from offload.engine.memory_planner import MemoryPlanner
+from offload.engine.references import References
+from offload.engine.steps import Steps
+from offload.storage import Tier
+from offload.streaming.shard import Shard
+
+if TYPE_CHECKING:
+    from offload.engine.executor import Executor
+
+__all__ = ["ShardParts"]
+
+
+@dataclass(frozen=True)
+class ShardParts:
+    """The parts of an executor that belong to its cuts: they are replaced together."""
+
+    shards: list[Shard]
+    runners: list[ShardRunner]
+    cell_executor: CellExecutor
+    #: Makes plans, and keeps those that ran.
+    steps: Steps
+    references: References
+
+    @classmethod
+    def make(
+        cls, executor: Executor, shards: list[Shard], tier: Tier, before: Sequence[ShardRunner] = ()
+    ) -> ShardParts:
+        """The parts for some shards. ``before``: runners of other shards over the same layers, in order."""
+        device, policy, recompute = executor.device, executor.policy, executor.recompute
+        names = [name for name, _ in executor.layer_homes.layers]
+        runners = [ShardRunner(s, names[s.first : s.first + len(s.layers)], device) for s in shards]
+        for runner in runners:
+            runner.measures_graphs = recompute and bool(policy.graph_bytes)
+            runner.take_over([old for old in before if _overlap(old.shard, runner.shard)])
+        steps = Steps(
+            runners,
+            policy=policy,
+            recompute=recompute,
+            strict=executor.strict,
+            spills=tier.scratch() is not None,
+            on_host=device.type == "cpu",
+        )
+        if executor.planned is not None:
+            steps.planner = MemoryPlanner(*executor.planned, executor)
+        places = [s for layer in executor.layer_homes.places for s in layer]
+        watched = [p for runner in runners for _, p in runner.watched.parameters]
+        return cls(
+            shards,
+            runners,
+            CellExecutor(runners, device=device, meter=executor.meter, param_dtype=executor.layer_homes.dtype),
+            steps,
+            References(shards, [*(s.parameter for s in places), *watched]),
+        )
+
+
+def _overlap(a: Shard, b: Shard) -> bool:
+    return a.first < b.first + len(b.layers) and b.first < a.first + len(a.layers)

@@ -1,0 +1,69 @@
+"""Where stored gradients are: regions, each with places for the gradients of some parameters.
+
+A shard makes one region, on demand, for all that it trains. Cuts into other shards leave stored gradients where they
+are: a shard then has parts of other shards' regions, until their gradients are gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from offload.planning.partition import aligned
+from offload.storage import Block, Tier
+from offload.streaming.slices import Slice
+from pipe.torch_private import storage_uses
+
+if TYPE_CHECKING:
+    from offload.streaming.shard import Shard
+
+__all__ = ["GradientRegion", "regions_of"]
+
+
+@dataclass(eq=False)
+class GradientRegion:
+    """A block, and the offset in it of the gradient of each of some parameters."""
+
+    block: Block
+    #: Of these parameters; the slices of their shards, since all references to parameters are counted.
+    slices: list[Slice]
+    #: By identity of the parameter.
+    offsets: dict[int, int]
+
+    @classmethod
+    def allocate(cls, tier: Tier, label: str, slices: Iterable[Slice]) -> GradientRegion:
+        """A new region for the gradients of these parameters. Raises OSError if the storage is full."""
+        placed, offsets, end = list(slices), {}, 0
+        for s in placed:
+            offsets[id(s.parameter)] = end
+            end += aligned(s.nbytes)
+        return cls(tier.allocate(end, label), placed, offsets)
+
+    def view(self, s: Slice) -> Tensor:
+        """The place of the gradient of a parameter."""
+        return replace(s, offset=self.offsets[id(s.parameter)]).view(self.block.tensor)
+
+    def holds(self, gradient: Tensor | None) -> bool:
+        """Whether a gradient is stored here."""
+        if gradient is None:
+            return False
+        strided: Any = gradient.layout is torch.strided
+        mine = self.block.tensor.untyped_storage().data_ptr()
+        return bool(strided) and gradient.untyped_storage().data_ptr() == mine
+
+    def stored(self) -> list[Slice]:
+        """The parameters whose gradients are stored here, of whichever shard."""
+        return [s for s in self.slices if self.holds(s.parameter.grad)]
+
+    def in_use(self) -> bool:
+        """Whether other code refers to its memory: a gradient from before, which was not freed."""
+        return storage_uses(self.block.tensor) > 1 + len(self.stored())
+
+
+def regions_of(shards: Iterable[Shard]) -> Iterator[GradientRegion]:
+    """The regions of some shards, each once."""
+    return iter(dict.fromkeys(region for shard in shards for region in shard.gradient_regions))
