@@ -80,13 +80,15 @@ class OffloadModel(LoadingModule):
         memory_budget, num_slots, boundary_bytes, activation_bytes, graph_bytes: deprecated; fields of ``memory``.
         param_dtype: floating-point type in which layers compute, such as ``torch.bfloat16``: slots hold parameters in
             it and floating-point inputs are cast to it, while homes keep the parameters as they are (fp32 masters) and
-            gradients are summed in the home's type. Buffers stay as they are.
+            gradients are summed in the home's type. Buffers stay as they are. Parameters outside of ``blocks`` are cast
+            in each forward.
         blocks: for a model that is called by its own forward: the name of the ``nn.ModuleList`` or ``nn.Sequential`` of
             its blocks, names in the order of calls, or a class of blocks. Each block is a shard; parameters outside of
             them stay on the compute device. None: the layers of a Sequential or list; else the longest list of modules
             of one class, with a warning that names it.
         pretrained: a safetensors file, an index of several or the directory of one, or a :class:`~offload.Pretrained`:
-            parameters and buffers are read from there straight into their homes, without being initialised first.
+            parameters and buffers are read from there straight into their homes, without being initialised first. See
+            :meth:`from_pretrained`.
         detect_weight_writes: for debugging. A layer may write its own parameters while it runs (an initialisation from
             data, a renormalisation). In-place writes are always detected; writes through ``.data`` are found by
             comparing bytes after the first two forwards of each mode, and always in layers that did so before. If
@@ -130,7 +132,7 @@ class OffloadModel(LoadingModule):
         _cuts: list[int] | None = None,
     ) -> None:
         self._adopt(model)
-        choices: dict[str, Any] = {"pretrained": pretrained, "param_dtype": param_dtype}
+        choices: dict[str, Any] = {"param_dtype": param_dtype}
         in_policy = memory.activation_bytes if isinstance(memory, MemoryPolicy) else None
         choices["activation_bytes"] = in_policy if activation_bytes is None else activation_bytes
         named = self._layers_of(model, blocks, **choices)
