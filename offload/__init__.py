@@ -4,6 +4,7 @@ from offload.embedding.bag import OffloadEmbeddingBag
 from offload.embedding.rowwise import RowWiseAdagrad
 from offload.engine.tape import Tape
 from offload.files.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from offload.files.empty_weights import init_empty_weights
 from offload.files.pretrained import Pretrained, load_pretrained
 from offload.model import OffloadModel
 from offload.optim import OffloadOptimizer
@@ -25,6 +26,7 @@ __all__ = [
     "RowWiseAdagrad",
     "Statistics",
     "Tape",
+    "init_empty_weights",
     "load_checkpoint",
     "load_pretrained",
     "save_checkpoint",

@@ -28,11 +28,11 @@ from offload.engine.regroup import RegroupedTape, by_chunk, join_chunks, rows_to
 from offload.engine.tape import Tape
 from offload.files.pretrained import Pretrained, tensors_of
 from offload.limits import MemoryLimits
+from offload.loading import LoadingModule
 from offload.memory import layout_of, limits_for, memory_of
 from offload.optim.access import OptimizerAccess
 from offload.persistence import PersistentHome
 from offload.policy import MemoryPolicy
-from offload.reports import ReportingModule
 from offload.storage import DiskHome, is_directory, open_tier
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import open_lanes
@@ -47,7 +47,7 @@ from pipe.torch_private import outside_of_compiled_graphs
 __all__ = ["OffloadModel"]
 
 
-class OffloadModel(ReportingModule):
+class OffloadModel(LoadingModule):
     """A model that trains on a device whose memory cannot hold it: an ``nn.Sequential``, or any with a list of blocks.
 
     The layers are cut into shards. Shards are stored in host memory or in files, and are loaded to the compute device
@@ -80,13 +80,15 @@ class OffloadModel(ReportingModule):
         memory_budget, num_slots, boundary_bytes, activation_bytes, graph_bytes: deprecated; fields of ``memory``.
         param_dtype: floating-point type in which layers compute, such as ``torch.bfloat16``: slots hold parameters in
             it and floating-point inputs are cast to it, while homes keep the parameters as they are (fp32 masters) and
-            gradients are summed in the home's type. Buffers stay as they are.
+            gradients are summed in the home's type. Buffers stay as they are. Parameters outside of ``blocks`` are cast
+            in each forward.
         blocks: for a model that is called by its own forward: the name of the ``nn.ModuleList`` or ``nn.Sequential`` of
             its blocks, names in the order of calls, or a class of blocks. Each block is a shard; parameters outside of
             them stay on the compute device. None: the layers of a Sequential or list; else the longest list of modules
             of one class, with a warning that names it.
         pretrained: a safetensors file, an index of several or the directory of one, or a :class:`~offload.Pretrained`:
-            parameters and buffers are read from there straight into their homes, without being initialised first.
+            parameters and buffers are read from there straight into their homes, without being initialised first. See
+            :meth:`from_pretrained`.
         detect_weight_writes: for debugging. A layer may write its own parameters while it runs (an initialisation from
             data, a renormalisation). In-place writes are always detected; writes through ``.data`` are found by
             comparing bytes after the first two forwards of each mode, and always in layers that did so before. If
@@ -130,10 +132,9 @@ class OffloadModel(ReportingModule):
         _cuts: list[int] | None = None,
     ) -> None:
         self._adopt(model)
-        choices: dict[str, Any] = {"pretrained": pretrained, "param_dtype": param_dtype}
+        choices: dict[str, Any] = {"param_dtype": param_dtype}
         in_policy = memory.activation_bytes if isinstance(memory, MemoryPolicy) else None
         choices["activation_bytes"] = in_policy if activation_bytes is None else activation_bytes
-        choices["offload_device"] = offload_device
         named = self._layers_of(model, blocks, **choices)
         parameters = [(f"{k}.{path}", p) for k, layer in named.items() for path, p in layer.named_parameters()]
         check_dense(parameters)
@@ -163,7 +164,8 @@ class OffloadModel(ReportingModule):
             on_disk=is_directory(offload_device),
             param_dtype=param_dtype,
         )
-        stored = {} if pretrained is None else Pretrained.at(pretrained).match(tensors_of(named))[0]
+        owners = self._owners(model, named)
+        stored = {} if pretrained is None else Pretrained.at(pretrained).match(tensors_of(owners))[0]
         self._arguments = {
             "device": self.device,
             "offload_device": offload_device.for_a_copy() if isinstance(offload_device, DiskHome) else offload_device,
@@ -185,8 +187,8 @@ class OffloadModel(ReportingModule):
             #: What the planner may use; None where only the deprecated keywords, or none, were given.
             self._memory_limits = limits_for(resources, layout, needs, self.device, self._meter)
             undo.callback(_release, self._memory_limits)
-            self._persistent_home = PersistentHome(self._tier, named, stored)
-            undo.callback(Rollback(layers, self._persistent_home.values).restore)
+            self._persistent_home = PersistentHome(self._tier, named, stored, self._around)
+            undo.callback(Rollback(owners.values(), self._persistent_home.values).restore)
             # A copy that changes the type is converted on the host, which must not block this thread.
             lanes = open_lanes(self.device, blocking_io=self._tier.blocking_io or param_dtype is not None)
             undo.callback(lanes.close)
@@ -203,7 +205,7 @@ class OffloadModel(ReportingModule):
                 recompute=recompute,
                 param_dtype=param_dtype,
             )
-            self._join(self._executor, named, undo.callback)
+            self._join(self._executor, named, self._persistent_home.values, undo.callback)
             for runner in self._executor.runners:
                 runner.compares_always = detect_weight_writes
             # Of the executor, which tapes refer to: a backward still runs after the model is collected.

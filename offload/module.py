@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar, overload
 
 import torch
@@ -23,6 +24,7 @@ from offload.engine.executor import Executor
 from offload.engine.structure import Structure
 from offload.storage import Tier
 from offload.storage.state_views import on_own_storages
+from offload.streaming.materialize import Values
 
 __all__ = ["ModuleAtHome"]
 
@@ -37,6 +39,8 @@ class ModuleAtHome(nn.Module):
 
     _executor: Executor
     _tier: Tier
+    #: Names and modules that do not stream: those outside of the blocks, each without its children.
+    _around: Mapping[str, nn.Module] = MappingProxyType({})
     #: Arguments of the constructor besides the layers.
     _arguments: dict[str, Any]
 
@@ -50,8 +54,21 @@ class ModuleAtHome(nn.Module):
         """Names and modules of the layers that stream; refuses ``choices`` that they do not support."""
         return layers_of(model)
 
-    def _join(self, executor: Executor, named: dict[str, nn.Module], undo: Callable[..., Any]) -> None:
-        """Connects the module with the executor of its layers; ``undo`` gets what is to be called after a failure."""
+    def _owners(self, model: Any, named: dict[str, nn.Module]) -> dict[str, nn.Module]:
+        """Modules whose parameters and buffers, with these names before, are those of the model's ``state_dict``."""
+        return named
+
+    def _join(
+        self,
+        executor: Executor,
+        named: dict[str, nn.Module],
+        values: Mapping[Tensor, Values],
+        undo: Callable[..., Any],
+    ) -> None:
+        """Connects the module with the executor of its layers; ``undo`` gets what is to be called after a failure.
+
+        ``values``: sources of parameters and buffers.
+        """
         # Children under the bare model's names, as in state_dict(). A layer may have the name of a method.
         self._modules.update(named)
         executor.structure = Structure(self._modules)

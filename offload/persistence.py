@@ -1,8 +1,9 @@
 """A ``DiskHome(keep=True)`` of a model: describes its contents by names, dtypes and shapes, and stores the buffers.
 
-Parameters are in the files of a home all the time. Buffers are on the compute device as long as the model lives, so
-they are written when it is closed, and read when its home is adopted. All of them are kept, also those that are not
-in a ``state_dict``: a model that adopts a home equals the one that was closed.
+Parameters are in the files of a home all the time. Buffers, and parameters outside of blocks, are on the compute
+device as long as the model lives, so they are written when it is made and closed, and read when its home is adopted.
+All buffers are kept, also those that are not in a ``state_dict``: a model that adopts a home equals the one that was
+closed.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ __all__ = ["PersistentHome"]
 
 @dataclass(frozen=True)
 class _Stored:
-    """Values of an adopted home. Those of a parameter are in place; those of a buffer are read."""
+    """Values of an adopted home. Those of a parameter in a shard are in place; those on the compute device are read."""
 
     block: Block | None = None
     offset: int = 0
 
     def read_into(self, destination: Tensor) -> None:
-        """Reads a buffer."""
+        """Reads what is on the compute device."""
         if self.block is not None and destination.numel():
             dense = torch.empty_like(destination, device="cpu", memory_format=torch.contiguous_format)
             self.block.read_into(bytes_of(dense), self.offset)
@@ -43,38 +44,54 @@ class PersistentHome:
     """Stores a model's buffers in its tier, and adopts an existing home; does nothing if the home is not kept.
 
     ``layers``: name and module of each. ``values``: sources of parameters and buffers that are not read from the home.
+    ``around``: modules outside of the layers, each without its children.
     Raises HomeError if a home cannot be used; the layers are as they were.
     """
 
-    def __init__(self, tier: Tier, layers: Mapping[str, nn.Module], values: Mapping[Tensor, Values]) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        layers: Mapping[str, nn.Module],
+        values: Mapping[Tensor, Values],
+        around: Mapping[str, nn.Module],
+    ) -> None:
         self._tier = tier if isinstance(tier, PersistentTier) else None
         self._layers = dict(layers)
+        self._around = around
         #: Sources of parameters and buffers.
         self.values: dict[Tensor, Values] = dict(values)
         self._block: Block | None = None
-        #: Offset, name and bytes of each buffer.
+        self._adopted = False
+        #: Offset, name and bytes of each tensor that is not in a shard.
         self._places: list[tuple[int, tuple[str, int]]] = []
         if self._tier is None:
             return
         parameters = [p for layer in layers.values() for p in layer.parameters()]
         lines, end = [], 0
-        for name, buffer in self._buffers():
+        for name, buffer in self._on_device():
             lines.append(f"{name} {_kind(buffer)} {list(buffer.shape)} at {end}")
             self._places.append((end, (name, _nbytes(buffer))))
             end += aligned(_nbytes(buffer))
-        contents = [_weights(layers), Contents("buffers", "buffers", end, lines)]
-        adopted = self._tier.adopt(contents, blank=not values and all(p.is_meta for p in parameters))
+        what = "parameters and buffers outside of the blocks" if around else "buffers"
+        contents = [_weights(layers), Contents("buffers", what, end, lines)]
+        outside = [p for module in around.values() for p in module._parameters.values() if p is not None]
+        blank = not values and all(p.is_meta for p in (*parameters, *outside))
+        self._adopted = self._tier.adopt(contents, blank=blank)
         if end:
             self._block = self._tier.file(1, end)
-        if adopted:
+        if self._adopted:
             self.values.update(dict.fromkeys(parameters, _Stored()))
-            for (_, buffer), (offset, _) in zip(self._buffers(), self._places, strict=True):
-                self.values[buffer] = _Stored(self._block, offset)
+            for (_, tensor), (offset, _) in zip(self._on_device(), self._places, strict=True):
+                self.values[tensor] = _Stored(self._block, offset)
 
-    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+    def _on_device(self) -> Iterator[tuple[str, Tensor]]:
         for name, layer in self._layers.items():
             for path, buffer in layer.named_buffers(remove_duplicate=False):
                 yield f"{name}.{path}", buffer
+        for path, module in self._around.items():
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    yield f"{path}.{key}".lstrip("."), tensor
 
     @property
     def keeps(self) -> bool:
@@ -84,6 +101,8 @@ class PersistentHome:
     def begin(self) -> None:
         """Called when the model is made."""
         if self._tier is not None:
+            if not self._adopted:
+                self._write()
             self._tier.mark_open()
 
     def close(self) -> None:
@@ -92,21 +111,23 @@ class PersistentHome:
         Raises ValueError if a buffer has another size than when the model was made, OSError if the home cannot be
         written.
         """
-        if self._tier is None:
-            return
-        current, expected = [(name, _nbytes(b)) for name, b in self._buffers()], [sizes for _, sizes in self._places]
+        if self._tier is not None:
+            self._write()
+            self._tier.write_manifests()
+
+    def _write(self) -> None:
+        current, expected = [(name, _nbytes(b)) for name, b in self._on_device()], [sizes for _, sizes in self._places]
         if current != expected:
             raise ValueError(
                 f"expected the buffers that the model was made with, got others: "
                 f"{sorted({*current} ^ {*expected})}. A kept home holds buffers "
                 f"of a fixed size; save a checkpoint instead"
             )
-        for (_, buffer), (offset, _) in zip(self._buffers(), self._places, strict=True):
+        for (_, buffer), (offset, _) in zip(self._on_device(), self._places, strict=True):
             if buffer.numel():
                 assert self._block is not None
                 dense = buffer.detach().cpu().resolve_conj().resolve_neg().contiguous()
                 self._block.write(bytes_of(dense), offset)
-        self._tier.write_manifests()
 
 
 def _weights(layers: Mapping[str, nn.Module]) -> Contents:

@@ -63,6 +63,7 @@ ORDERS = {
         "module",
         "slot_sharing",
         "reports",
+        "loading",
         "blocks",
         "model",
         "embedding",

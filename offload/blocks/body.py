@@ -27,7 +27,8 @@ class Body(nn.Module):
     ``call``: whether its argument is one (args, kwargs) pair.
     """
 
-    __slots__ = ("_pair", "_run")
+    #: ``reset_parameters`` is there if the block has it: for a block on the meta device.
+    __slots__ = ("_pair", "_run", "reset_parameters")
 
     def __init__(self, block: nn.Module, *, pair: bool) -> None:
         own = vars(block).get("forward")
@@ -36,6 +37,9 @@ class Body(nn.Module):
         # Not the bound method: a block would refer to itself.
         function, this = type(block).forward, weakref.ref(block)
         object.__setattr__(self, "_run", own or (lambda *args, **kwargs: function(this(), *args, **kwargs)))
+        reset = getattr(type(block), "reset_parameters", None)
+        if reset is not None:
+            object.__setattr__(self, "reset_parameters", lambda: reset(this()))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward of the block."""

@@ -10,14 +10,16 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from offload.blocks.body import Body, StreamedForward
-from offload.blocks.find import Blocks, find_blocks, parameters_outside
+from offload.blocks.find import Blocks, find_blocks, modules_outside, parameters_outside
+from offload.blocks.outside import OutsideCasts, place_outside
 from offload.engine.autograd import attach
 from offload.engine.block_forwards import tensors_of_call
 from offload.engine.executor import Executor
@@ -25,7 +27,7 @@ from offload.engine.raw_chunk import as_call
 from offload.engine.structure import Structure
 from offload.engine.tape import Tape
 from offload.reports import ReportingModule
-from offload.storage import DiskHome
+from offload.streaming.materialize import Values
 from pipe.interception import offered
 from pipe.microbatch import gather_nested, split_nested
 from pipe.nested import map_tensors
@@ -36,14 +38,6 @@ __all__ = ["ModelWithBlocks", "class_for"]
 
 #: Methods of a container of layers, which other models do not have.
 _OF_CONTAINERS = ("__len__", "__iter__", "__getitem__")
-
-
-#: Arguments that need layers called one after the other, and what to use instead.
-_UNSUPPORTED = {
-    "pretrained": "load_pretrained, or a model that has its weights",
-    "param_dtype": "torch.autocast",
-    "activation_bytes": "larger chunks",
-}
 
 
 def class_for(base: type[nn.Module], model: Any, blocks: Any) -> type[nn.Module]:
@@ -65,6 +59,8 @@ def class_for(base: type[nn.Module], model: Any, blocks: Any) -> type[nn.Module]
     members: dict[str, Any] = {name: getattr(kind, name, None) for name in _OF_CONTAINERS}
     if members["__len__"] is None:
         members["__bool__"] = _true
+    makers: Any = (kind, base)  # that of the model, whose class has it
+    members["from_pretrained"] = next(each.from_pretrained for each in makers if hasattr(each, "from_pretrained"))
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     bases = (ModelWithBlocks, base, kind)
     meta: Any = type(kind)
@@ -82,6 +78,8 @@ class ModelWithBlocks(ReportingModule):
     #: The class of the model.
     _kind: type[nn.Module]
     _blocks: dict[str, nn.Module]
+    #: The parameters outside of the blocks in the type of ``param_dtype``, if that is given.
+    _casts: OutsideCasts | None
     _blocks_argument: Blocks
     _forwards: list[StreamedForward]
     _num_microbatches: int
@@ -109,51 +107,35 @@ class ModelWithBlocks(ReportingModule):
         self.__dict__["_of_model"] = frozenset(vars(model))
 
     def _layers_of(self, model: nn.Module, blocks: Blocks | None, **choices: Any) -> dict[str, nn.Module]:
-        for name, advice in _UNSUPPORTED.items():
-            if choices[name] is not None:
-                raise ValueError(f"expected {name}=None with blocks, got {name}={choices[name]!r}; use {advice}")
-        if isinstance(choices["offload_device"], DiskHome) and choices["offload_device"].keep:
+        if choices["activation_bytes"] is not None:
             raise ValueError(
-                "expected DiskHome(keep=False) with blocks, got keep=True: a kept home would not hold the parameters "
-                "outside of the blocks; use save_checkpoint and load_checkpoint"
+                f"expected activation_bytes=None with blocks, got activation_bytes={choices['activation_bytes']!r}; "
+                f"use larger chunks"
             )
         found = find_blocks(model, blocks)
-        outside = parameters_outside(model, found)
-        meta = next((name for name, p in outside.items() if p.is_meta), None)
-        if meta is not None:
-            raise ValueError(f"parameter {meta} outside of the blocks is on the meta device; give it values first")
-        self.__dict__["_blocks"] = found
+        parameters_outside(model, found)
+        self.__dict__["_blocks"], self.__dict__["_around"] = found, modules_outside(model, found)
+        dtype = choices["param_dtype"]
+        self.__dict__["_casts"] = None if dtype is None else OutsideCasts(self._around, dtype)
         names = list(found)
         lists = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
         self.__dict__["_blocks_argument"] = lists if blocks is None else blocks
         return {name: Body(block, pair=k > 0) for k, (name, block) in enumerate(found.items())}
 
-    def _join(self, executor: Executor, named: dict[str, nn.Module], undo: Callable[..., Any]) -> None:
+    def _owners(self, model: nn.Module, named: dict[str, nn.Module]) -> dict[str, nn.Module]:
+        return {"": model}
+
+    def _join(
+        self,
+        executor: Executor,
+        named: dict[str, nn.Module],
+        values: Mapping[Tensor, Values],
+        undo: Callable[..., Any],
+    ) -> None:
         """Moves what is outside of the blocks to the compute device, and lets the executor run the blocks' calls."""
-        inside = {m for block in self._blocks.values() for m in block.modules()}
-        with_buffers = [m for m in nn.Module.modules(self) if m not in inside]
-        outside = parameters_outside(self, self._blocks)
-        before = [(p, p.data, p.grad) for p in outside.values()]
-        buffers = [(m, dict(m._buffers)) for m in with_buffers]
-
-        def restore() -> None:
-            for p, data, grad in before:
-                p.grad = None
-                p.data, p.grad = data, grad
-            for module, values in buffers:
-                module._buffers.update(values)
-
-        undo(restore)
-        for p in outside.values():
-            grad, p.grad = p.grad, None
-            p.data = p.data.to(self.device)
-            p.grad = None if grad is None else grad.to(self.device)
-        for module in with_buffers:
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[key] = buffer.to(self.device)
-        executor.outside, executor.blocks = list(outside.values()), list(self._blocks)
-        executor.around = [weakref.ref(module) for module in with_buffers]
+        place_outside(self._around, self.device, values)
+        executor.outside, executor.blocks = list(parameters_outside(self, self._blocks).values()), list(self._blocks)
+        executor.around = [weakref.ref(module) for module in modules_outside(self, self._blocks).values()]
         forwards: list[StreamedForward] = []
 
         def remove() -> None:
@@ -175,6 +157,10 @@ class ModelWithBlocks(ReportingModule):
 
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_model()
+        with nullcontext() if self._casts is None else self._casts:
+            return self._run_checked(inputs, kwargs)
+
+    def _run_checked(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._brought((inputs, self._without_cache(kwargs)))
         if self._num_microbatches == 1:
             answered = offered(self, [call])
@@ -221,7 +207,8 @@ class ModelWithBlocks(ReportingModule):
             output = self._forward_on(self._brought((args, self._without_cache(kwargs))))
             return output if output_fn is None else output_fn(output)
 
-        tape, outputs = self._executor.run_many(forward, chunks)
+        with nullcontext() if self._casts is None else self._casts:
+            tape, outputs = self._executor.run_many(forward, chunks)
         return outputs, tape
 
     def activation_bytes(self, chunk: Any, *, output_fn: Callable[[Any], Any] | None = None) -> int:
@@ -232,10 +219,10 @@ class ModelWithBlocks(ReportingModule):
         )
 
     def _brought(self, value: Any) -> Any:
-        """A value whose tensors are on the compute device."""
-        if all(x.device == self.device for x in tensors_of_call(value)):
-            return value
-        return map_tensors(lambda x: x.to(self.device), value)
+        """A value whose tensors are on the compute device, and in the type that the model computes in."""
+        if not all(x.device == self.device for x in tensors_of_call(value)):
+            value = map_tensors(lambda x: x.to(self.device), value)
+        return value if self._casts is None else map_tensors(self._casts.cast, value)
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """A recomputation would write into a cache of keys and values again: none is made unless it is asked for."""
@@ -248,9 +235,9 @@ class ModelWithBlocks(ReportingModule):
         return "use_cache" in inspect.signature(self._kind.forward).parameters
 
     def _check_model(self) -> None:
-        structure = self._executor.structure
-        if structure is not None:
-            structure.check()
+        if self._casts is not None:
+            self._casts.end()  # an interrupt may have left casts in place
+        self._executor.check_structure()
         if torch.is_grad_enabled():
             if saved_tensor_hooks() is not None and lasting_hooks() is None:
                 raise RuntimeError(

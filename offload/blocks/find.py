@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
-__all__ = ["Blocks", "find_blocks", "parameters_outside"]
+__all__ = ["Blocks", "find_blocks", "modules_outside", "parameters_outside"]
 
 #: A name of a list of blocks, names in the order of calls, or a class of blocks.
 Blocks = str | Sequence[str] | type[nn.Module]
@@ -127,9 +127,8 @@ def parameters_outside(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dic
     Raises ValueError if one of them is a parameter of a block as well: it would have two homes.
     """
     within = {p: f"{name}.{path}" for name, block in blocks.items() for path, p in block.named_parameters()}
-    inside = {id(m) for block in blocks.values() for m in block.modules()}
     outside: dict[nn.Parameter, str] = {}
-    for path, module in _modules_outside(model, inside):
+    for path, module in modules_outside(model, blocks).items():
         for key, p in module._parameters.items():
             if p is None:
                 continue
@@ -143,6 +142,7 @@ def parameters_outside(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dic
     return {name: p for p, name in outside.items()}
 
 
-def _modules_outside(model: nn.Module, inside: Iterable[int]) -> Iterator[tuple[str, nn.Module]]:
-    inside = set(inside)
-    yield from ((path, module) for path, module in nn.Module.named_modules(model) if id(module) not in inside)
+def modules_outside(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The modules of a model outside of its blocks by their names, the model itself first."""
+    inside = {id(m) for block in blocks.values() for m in block.modules()}
+    return {path: module for path, module in nn.Module.named_modules(model) if id(module) not in inside}

@@ -136,6 +136,12 @@ class Executor(BlockForwards):
             known.update(p for p in node.parameters if p in known)
         return self._references.held_elsewhere(known, views)
 
+    def check_structure(self) -> None:
+        """Refuses layers and parameters that were replaced; from now on the present modules and buffers are watched."""
+        if self.structure is not None and self.structure.check():
+            for runner in self.runners:
+                runner.watch()
+
     # --- forward ------------------------------------------------------------------------------------------------
 
     def tape(self, chunks: Sequence[Any], output_fns: Sequence[OutputFn | None] = ()) -> Tape:
@@ -144,9 +150,8 @@ class Executor(BlockForwards):
         inputs = [flatten(chunk)[0] for chunk in chunks]
         tensors = [x for leaves in inputs for x in leaves if isinstance(x, Tensor)]
         check_inputs(inputs)
-        if self.structure is not None and self.structure.check():
-            for runner in self.runners:
-                runner.watch()
+        if not self.blocks:  # else before the forward, which may run with casts of parameters
+            self.check_structure()
         first = 0 if any(x.requires_grad for x in tensors) else self.first_trainable()
         rows = [largest_rows(leaves) for leaves in inputs]
         records = torch.is_grad_enabled() and (first < len(self.shards) or self.trains_outside)

@@ -68,8 +68,9 @@ class DiskHome(os.PathLike[str]):
         recover: with ``keep``, accept also a home whose model ended without ``close()``, with a warning. Files, sizes,
             tensors, offsets and generations are verified as always. Contents are not, since ``close()`` computes their
             checksums: weights are those of the last update, and shards may belong to different steps if the process
-            ended during one; buffers are those of the last ``close()``, or zeros. It is also unknown whether a home
-            that was never closed was ever complete, and whether all writes reached the disk if the system crashed.
+            ended during one; buffers, and parameters outside of blocks, are those of the last ``close()``, or those
+            that the model was made with. It is also unknown whether a home that was never closed was ever complete, and
+            whether all writes reached the disk if the system crashed.
         verify: compare the contents with their checksums when a home is opened, which reads all of it once. Manifests,
             sizes, tensors and generations are always verified.
         direct: whether files are read and written without the page cache. None: whichever is faster, which depends on
@@ -220,7 +221,8 @@ class PersistentTier(DiskTier):
             warnings.warn(
                 f"recovering the home in {str(self._root)!r}, whose model ended without close(): the contents of "
                 f"{', '.join(partial)} cannot be verified. Shards may be of different steps, and buffers are those of "
-                f"the last close(); compare with a checkpoint or an evaluation before you continue",
+                f"the last close(), with parameters outside of blocks; compare with a checkpoint or an evaluation "
+                f"before you continue",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -47,16 +47,20 @@ class Materializer:
     def allocate(self, name: str, layer: nn.Module) -> None:
         """Replaces a layer's meta tensors. Raises ValueError if a module lacks sources and ``reset_parameters``."""
         for path, module in layer.named_modules():
-            if self._replace(module):
-                if not callable(getattr(module, "reset_parameters", None)):
-                    raise ValueError(
-                        f"{type(module).__name__} {'.'.join(filter(None, (name, path)))!r} is on the meta device and "
-                        f"has no reset_parameters() to initialise itself; add one, supply all its parameters and "
-                        f"buffers by pretrained, or build the layer on the CPU"
-                    )
-                self._uninitialised.append(module)
-        tensors = (*layer.parameters(), *layer.buffers())
-        self._unread += [tensor for tensor in tensors if tensor in self._stored and tensor not in self._read]
+            self.allocate_module(".".join(filter(None, (name, path))), module)
+
+    def allocate_module(self, path: str, module: nn.Module) -> None:
+        """The same for a module without its children."""
+        if self._replace(module):
+            if not callable(getattr(module, "reset_parameters", None)):
+                raise ValueError(
+                    f"{type(module).__name__} {path!r} is on the meta device and has no reset_parameters() to "
+                    f"initialise itself; add one, supply all its parameters and buffers by pretrained, build it on the "
+                    f"CPU, or build the model under init_empty_weights(), where buffers have values"
+                )
+            self._uninitialised.append(module)
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        self._unread += [t for t in tensors if t is not None and t in self._stored and t not in self._read]
 
     def has_values(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter's current values are to be copied to storage."""

@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from gradcache import GradCache
-from offload import DiskHome, MemoryPolicy, OffloadModel
+from offload import MemoryPolicy, OffloadModel
 from pipe import Pipe
 from tests.offload.blocks.towers import WIDTH, Block, assert_equal, close, loss_of, make, words
 
@@ -277,11 +277,6 @@ def test_a_result_that_is_one_number_is_refused_with_micro_batches() -> None:
         model(torch.ones(4, WIDTH))
     model._num_microbatches = 1
     model(torch.ones(4, WIDTH)).backward()
-
-
-def test_a_home_that_is_kept_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep=False"):
-        wrap(make(), DiskHome(tmp_path, keep=True))
 
 
 def test_it_is_closed() -> None:

@@ -368,3 +368,78 @@ def test_the_trainer_trains_it_as_the_plain_model(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
     for p, q in zip(bare.parameters(), model.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+# --- from files -------------------------------------------------------------------------------------------------------
+
+
+def loaded(path: Path, blocks: str, **more: Any) -> Any:
+    return OffloadModel.from_pretrained(path, "cpu", path / "home", blocks=blocks, checkpoint_activation=True, **more)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_decoder_of_files_is_what_from_pretrained_of_transformers_returns(tied: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = tf.Qwen3Config(**DECODER, head_dim=16, tie_word_embeddings=tied)
+    tf.Qwen3ForCausalLM(config).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    bare, model = tf.Qwen3ForCausalLM.from_pretrained(tmp_path), loaded(tmp_path, "model.layers")
+    assert isinstance(model, tf.Qwen3ForCausalLM)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert model.training == bare.training
+    assert model.generation_config.to_dict() == bare.generation_config.to_dict()
+    assert torch.equal(model.model.rotary_emb.inv_freq, bare.model.rotary_emb.inv_freq)
+    for k in range(2):
+        for each in (bare, model):
+            each(**text(k), labels=text(k)["input_ids"]).loss.backward()
+        assert_equal(bare, model)
+    made = bare.generate(**text(0), max_new_tokens=3, do_sample=False)
+    assert torch.equal(made, model.generate(**text(0), max_new_tokens=3, do_sample=False))
+
+
+@pytest.mark.parametrize("headed", [True, False])
+def test_names_of_transformers_are_mapped_between_a_base_model_and_one_with_a_head(
+    headed: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    config = tf.Qwen3Config(**DECODER, head_dim=16, tie_word_embeddings=True)
+    (tf.Qwen3ForCausalLM if headed else tf.Qwen3Model)(config).save_pretrained(tmp_path)
+    target, blocks = (tf.AutoModel, "layers") if headed else (tf.AutoModelForCausalLM, "model.layers")
+    bare, model = target.from_pretrained(tmp_path), loaded(tmp_path, blocks, model=target)
+    assert type(bare) in type(model).__mro__
+    with torch.no_grad():
+        assert torch.equal(bare(**text(0))[0], model(**text(0))[0])
+    assert type(type(model).from_pretrained(tmp_path)) is type(bare)
+
+
+def test_names_that_transformers_would_only_warn_of_are_refused(tmp_path: Path) -> None:
+    config = tf.Qwen3Config(**DECODER, head_dim=16, tie_word_embeddings=False)
+    tf.Qwen3Model(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"missing: lm_head.weight$"):
+        loaded(tmp_path, "model.layers", model=tf.AutoModelForCausalLM)
+
+
+@pytest.mark.parametrize("name", ["Qwen3Model", "BertModel", "GPT2Model"])
+def test_families_compute_in_param_dtype_what_a_plain_model_of_that_type_computes(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    kind = getattr(tf, name)
+    blocks, more = {
+        "Qwen3Model": ("layers", {**DECODER, "head_dim": 16}),
+        "BertModel": ("encoder.layer", SMALL),
+        "GPT2Model": ("h", {"vocab_size": WORDS, "n_embd": 32, "n_layer": 3, "n_head": 2, "use_cache": False}),
+    }[name]
+    bare = kind(kind.config_class(**more))
+    bare.save_pretrained(tmp_path)
+    model = loaded(tmp_path, blocks, param_dtype=torch.bfloat16, dtype=torch.float32)
+    for p in bare.parameters():
+        p.data = p.data.bfloat16()
+    losses = []
+    for each in (bare.eval(), model):
+        losses.append(each(**text(0))[0].square().mean())
+        losses[-1].backward()
+    assert losses[0].dtype is torch.bfloat16
+    assert torch.equal(*losses)
+    for (key, p), q in zip(bare.named_parameters(), model.parameters(), strict=True):
+        assert q.dtype is torch.float32
+        assert (p.grad is None) == (q.grad is None)
+        assert p.grad is None or torch.equal(p.grad.float(), q.grad), key

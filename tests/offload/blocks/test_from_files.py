@@ -1,0 +1,436 @@
+"""Models with blocks whose values come from files or stay in them, and that compute in another type."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from gradcache import GradCache
+from offload import DiskHome, OffloadModel, OffloadOptimizer, Pretrained, init_empty_weights, save_checkpoint
+from offload.files.tensor_file import TensorFile
+from tests.offload.blocks.towers import WIDTH, Model, assert_equal, close, loss_of, make, words
+
+
+def wrap(bare: nn.Module, home: Any = "cpu", **choices: Any) -> Any:
+    return OffloadModel(bare, "cpu", home, **{"checkpoint_activation": True, "blocks": "encoder.layer", **choices})
+
+
+def step(model: nn.Module, seed: int = 3) -> None:
+    torch.manual_seed(seed)
+    loss_of(model(words())).backward()
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Model()
+
+
+def empty() -> nn.Module:
+    with init_empty_weights():
+        return Model()
+
+
+def saved(model: nn.Module, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    safetensors.torch.save_model(model, str(folder / "model.safetensors"))
+    return folder
+
+
+# --- layers on the meta device ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [on_meta, empty, lambda: make(seed=5)], ids=["meta", "empty", "with values"])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_weights_of_files_are_those_of_the_plain_model(
+    build: Callable[[], nn.Module], recompute: bool, tmp_path: Path
+) -> None:
+    bare = make()
+    bare.encoder.layer[1].calls.fill_(7)
+    given = build()
+    model = wrap(given, tmp_path / "home", pretrained=saved(bare, tmp_path / "w"), checkpoint_activation=recompute)
+    assert model.head.weight is model.words.weight
+    for seed in range(2):
+        step(bare, seed), step(model, seed)
+        assert_equal(bare, model)
+
+
+class Drawn(nn.Module):
+    """Initialises everything by ``reset_parameters``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layer = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.layer:
+            x = block(x)
+        out: Tensor = self.norm(x)
+        return out
+
+
+def test_modules_on_the_meta_device_initialise_themselves() -> None:
+    with torch.device("meta"):
+        bare = Drawn()
+    torch.manual_seed(0)
+    model = wrap(bare, blocks="layer")
+    for linear in (model.first, *model.layer):
+        assert 0 < linear.weight.abs().max() <= WIDTH**-0.5
+    assert torch.equal(model.norm.weight, torch.ones(WIDTH))
+    model(torch.ones(2, WIDTH)).sum().backward()
+
+
+def test_a_module_that_cannot_initialise_itself_is_refused_by_name() -> None:
+    bare = on_meta()
+    with pytest.raises(ValueError, match=r"Block 'encoder.layer.0'|Model ''|'encoder.layer.0'.*init_empty_weights"):
+        wrap(bare)
+    assert all(p.is_meta for p in bare.parameters())
+
+
+@pytest.mark.parametrize("k", range(0, 27, 3))
+@pytest.mark.parametrize("build", [empty, lambda: make(seed=5)], ids=["empty", "with values"])
+def test_a_file_that_cannot_be_read_leaves_the_model_as_it_was(
+    build: Callable[[], nn.Module], k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, bare = saved(make(), tmp_path / "w"), build()
+    bare.words.weight.grad = None if bare.words.weight.is_meta else torch.ones_like(bare.words.weight)
+    members = [(m, key, p) for m in bare.modules() for key, p in m._parameters.items()]
+    values = [(t, t.detach().clone()) for t in (*bare.parameters(), *bare.buffers())]
+    gradient = bare.words.weight.grad
+    calls, real = iter(range(1000)), TensorFile.read_into
+
+    def faulty(self: TensorFile, *args: Any) -> None:
+        if next(calls) == k:
+            raise OSError(errno.EIO, "Input/output error")
+        real(self, *args)
+
+    monkeypatch.setattr(TensorFile, "read_into", faulty)
+    with pytest.raises(OSError, match="Input/output error"):
+        wrap(bare, tmp_path / "home", pretrained=weights)
+    assert all(m._parameters[key] is p for m, key, p in members)
+    assert all(t.is_meta if value.is_meta else torch.equal(t, value) for t, value in values)
+    assert bare.words.weight.grad is gradient
+
+
+def test_names_that_do_not_fit_are_all_listed_before_anything_moved(tmp_path: Path) -> None:
+    tensors = {k: v.clone() for k, v in make().state_dict().items() if k not in ("scales", "head.weight")}
+    tensors["other"] = tensors.pop("norm.bias")
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    bare = empty()
+    with pytest.raises(ValueError, match=r"missing: scales, norm.bias; not in the model: other"):
+        wrap(bare, tmp_path / "home", pretrained=tmp_path)
+    assert not (tmp_path / "home").exists()
+    assert all(p.is_meta for p in bare.parameters())
+
+
+# --- from_pretrained --------------------------------------------------------------------------------------------------
+
+
+class Frequencies(nn.Module):
+    """With a buffer that is in no file, and a weight that is tied before it is registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inverse", 1 / 3 ** torch.arange(WIDTH).float(), persistent=False)
+        shared = nn.Parameter(torch.ones(WIDTH))
+        self.first, self.second = shared, shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.inverse * self.first + self.second
+
+
+class Turned(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = Frequencies()
+
+    def embed(self, words: Tensor) -> Tensor:
+        turned: Tensor = self.turn(super().embed(words))
+        return turned
+
+
+def test_from_pretrained_computes_what_no_file_holds(tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    bare = Turned()
+    weights = saved(bare, tmp_path / "w")
+    choices = {"blocks": "encoder.layer", "checkpoint_activation": True}
+    model: Any = OffloadModel.from_pretrained(weights, "cpu", tmp_path / "home", model=Turned, **choices)
+    assert isinstance(model, Turned)
+    assert model.turn.first is model.turn.second
+    for seed in range(2):
+        step(bare, seed), step(model, seed)
+        assert_equal(bare, model)
+
+
+def test_from_pretrained_reads_layers_that_are_called_in_order(tmp_path: Path) -> None:
+    bare = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    weights = saved(bare, tmp_path / "w")
+    build = lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))  # noqa: E731
+    model = OffloadModel.from_pretrained(weights, "cpu", model=build, num_slices=3)
+    assert torch.equal(bare(torch.ones(2, WIDTH)), model(torch.ones(2, WIDTH)))
+
+
+@pytest.mark.parametrize("headed", [True, False])
+def test_names_of_a_base_model_and_of_one_with_a_head_are_mapped(headed: bool, tmp_path: Path) -> None:
+    class Headed(nn.Module):
+        base_model_prefix = "model"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.out = Drawn(), nn.Linear(WIDTH, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.out(self.model(x))
+            return found
+
+    class Base(Drawn):
+        base_model_prefix = "model"
+
+    source, target = (Headed(), Base) if headed else (Base(), Headed)
+    weights, x = saved(source, tmp_path / "w"), torch.randn(2, WIDTH)
+    blocks = "layer" if headed else "model.layer"
+    if headed:
+        model: Any = OffloadModel.from_pretrained(weights, "cpu", model=target, blocks=blocks)
+        assert torch.equal(model(x), source.model(x))
+    else:
+        with pytest.raises(ValueError, match=r"missing: out.weight, out.bias$"):
+            OffloadModel.from_pretrained(weights, "cpu", model=target, blocks=blocks)
+        model = OffloadModel.from_pretrained(weights, "cpu", model=target, blocks=blocks, strict=False)
+        with torch.no_grad():
+            assert torch.equal(model.model(x), source(x))
+
+
+MEMORY = """
+import resource, sys
+import torch
+from torch import nn
+from offload import OffloadModel
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(1024, 2048), nn.Linear(2048, 1024)
+        self.register_buffer("factor", torch.tensor(0.5), persistent=False)
+
+    def forward(self, x):
+        return x + self.factor * self.two(self.one(x).relu())
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.ModuleList(Block() for _ in range(12)), nn.LayerNorm(1024)
+
+    def forward(self, x):
+        for block in self.layer:
+            x = block(x)
+        return self.norm(x)
+
+def held():
+    return {key: int(value.split()[0]) << 10 for key, value in
+            (line.split(":") for line in open("/proc/self/status") if line.startswith(("VmData", "RssAnon")))}
+
+warm = OffloadModel(nn.Sequential(nn.Linear(4, 4)), "cpu", sys.argv[1] + "/small/", num_slices=1)
+warm(torch.ones(2, 4)).sum().backward()
+del warm
+block = sum(p.nbytes for p in Block().parameters())
+before = held()
+resource.setrlimit(resource.RLIMIT_DATA, (before["VmData"] + 2 * block + (8 << 20), resource.RLIM_INFINITY))
+model = OffloadModel.from_pretrained(sys.argv[1], "cpu", sys.argv[1] + "/home/", model=Model, blocks="layer")
+assert sum(p.nbytes for p in model.parameters()) > 11 * block
+assert held()["RssAnon"] - before["RssAnon"] < block, (held(), before, block)
+print(float(model.layer[11].two.weight.detach().sum()))
+"""
+
+
+def test_construction_takes_less_memory_than_one_shard(tmp_path: Path) -> None:
+    tensors = {}
+    for k in range(12):
+        for name, shape in (("one", (2048, 1024)), ("two", (1024, 2048))):
+            tensors[f"layer.{k}.{name}.weight"] = torch.full(shape, 2.0**-k, dtype=torch.bfloat16)
+            tensors[f"layer.{k}.{name}.bias"] = torch.zeros(shape[0], dtype=torch.bfloat16)
+    tensors |= {"norm.weight": torch.ones(1024), "norm.bias": torch.zeros(1024)}
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    command = [sys.executable, "-c", MEMORY, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == 2.0**10  # 2 ** 21 elements
+
+
+# --- a home that is kept ----------------------------------------------------------------------------------------------
+
+
+def everything(model: nn.Module) -> dict[str, Tensor]:
+    return {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
+
+
+@pytest.mark.parametrize("build", [on_meta, empty])
+def test_a_kept_home_holds_what_is_outside_of_the_blocks(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+    bare = make()
+    plain = torch.optim.AdamW(bare.parameters(), lr=0.1, fused=True)
+    model = wrap(copy.deepcopy(bare), DiskHome(tmp_path, keep=True))
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.1)
+    for seed in range(3):
+        for each, updates in ((bare, plain), (model, optimizer)):
+            updates.zero_grad()
+            step(each, seed)
+            updates.step()
+    model.close()
+    again = wrap(build(), DiskHome(tmp_path, keep=True))
+    assert all(torch.equal(t, everything(again)[name]) for name, t in everything(bare).items())
+    bare.zero_grad()
+    step(bare), step(again)
+    assert_equal(bare, again)
+    again.close()
+
+
+def test_a_kept_home_is_adopted_by_a_model_without_values_only(tmp_path: Path) -> None:
+    wrap(make(), DiskHome(tmp_path, keep=True)).close()
+    part = make()
+    for block in part.encoder.layer:
+        block.to("meta")
+    with pytest.raises(ValueError, match="holds a home already, and the layers have values"):
+        wrap(part, DiskHome(tmp_path, keep=True))
+    smaller = empty()
+    smaller.norm = nn.LayerNorm(WIDTH, bias=False, device="meta")
+    with pytest.raises(ValueError, match=r"parameters and buffers outside of the blocks.*norm.bias"):
+        wrap(smaller, DiskHome(tmp_path, keep=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*without close")
+def test_a_kept_home_that_was_never_closed_has_the_first_values_outside(tmp_path: Path) -> None:
+    bare = make()
+    model = wrap(copy.deepcopy(bare), DiskHome(tmp_path, keep=True))
+    model._tier.close()
+    del model
+    with pytest.warns(RuntimeWarning, match="with parameters outside of blocks"):
+        again = wrap(empty(), DiskHome(tmp_path, keep=True, recover=True))
+    assert all(torch.equal(t, everything(again)[name]) for name, t in everything(bare).items())
+    again.close()
+
+
+# --- another type -----------------------------------------------------------------------------------------------------
+
+
+class Typed(Model):
+    """Makes its mask in the type of its weights."""
+
+    def __init__(self, blocks: int = 4, dropout: float = 0.1) -> None:
+        super().__init__(blocks, dropout)
+        self.masks = Ones()
+
+
+class Ones(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(1, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+def typed() -> nn.Module:
+    torch.manual_seed(0)
+    return Typed()
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """With parameters in a type, and buffers as they are."""
+    made = copy.deepcopy(model)
+    for p in made.parameters():
+        p.data = p.data.to(dtype)
+    return made
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_all_parameters_compute_in_param_dtype(dtype: torch.dtype, recompute: bool) -> None:
+    bare = typed()
+    plain, model = cast(bare, dtype), wrap(bare, param_dtype=dtype, checkpoint_activation=recompute)
+    extra = torch.randn(3, 5, WIDTH)
+    inputs = [extra.clone().requires_grad_(), extra.to(dtype).requires_grad_()]
+    losses = []
+    for each, x in ((model, inputs[0]), (plain, inputs[1])):
+        torch.manual_seed(3)
+        losses.append(loss_of(each(words(), extra=x)))
+        losses[-1].backward()
+    assert losses[0].dtype is dtype
+    assert torch.equal(*losses)
+    assert torch.equal(inputs[0].grad, inputs[1].grad.float())
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert q.dtype is q.grad.dtype is torch.float32, name
+        if name in ("words.weight", "masks.bias", "masks.weight"):  # sums of several uses, which the plain model rounds
+            assert (p.grad - q.grad).abs().max() <= 0.02 * p.grad.abs().max(), name
+        else:
+            assert torch.equal(p.grad.float(), q.grad), name
+
+
+def test_gradients_are_summed_in_the_type_of_the_parameters() -> None:
+    model = wrap(typed(), param_dtype=torch.bfloat16)
+    step(model, 1)
+    first = model.norm.weight.grad.clone()
+    step(model, 2)
+    other = wrap(typed(), param_dtype=torch.bfloat16)
+    step(other, 2)
+    assert torch.equal(model.norm.weight.grad, first + other.norm.weight.grad)
+
+
+def test_the_parameters_are_back_in_their_type_after_a_forward_and_after_a_failure() -> None:
+    model = wrap(typed(), param_dtype=torch.bfloat16)
+    weights = list(model.parameters())
+    seen: list[torch.dtype] = []
+    hook = model.norm.register_forward_hook(lambda module, *_: seen.append(module.weight.dtype))
+    with torch.no_grad():
+        model(words())
+    hook.remove()
+    assert seen == [torch.bfloat16]
+    model.norm.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(words())
+    assert all(p is q for p, q in zip(weights, model.parameters(), strict=True))
+    assert all(isinstance(p, nn.Parameter) and p.dtype is torch.float32 for p in model.parameters())
+
+
+def test_chunks_compute_in_param_dtype() -> None:
+    torch.manual_seed(0)
+    bare = Typed(dropout=0.0)
+    plain, model = cast(bare, torch.float64), wrap(copy.deepcopy(bare), param_dtype=torch.float64)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(x @ y.T, torch.arange(len(x)))
+
+    def rep(output: Any) -> Any:
+        return output["states"].mean(1)
+
+    x, y = words(4), words(4, 3, seed=5)
+    expected = loss(rep(plain(x)), rep(plain(y)))
+    expected.backward()
+    assert close(expected.detach(), GradCache([model, model], 2, loss, get_rep_fn=rep)(x, y))
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert q.grad.dtype is torch.float32
+        assert close(p.grad, q.grad)
+
+
+def test_a_model_of_files_trains_in_param_dtype_with_masters_at_home(tmp_path: Path) -> None:
+    bare = typed()
+    save_checkpoint(tmp_path / "w", bare)
+    with init_empty_weights():
+        given = Typed()
+    model = wrap(given, tmp_path / "home", pretrained=Pretrained(tmp_path / "w"), param_dtype=torch.bfloat16)
+    other = wrap(copy.deepcopy(bare), param_dtype=torch.bfloat16)
+    for each in (model, other):
+        optimizer = OffloadOptimizer(each, torch.optim.SGD, lr=0.1)
+        step(each)
+        optimizer.step()
+        optimizer.synchronize()
+    assert_equal(other, model)
