@@ -144,6 +144,8 @@ class _Replay:
         self._written: dict[_Value, int] = {}
         self._written_bytes = 0
         self._leaving: dict[bool, deque[int]] = {which: deque(maxlen=WRITES_IN_FLIGHT) for which in (False, True)}
+        # Sums of what is in these queues: they are read for every action of every plan of a search.
+        self._draining_bytes = self._leaving_bytes = 0
         self._graphs: dict[Key, int] = {}
         self._graph_bytes = 0
         self._output_bytes = sum(sizes.boundaries((self._shards, i)) for i in range(len(sizes.rows)))
@@ -217,10 +219,12 @@ class _Replay:
 
     def _put_output_gradients(self, count: int) -> None:
         """Stores the gradients of the output one by one; each may be spilled before the next is stored."""
+        if self._output_gradients >= count:
+            return
         for i in range(self._output_gradients, count):
             self._hold((True, self._shards, i), self._sizes.gradients((self._shards, i)))
         self._count_device()
-        self._output_gradients = max(self._output_gradients, count)
+        self._output_gradients = count
 
     def _drain(self, j: int) -> None:
         if not self._updates and (j in self._sizes.gradients_stay or j in self._sizes.waiting):
@@ -229,6 +233,7 @@ class _Replay:
         # The engine waits for the previous shard's gradients only when these are complete.
         self._count_device(self._sizes.gradient_bytes[j])
         self._draining.append(j)
+        self._draining_bytes = sum(self._sizes.gradient_bytes[k] for k in self._draining)
 
     def _move(self, kind: Kind, value: _Value) -> None:
         """Spills, prefetches or forgets a boundary or a gradient of one."""
@@ -243,6 +248,7 @@ class _Replay:
             self._written[value] = nbytes
             self._written_bytes += nbytes
             self._leaving[gradient].append(nbytes)
+            self._leaving_bytes = sum(map(sum, self._leaving.values()))
             self.peak.spilled_bytes = max(self.peak.spilled_bytes, self._written_bytes)
 
     def _hold(self, value: _Value, nbytes: int) -> None:
@@ -269,27 +275,26 @@ class _Replay:
     @property
     def _boundary_bytes(self) -> int:
         """Boundaries and their gradients, without those of the output."""
-        return self._held_bytes + sum(map(sum, self._leaving.values()))
+        return self._held_bytes + self._leaving_bytes
 
     def _count_device(self, more: int = 0) -> None:
-        gradients = sum(self._sizes.gradient_bytes[j] for j in self._draining)
-        now = self._slots + gradients + self._boundary_bytes + self._output_gradient_bytes + more
-        self.peak.device_bytes = max(self.peak.device_bytes, now)
+        now = self._slots + self._draining_bytes + self._boundary_bytes + self._output_gradient_bytes + more
+        if now > self.peak.device_bytes:
+            self.peak.device_bytes = now
 
     def _count_memory(self, position: int, inside: int, following: int) -> None:
         """Counts a cell at its peak, with the boundary or gradient that it makes."""
         sizes = self._sizes
-        late = (k for k in self._draining if position < sizes.drained.get(k, position + 1))
-        moment = Moment(
-            position,
-            weights=self._slots,
-            gradients=self._at_home + sum(sizes.gradient_bytes[k] for k in late),
-            boundaries=self._boundary_bytes + following,
-            graphs=self._graph_bytes,
-            cell=inside,
+        late = [k for k in self._draining if position < sizes.drained.get(k, position + 1)]
+        parts = (
+            self._slots,
+            self._at_home + sum([sizes.gradient_bytes[k] for k in late]),
+            self._boundary_bytes + following,
+            self._graph_bytes,
+            inside,
             # The user has the output, and autograd its gradient, until backward is over.
-            others=sizes.constant_bytes + (2 * self._output_bytes if self._output_gradients else 0),
+            sizes.constant_bytes + (2 * self._output_bytes if self._output_gradients else 0),
         )
-        self.peak.memory_bytes = max(self.peak.memory_bytes, moment.nbytes)
+        self.peak.memory_bytes = max(self.peak.memory_bytes, sum(parts))
         if self._course is not None:
-            self._course.append(moment)
+            self._course.append(Moment(position, *parts))

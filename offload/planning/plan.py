@@ -44,6 +44,7 @@ import enum
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = [
     "BACKWARD_CELLS",
@@ -78,6 +79,9 @@ class Kind(enum.Enum):
     PREFETCH_GRADIENT = "p"
     FORGET_GRADIENT = "x"
 
+    # That of Enum is a Python function, which a search of plans would call for each action.
+    __hash__ = object.__hash__
+
 
 FORWARD_CELLS = frozenset({Kind.FORWARD, Kind.FORWARD_KEPT})
 BACKWARD_CELLS = frozenset({Kind.BACKWARD, Kind.BACKWARD_KEPT})
@@ -87,8 +91,7 @@ GRADIENT_MOVES = frozenset({Kind.SPILL_GRADIENT, Kind.PREFETCH_GRADIENT, Kind.FO
 _Cell = tuple[int, int | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One token of a plan. ``microbatch`` is given for cells and what enters them."""
 
     kind: Kind

@@ -13,11 +13,13 @@ This module knows nothing of tensors or torch.
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from functools import lru_cache
+from typing import Any, TypedDict
 
 from offload.planning.plan import Action, Kind, Plan
 from offload.planning.residency import Key, Residency
@@ -67,20 +69,32 @@ class Pass:
         n, m = self.shards, self.microbatches
         return n * m + (n - 1 - j) * m + i if self.backward else j * m + i
 
-    def actions(self, boundaries: Residency, sizes: Sizes, gradients: Residency | None = None) -> Iterator[Action]:
+    def actions(
+        self,
+        boundaries: Residency | None,
+        sizes: Sizes,
+        gradients: Residency | None = None,
+        moves: Sequence[Sequence[Action]] | None = None,
+    ) -> Iterator[Action]:
         """Plans the pass. A backward continues with the ``boundaries`` that its forward left.
 
-        ``sizes``: of the results of a cell, boundaries or ``gradients``; called after the action that makes them.
+        Args:
+            boundaries: which boundaries stay in memory; None if all do, and their gradients.
+            sizes: of the results of a cell, boundaries or ``gradients``; called after the action that makes them.
+            gradients: the same for gradients of boundaries.
+            moves: what :meth:`moves` returns, if it was called before.
         """
-        loads = _Loads(self)
-        if self.backward:
+        before_visits = iter(self.moves() if moves is None else moves)
+        if self.backward and boundaries is not None:
             gradients = gradients or Residency(math.inf, gradients=True)
             for i in range(self.microbatches):
                 yield from gradients.put((self.shards, i), sizes((self.shards, i)), [self.now(self.shards - 1, i)])
-        for position, j in enumerate(self.order):
-            yield from loads.ahead(position)
+        for j, before in zip(self.order, before_visits, strict=True):
+            yield from before
             for i in range(self.microbatches):
-                if gradients is None:
+                if boundaries is None:
+                    yield Action(self._kind(j, i), j, i)
+                elif gradients is None:
                     yield from self._forward_cell(j, i, boundaries, sizes)
                 else:
                     yield from self._backward_cell(j, i, boundaries, gradients, sizes)
@@ -89,11 +103,21 @@ class Pass:
                 if self.updates:
                     yield Action(Kind.UPDATE_IN_BACKWARD, j)
 
+    def moves(self) -> Iterator[Sequence[Action]]:
+        """Updates, loads and evictions before the cells of each shard. They do not depend on what the cells keep."""
+        loads = _Loads(self)
+        return (tuple(loads.ahead(position)) for position in range(len(self.order)))
+
+    def _kind(self, j: int, i: int) -> Kind:
+        if self.backward:
+            return Kind.BACKWARD_KEPT if self.keeps(j, i) else Kind.BACKWARD
+        return Kind.FORWARD_KEPT if self.keeps(j, i) else Kind.FORWARD
+
     def _forward_cell(self, j: int, i: int, boundaries: Residency, sizes: Sizes) -> Iterator[Action]:
         m, now = self.microbatches, self.now(j, i)
         yield from boundaries.use((j, i), now)
         yield from boundaries.prefetch((j, i + 1) if i + 1 < m else (j + 1, 0))
-        yield Action(Kind.FORWARD_KEPT if self.keeps(j, i) else Kind.FORWARD, j, i)
+        yield Action(self._kind(j, i), j, i)
         if self.needed_again(j, i):
             yield from boundaries.end_use((j, i))
         else:
@@ -114,7 +138,7 @@ class Pass:
             if not self.keeps(k, after):
                 yield from boundaries.prefetch((k, after))
             yield from gradients.prefetch((k + 1, after))
-        yield Action(Kind.BACKWARD_KEPT if kept else Kind.BACKWARD, j, i)
+        yield Action(self._kind(j, i), j, i)
         gradients.drop((j + 1, i))
         if self.consume:
             boundaries.drop((j, i))
@@ -140,10 +164,13 @@ class _Loads:
         self._there = set(one.resident)
         self._pending = set(one.pending)
         self._in_memory = frozenset(one.in_memory)
+        #: All shards whose uses come before this one are there: no load that is wanted later evicts them.
+        self._wanted = 0
 
     def ahead(self, position: int) -> Iterator[Action]:
         """Loads the missing shards that will be used next, until no slot can be freed."""
-        for wanted in range(position, len(self._uses)):
+        for wanted in range(max(position, self._wanted), len(self._uses)):
+            self._wanted = wanted
             shard = self._uses[wanted]
             if shard in self._in_memory:
                 yield from self._update(shard)
@@ -206,22 +233,43 @@ def plan_step(
         boundary_sizes: bytes of the boundary that enters a cell, as far as it is known, else 0.
         gradient_sizes: of its gradient; that of shard ``shards`` is the output's.
     """
-    boundaries = boundaries or Residency(math.inf)
+    step = _loads_of(shards, slots, first, training, frozenset(in_memory), frozenset(pending))
+    if gradients is not None:
+        boundaries = boundaries or Residency(math.inf)
+    forward = replace(step.forward, microbatches=microbatches, kept=kept)
+    actions = [*forward.actions(boundaries, boundary_sizes, moves=step.before_forward)]
+    if training:
+        backward = replace(step.backward, microbatches=microbatches, kept=kept, updates=updates)
+        actions += backward.actions(boundaries, gradient_sizes, gradients, step.before_backward)
+    return Plan(tuple(actions), slots, pending=frozenset(pending), clips=clips, in_memory=frozenset(in_memory))
+
+
+@dataclass(frozen=True)
+class _LoadsOfStep:
+    """The passes of a step, and their updates, loads and evictions before the cells of each visit."""
+
+    forward: Pass
+    before_forward: Sequence[Sequence[Action]]
+    backward: Pass
+    before_backward: Sequence[Sequence[Action]]
+
+
+@lru_cache(maxsize=4)
+def _loads_of(
+    shards: int, slots: int, first: int, training: bool, in_memory: frozenset[int], pending: frozenset[int]
+) -> _LoadsOfStep:
+    """The same for all plans of a search that differ in kept graphs, boundaries and waiting gradients only."""
     forward = Pass(
         shards=shards,
-        microbatches=microbatches,
+        microbatches=1,
         slots=slots,
         first=first,
         records=training,
-        kept=kept,
-        in_memory=frozenset(in_memory),
+        in_memory=in_memory,
         later=range(shards - 1, first - 1, -1) if training else (),
-        pending=frozenset(pending),
+        pending=pending,
     )
-    actions = tuple(forward.actions(boundaries, boundary_sizes))
-    plan = Plan(actions, slots, pending=frozenset(pending), clips=clips, in_memory=frozenset(in_memory))
-    if not training:
-        return plan
-    resident = plan.resident_after
-    backward = replace(forward, backward=True, resident=resident, later=(), pending=frozenset(), updates=updates)
-    return replace(plan, actions=(*actions, *backward.actions(boundaries, gradient_sizes, gradients)))
+    before = tuple(forward.moves())
+    resident = Plan(tuple(itertools.chain.from_iterable(before)), slots).resident_after
+    backward = replace(forward, backward=True, resident=resident, later=(), pending=frozenset())
+    return _LoadsOfStep(forward, before, backward, tuple(backward.moves()) if training else ())

@@ -14,6 +14,9 @@ This module knows nothing of tensors or torch.
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,6 +79,10 @@ class Residency:
         #: In memory, without the one that a cell is reading.
         self._held: dict[_Boundary, None] = {}
         self._bytes = 0
+        #: (- next use, number, boundary): those that may be spilled, the one with the last use first. An entry whose
+        #: boundary has left memory, or is used at another time by now, is out of date.
+        self._order: list[tuple[float, int, _Boundary]] = []
+        self._number = itertools.count()
 
     def put(self, key: Key, nbytes: int, uses: Sequence[int]) -> list[Action]:
         """Adds a boundary that is used at these ascending positions of the step."""
@@ -126,6 +133,8 @@ class Residency:
         """Keeps a boundary in memory; spills others, or itself, if the budget is exceeded."""
         self._held[boundary] = None
         self._bytes += boundary.nbytes
+        if boundary.nbytes and not boundary.coming and self._budget_bytes != math.inf:
+            heapq.heappush(self._order, (-boundary.next_use, next(self._number), boundary))
         return self._make_room(boundary, boundary.next_use)
 
     def _make_room(self, new: _Boundary | None, needed: float) -> list[Action]:
@@ -133,8 +142,7 @@ class Residency:
         room = max(0, self._budget_bytes - MOVING * self._largest)
         actions: list[Action] = []
         while self._bytes > room:
-            others = (b for b in self._held if b is not new and not b.coming and b.nbytes)
-            victim = max(others, key=lambda b: b.next_use, default=None)
+            victim = self._last_used(new)
             if victim is None or victim.next_use <= needed:
                 if new is None or new.coming or self._bytes == new.nbytes:
                     break  # it is needed in memory now, or is the only one
@@ -145,3 +153,18 @@ class Residency:
             if victim is new:
                 break
         return actions
+
+    def _last_used(self, new: _Boundary | None) -> _Boundary | None:
+        """Of the boundaries in memory that are not being read back, except ``new``, the one with the last use."""
+        found, aside = None, None
+        while self._order and found is None:
+            use, _, boundary = self._order[0]
+            if boundary not in self._held or boundary.coming or boundary.next_use != -use:
+                heapq.heappop(self._order)
+            elif boundary is new:
+                aside = heapq.heappop(self._order)
+            else:
+                found = boundary
+        if aside is not None:
+            heapq.heappush(self._order, aside)
+        return found

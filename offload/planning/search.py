@@ -16,11 +16,20 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from offload.planning.residency import Key
-from offload.planning.step_model import Choice, Prediction, StepModel, costs_of, predict, predicted_bytes
+from offload.planning.step_model import (
+    Choice,
+    Prediction,
+    StepModel,
+    costs_of,
+    predict,
+    predicted_bytes,
+    predicted_seconds,
+)
 
 __all__ = ["Found", "NothingFitsError", "fill", "search"]
 
@@ -55,27 +64,32 @@ def _order_of_graphs(model: StepModel) -> list[Key]:
     return [cell for cell in cells if cell not in model.always_kept]
 
 
-def _most(count: int, nbytes: Callable[[int], int], limit_bytes: float) -> int:
-    """The largest number up to ``count`` whose ``nbytes``, which grow with it, are within a limit; 0 is taken to fit.
+def _most(
+    sums: Sequence[float], nbytes: Callable[[int], int], limit_bytes: float, least: float, guess: float | None = None
+) -> int:
+    """The largest number whose ``nbytes``, which grow with it, are within a limit.
 
-    Bytes are nearly linear in the number, so the next one to try is interpolated.
+    Args:
+        sums: for each number, from 0, bytes of so many things. ``nbytes`` grow by about as much, so the next number to
+            try is extrapolated from the last.
+        nbytes, limit_bytes: of a number, and the most.
+        least: ``nbytes`` of 0, which are within the limit.
+        guess: ``sums`` of the number that is tried first.
     """
-    high, above = count, nbytes(count)
-    if above <= limit_bytes or count <= 1:
-        return count if above <= limit_bytes else 0
-    low, below = 0, nbytes(0)
-    guessed = False
+    low, high = 0, len(sums)
+    target = sums[0] + limit_bytes - least if guess is None else guess
+    tries = 0
     while high - low > 1:
-        middle = (low + high) // 2
-        if not guessed and above > below:
-            middle = low + int((high - low) * max(0.0, limit_bytes - below) / (above - below))
-            middle = min(max(middle, low + 1), high - 1)
-        guessed = not guessed and high - low > 8  # a guess that was far off is followed by a bisection
+        tries += 1
+        middle = max(low + 1, bisect_right(sums, target, low + 1, high) - 1)
+        if not tries % 3:  # the extrapolation was far off
+            middle = (low + high) // 2
         found = nbytes(middle)
+        target = sums[middle] + limit_bytes - found
         if found <= limit_bytes:
-            low, below = middle, found
+            low = middle
         else:
-            high, above = middle, found
+            high = middle
     return low
 
 
@@ -107,9 +121,15 @@ class _Search:
         self._model = model
         self._limit = limit_bytes
         self._graphs = _order_of_graphs(model)
+        self._graph_sums = [0, *itertools.accumulate(map(self._graph_bytes, self._graphs))]
         #: In the order of a forward: the first shards of a step have nothing to hide their loads behind.
         self._may_rest = sorted(model.resting_bytes)
-        self._found: dict[tuple[int, int], Prediction | None] = {}
+        #: Seconds and choice of each number of slots and of shards in memory; None if none fits or can be the fastest.
+        self._found: dict[tuple[int, int], tuple[float, Choice] | None] = {}
+        self._best = math.inf
+        self._bytes: dict[Choice, int] = {}
+        #: Of the last choice: its bytes without graphs, and those of its graphs by ``_graph_sums``.
+        self._last_filled: tuple[int, float] | None = None
         self._tried = 0
 
     def run(self) -> Found:
@@ -119,30 +139,33 @@ class _Search:
         counts = (model.least_slots, model.least_slots + 1) if given is None else (given,)
         for slots in sorted({self._slots(0, count) for count in counts}):
             self._try_numbers_in_memory(slots)
-        ranked = sorted((p for p in self._found.values() if p is not None), key=lambda p: p.seconds)
+        ranked = sorted((found for found in self._found.values() if found is not None), key=lambda found: found[0])
         if not ranked:
             least = _least_memory(model, Choice(self._slots(0, model.least_slots)))
             raise NothingFitsError(least, int(self._limit))
-        best = predict(model, self.without_recipes(self.with_waiting(ranked[0].choice)))
-        return Found(best, ranked[1] if len(ranked) > 1 else None, self._tried)
+        best = predict(model, self.without_recipes(self.with_waiting(ranked[0][1])))
+        return Found(best, predict(model, ranked[1][1]) if len(ranked) > 1 else None, self._tried)
 
     def _slots(self, in_memory: int, slots: int) -> int:
         return min(slots, self._model.shards - in_memory)
 
     def _memory(self, choice: Choice) -> int:
-        self._tried += 1
-        return predicted_bytes(self._model, choice)
+        if choice not in self._bytes:
+            self._tried += 1
+            self._bytes[choice] = predicted_bytes(self._model, choice)
+        return self._bytes[choice]
 
     def _fits(self, choice: Choice) -> bool:
         return self._memory(choice) <= self._limit
 
     def _try_numbers_in_memory(self, slots: int) -> None:
         """Seconds first fall with the number of shards in memory, then rise as graphs have to leave for them."""
+        total = [0, *itertools.accumulate(self._resting_bytes(j) for j in self._may_rest)]
         if self._model.given.resident_bytes is not None:
-            total = [0, *itertools.accumulate(self._resting_bytes(j) for j in self._may_rest)]
             self._best_of(slots, [sum(nbytes <= self._model.given.resident_bytes for nbytes in total[1:])])
             return
-        most = _most(len(self._may_rest), lambda count: self._least_with(slots, count), self._limit)
+        least = self._least_with(slots, 0)
+        most = _most(total, lambda count: self._least_with(slots, count), self._limit, least) if least <= self._limit else 0
         step = max(1, most // 4)
         best = self._best_of(slots, [*range(0, most + 1, step), most])
         while step > 1 and best is not None:
@@ -155,22 +178,28 @@ class _Search:
             key = (self._slots(count, slots), count)
             if key not in self._found:
                 self._found[key] = self._fastest(*key)
-        tried = [(p.seconds, count) for count in counts if (p := self._found[self._slots(count, slots), count])]
+        tried = [(found[0], count) for count in counts if (found := self._found[self._slots(count, slots), count])]
         return min(tried)[1] if tried else None
 
     def _resting_bytes(self, j: int) -> int:
         return self._model.resting_bytes[j] + self._model.sizes.gradient_bytes[j]
 
     def _least_with(self, slots: int, count: int) -> int:
-        self._tried += 2
-        return _least_memory(self._model, Choice(self._slots(count, slots), self._first(count)))
+        choice = Choice(self._slots(count, slots), self._first(count))
+        nbytes = self._memory(choice)
+        # Large boundaries are in motion in fours, so spilling them all is not always less.
+        return nbytes if nbytes <= self._limit else min(nbytes, self._memory(replace(choice, boundary_bytes=0)))
 
     def _first(self, count: int) -> frozenset[int]:
         return frozenset(self._may_rest[:count])
 
-    def _fastest(self, slots: int, count: int) -> Prediction | None:
+    def _fastest(self, slots: int, count: int) -> tuple[float, Choice] | None:
         choice = self.fill(Choice(slots, self._first(count)))
-        return None if choice is None else predict(self._model, choice)
+        if choice is None:
+            return None
+        seconds = predicted_seconds(self._model, choice)
+        self._best = min(self._best, seconds)
+        return seconds, choice
 
     def fill(self, choice: Choice) -> Choice | None:
         """Boundaries stay where they fit, then as many graphs as fit are kept; None if no plan fits or can win."""
@@ -179,29 +208,44 @@ class _Search:
             choice = replace(choice, boundary_bytes=given.boundary_bytes / 2)  # as much for their gradients
         if self._cannot_win(choice):
             return None
-        if not self._fits(choice):
-            choice = choice if given.boundary_bytes is not None else self._with_fewer_boundaries(choice)
-            if not self._fits(choice):
+        least = self._memory(choice)
+        if least > self._limit:
+            if given.boundary_bytes is not None:
                 return None
-        allowed = len(self._graphs)
+            choice = self._with_fewer_boundaries(choice)
+            least = self._memory(choice)
+            if least > self._limit:
+                return None
+        sums = self._graph_sums
         if given.graph_bytes is not None:
-            total = itertools.accumulate(map(self._graph_bytes, self._graphs))
-            allowed = sum(nbytes <= given.graph_bytes for nbytes in total)
-        kept = _most(allowed, lambda k: self._memory(replace(choice, kept=frozenset(self._graphs[:k]))), self._limit)
-        return replace(choice, kept=frozenset(self._graphs[:kept]))
+            sums = [nbytes for nbytes in sums if nbytes <= given.graph_bytes]
+
+        def keeping(count: int) -> Choice:
+            return replace(choice, kept=frozenset(self._graphs[:count]))
+
+        guess = None if self._last_filled is None else self._last_filled[0] + self._last_filled[1] - least
+        kept = _most(sums, lambda count: self._memory(keeping(count)), self._limit, least, guess)
+        self._last_filled = least, sums[kept]
+        return keeping(kept)
 
     def _with_fewer_boundaries(self, choice: Choice) -> Choice:
         """The largest share, in 1/32, of all boundaries whose plan fits."""
         sizes = self._model.sizes
         each = (sizes.boundaries((j, i)) for j in range(1, self._model.shards) for i in range(len(sizes.rows)))
         most = sum(each)
-        share = _most(32, lambda k: self._memory(replace(choice, boundary_bytes=most * k / 32)), self._limit)
-        return replace(choice, boundary_bytes=most * share / 32)
+
+        def spilling(share: int) -> Choice:
+            return replace(choice, boundary_bytes=most * share / 32)
+
+        least = self._memory(spilling(0))
+        if least > self._limit:
+            return spilling(0)
+        sums = [most * share / 32 for share in range(33)]
+        return spilling(_most(sums, lambda share: self._memory(spilling(share)), self._limit, least))
 
     def _cannot_win(self, choice: Choice) -> bool:
         """Whether a plan takes longer than one that was found, even with as many graphs as its bytes allow."""
-        best = min((p.seconds for p in self._found.values() if p is not None), default=math.inf)
-        if best == math.inf:
+        if self._best == math.inf:
             return False
         model, costs = self._model, costs_of(self._model, choice)
         away = set(range(model.shards)) - choice.in_memory
@@ -221,7 +265,7 @@ class _Search:
         compute = sum(costs.backward[j] for j, _ in cells) - sum(saved[:most])
         compute += len(model.sizes.rows) * sum(costs.forward)
         reads, writes = sum(costs.load[j] for j in away), sum(costs.drain)
-        return max(compute, reads, writes) > best
+        return max(compute, reads, writes) > self._best
 
     def _graph_bytes(self, cell: Key) -> int:
         """Bytes of a kept graph, without the cell's input."""
@@ -252,4 +296,8 @@ class _Search:
         def waiting(count: int) -> Choice:
             return replace(choice, waiting=frozenset(away[:count]))
 
-        return waiting(_most(len(away), lambda count: self._memory(waiting(count)), self._limit))
+        sums = [0, *itertools.accumulate(model.sizes.gradient_bytes[j] for j in away)]
+        least = self._memory(choice)
+        if least > self._limit:
+            return choice
+        return waiting(_most(sums, lambda count: self._memory(waiting(count)), self._limit, least))

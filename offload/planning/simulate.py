@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from offload.planning.plan import BACKWARD_CELLS, CELLS, Kind, Plan, validate
 from offload.planning.residency import WRITES_IN_FLIGHT
 
-__all__ = ["Costs", "Forecast", "simulate"]
+__all__ = ["Costs", "Forecast", "simulate", "simulate_valid"]
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,20 @@ class Forecast:
 
 
 def simulate(plan: Plan, costs: Costs) -> Forecast:
-    """Simulates a plan. Compute and lanes run in parallel and wait for each other only where the plan says."""
+    """Simulates a plan. Compute and lanes run in parallel and wait for each other only where the plan says.
+
+    Raises PlanError for a plan that cannot run.
+    """
     validate(plan)
+    return simulate_valid(plan, costs)
+
+
+def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
+    """The same for a plan that needs no proof, since :func:`~offload.planning.planner.plan_step` made it."""
     compute = loading = draining = updating = moving = waited = computed = 0.0
     arrival = dict.fromkeys(plan.resident, 0.0)
     home: dict[int, float] = {}  # when gradients are home
+    storing: deque[tuple[int, float]] = deque()  # the same of shards that are not in ``drained`` yet
     updated: dict[int, float] = {}
     leaving: deque[float] = deque()  # when boundaries are written
     back: dict[tuple[bool, int, int | None], float] = {}  # when gradients, or not, of boundaries are read back
@@ -64,15 +73,16 @@ def simulate(plan: Plan, costs: Costs) -> Forecast:
         shard, kind = action.shard, action.kind
         if kind is Kind.LOAD:
             begin = max(loading, compute, updated.get(shard, 0.0))
-            loading = arrival[shard] = lanes.busy(begin, begin + costs.load[shard])
+            loading = arrival[shard] = lanes.busy(begin, begin + costs.load[shard], _LOAD)
         elif kind is Kind.DRAIN:
             begin = max(draining, compute)
-            draining = home[shard] = lanes.busy(begin, begin + costs.drain[shard])
+            draining = home[shard] = lanes.busy(begin, begin + costs.drain[shard], _DRAIN)
+            storing.append((shard, draining))
         elif kind in (Kind.UPDATE, Kind.UPDATE_IN_BACKWARD):
             begin = max(updating, compute, home.get(shard, 0.0))
             resting = shard in plan.in_memory and bool(costs.resting_update)
             seconds = (costs.resting_update if resting else costs.update)[shard]
-            updating = updated[shard] = lanes.busy(begin, begin + seconds)
+            updating = updated[shard] = lanes.busy(begin, begin + seconds, _UPDATE)
         elif kind in (Kind.SPILL, Kind.SPILL_GRADIENT):
             oldest = leaving.popleft() if len(leaving) == WRITES_IN_FLIGHT else compute
             waited += max(0.0, oldest - compute)
@@ -93,7 +103,8 @@ def simulate(plan: Plan, costs: Costs) -> Forecast:
             seconds = lanes.slowed(start, _seconds(costs, kind)[shard])
             if kind in BACKWARD_CELLS:
                 full = start + (costs.forward[shard] if kind is Kind.BACKWARD else 0.0)
-                drained.update((j, position) for j, end in home.items() if j not in drained and end <= full)
+                while storing and storing[0][1] <= full:
+                    drained[storing.popleft()[0]] = position
             waited += start - compute
             computed += seconds
             compute = start + seconds
@@ -101,28 +112,40 @@ def simulate(plan: Plan, costs: Costs) -> Forecast:
     return Forecast(end, waited, computed, drained)
 
 
+#: The lanes that share cores with compute.
+_LOAD, _DRAIN, _UPDATE = range(3)
+
+
 class _Lanes:
     """When lanes are busy, and how much longer cells take then."""
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._spans: list[tuple[float, float]] = []
+        #: Begin and end of what each lane does, in order.
+        self._spans: tuple[deque[tuple[float, float]], ...] = (deque(), deque(), deque())
 
-    def busy(self, begin: float, end: float) -> float:
-        """A lane is busy in this span; returns its end."""
+    def busy(self, begin: float, end: float, lane: int) -> float:
+        """A lane is busy in this span, which follows its earlier ones; returns its end."""
         if self._share and end > begin:
-            self._spans.append((begin, end))
+            self._spans[lane].append((begin, end))
         return end
 
     def slowed(self, start: float, seconds: float) -> float:
-        """Seconds of a cell that takes ``seconds`` alone."""
+        """Seconds of a cell that takes ``seconds`` alone; cells are asked for in their order."""
         if not self._share:
             return seconds
-        self._spans = [span for span in self._spans if span[1] > start]
+        for spans in self._spans:
+            while spans and spans[0][1] <= start:
+                spans.popleft()
         taken = seconds
         for _ in range(3):  # a longer cell meets more of the lanes' work
             end = start + taken
-            overlap = sum(min(end, until) - max(start, begin) for begin, until in self._spans if begin < end)
+            overlap = 0.0
+            for spans in self._spans:
+                for begin, until in spans:
+                    if begin >= end:
+                        break
+                    overlap += min(end, until) - max(start, begin)
             taken = seconds + self._share * overlap
         return taken
 

@@ -13,9 +13,9 @@ from offload.planning.peak_memory import Moment, PeakMemory, StepBytes, peak_mem
 from offload.planning.plan import Plan
 from offload.planning.planner import Updates, plan_step
 from offload.planning.residency import Key, Residency
-from offload.planning.simulate import Costs, Forecast, simulate
+from offload.planning.simulate import Costs, Forecast, simulate, simulate_valid
 
-__all__ = ["Choice", "Given", "Prediction", "StepModel", "costs_of", "predict", "predict_plan", "predicted_bytes"]
+__all__ = ["Choice", "Given", "Prediction", "StepModel", "costs_of", "predict", "predict_plan", "predicted_bytes", "predicted_seconds"]
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ def _plan(model: StepModel, choice: Choice) -> Plan:
         first=model.first,
         kept=choice.kept | model.always_kept,
         in_memory=choice.in_memory,
-        boundaries=Residency(budget),
-        gradients=Residency(budget, gradients=True),
+        boundaries=None if budget == math.inf else Residency(budget),
+        gradients=None if budget == math.inf else Residency(budget, gradients=True),
         boundary_sizes=model.sizes.boundaries,
         gradient_sizes=model.sizes.gradients,
         **model.updates,
@@ -159,3 +159,8 @@ def _sizes(model: StepModel, choice: Choice, forecast: Forecast | None) -> StepB
 def predicted_bytes(model: StepModel, choice: Choice) -> int:
     """Predicted bytes, without a simulation: gradients that are being stored count until the next drain."""
     return peak_memory(_plan(model, choice), _sizes(model, choice, None)).memory_bytes + model.margin_bytes
+
+
+def predicted_seconds(model: StepModel, choice: Choice) -> float:
+    """Predicted seconds, without the memory."""
+    return simulate_valid(_plan(model, choice), costs_of(model, choice)).seconds
