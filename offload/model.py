@@ -105,7 +105,8 @@ class OffloadModel(LoadingModule):
     After an exception in forward or backward the model is usable, and every parameter holds its last value.
 
     Inputs are never changed in place, by an in-place first layer either. ``.to()`` and similar methods raise if they
-    would move or cast a parameter away from its home: convert the model before it is wrapped.
+    would move or cast a parameter away from its home: convert the model before it is wrapped. ``.to()`` the compute
+    device changes nothing.
 
     Source: L2L (Pudipeddi et al., 2020) and fairscale's OffloadModel, whose signature this keeps.
     """

@@ -3,7 +3,8 @@
 Guarantees
     * Parameters and buffers that are found through the module, also from a module around it, hold current values: a
       pending update is finished first.
-    * Parameters never leave their homes: methods that would move or cast them raise, those that change nothing pass.
+    * Parameters never leave their homes: methods that would move or cast them raise, those that change nothing and a
+      move to the compute device pass.
     * A copy, and an unpickled model, has homes of its own.
 """
 
@@ -37,6 +38,7 @@ _OF_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called", "_is_full_b
 class ModuleAtHome(nn.Module):
     """The ``nn.Module`` part of :class:`~offload.OffloadModel`. Its children are the layers."""
 
+    device: torch.device
     _executor: Executor
     _tier: Tier
     #: Names and modules that do not stream: those outside of the blocks, each without its children.
@@ -152,11 +154,14 @@ class ModuleAtHome(nn.Module):
     # --- moves and copies ---------------------------------------------------------------------------------------
 
     def _apply(self: M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> M:
-        """Raises if ``fn`` would move or cast parameters away from their homes; otherwise does nothing."""
+        """Raises if ``fn`` would move or cast parameters away from their homes; otherwise does nothing.
+
+        A move to the compute device changes nothing: this is where the model computes. Trainers ask for it.
+        """
         for dtype in {parameter.dtype for parameter in self.parameters()}:
             probe = torch.empty(0, dtype=dtype)
             result = fn(probe)
-            if result.dtype != dtype or result.device != probe.device:
+            if result.dtype != dtype or result.device not in (probe.device, self.device):
                 raise RuntimeError(
                     f"an OffloadModel's parameters are stored in {self._tier.name} and cannot become {result.dtype} on "
                     f"{result.device}; convert the layers before you wrap them"

@@ -56,6 +56,10 @@ def class_for(base: type[nn.Module], model: Any, blocks: Any) -> type[nn.Module]
             return self._run_outside_of_compiled_graphs(*inputs, **kwargs)
         return self._run(inputs, kwargs)
 
+    # Code that takes the wrappers of a forward off follows this attribute, and would take this one off, too.
+    about_forward = vars(forward)
+    about_forward["__signature__"] = inspect.signature(about_forward.pop("__wrapped__"))
+
     members: dict[str, Any] = {name: getattr(kind, name, None) for name in _OF_CONTAINERS}
     if members["__len__"] is None:
         members["__bool__"] = _true
@@ -83,6 +87,8 @@ class ModelWithBlocks(ReportingModule):
     _blocks_argument: Blocks
     _forwards: list[StreamedForward]
     _num_microbatches: int
+    #: The forward that the model's instance had, if it was not its class's.
+    _forward_of_instance: Callable[..., Any] | None
     _run_outside_of_compiled_graphs: Callable[..., Any]
 
     @property
@@ -105,6 +111,8 @@ class ModelWithBlocks(ReportingModule):
     def _adopt(self, model: nn.Module) -> None:
         vars(self).update(vars(model))
         self.__dict__["_of_model"] = frozenset(vars(model))
+        # Run by this object's forward; one that is set later (autocast of accelerate) is around this object's.
+        self.__dict__["_forward_of_instance"] = vars(self).pop("forward", None)
 
     def _layers_of(self, model: nn.Module, blocks: Blocks | None, **choices: Any) -> dict[str, nn.Module]:
         if choices["activation_bytes"] is not None:
@@ -152,7 +160,7 @@ class ModelWithBlocks(ReportingModule):
 
     def _forward_on(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         args, kwargs = call
-        own = vars(self).get("forward")
+        own = self._forward_of_instance
         return own(*args, **kwargs) if own is not None else self._kind.forward(self, *args, **kwargs)
 
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -267,6 +275,9 @@ class ModelWithBlocks(ReportingModule):
         bare: nn.Module = self._kind.__new__(self._kind)
         memo[id(self)] = bare
         own = {key: value for key, value in vars(self).items() if key in self.__dict__["_of_model"]}
+        own.pop("forward", None)  # set later, around this object's forward
+        if self._forward_of_instance is not None:
+            own["forward"] = self._forward_of_instance
         vars(bare).update(copy.deepcopy(own, memo))
         for name in self._blocks:
             vars(bare.get_submodule(name)).pop("forward", None)

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcache import GradCache
 from gradcache.functional import cached, cat_input_tensor, gather_input_tensor
 from gradcache.loss import DistributedContrastiveLoss, SimpleContrastiveLoss
-from gradcache.sentence_transformers import CachedMultipleNegativesRankingLoss
+from gradcache.sentence_transformers import CachedGISTEmbedLoss, CachedMultipleNegativesRankingLoss
 from offload import MemoryPolicy, OffloadModel
 
 Report = dict[str, Any]
@@ -360,6 +360,29 @@ def ranking(rank: int, **options: Any) -> Report:
     return {"loss": abs(float(mine) - float(whole)), "gradient": error([model], [expected])}
 
 
+class Tokenizer:
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+
+def guided(rank: int) -> Report:
+    """The loss with a guide; other anchors count in their own process alone, so they are left out."""
+    columns = [batch(8, k) for k in range(3, 6)]
+    expected, model, guide = Sentences(), Sentences(), Sentences()
+    for each in (expected, model, guide):
+        each.tokenizer = Tokenizer()  # type: ignore[assignment]
+    guide.encoder = tower(2)
+    options = {"temperature": 0.2, "contrast_anchors": False}
+    loss = CachedGISTEmbedLoss(expected, guide, mini_batch_size=3, **options)
+    whole = loss([{"input_ids": column} for column in columns])
+    whole.backward()
+    mine = CachedGISTEmbedLoss(model, guide, mini_batch_size=2, gather_across_devices=True, **options)
+    mine.model = DistributedDataParallel(model)
+    value = mine([{"input_ids": column} for column in parts_of([5, 3], rank, *columns)])
+    value.backward()
+    return {"loss": abs(float(value) - float(whole)), "gradient": error([model], [expected])}
+
+
 def main(rank: int, world: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -394,6 +417,7 @@ def main(rank: int, world: int, store: str) -> None:
                 for mode in ("in_batch_negatives", "hard_negatives", "all_negatives")
             ),
         ],
+        "guided": guided(rank),
         "offloaded": offloaded_tower_in_a_wrapper(rank),
     }
     dist.barrier()

@@ -142,6 +142,12 @@ def test_sharded_towers_get_the_whole_batch_s_gradient_or_are_refused_before_any
             assert ran == []
 
 
+def test_a_guide_over_all_processes_leaves_out_the_candidates_of_the_whole_batch(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert report["guided"]["loss"] < 1e-5
+        assert report["guided"]["gradient"] < 1e-5
+
+
 def test_ranking_over_all_processes_is_that_of_the_whole_batch(reports: list[dict[str, Any]]) -> None:
     """In every direction, with any weights of negatives, and for different numbers of rows."""
     for report in reports:

@@ -124,6 +124,17 @@ def test_moving_or_casting_is_refused_and_changes_nothing() -> None:
     assert at_home(model)
 
 
+def test_moving_to_the_compute_device_changes_nothing() -> None:
+    """A trainer does so with every model, and with a loss that has the model as a child."""
+    model = OffloadModel(build(["linear"]), "cpu", num_slices=3, checkpoint_activation=False)
+    model.device = torch.device("meta")  # in place of a device that this machine may lack
+    around = nn.ModuleDict({"model": model})
+    assert around.to("meta")["model"] is model
+    assert at_home(model)
+    with pytest.raises(RuntimeError, match="convert the layers before you wrap them"):
+        around.to("meta", torch.bfloat16)
+
+
 def test_layers_added_after_construction_are_refused() -> None:
     model = OffloadModel(build(["linear"]), "cpu", num_slices=3, checkpoint_activation=False)
     with pytest.raises(TypeError, match="layers are fixed"):

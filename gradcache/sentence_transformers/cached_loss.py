@@ -1,0 +1,165 @@
+"""What the losses have in common: encodes columns of features in mini-batches, and trains through their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradcache.features import FeatureSplitter
+from gradcache.grad_cache import GradCache
+from gradcache.tiled_loss import with_known_gradients
+from gradcache.used_modules import leaves_of
+
+__all__ = ["CachedLoss", "Columns"]
+
+#: Representations of each column: one tensor, or a list of tensors to be concatenated.
+Columns = Sequence[Tensor | Sequence[Tensor]]
+
+
+class CachedLoss(nn.Module):
+    """A loss of the representations of a whole batch, whose columns are encoded a mini-batch at a time.
+
+    A subclass computes the loss in ``_loss``.
+
+    Args:
+        model: maps a dict of features to a dict with ``"sentence_embedding"``.
+        mini_batch_size: rows that are encoded, and whose scores exist, at a time.
+        mini_batch_num_tokens: limit mini-batches by this number of tokens instead of by rows.
+        show_progress_bar: accepted for compatibility; these losses print nothing.
+
+    Raises:
+        ValueError: for invalid arguments.
+    """
+
+    #: Tells wrappers of that package that the model runs again in backward, so that they wrap calculate_loss instead.
+    uses_gradient_cache = True
+    #: Attributes that are arguments of the constructor, for a model card.
+    _config: tuple[str, ...] = ()
+
+    def __init__(
+        self, model: nn.Module, mini_batch_size: int, mini_batch_num_tokens: int | None, show_progress_bar: bool
+    ) -> None:
+        super().__init__()
+        if mini_batch_num_tokens is not None and mini_batch_num_tokens < 1:
+            raise ValueError(f"expected mini_batch_num_tokens >= 1 or None, got {mini_batch_num_tokens}")
+        self.model = model
+        self.mini_batch_size = mini_batch_size
+        self.mini_batch_num_tokens = mini_batch_num_tokens
+        self.show_progress_bar = show_progress_bar
+
+    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+        """The loss of a batch; its ``backward()`` runs the second pass.
+
+        Args:
+            sentence_features: features of the anchors, of the positives, and of any number of hard negatives.
+            labels: not used.
+
+        Raises:
+            ValueError: if there are no positives, or features that cannot be split by rows.
+        """
+        columns = list(sentence_features)
+        if len(columns) < 2:
+            raise ValueError(f"expected features of anchors and of positives at least, got {len(columns)} column")
+        reps = self._encoded(self.model, columns)
+        _refuse_restored_forwards(self.model, reps)
+        context = self._context(columns, labels)
+        if "calculate_loss" not in vars(self) or not torch.is_grad_enabled():
+            return self.calculate_loss([[rep] for rep in reps], context)
+        # A wrapper replaced the method by a function that computes gradients immediately.
+        leaves = [rep.detach().requires_grad_() for rep in reps]
+        value = self.calculate_loss([[leaf] for leaf in leaves], context, with_backward=True)
+        return with_known_gradients(
+            value.detach(), [(rep, leaf.grad) for rep, leaf in zip(reps, leaves, strict=True) if leaf.grad is not None]
+        )
+
+    def calculate_loss(self, reps: Columns, labels: Any = None, *, with_backward: bool = False) -> Tensor:
+        """The loss of representations of anchors, positives, and hard negatives.
+
+        Args:
+            reps: one tensor for each column, or a list of tensors to be concatenated.
+            labels: not used.
+            with_backward: fill ``.grad`` of the representations, and return the detached value.
+        """
+        loss = self._loss([joined(rep) for rep in reps], labels)
+        if not with_backward:
+            return loss
+        given = {id(rep) for column in reps for rep in ([column] if isinstance(column, Tensor) else column)}
+        if any(id(leaf) not in given for leaf in leaves_of(loss)):
+            raise ValueError(
+                "expected a similarity_fct without trainable parameters inside a wrapper such as MatryoshkaLoss, which "
+                "weights gradients of representations only; make its parameters a part of the model"
+            )
+        loss.backward()
+        return loss.detach()
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """The arguments, for a model card."""
+        return {name: getattr(self, name) for name in self._config}
+
+    def _loss(self, columns: list[Tensor], context: Any) -> Tensor:
+        """The loss of the representations of each column."""
+        raise NotImplementedError
+
+    def _context(self, columns: list[dict[str, Tensor]], labels: Tensor | None) -> Any:
+        """What ``calculate_loss`` gets besides the representations."""
+        return labels
+
+    def _encoded(
+        self,
+        model: nn.Module,
+        columns: Sequence[dict[str, Tensor]],
+        process_fn: Callable[[Any], Any] | None = None,
+    ) -> list[Tensor]:
+        """The representations of each column. ``process_fn`` makes the model's call of that of a mini-batch."""
+        # A model is called with the dict as its one argument, not with its members as keywords.
+        inputs: list[tuple[list[Any], dict[str, Any]]] = [([dict(features)], {}) for features in columns]
+        cache = GradCache(
+            [model] * len(columns),
+            self.mini_batch_size,
+            _no_loss,
+            FeatureSplitter(self.mini_batch_num_tokens),
+            _embedding,
+            process_fn=process_fn or _with_own_dict,
+        )
+        return list(cache.encode(*inputs))
+
+
+def joined(column: Tensor | Sequence[Tensor]) -> Tensor:
+    """One tensor of a column's representations."""
+    return column if isinstance(column, Tensor) else torch.cat(list(column))
+
+
+def _embedding(output: Any) -> Tensor:
+    embedding: Tensor = output["sentence_embedding"]
+    return embedding
+
+
+def _refuse_restored_forwards(model: nn.Module, reps: Iterable[Tensor]) -> None:
+    """Has the backward of ``reps`` raise if a wrapper has restored a forward method by then.
+
+    The second pass would run the replaced method, but with the state that the wrapper has left in it.
+    """
+    replaced = [(module, vars(module)["forward"]) for module in model.modules() if "forward" in vars(module)]
+
+    def check(_: Tensor) -> None:
+        if any(vars(module).get("forward") is not forward for module, forward in replaced):
+            raise RuntimeError(
+                "expected the model that ran forward to run again in backward, but a wrapper had replaced a forward "
+                "method and restored it; AdaptiveLayerLoss and Matryoshka2dLoss need a loss without a cache"
+            )
+
+    for rep in reps if replaced else ():
+        if rep.requires_grad:
+            rep.register_hook(check)
+
+
+def _with_own_dict(chunk: Any) -> Any:
+    """Copies the dict of features: modules write their results into it, which must not outlive the call."""
+    return [dict(chunk[0][0])], {}
+
+
+def _no_loss(*_: Any) -> Tensor:
+    raise AssertionError("the loss is computed on the encoded batch")
