@@ -10,19 +10,40 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipe.torch_private import pytree
 
-__all__ = ["COMPRESSED", "TreeSpec", "flatten", "map_distinct", "map_tensors", "parts_of", "tensors_in", "unflatten"]
+__all__ = [
+    "COMPRESSED",
+    "LEAVES",
+    "TreeSpec",
+    "flatten",
+    "map_distinct",
+    "map_tensors",
+    "parts_of",
+    "tensors_in",
+    "unflatten",
+]
 
 TreeSpec = pytree.TreeSpec
 MapTensors = Callable[[Callable[[Tensor], Any], Any], Any]
 
-# Fast paths for the two structures that most cells pass to each other: one tensor, and one tensor with an empty list
-# (of skip tensors). The general flattening takes as long as a small layer.
+# Fast paths for the structures that most cells pass to each other: one tensor, one tensor with an empty list (of skip
+# tensors), and the (args, kwargs) of a call. The general flattening takes as long as a small layer.
 _LEAF: TreeSpec = pytree.tree_flatten(None)[1]
 _LEAF_AND_NONE: TreeSpec = pytree.tree_flatten((None, []))[1]
+
+#: Types of leaves that a call has in the fast path; another type takes the general one.
+LEAVES: set[type] = {Tensor, nn.Parameter, type(None), bool, int, float, str}
+_NAMES = {str}
+#: Number of positional arguments, names of the others, and for each argument the length of a tuple, or None for a leaf.
+_Call = tuple[int, tuple[Any, ...], tuple[int | None, ...]]
+#: Structures of calls, and the call of each by the id of its structure.
+_specs: dict[_Call, TreeSpec] = {}
+_calls: dict[int, _Call] = {}
+#: A program has a few; one that makes up names of arguments takes the general path from here on.
+_MOST_CALLS = 512
 
 #: Sparse layouts of compressed rows or columns.
 COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
@@ -34,7 +55,50 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
         return [value], _LEAF
     if _is_leaf_and_none(value):
         return [value[0]], _LEAF_AND_NONE
-    return pytree.tree_flatten(value)
+    found = _flat_call(value)
+    if found is None:
+        return pytree.tree_flatten(value)
+    leaves, call = found
+    spec = _specs.get(call)
+    if spec is None:
+        spec = pytree.tree_flatten(value)[1]
+        if len(_specs) < _MOST_CALLS:
+            _calls[id(spec)] = call  # before the structure is used by others
+            spec = _specs.setdefault(call, spec)
+    return leaves, spec
+
+
+def _flat_call(value: Any) -> tuple[list[Any], _Call] | None:
+    """The leaves and the structure of the (args, kwargs) of a call, if it has only leaves and tuples of them."""
+    if type(value) is not tuple or len(value) != 2 or type(value[0]) is not tuple or type(value[1]) is not dict:
+        return None
+    args, kwargs = value
+    if not _NAMES.issuperset(map(type, kwargs)):
+        return None  # 1 and True would be one name
+    leaves: list[Any] = []
+    lengths: list[int | None] = []
+    for x in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(x)
+        if kind in LEAVES:
+            leaves.append(x)
+            lengths.append(None)
+        elif kind is tuple and LEAVES.issuperset(map(type, x)):
+            leaves += x
+            lengths.append(len(x))
+        else:
+            return None
+    return leaves, (len(args), tuple(kwargs), tuple(lengths))
+
+
+def _joined_call(leaves: list[Any], call: _Call) -> Any:
+    count, names, lengths = call
+    values = leaves
+    if lengths.count(None) < len(lengths):
+        values, at = [], 0
+        for n in lengths:
+            values.append(leaves[at] if n is None else tuple(leaves[at : at + n]))
+            at += 1 if n is None else n
+    return tuple(values[:count]), dict(zip(names, values[count:], strict=True))
 
 
 def _is_leaf_and_none(value: Any) -> bool:
@@ -53,6 +117,9 @@ def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
         return leaves[0]
     if spec is _LEAF_AND_NONE:
         return leaves[0], []
+    call = _calls.get(id(spec))
+    if call is not None and _specs.get(call) is spec and len(leaves) == spec.num_leaves:
+        return _joined_call(leaves, call)
     return pytree.tree_unflatten(leaves, spec)
 
 
@@ -62,7 +129,8 @@ def tensors_in(value: Any) -> list[Tensor]:
         return [value]
     if _is_leaf_and_none(value):
         return [value[0]]
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    found = _flat_call(value)
+    return [leaf for leaf in (pytree.tree_leaves(value) if found is None else found[0]) if isinstance(leaf, Tensor)]
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
@@ -80,6 +148,10 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """The same structure with ``function`` applied to every tensor; other leaves stay as they are."""
     if isinstance(value, Tensor):
         return function(value)
+    found = _flat_call(value)
+    if found is not None:
+        leaves, call = found
+        return _joined_call([function(x) if isinstance(x, Tensor) else x for x in leaves], call)
     return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 

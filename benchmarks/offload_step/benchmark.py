@@ -4,7 +4,8 @@ One case takes steps of the resident and of the streamed model in turn, for the 
 the streamed step that waits for copies. Others stream models of more and more shards, for their peaks: once the same
 layers cut finer, once deeper models out of the same shards. With a slot for each shard and a home in memory nothing
 moves, which leaves the price of the engine. With few rows only the disk counts, and passes are measured against plain
-reads of the same files.
+reads of the same files. In short steps a model that calls its blocks itself (``blocks=``) takes turns with an
+``nn.Sequential`` of the same blocks.
 
 glibc keeps freed blocks in its heap, and keeps more of them the more shards there are. The peaks are therefore measured
 with a fixed ``MALLOC_MMAP_THRESHOLD_``, which returns large blocks at once and takes time; one more case shows the
@@ -24,6 +25,7 @@ from benchmarks.offload_step.methods import stack_of
 
 MAXIMUM_RATIO = 1.05
 MAXIMUM_ENGINE_RATIO = 1.02
+MAXIMUM_BLOCKS_RATIO = 1.02
 MINIMUM_DISK_SHARE = 0.90
 MAXIMUM_WAIT_SHARE = 0.05
 MAXIMUM_GROWTH = 1.05  # of what the engine holds and of the peak above torch, from the fewest to the most shards
@@ -44,6 +46,10 @@ class Settings:
     pairs: int = option(9, "interleaved pairs of steps")
     boundary_bytes: int = option(16 << 20, "activations between shards that stay in memory")
     width: int = option(4096, "channels of the layers that wait for the disk")
+    only_blocks: bool = option(False, "measures a model's own forward beside an nn.Sequential, and nothing else")
+    block_dim: int = option(128, "channels of the blocks that these two share", multiple=64)
+    block_rows: int = option(8, "rows of their batch", least=4)
+    block_pairs: int = option(99, "interleaved pairs of their steps")
 
     def wrong(self) -> str:
         """What no run could compare."""
@@ -72,6 +78,20 @@ def measure(run: Run) -> None:
         steps = 2 if blocks > 1 else 2 * layers // shards
         return case(name, "peak", shards, blocks, *environment, steps=steps)
 
+    small = {"dim": settings.block_dim, "rows": settings.block_rows, "shards": TIMED_SHARDS, "blocks": 1}
+    small |= {"positions": settings.positions, "boundary_bytes": settings.boundary_bytes}
+    how = {"shape": small, "pairs": settings.block_pairs, "warmup": 4}
+    work = {"flops": stack_of(small).training_flops}
+    chunked = {1: "own forward, 1 chunk", 4: "own forward, 4 chunks"}
+    run.group(
+        "blocks",
+        [
+            Case(name, f"{METHODS}:time_blocks", {**how, "chunks": chunks}, work=work)
+            for chunks, name in chunked.items()
+        ],
+    )
+    if settings.only_blocks:
+        return
     timed = {"pairs": settings.pairs, "warmup": 2}
     cuts = [
         peak(f"{layers} layers, {shards} shards", shards, layers // shards, GIVE_BACK) for shards in settings.shards
@@ -131,11 +151,24 @@ def report(run: Run) -> list[str]:
         "s/step": lambda o: f"{o.median():.2f}",
         **limit_columns(run.rates),
     }
+    blocks = {
+        "tokens": lambda o: f"{o.result['tokens']:,}",
+        "nn.Sequential": lambda o: f"{1e3 * o.median('sequential'):.1f} ms",
+        "own forward": lambda o: f"{1e3 * o.median('blocks'):.1f} ms",
+        "median ratio of pairs": lambda o: spread(o.ratios()),
+        "of processor time": lambda o: spread(o.values("processor")),
+        **limit_columns(run.rates, seconds=lambda o: o.median("blocks")),
+    }
+    words = "A model that calls its blocks itself, beside an `nn.Sequential` of them, both stored in host memory:"
+    own = [words, case_table(groups["blocks"], blocks)] if groups.get("blocks") else []
+    if run.settings.only_blocks:
+        return own
     return [
         case_table([*groups["time"], *groups["engine"]], times),
         "Passes in which only the disk counts, in GB/s, beside plain reads of the same files:",
         case_table(groups["disk"], disk),
         case_table([*groups["finer"], *groups["deeper"], *groups["allocator"]], held),
+        *own,
     ]
 
 
@@ -151,8 +184,13 @@ def _held(outcome: Outcome) -> int:
 def bounds(run: Run) -> list[str]:
     """Writes compete with reads, so only a pass without them is held to the bandwidth of reads."""
     groups = run.groups
+    broken: list[str] = []
+    for outcome in groups.get("blocks", []):
+        broken += at_most(f"{outcome.name} / Sequential", outcome.ratio(), MAXIMUM_BLOCKS_RATIO, "{:.3f}".format)
+    if run.settings.only_blocks:
+        return broken
     (timed,), (engine,) = groups["time"], groups["engine"]
-    broken = at_most("streamed / resident", timed.ratio(), MAXIMUM_RATIO, "{:.3f}".format)
+    broken += at_most("streamed / resident", timed.ratio(), MAXIMUM_RATIO, "{:.3f}".format)
     broken += at_most("the share of a step that waits", _wait_share(timed), MAXIMUM_WAIT_SHARE, "{:.1%}".format)
     for outcomes in (groups["finer"], groups["deeper"]):
         first, last = outcomes[0], outcomes[-1]
@@ -168,6 +206,8 @@ def bounds(run: Run) -> list[str]:
 
 def claims(run: Run) -> list[Claim]:
     """The streamed step beside the resident one."""
+    if run.settings.only_blocks:
+        return []
     (timed,) = run.groups["time"]
     parameters, tokens = timed.result["parameters"] / 1e6, timed.result["tokens"]
     set_up = (

@@ -91,6 +91,54 @@ def time_pairs(
     }
 
 
+class OwnForward(nn.Module):
+    """The blocks in a module that calls them itself."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(blocks)
+
+    def forward(self, *state: Tensor) -> Any:
+        """What the last block returns."""
+        value: Any = state
+        for block in self.layer:
+            value = block(value)
+        return value
+
+
+def time_blocks(report: Reporter, shape: dict[str, Any], pairs: int, warmup: int, chunks: int) -> dict[str, Any]:
+    """Steps of two OffloadModels in turn: of an ``nn.Sequential``, and of a module that calls the same blocks itself.
+
+    Both are stored in host memory, with two slots, and cut a batch into ``chunks`` micro-batches.
+    """
+    state = stack_of(shape).batch()
+    how: dict[str, Any] = {"checkpoint_activation": True, "num_microbatches": chunks}
+    how["memory"] = MemoryPolicy.fixed(boundary_bytes=shape["boundary_bytes"])
+    models: dict[str, Any] = {
+        "sequential": OffloadModel(nn.Sequential(*_shards(shape)), "cpu", num_slices=shape["shards"], **how),
+        "blocks": OffloadModel(OwnForward(_shards(shape)), "cpu", blocks="layer", **how),
+    }
+    # A Sequential passes its arguments to the first layer, which takes one.
+    inputs = {"sequential": (state,), "blocks": state}
+    for k in range(-warmup, pairs):
+        seconds, processor, losses = {}, {}, {}
+        for method in sorted(models, reverse=k % 2 == 1):
+            model = models[method]
+            model.zero_grad()
+            started, cpu = time.perf_counter(), time.process_time()
+            loss = model(*inputs[method])[0].square().mean()
+            loss.backward()
+            seconds[method], processor[method] = time.perf_counter() - started, time.process_time() - cpu
+            losses[method] = loss.detach()
+        if not torch.equal(losses["sequential"], losses["blocks"]):
+            raise AssertionError(f"the two models do not compute the same loss: {losses}")
+        if k >= 0:
+            ratio = seconds["blocks"] / seconds["sequential"]
+            report.step(**seconds, ratio=ratio, processor=processor["blocks"] / processor["sequential"])
+    loads = {method: model.statistics().shard_loads for method, model in models.items()}
+    return {"parameters": stack_of(shape).parameters, "tokens": stack_of(shape).tokens, "loads": loads}
+
+
 def peak(report: Reporter, shape: dict[str, Any], home: str, steps: int) -> dict[str, Any]:
     """Steps of the streamed model alone, for the peak of the phase "steps", which starts with an evicted model."""
     report.phase(FLOOR)

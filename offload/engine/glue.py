@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload.engine.cell_input import CellInput
 from offload.engine.layouts import fitting, refuse_hidden
 from offload.engine.own_attributes import AttributesThen
-from pipe.nested import TreeSpec, flatten, unflatten
+from pipe.nested import LEAVES, TreeSpec, flatten, unflatten
 from pipe.torch_private import hidden_hooks
 
 __all__ = ["Glue"]
@@ -48,6 +48,9 @@ class _Shared:
     """The place, in what enters a block, of a tensor that entered an earlier block as well."""
 
     number: int
+
+
+LEAVES.add(_Shared)
 
 
 @dataclass(frozen=True)

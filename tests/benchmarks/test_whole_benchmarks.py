@@ -60,13 +60,15 @@ def test_retrieval_trains_three_ways_to_the_same_losses(monkeypatch: pytest.Monk
 
 
 def test_offload_step_compares_the_streamed_step_with_the_resident_one() -> None:
-    sizes = "--dim 64 --rows 2 --positions 4 --pairs 2 --shards 2 4 --width 64"
+    sizes = "--dim 64 --rows 2 --positions 4 --pairs 2 --shards 2 4 --width 64 --block-dim 64 --block-pairs 2"
     assert run_here("offload-step", sizes, "s") in (0, 1)
     assert "median ratio of pairs" in pages("s")
     cases = {case.name: case for outcomes in outcomes_of("s").values() for case in outcomes}
     names = ["4 layers, 2 shards", "4 layers, 4 shards", "1 layer each, 2 shards", "1 layer each, 4 shards"]
     more = ["all in slots", "disk, inputs take gradients", "disk, weights take gradients"]
-    assert list(cases) == ["time, 8 shards", *names, f"{names[-1]}, allocator as it comes", *more]
+    own = ["own forward, 1 chunk", "own forward, 4 chunks"]
+    assert [len({*case.result["loads"].values()}) for case in outcomes_of("s")["blocks"]] == [1, 1]
+    assert list(cases) == [*own, "time, 8 shards", *names, f"{names[-1]}, allocator as it comes", *more]
     assert cases["all in slots"].values("loads") == [0, 0]
     assert len({cases[name].result["parameters"] for name in (names[0], names[1], names[3])}) == 1
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipe.nested import flatten, map_tensors, tensors_in, unflatten
+from pipe.torch_private import pytree
 
 Point = namedtuple("Point", "x y")
 
@@ -58,3 +59,21 @@ def test_a_bare_tensor_is_one_leaf() -> None:
     parts, spec = flatten(x)
     assert parts[0] is x
     assert unflatten([3], spec) == 3
+
+
+arguments = st.one_of(leaves, st.lists(leaves, max_size=3).map(tuple), values)
+
+
+@given(st.lists(arguments, max_size=3), st.dictionaries(st.one_of(st.text(max_size=2), st.booleans()), arguments))
+def test_a_call_has_the_structure_that_torch_gives_it(args: list[Any], kwargs: dict[Any, Any]) -> None:
+    call = (tuple(args), kwargs)
+    for _ in range(2):
+        parts, spec = flatten(call)
+        expected, general = pytree.tree_flatten(call)
+        assert spec == general
+        assert all(a is b for a, b in zip(parts, expected, strict=True))
+        again = unflatten(parts, spec)
+        assert [*map(type, again[1])] == [*map(type, kwargs)]
+        assert pytree.tree_flatten(again)[1] == general
+        assert all(a is b for a, b in zip(pytree.tree_leaves(again), expected, strict=True))
+        assert flatten(map_tensors(lambda t: t, call))[1] == general
