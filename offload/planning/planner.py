@@ -14,12 +14,11 @@ This module knows nothing of tensors or torch.
 from __future__ import annotations
 
 import itertools
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from offload.planning.plan import Action, Kind, Plan
 from offload.planning.residency import Key, Residency
@@ -79,25 +78,25 @@ class Pass:
         """Plans the pass. A backward continues with the ``boundaries`` that its forward left.
 
         Args:
-            boundaries: which boundaries stay in memory; None if all do, and their gradients.
-            sizes: of the results of a cell, boundaries or ``gradients``; called after the action that makes them.
-            gradients: the same for gradients of boundaries.
+            boundaries: which boundaries stay in memory; None if all do.
+            sizes: of the results of a cell, boundaries or ``gradients``; called after the action that makes them, where
+                not all stay in memory.
+            gradients: which gradients of boundaries stay in memory, in a backward; None if all do.
             moves: what :meth:`moves` returns, if it was called before.
         """
         before_visits = iter(self.moves() if moves is None else moves)
-        if self.backward and boundaries is not None:
-            gradients = gradients or Residency(math.inf, gradients=True)
+        if gradients is not None:
             for i in range(self.microbatches):
                 yield from gradients.put((self.shards, i), sizes((self.shards, i)), [self.now(self.shards - 1, i)])
         for j, before in zip(self.order, before_visits, strict=True):
             yield from before
             for i in range(self.microbatches):
-                if boundaries is None:
+                if boundaries is None and gradients is None:
                     yield Action(self._kind(j, i), j, i)
-                elif gradients is None:
-                    yield from self._forward_cell(j, i, boundaries, sizes)
-                else:
+                elif self.backward:
                     yield from self._backward_cell(j, i, boundaries, gradients, sizes)
+                elif boundaries is not None:
+                    yield from self._forward_cell(j, i, boundaries, sizes)
             if self.backward:
                 yield Action(Kind.DRAIN, j)
                 if self.updates:
@@ -127,24 +126,28 @@ class Pass:
             yield from boundaries.put((j + 1, i), sizes((j + 1, i)), [now + m, *again])
 
     def _backward_cell(
-        self, j: int, i: int, boundaries: Residency, gradients: Residency, sizes: Sizes
+        self, j: int, i: int, boundaries: Residency | None, gradients: Residency | None, sizes: Sizes
     ) -> Iterator[Action]:
         m, now, kept = self.microbatches, self.now(j, i), self.keeps(j, i)
-        yield from gradients.use((j + 1, i), now)
-        if not kept:
-            yield from boundaries.use((j, i), now)
         k, after = (j, i + 1) if i + 1 < m else (j - 1, 0)
-        if k >= self.first:
-            if not self.keeps(k, after):
+        if gradients is not None:
+            yield from gradients.use((j + 1, i), now)
+        if boundaries is not None:
+            if not kept:
+                yield from boundaries.use((j, i), now)
+            if k >= self.first and not self.keeps(k, after):
                 yield from boundaries.prefetch((k, after))
+        if gradients is not None and k >= self.first:
             yield from gradients.prefetch((k + 1, after))
         yield Action(self._kind(j, i), j, i)
-        gradients.drop((j + 1, i))
-        if self.consume:
-            boundaries.drop((j, i))
-        elif not kept:
-            yield from boundaries.end_use((j, i))
-        if j > self.first:
+        if gradients is not None:
+            gradients.drop((j + 1, i))
+        if boundaries is not None:
+            if self.consume:
+                boundaries.drop((j, i))
+            elif not kept:
+                yield from boundaries.end_use((j, i))
+        if gradients is not None and j > self.first:
             yield from gradients.put((j, i), sizes((j, i)), [now + m])
 
     def needed_again(self, j: int, i: int) -> bool:
@@ -234,8 +237,6 @@ def plan_step(
         gradient_sizes: of its gradient; that of shard ``shards`` is the output's.
     """
     step = _loads_of(shards, slots, first, training, frozenset(in_memory), frozenset(pending))
-    if gradients is not None:
-        boundaries = boundaries or Residency(math.inf)
     forward = replace(step.forward, microbatches=microbatches, kept=kept)
     actions = [*forward.actions(boundaries, boundary_sizes, moves=step.before_forward)]
     if training:

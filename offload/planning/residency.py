@@ -45,7 +45,7 @@ def check_boundaries(largest: int, budget_bytes: float) -> None:
         )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Boundary:
     key: Key
     nbytes: int
@@ -75,6 +75,8 @@ class Residency:
         self._budget_bytes = budget_bytes
         self._strict = strict
         self._largest = 0
+        #: For boundaries that no cell is reading: the budget without those in motion.
+        self._room = budget_bytes
         self._all: dict[Key, _Boundary] = {}
         #: In memory, without the one that a cell is reading.
         self._held: dict[_Boundary, None] = {}
@@ -87,7 +89,9 @@ class Residency:
     def put(self, key: Key, nbytes: int, uses: Sequence[int]) -> list[Action]:
         """Adds a boundary that is used at these ascending positions of the step."""
         boundary = self._all[key] = _Boundary(key, nbytes, deque(uses))
-        self._largest = max(self._largest, nbytes)
+        if nbytes > self._largest:
+            self._largest = nbytes
+            self._room = max(0, self._budget_bytes - MOVING * nbytes)
         if self._strict:
             check_boundaries(self._largest, self._budget_bytes)
         return self._keep(boundary)
@@ -135,13 +139,12 @@ class Residency:
         self._bytes += boundary.nbytes
         if boundary.nbytes and not boundary.coming and self._budget_bytes != math.inf:
             heapq.heappush(self._order, (-boundary.next_use, next(self._number), boundary))
-        return self._make_room(boundary, boundary.next_use)
+        return self._make_room(boundary, boundary.next_use) if self._bytes > self._room else []
 
     def _make_room(self, new: _Boundary | None, needed: float) -> list[Action]:
         """Spills boundaries, the one with the last use first; or ``new``, if all others are used sooner."""
-        room = max(0, self._budget_bytes - MOVING * self._largest)
         actions: list[Action] = []
-        while self._bytes > room:
+        while self._bytes > self._room:
             victim = self._last_used(new)
             if victim is None or victim.next_use <= needed:
                 if new is None or new.coming or self._bytes == new.nbytes:

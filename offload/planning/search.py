@@ -130,6 +130,8 @@ class _Search:
         self._bytes: dict[Choice, int] = {}
         #: Of the last choice: its bytes without graphs, and those of its graphs by ``_graph_sums``.
         self._last_filled: tuple[int, float] | None = None
+        #: The same without boundaries, and of boundaries.
+        self._last_spilled: tuple[int, float] | None = None
         self._tried = 0
 
     def run(self) -> Found:
@@ -165,7 +167,9 @@ class _Search:
             self._best_of(slots, [sum(nbytes <= self._model.given.resident_bytes for nbytes in total[1:])])
             return
         least = self._least_with(slots, 0)
-        most = _most(total, lambda count: self._least_with(slots, count), self._limit, least) if least <= self._limit else 0
+        if least > self._limit:
+            total = [0]
+        most = _most(total, lambda count: self._least_with(slots, count), self._limit, least)
         step = max(1, most // 4)
         best = self._best_of(slots, [*range(0, most + 1, step), most])
         while step > 1 and best is not None:
@@ -223,7 +227,7 @@ class _Search:
         def keeping(count: int) -> Choice:
             return replace(choice, kept=frozenset(self._graphs[:count]))
 
-        guess = None if self._last_filled is None else self._last_filled[0] + self._last_filled[1] - least
+        guess = None if self._last_filled is None else sum(self._last_filled) - least
         kept = _most(sums, lambda count: self._memory(keeping(count)), self._limit, least, guess)
         self._last_filled = least, sums[kept]
         return keeping(kept)
@@ -241,7 +245,10 @@ class _Search:
         if least > self._limit:
             return spilling(0)
         sums = [most * share / 32 for share in range(33)]
-        return spilling(_most(sums, lambda share: self._memory(spilling(share)), self._limit, least))
+        guess = None if self._last_spilled is None else sum(self._last_spilled) - least
+        share = _most(sums, lambda share: self._memory(spilling(share)), self._limit, least, guess)
+        self._last_spilled = least, sums[share]
+        return spilling(share)
 
     def _cannot_win(self, choice: Choice) -> bool:
         """Whether a plan takes longer than one that was found, even with as many graphs as its bytes allow."""

@@ -8,14 +8,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from offload.planning.peak_memory import Moment, PeakMemory, StepBytes, peak_memory
 from offload.planning.plan import Plan
 from offload.planning.planner import Updates, plan_step
-from offload.planning.residency import Key, Residency
+from offload.planning.residency import MOVING, Key, Residency
 from offload.planning.simulate import Costs, Forecast, simulate, simulate_valid
 
-__all__ = ["Choice", "Given", "Prediction", "StepModel", "costs_of", "predict", "predict_plan", "predicted_bytes", "predicted_seconds"]
+__all__ = [
+    "Choice",
+    "Given",
+    "Prediction",
+    "StepModel",
+    "costs_of",
+    "predict",
+    "predict_plan",
+    "predicted_bytes",
+    "predicted_seconds",
+]
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,13 @@ class StepModel:
     #: What is not searched but given.
     given: Given = Given()
 
+    @cached_property
+    def boundaries(self) -> tuple[int, int]:
+        """Bytes of all boundaries or of all their gradients, whichever are more; and the largest of them."""
+        cells = [(j, i) for j in range(self.shards + 1) for i in range(len(self.sizes.rows))]
+        each = [[size(cell) for cell in cells] for size in (self.sizes.boundaries, self.sizes.gradients)]
+        return max(map(sum, each)), max(map(max, each))
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -119,6 +137,9 @@ def predict(model: StepModel, choice: Choice) -> Prediction:
 def _plan(model: StepModel, choice: Choice) -> Plan:
     rows = model.sizes.rows
     budget = choice.boundary_bytes if model.spills else math.inf
+    most, largest = model.boundaries
+    # Each gradient is used by the shard before: there are those of two shards at a time.
+    gradients = min(most, 2 * len(rows) * largest)
     return plan_step(
         model.shards,
         slots=choice.slots,
@@ -127,8 +148,8 @@ def _plan(model: StepModel, choice: Choice) -> Plan:
         first=model.first,
         kept=choice.kept | model.always_kept,
         in_memory=choice.in_memory,
-        boundaries=None if budget == math.inf else Residency(budget),
-        gradients=None if budget == math.inf else Residency(budget, gradients=True),
+        boundaries=Residency(budget) if budget < most + MOVING * largest else None,
+        gradients=Residency(budget, gradients=True) if budget < gradients + MOVING * largest else None,
         boundary_sizes=model.sizes.boundaries,
         gradient_sizes=model.sizes.gradients,
         **model.updates,

@@ -31,6 +31,8 @@ class Contention:
         self._ended: dict[int, float] = {}
         #: (group, rows, seconds, overlap) of the latest cells.
         self._cells: deque[tuple[Hashable, int, float, float]] = deque(maxlen=LATEST)
+        #: Rows and overlap of each group among these; empty after another cell.
+        self._sums: dict[Hashable, tuple[int, float]] = {}
 
     def lane_begins(self) -> None:
         """A lane begins to copy or to update, in this thread."""
@@ -52,6 +54,7 @@ class Contention:
         """Records a cell; ``group``: of cells that do the same work for each row."""
         if rows:
             self._cells.append((group, rows, seconds, overlap))
+            self._sums = {}
 
     def forget_cells(self) -> None:
         """Forgets the cells so far, whose groups mean others from now on."""
@@ -76,5 +79,11 @@ class Contention:
 
     def mean_overlap(self, group: Hashable) -> float:
         """Mean seconds of busy lanes for each row of a cell of this group; 0 if none was recorded."""
-        found = [(overlap, rows) for other, rows, _, overlap in self._cells if other == group]
-        return sum(overlap for overlap, _ in found) / sum(rows for _, rows in found) if found else 0.0
+        if not self._sums:
+            sums: dict[Hashable, tuple[int, float]] = {}
+            for other, rows, _, overlap in self._cells:
+                rows_before, overlap_before = sums.get(other, (0, 0.0))
+                sums[other] = rows_before + rows, overlap_before + overlap
+            self._sums = sums
+        rows, overlap = self._sums.get(group, (1, 0.0))
+        return overlap / rows

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
@@ -16,7 +18,7 @@ from offload.planning.plan import validate
 from offload.planning.planner import Updates
 from offload.planning.search import NothingFitsError, fill, search
 from offload.planning.simulate import Costs
-from offload.planning.step_model import Choice, Given, StepModel, predict
+from offload.planning.step_model import Choice, Given, StepModel, predict, predicted_bytes
 
 MIB = 1 << 20
 
@@ -173,7 +175,82 @@ def test_a_margin_is_a_part_of_what_is_predicted() -> None:
     assert len(search(wider, limit).best.choice.kept) < len(search(model, limit).best.choice.kept)
 
 
-def test_a_search_makes_a_bounded_number_of_plans() -> None:
+def stepwise(model: StepModel, limit: int) -> float:
+    """Seconds of the plan that is found where each number is tried, one after the other."""
+    cells = [(j, i) for j in reversed(range(model.shards)) for i in range(len(model.sizes.rows))]
+    boundaries = 2 * MIB * (model.shards - 1) * len(model.sizes.rows)
+
+    def first_that_fits(choices: Iterable[Choice]) -> Choice | None:
+        return next((choice for choice in choices if predicted_bytes(model, choice) <= limit), None)
+
+    best: tuple[float, Choice] | None = None
+    for slots, resting in itertools.product((2, 3), range(model.shards + 1)):
+        choice = Choice(min(slots, model.shards - resting), frozenset(range(resting)))
+        shares = [math.inf, *(boundaries * share / 32 for share in range(32, -1, -1))]
+        spilling = first_that_fits(replace(choice, boundary_bytes=share) for share in shares)
+        if spilling is None:
+            continue
+        counts = range(len(cells), -1, -1)
+        filled = first_that_fits(replace(spilling, kept=frozenset(cells[:count])) for count in counts)
+        assert filled is not None
+        seconds = predict(model, filled).seconds
+        if best is None or seconds < best[0]:
+            best = seconds, filled
+    assert best is not None
+    away = [j for j in range(model.shards) if j not in best[1].in_memory]
+    waiting = (replace(best[1], waiting=frozenset(away[:count])) for count in range(len(away), -1, -1))
+    found = first_that_fits(waiting)
+    assert found is not None
+    return predict(model, found).seconds
+
+
+@given(MODELS, st.floats(1.0, 8.0))
+@settings(max_examples=30)
+def test_a_search_finds_what_trying_every_number_would_find(model: StepModel, share: float) -> None:
+    limit = int(least_of(model) * share) + MIB
+    assert search(model, limit).best.seconds <= stepwise(model, limit) * (1 + 1e-9)
+
+
+def lines_run(work: Callable[[], object]) -> int:
+    """Lines of Python that a function runs, also in the functions that it calls."""
+    count = 0
+
+    def traced(frame: object, event: str, argument: object) -> object:
+        nonlocal count
+        count += event == "line"
+        return traced
+
+    before = sys.gettrace()
+    sys.settrace(traced)  # type: ignore[arg-type]
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("resting", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("boundary_bytes", [10 * MIB, math.inf])
+@pytest.mark.parametrize("load", [0.002, 0.5])
+def test_the_work_of_a_prediction_grows_in_proportion_to_the_shards(
+    load: float, boundary_bytes: float, resting: float, microbatches: int
+) -> None:
+    """Lines of Python: a scan of all shards within a loop over all shards would show."""
+    lines = []
+    for shards in (25, 100):
+        model = model_of(shards, contention=0.3, microbatches=microbatches, load=load)
+        in_memory = frozenset(range(int(resting * shards)))
+        kept = frozenset((j, 0) for j in range(shards // 2, shards))
+        choice = Choice(min(3, shards - len(in_memory)), in_memory, kept, boundary_bytes)
+        lines.append(lines_run(lambda model=model, choice=choice: predict(model, choice)))  # type: ignore[misc]
+    assert lines[1] < 1.1 * 4 * lines[0]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("share", [1.02, 3.0, 1000.0])
+def test_a_search_makes_a_bounded_number_of_plans(share: float, microbatches: int) -> None:
     """Not in proportion to the number of shards: seconds on any machine follow."""
-    counts = [search(model_of(shards), shards * 60 * MIB).tried for shards in (25, 50, 100)]
-    assert max(counts) < 250
+    for shards in (25, 50, 100):
+        model = model_of(shards, contention=0.3, microbatches=microbatches)
+        assert search(model, int(least_of(model) * share)).tried < 120
