@@ -6,6 +6,7 @@ gradients that are computed there are summed until all users of the outputs have
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,6 +75,8 @@ class Call:
         #: The outputs, flat and detached.
         self.outputs: list[Any] = []
         self._spec: TreeSpec | None = None
+        #: Number of leaves of the output of each micro-batch.
+        self._leaves: list[int] = []
         self._differentiable: list[bool] = []
         self._gradients: list[Tensor | None] = []
 
@@ -93,6 +96,7 @@ class Call:
     def fill(self, outputs: Sequence[Any], differentiable: Sequence[bool]) -> None:
         """Stores the outputs of all micro-batches, and which of their leaves need a gradient."""
         self.outputs, self._spec = flatten(list(outputs))
+        self._leaves = [len(flatten(output)[0]) for output in outputs]
         self._differentiable = list(differentiable)
         self._gradients = [None] * len(self.outputs)
 
@@ -110,10 +114,12 @@ class Call:
             self._gradients[k] = gradient if before is None else before if gradient is None else before + gradient
 
     def take_gradients(self) -> list[Any]:
-        """The collected gradients of the outputs, one per micro-batch (None if it has none). Drops them."""
-        assert self._spec is not None
-        gradients, self._gradients = self._gradients, []
-        parts: list[Any] = unflatten(list(gradients), self._spec)
+        """The collected gradients of the outputs, one per micro-batch (None if it has none). Drops them.
+
+        A list of the gradient of each leaf: containers of some libraries forget members that are None.
+        """
+        gradients, self._gradients = iter(self._gradients), []
+        parts = [list(itertools.islice(gradients, leaves)) for leaves in self._leaves]
         return [part if representations.has_gradient(part) else None for part in parts]
 
 

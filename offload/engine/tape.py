@@ -102,7 +102,8 @@ class Tape(CellRecords):
 
         Args:
             output_gradients: one entry for each chunk, in order, of the structure of that chunk's output: tensors of
-                the output's shapes, or None where there is no gradient. A whole entry may be None.
+                the output's shapes, or None where there is no gradient; or a list of those of its leaves, in order. A
+                whole entry may be None.
 
         Raises:
             RuntimeError: if the tape was used before, its forward ran without gradients, or a parameter changed since.
