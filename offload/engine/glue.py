@@ -27,6 +27,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.engine.cell_input import CellInput
+from offload.engine.inputs import refuse_transforms
 from offload.engine.layouts import fitting, refuse_hidden
 from offload.engine.own_attributes import AttributesThen
 from pipe.nested import TreeSpec, flatten, unflatten
@@ -134,6 +135,7 @@ class Glue:
     def begin(self, i: int, inputs: Any) -> Any:
         """The inputs of a chunk as the begin of its graph."""
         leaves, spec = flatten(inputs)
+        refuse_transforms(x for x in leaves if isinstance(x, Tensor))
         chunk = self._chunks[i]
         chunk.inputs = leaves
         requires = [isinstance(x, Tensor) and x.requires_grad for x in leaves]

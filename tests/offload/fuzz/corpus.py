@@ -46,6 +46,7 @@ CORPUS: dict[str, Program] = {
     "a_hessian_is_refused_or_right": program(Functional("hessian"), checkpoint=True),
     "forward_mode_is_refused_or_right": program(Functional("jvp")),
     "torch_func_grad_is_refused_or_right": program(Functional("func_grad")),
+    "torch_func_grad_of_a_model_with_blocks_is_refused_or_right": program(Functional("func_grad"), model="blocks"),
     "a_functional_call_is_refused_or_right": program(Functional("call"), checkpoint=True),
     "backward_of_given_inputs_reaches_parameters": program(Forward(), Backward(inputs="all")),
     "backward_of_the_last_parameter_reaches_it_alone": program(Forward(), Backward(inputs="last"), checkpoint=True),
@@ -158,6 +159,9 @@ CORPUS: dict[str, Program] = {
     ),
     # Optimizers.
     "an_optimizer_may_count_in_its_groups": program(TrainStep(), TrainStep(), optimizer="averaging", updates="offload"),
+    "an_optimizer_counts_a_step_once_if_its_backward_updates_all_but_the_parameters_outside_of_blocks": program(
+        TrainStep(), TrainStep(), model="blocks_glued", optimizer="averaging", updates="backward"
+    ),
     "a_state_may_grow": program(TrainStep(), TrainStep(), optimizer="changing", updates="offload"),
     "a_state_may_grow_on_disk": program(TrainStep(), TrainStep(), optimizer="changing", updates="offload", home="disk"),
     "states_on_disk_of_several_types_are_saved_by_torch": program(
