@@ -135,6 +135,12 @@ CORPUS: dict[str, Program] = {
     # Hooks of parameters.
     "a_hook_of_a_tied_parameter_sees_the_sum": program(Hook("parameter"), *TRAIN, model="tied"),
     "a_hook_of_a_parameter_sees_all_microbatches": program(Hook("parameter"), *TRAIN, microbatches=2),
+    "a_hook_of_a_layer_whose_result_also_goes_around_blocks_sees_the_whole_gradient_or_is_refused": program(
+        Hook("backward"), *TRAIN, model="blocks_around"
+    ),
+    "a_hook_of_a_block_of_which_one_output_goes_around_the_next_sees_all_gradients_or_is_refused": program(
+        Hook("backward_pre", at=2), *TRAIN, model="blocks_through"
+    ),
     "a_hook_of_a_parameter_without_gradient_does_not_run": program(Hook("accumulated", at=2), *TRAIN, model="unused"),
     "hooks_of_layers_that_given_inputs_leave_out_do_not_run": program(
         Hook("backward"), Forward(x_grad=True), Backward(inputs="all")
