@@ -27,6 +27,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.engine.cell_input import CellInput
+from offload.engine.inputs import refuse_transforms
 from offload.engine.layouts import fitting, refuse_hidden
 from offload.engine.own_attributes import AttributesThen
 from pipe.nested import LEAVES, TreeSpec, flatten, unflatten
@@ -93,7 +94,8 @@ class _Chunk:
     shared: list[tuple[Tensor, int | None] | None] = field(default_factory=list)
     # While the forward runs:
     entered: dict[tuple[Any, ...], _Entered] = field(default_factory=dict)
-    seen: set[Node] = field(default_factory=set)
+    #: The nodes of its graph, with the piece that each belongs to: the number of the first block that it leads to.
+    seen: dict[Node, int] = field(default_factory=dict)
     # While a backward runs:
     entering: dict[_Place, Tensor] = field(default_factory=dict)
     returned: dict[int, dict[int, Tensor]] = field(default_factory=dict)
@@ -137,6 +139,7 @@ class Glue:
     def begin(self, i: int, inputs: Any) -> Any:
         """The inputs of a chunk as the begin of its graph."""
         leaves, spec = flatten(inputs)
+        refuse_transforms(x for x in leaves if isinstance(x, Tensor))
         chunk = self._chunks[i]
         chunk.inputs = leaves
         requires = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
@@ -155,7 +158,7 @@ class Glue:
         leaves, spec = flatten((args, kwargs))
         refuse_hidden(leaves, f"an argument of block {j}")
         requires = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
-        self._find_leaves(chunk, (x for x in leaves if isinstance(x, Tensor)))
+        self._find_leaves(chunk, j, (x for x in leaves if isinstance(x, Tensor)))
         uses = chunk.uses[j] = []
         for k, x in enumerate(leaves):
             if requires[k]:
@@ -213,7 +216,7 @@ class Glue:
         chunk.begins[j], chunk.outputs[j] = edges, len(leaves)
         for k, edge in edges.items():
             chunk.begun[_place(edge)] = j, k
-            chunk.seen.add(edge.node)
+            chunk.seen[edge.node] = self._last  # no piece has it: gradients end here
         return unflatten(list(begin.leaves), spec)
 
     def finish(self, i: int, result: Any) -> tuple[Any, list[bool]]:
@@ -221,7 +224,7 @@ class Glue:
         leaves, spec = flatten(result)
         refuse_hidden(leaves, "an output of the model")
         chunk = self._chunks[i]
-        self._find_leaves(chunk, (x for x in leaves if isinstance(x, Tensor)))
+        self._find_leaves(chunk, self._last, (x for x in leaves if isinstance(x, Tensor)))
         requires = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
         chunk.result = [get_gradient_edge(x) if needs else None for x, needs in zip(leaves, requires, strict=True)]
         chunk.entered.clear()
@@ -229,22 +232,41 @@ class Glue:
         detached: dict[int, Any] = {id(x): x.detach() if isinstance(x, Tensor) else x for x in leaves}
         return unflatten([detached[id(x)] for x in leaves], spec), requires
 
-    def _find_leaves(self, chunk: _Chunk, tensors: Iterable[Tensor]) -> None:
-        """Records the leaves of the graph of some tensors, up to the pieces that were searched before."""
+    def _find_leaves(self, chunk: _Chunk, j: int, tensors: Iterable[Tensor]) -> None:
+        """Records the leaves of the graph of some tensors, which lead to block ``j``, up to earlier pieces."""
         stack: list[Node] = []
         for x in tensors:
             if x.grad_fn is not None:
-                stack.append(x.grad_fn)
+                if (x.grad_fn, x.output_nr) not in chunk.first:  # the gradients of one that entered a block are summed
+                    stack.append(x.grad_fn)
             elif x.requires_grad:
                 self._add_leaf(chunk, x)
         while stack:
             node = stack.pop()
             if node in chunk.seen:
+                if chunk.seen[node] < j:
+                    self._refuse_hooks(chunk, node)
                 continue
-            chunk.seen.add(node)
+            chunk.seen[node] = j
             variable = getattr(node, "variable", None) if not node.next_functions else None
             if isinstance(variable, Tensor):
                 self._add_leaf(chunk, variable)
+            stack.extend(following for following, _ in node.next_functions if following is not None)
+
+    def _refuse_hooks(self, chunk: _Chunk, node: Node) -> None:
+        """Raises if hooks of a module are in an earlier piece, from ``node`` on: each piece would run them."""
+        stack = [node]
+        while stack:
+            node = stack.pop()
+            if chunk.seen[node] == self._last:
+                continue
+            chunk.seen[node] = self._last  # later pieces need not search it
+            if type(node).__name__ == "BackwardHookFunctionBackward":
+                raise RuntimeError(
+                    "a module has backward hooks, and a result of it is used both before a block and after it: the "
+                    "hooks would run once for each, on a part of the gradient; register them on a module whose result "
+                    "is used in one place, or run the bare module"
+                )
             stack.extend(following for following, _ in node.next_functions if following is not None)
 
     def _add_leaf(self, chunk: _Chunk, leaf: Tensor) -> None:

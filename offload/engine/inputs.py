@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,19 +10,24 @@ from torch import Tensor
 from offload.engine.layouts import refuse_hidden, refuse_strided_nested
 from pipe.torch_private import transform_under_way
 
-__all__ = ["check_inputs"]
+__all__ = ["check_inputs", "refuse_transforms"]
 
 
 def check_inputs(inputs: Sequence[Sequence[Any]]) -> None:
     """Raises TypeError or RuntimeError for flat ``inputs`` of micro-batches that cannot be streamed."""
     tensors = [x for leaves in inputs for x in leaves if isinstance(x, Tensor)]
+    refuse_transforms(tensors)
+    for x in tensors:
+        refuse_strided_nested(x, "an input of the model")
+    for leaves in inputs:
+        refuse_hidden(leaves, "an input of the model")
+
+
+def refuse_transforms(tensors: Iterable[Tensor]) -> None:
+    """Raises RuntimeError if a mechanism other than autograd transforms or traces a call on these tensors."""
     transform = transform_under_way(tensors)
     if transform is not None:
         raise RuntimeError(
             f"an OffloadModel cannot run inside {transform}: its weights are in memory only while their shard "
             f"runs, which only backward() supports; transform, export or trace the bare module"
         )
-    for x in tensors:
-        refuse_strided_nested(x, "an input of the model")
-    for leaves in inputs:
-        refuse_hidden(leaves, "an input of the model")

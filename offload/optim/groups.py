@@ -150,6 +150,10 @@ class GroupChanges:
         """Whether a param block of group ``index`` was updated in this step."""
         return index in self._changes
 
+    def of(self, index: int) -> dict[str, Any]:
+        """What a param block of group ``index`` wrote in this step."""
+        return self._changes.get(index, {})
+
     def publish(
         self, groups: Sequence[dict[str, Any]], index: int, changes: dict[str, Any], step_key: object = None
     ) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from offload.optim.groups import GroupChanges
 from offload.streaming.lane import Arrival
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
@@ -51,6 +52,23 @@ class InBackward:
     def close(self) -> None:
         """Ends the step: the next backward updates again."""
         self._updated = None
+
+    def options_of_step(self, changes: GroupChanges) -> list[dict[str, Any]]:
+        """A copy of the hyperparameters of all groups, for the updates of ``step()`` itself.
+
+        It is without what the class wrote into its groups in this step's backward, such as a count of steps: one step
+        writes it once.
+        """
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        now = optimizer.options()
+        if self._updated is None:
+            return now
+        # The same list: updates of one step have one.
+        self._options += now[len(self._options) :]
+        for index, group in enumerate(now):
+            self._options[index].update((k, v) for k, v in group.items() if k not in changes.of(index))
+        return self._options
 
     def begin(self, waiting: int) -> bool:
         """Begins a backward while ``waiting`` other forwards still need theirs; returns whether it will update."""

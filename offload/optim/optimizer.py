@@ -180,7 +180,7 @@ class OffloadOptimizer(MovableStates):
         # Without a scale a GradScaler has unscaled in place, which does not increment the version of gradients.
         trusted = not (hasattr(self, "grad_scale") and scale is None)
         coefficient = self._coefficient(scale, trusted)
-        options = self.options()
+        options = self.options() if self.in_backward is None else self.in_backward.options_of_step(self._group_changes)
         updates = ((shard, self.update(shard, options, coefficient)) for shard in self.param_blocks)
         decided = [(shard, update) for shard, update in updates if update is not None]
         at_once = self._resident.jobs(options, coefficient)

@@ -38,6 +38,10 @@ class ResidentParamBlock(ParamBlock):
             multiply_all(gradients, job.coefficient.to(gradients[0].device))
             job.scaled = True
         optimizer.step()
+        for parameter, gradient in zip(self.parameters, job.gradients, strict=True):
+            if gradient is not None:
+                # Fused kernels do not: a backward that saved the old values would not notice the new ones.
+                torch.autograd.graph.increment_version(parameter)
         job.done = True
         job.group_changes = self.group_changes()
 

@@ -131,3 +131,16 @@ def test_frozen_blocks_are_only_read(tmp_path: Path) -> None:
     after = model.statistics()
     assert after.bytes_stored - before.bytes_stored == trained
     assert after.update_bytes_written - before.update_bytes_written <= 3 * trained + 4096 * 4
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_update_of_parameters_outside_of_blocks_is_noticed_by_a_backward_that_saved_them(kind: Any) -> None:
+    """A fused kernel, which is the default of an OffloadOptimizer where a class has one, counts no version."""
+    model = wrap(make(), checkpoint_activation=False)
+    optimizer = OffloadOptimizer(model, kind, lr=0.1)
+    loss = loss_of(model(words()))
+    outside = [model.masks.weight, model.norm.weight]
+    loss.backward(retain_graph=True, inputs=outside)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward(inputs=outside)

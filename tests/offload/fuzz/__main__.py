@@ -17,6 +17,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 
+from tests.offload.fuzz.blocks import BLOCKS
 from tests.offload.fuzz.draw import programs
 from tests.offload.fuzz.lockstep import Failure, run
 from tests.offload.fuzz.program import Program
@@ -45,6 +46,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=None, help="stop drawing after this time")
     parser.add_argument("--without", choices=MECHANISMS, default=None, help="take this mechanism out of the engine")
     parser.add_argument("--but", default=None, help="name of a known fault that programs may run into")
+    parser.add_argument("--blocks", action="store_true", help="draw only models whose own forward calls blocks")
     options = parser.parse_args()
     faulthandler.enable()
     found: dict[tuple[str, str], list[tuple[int, Program, Failure]]] = collections.defaultdict(list)
@@ -65,7 +67,7 @@ def main() -> int:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(programs(but=options.but))
+    @given(programs(but=options.but, models=sorted(BLOCKS) if options.blocks else None))
     def draw(program: Program) -> None:
         nonlocal count
         if options.minutes is not None and time.monotonic() - begin > options.minutes * 60:

@@ -46,6 +46,7 @@ CORPUS: dict[str, Program] = {
     "a_hessian_is_refused_or_right": program(Functional("hessian"), checkpoint=True),
     "forward_mode_is_refused_or_right": program(Functional("jvp")),
     "torch_func_grad_is_refused_or_right": program(Functional("func_grad")),
+    "torch_func_grad_of_a_model_with_blocks_is_refused_or_right": program(Functional("func_grad"), model="blocks"),
     "a_functional_call_is_refused_or_right": program(Functional("call"), checkpoint=True),
     "backward_of_given_inputs_reaches_parameters": program(Forward(), Backward(inputs="all")),
     "backward_of_the_last_parameter_reaches_it_alone": program(Forward(), Backward(inputs="last"), checkpoint=True),
@@ -134,6 +135,12 @@ CORPUS: dict[str, Program] = {
     # Hooks of parameters.
     "a_hook_of_a_tied_parameter_sees_the_sum": program(Hook("parameter"), *TRAIN, model="tied"),
     "a_hook_of_a_parameter_sees_all_microbatches": program(Hook("parameter"), *TRAIN, microbatches=2),
+    "a_hook_of_a_layer_whose_result_also_goes_around_blocks_sees_the_whole_gradient_or_is_refused": program(
+        Hook("backward"), *TRAIN, model="blocks_around"
+    ),
+    "a_hook_of_a_block_of_which_one_output_goes_around_the_next_sees_all_gradients_or_is_refused": program(
+        Hook("backward_pre", at=2), *TRAIN, model="blocks_through"
+    ),
     "a_hook_of_a_parameter_without_gradient_does_not_run": program(Hook("accumulated", at=2), *TRAIN, model="unused"),
     "hooks_of_layers_that_given_inputs_leave_out_do_not_run": program(
         Hook("backward"), Forward(x_grad=True), Backward(inputs="all")
@@ -158,6 +165,9 @@ CORPUS: dict[str, Program] = {
     ),
     # Optimizers.
     "an_optimizer_may_count_in_its_groups": program(TrainStep(), TrainStep(), optimizer="averaging", updates="offload"),
+    "an_optimizer_counts_a_step_once_if_its_backward_updates_all_but_the_parameters_outside_of_blocks": program(
+        TrainStep(), TrainStep(), model="blocks_glued", optimizer="averaging", updates="backward"
+    ),
     "a_state_may_grow": program(TrainStep(), TrainStep(), optimizer="changing", updates="offload"),
     "a_state_may_grow_on_disk": program(TrainStep(), TrainStep(), optimizer="changing", updates="offload", home="disk"),
     "states_on_disk_of_several_types_are_saved_by_torch": program(

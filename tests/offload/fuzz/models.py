@@ -8,17 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.offload.fuzz.blocks import BLOCKS
+from tests.offload.fuzz.sizes import ROWS, WIDTH, linear
 from tests.offload.fuzz.trips import Trip
 from tests.offload.parameters_outside import ActNorm, Custom, TiedHead
 
 __all__ = ["IDS", "MODELS", "RANDOM", "ROWS", "ROWWISE", "STATEFUL", "WIDTH", "WRITERS", "build"]
-
-WIDTH = 4
-ROWS = 12  # of tables
-
-
-def linear() -> nn.Linear:
-    return nn.Linear(WIDTH, WIDTH)
 
 
 class Tables(nn.Module):
@@ -308,20 +303,26 @@ MODELS: dict[str, Callable[[], Sequence[nn.Module]]] = {
 }
 
 #: Models whose input are row numbers of a table.
-IDS = frozenset({"table", "max_norm"})
+IDS = frozenset({"table", "max_norm", "blocks_words"})
 #: Models that compute each row on its own, and none of which keeps anything: micro-batches change nothing.
-ROWWISE = frozenset({"mlp", "inplace", "tied", "frozen", "queries", "residual_inside", "custom", "double", "unused"})
+ROWWISE = frozenset(
+    {"mlp", "inplace", "tied", "frozen", "queries", "residual_inside", "custom", "double", "unused", *BLOCKS}
+) - {"blocks_passed", "blocks_dropped", "blocks_normed", "blocks_limited"}
 #: Models whose forward writes parameters.
-WRITERS = frozenset({"actnorm", "renormed", "clamped", "max_norm"})
+WRITERS = frozenset({"actnorm", "renormed", "clamped", "max_norm", "blocks_limited"})
 #: Models that leave something behind in each forward: what runs them twice for one result, differs in torch as well.
-STATEFUL = frozenset({"batchnorm", "actnorm", "counting", "recurrent", "generator", "auxiliary", "spectral"})
+STATEFUL = frozenset(
+    {"batchnorm", "actnorm", "counting", "recurrent", "generator", "auxiliary", "spectral", "blocks_normed"}
+)
 #: Models that draw random numbers.
-RANDOM = frozenset({"dropout", "generator"})
+RANDOM = frozenset({"dropout", "generator", "blocks_dropped"})
 
 
-def build(name: str, *, trips: bool = False) -> nn.Sequential:
+def build(name: str, *, trips: bool = False) -> nn.Module:
     """A model of this name; the same weights every time."""
     torch.manual_seed(0)
+    if name in BLOCKS:
+        return BLOCKS[name](trips).double()
     layers: list[nn.Module] = []
     for layer in MODELS[name]():
         layers += [layer, Trip()] if trips else [layer]

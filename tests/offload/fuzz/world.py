@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer
 from pipe.nested import tensors_in
+from tests.offload.fuzz.blocks import LISTS
 from tests.offload.fuzz.models import IDS, ROWS, WIDTH, build
 from tests.offload.fuzz.program import Setup
 
@@ -114,8 +115,8 @@ class World:
 
     # --- making -------------------------------------------------------------------------------------------------
 
-    def wrap(self, layers: nn.Sequential) -> OffloadModel:
-        """``layers`` offloaded, as the setup says."""
+    def wrap(self, bare: Any) -> OffloadModel:
+        """A model offloaded, as the setup says."""
         setup = self.setup
         home: Any = "cpu"
         if setup.home == "disk":
@@ -132,11 +133,13 @@ class World:
             resident_bytes=resident if setup.checkpoint else 0,
             join_chunks=False,  # together their gradients are summed in another order
         )
+        lists = LISTS.get(setup.model)
         return OffloadModel(
-            layers,
+            bare,
             "cpu",
             home,
-            num_slices=min(setup.slices, len(layers)),
+            blocks=lists,
+            num_slices=None if lists else min(setup.slices, len(bare)),
             checkpoint_activation=setup.checkpoint,
             num_microbatches=setup.microbatches,
             memory=memory,

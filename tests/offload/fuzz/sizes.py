@@ -1,0 +1,14 @@
+"""What all models of the fuzz are made of: one width, one size of tables, one linear layer."""
+
+from __future__ import annotations
+
+from torch import nn
+
+__all__ = ["ROWS", "WIDTH", "linear"]
+
+WIDTH = 4
+ROWS = 12  # of tables
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
