@@ -18,7 +18,7 @@ from offload.storage import Block, Tier
 from offload.storage.contract import bytes_of
 from offload.storage.persistent import Contents, PersistentTier
 from offload.streaming.materialize import Values
-from offload.streaming.shard import named_parameters
+from offload.streaming.quantised import stored_tensors
 from offload.streaming.slices import layout
 
 __all__ = ["PersistentHome"]
@@ -59,7 +59,15 @@ class PersistentHome:
         self._places: list[tuple[int, tuple[str, int]]] = []
         if self._tier is None:
             return
-        parameters = [p for layer in layers.values() for p in layer.parameters()]
+        stored = stored_tensors(layers.items())
+        quantised = next((each.name for each in stored if each.part_of is not None), None)
+        if quantised is not None:
+            raise ValueError(
+                f"expected a home that goes with its model, got DiskHome(keep=True) for quantised weights "
+                f"({quantised}): layers on the meta device adopt a kept home, and these have no parts there; use "
+                f"keep=False, and save_checkpoint and load_checkpoint"
+            )
+        parameters = [each.parameter for each in stored]
         lines, end = [], 0
         for name, buffer in self._buffers():
             lines.append(f"{name} {_kind(buffer)} {list(buffer.shape)} at {end}")
@@ -117,8 +125,8 @@ def _shards(layers: Sequence[tuple[str, nn.Module]], cuts: Sequence[int]) -> Ite
     seen: set[nn.Parameter] = set()
     first = 0
     for j, count in enumerate(cuts):
-        new = [(n, p) for n, p in named_parameters(layers[first : first + count]) if p not in seen]
-        seen.update(p for _, p in new)
+        new = [each for each in stored_tensors(layers[first : first + count]) if each.parameter not in seen]
+        seen.update(each.parameter for each in new)
         slices, nbytes = layout(new)
         lines = [
             f"{s.name} {_kind(s.parameter)} {list(s.parameter.shape)} strides {list(s.stride)} at {s.offset}"

@@ -26,6 +26,8 @@ from offload.engine.structure import Structure
 from offload.engine.tape import Tape
 from offload.reports import ReportingModule
 from offload.storage import DiskHome
+from offload.streaming.copies import CopiesOfHomes
+from offload.streaming.quantised import check_storable, is_taken_apart, refresh, stored_tensors
 from pipe.interception import offered
 from pipe.microbatch import gather_nested, split_nested
 from pipe.nested import map_tensors
@@ -122,6 +124,8 @@ class ModelWithBlocks(ReportingModule):
         meta = next((name for name, p in outside.items() if p.is_meta), None)
         if meta is not None:
             raise ValueError(f"parameter {meta} outside of the blocks is on the meta device; give it values first")
+        quantised = [(name, p) for name, p in outside.items() if is_taken_apart(p)]
+        check_storable(quantised, [model], self.device)
         self.__dict__["_blocks"] = found
         names = list(found)
         lists = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
@@ -133,26 +137,32 @@ class ModelWithBlocks(ReportingModule):
         inside = {m for block in self._blocks.values() for m in block.modules()}
         with_buffers = [m for m in nn.Module.modules(self) if m not in inside]
         outside = parameters_outside(self, self._blocks)
-        before = [(p, p.data, p.grad) for p in outside.values()]
+        staying = set(outside.values())
+        stored = [each for each in stored_tensors([("", self)]) if each.parameter in staying or each.part_of in staying]
+        moved = [(each.part_of, t) for each in stored for t in (each.parameter, *each.aliases)]
+        before = [(part_of, t, t.data, t.grad) for part_of, t in moved]
         buffers = [(m, dict(m._buffers)) for m in with_buffers]
 
         def restore() -> None:
-            for p, data, grad in before:
+            for part_of, p, data, grad in before:
                 p.grad = None
                 p.data, p.grad = data, grad
+                refresh(p if part_of is None else part_of)
             for module, values in buffers:
                 module._buffers.update(values)
 
         undo(restore)
-        for p in outside.values():
+        for part_of, p in moved:
             grad, p.grad = p.grad, None
             p.data = p.data.to(self.device)
             p.grad = None if grad is None else grad.to(self.device)
+            refresh(p if part_of is None else part_of)
         for module in with_buffers:
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[key] = buffer.to(self.device)
         executor.outside, executor.blocks = list(outside.values()), list(self._blocks)
+        executor.quantised.update((each.part_of, each.name) for each in stored if each.part_of is not None)
         executor.around = [weakref.ref(module) for module in with_buffers]
         forwards: list[StreamedForward] = []
 
@@ -280,7 +290,8 @@ class ModelWithBlocks(ReportingModule):
         bare: nn.Module = self._kind.__new__(self._kind)
         memo[id(self)] = bare
         own = {key: value for key, value in vars(self).items() if key in self.__dict__["_of_model"]}
-        vars(bare).update(copy.deepcopy(own, memo))
+        with CopiesOfHomes(self._executor.shards):
+            vars(bare).update(copy.deepcopy(own, memo))
         for name in self._blocks:
             vars(bare.get_submodule(name)).pop("forward", None)
         return bare

@@ -84,6 +84,8 @@ class Executor(BlockForwards):
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[key] = buffer.to(device)
+        #: Names of the quantised parameters.
+        self.quantised = {s.part_of: s.name for shard in self.shards for s in shard.own if s.part_of is not None}
         self.streamer = Streamer(
             self.shards,
             slots=min(policy.slots or 2, len(cuts)),
@@ -138,6 +140,12 @@ class Executor(BlockForwards):
         inputs = [flatten(chunk)[0] for chunk in chunks]
         tensors = [x for leaves in inputs for x in leaves if isinstance(x, Tensor)]
         check_inputs(inputs)
+        trained = [name for p, name in self.quantised.items() if p.requires_grad]
+        if trained:
+            raise RuntimeError(
+                f"quantised parameters ({', '.join(trained[:3])}) require gradients, which are not supported: their "
+                f"parts are stored as bytes; call requires_grad_(False), and train adapters"
+            )
         if self.structure is not None and self.structure.check():
             for runner in self.runners:
                 runner.watch()

@@ -31,13 +31,14 @@ from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.streaming.casts import Casts
 from offload.streaming.materialize import Materializer, Values
+from offload.streaming.quantised import refresh, stored_tensors
 from offload.streaming.slices import Slice, layout
 from pipe.torch_private import outside_inference_mode, set_versions, storage_uses
 
 if TYPE_CHECKING:
     from offload.optim.update import Update
 
-__all__ = ["Shard", "State", "make_shards", "named_parameters"]
+__all__ = ["Shard", "State", "make_shards"]
 
 
 class State(enum.Enum):
@@ -90,6 +91,11 @@ class Shard:
         return [s.parameter for s in self.slices]
 
     @property
+    def quantised(self) -> list[nn.Parameter]:
+        """The parameters that the layers use of which slices are parts."""
+        return list(dict.fromkeys(s.part_of for s in self.slices if s.part_of is not None))
+
+    @property
     def trainable(self) -> bool:
         """Whether any parameter takes a gradient."""
         return any(parameter.requires_grad for parameter in self.parameters)
@@ -117,7 +123,11 @@ class Shard:
     @property
     def home_uses(self) -> int:
         """The engine's own references to the memory of the home, without those of optimizers."""
-        return 1 + len(self.own) + (0 if self.home is None else len(self._views.get(self.home.tensor, ())))
+        return (
+            1
+            + sum(1 + len(s.aliases) for s in self.own)
+            + (0 if self.home is None else len(self._views.get(self.home.tensor, ())))
+        )
 
     @property
     def blocking_io(self) -> bool:
@@ -145,7 +155,7 @@ class Shard:
         s.check_data()
         home = self.home_view(s)
         home.copy_(value)
-        s.parameter.data = home
+        s.point_to(home)
 
     def load(self, slot: Tensor) -> None:
         """HOME -> LOADED. The caller fills ``slot`` by :meth:`fill`, on a lane."""
@@ -186,11 +196,12 @@ class Shard:
         self._wide_gradients = [None] * len(self.slices)
         in_place = self.bound_in_place
         self.state = State.BOUND  # before the first parameter moves: see reset()
-        for parameter, view in zip(self.parameters, views, strict=True):
+        for s, view in zip(self.slices, views, strict=True):
             # Without this, autograd adds to the stored ``.grad`` while a lane writes to it.
-            parameter.grad = None
-            if not (in_place and parameter.dtype == view.dtype and parameter.is_set_to(view)):
-                parameter.data = view
+            s.parameter.grad = None
+            if not (in_place and s.parameter.dtype == view.dtype and s.parameter.is_set_to(view)):
+                s.point_to(view)
+        self._refresh_quantised()
         return made
 
     def widen_gradients(self) -> None:
@@ -228,8 +239,13 @@ class Shard:
         for position, gradient in enumerate(self._stored_gradients):
             owner, s = self.owner_of(position)
             if views is None or not (s.parameter.dtype == s.dtype and s.parameter.is_set_to(views[position])):
-                s.parameter.data = owner.home_view(s)
+                s.point_to(owner.home_view(s))
             s.parameter.grad = gradient
+        self._refresh_quantised()
+
+    def _refresh_quantised(self) -> None:
+        for parameter in self.quantised:
+            refresh(parameter)
 
     def drop(self) -> None:
         """LOADED -> HOME. Slots are never copied back."""
@@ -307,12 +323,6 @@ class Shard:
         return (self, self.own[position]) if borrowed < 0 else self.loans[borrowed]
 
 
-def named_parameters(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of some layers in the order of a block, each once, by its first name."""
-    names = {p: f"{name}.{path}" for name, module in layers for path, p in reversed([*module.named_parameters()])}
-    return [(names[p], p) for p in dict.fromkeys(p for _, module in layers for p in module.parameters())]
-
-
 def make_shards(
     layers: Sequence[tuple[str, nn.Module]],
     cuts: Sequence[int],
@@ -334,8 +344,8 @@ def make_shards(
         for name, module in part:
             materializer.allocate(name, module)
         shard = Shard(index, first, [module for _, module in part], tier=tier)
-        used = named_parameters(part)
-        new = [(name, p) for name, p in used if p not in stored]
+        used = stored_tensors(part)
+        new = [each for each in used if each.parameter not in stored]
         shard.own, home_bytes = layout(new)
         if home_bytes:
             shard.home = tier.home(index, home_bytes)
@@ -343,13 +353,13 @@ def make_shards(
             home = shard.home_view(s)
             if materializer.has_values(s.parameter):
                 home.copy_(s.parameter.detach())
-            s.parameter.data = home
+            s.point_to(home)
             if s.parameter.grad is not None:
                 s.parameter.grad = s.parameter.grad.to(home.device)
             stored[s.parameter] = (shard, s)
         materializer.fill()
-        borrowed = [(name, p) for name, p in used if stored[p][0] is not shard]
-        shard.loans = [stored[p] for _, p in borrowed]
+        borrowed = [each for each in used if stored[each.parameter][0] is not shard]
+        shard.loans = [stored[each.parameter] for each in borrowed]
         shard.slices, shard.slot_bytes = layout([*new, *borrowed], dtype=dtype)
         shards.append(shard)
         first += count
