@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from offload.planning.partition import aligned
+from offload.streaming.quantised import StoredTensor, stored_tensors
 from pipe.refusals import beyond_layers
-from pipe.torch_private import is_traceable_wrapper_subclass
 
 __all__ = [
     "check_choices",
-    "check_dense",
     "check_separate",
     "compute_device",
     "layer_bytes",
@@ -48,25 +47,13 @@ def layers_of(model: Any) -> dict[str, nn.Module]:
     raise TypeError(f"expected an nn.Sequential or a list of modules, got {type(model).__name__} (model)")
 
 
-def check_dense(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Raises TypeError for a parameter that is not a dense tensor: a home holds bytes."""
-    for name, parameter in named:
-        kind = type(parameter.data)
-        if is_traceable_wrapper_subclass(parameter.data):
-            advice = (
-                "wrap the module before it is distributed, or the local parts (p.to_local())"
-                if kind.__name__ == "DTensor"
-                else "wrap the module before its parameters are converted"
-            )
-            raise TypeError(f"expected dense parameters, got a {kind.__name__} ({name}); {advice}")
-        if parameter.layout is not torch.strided:
-            raise TypeError(f"expected dense parameters, got one of layout {parameter.layout} ({name}); densify it")
+def check_separate(stored: Iterable[StoredTensor]) -> None:
+    """Raises ValueError if different parameters share memory: their homes would not.
 
-
-def check_separate(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Raises ValueError if different parameters share memory: their homes would not."""
+    Quantised parameters may: they are frozen.
+    """
     ends: dict[int, list[tuple[int, int, str]]] = {}
-    for parameter, name in {parameter: name for name, parameter in named}.items():
+    for parameter, name in {each.parameter: each.name for each in stored if each.part_of is None}.items():
         if parameter.layout is torch.strided and parameter.numel() and not parameter.is_meta:
             begin = parameter.data_ptr()
             span = sum((n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride(), strict=True)) + 1
@@ -98,10 +85,15 @@ def layer_bytes(layers: Sequence[nn.Module], dtype: torch.dtype | None = None, *
     ``trainable``: only parameters that take a gradient.
     """
 
-    def size(p: nn.Parameter) -> int:
-        return aligned(p.numel() * (dtype if dtype is not None and p.is_floating_point() else p.dtype).itemsize)
+    def size(each: StoredTensor) -> int:
+        p = each.parameter
+        casts = dtype is not None and each.part_of is None and p.is_floating_point()
+        return aligned(p.numel() * (dtype if dtype is not None and casts else p.dtype).itemsize)
 
-    return [sum(size(p) for p in layer.parameters() if p.requires_grad or not trainable) for layer in layers]
+    return [
+        sum(size(each) for each in stored_tensors([("", layer)]) if each.parameter.requires_grad or not trainable)
+        for layer in layers
+    ]
 
 
 def compute_device(device: Any) -> torch.device:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from offload.arguments import (
     check_choices,
-    check_dense,
     check_separate,
     compute_device,
     names_given,
@@ -26,7 +25,7 @@ from offload.engine.prediction import measured_activations
 from offload.engine.raw_chunk import RawChunk, as_call
 from offload.engine.regroup import RegroupedTape, by_chunk, join_chunks, rows_together, split_output
 from offload.engine.tape import Tape
-from offload.files.pretrained import Pretrained, tensors_of
+from offload.files.pretrained import Pretrained
 from offload.limits import MemoryLimits
 from offload.loading import LoadingModule
 from offload.memory import layout_of, limits_for, memory_of
@@ -36,6 +35,7 @@ from offload.policy import MemoryPolicy
 from offload.storage import DiskHome, is_directory, open_tier
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import open_lanes
+from offload.streaming.quantised import check_storable, separate, stored_tensors
 from offload.streaming.rollback import Rollback
 from offload.telemetry.statistics import Meter
 from pipe.interception import offered
@@ -136,11 +136,12 @@ class OffloadModel(LoadingModule):
         choices: dict[str, Any] = {"param_dtype": param_dtype}
         in_policy = memory.activation_bytes if isinstance(memory, MemoryPolicy) else None
         choices["activation_bytes"] = in_policy if activation_bytes is None else activation_bytes
+        self.device = compute_device(device)
         named = self._layers_of(model, blocks, **choices)
         parameters = [(f"{k}.{path}", p) for k, layer in named.items() for path, p in layer.named_parameters()]
-        check_dense(parameters)
-        check_separate(parameters)
-        self.device = compute_device(device)
+        check_storable(parameters, named.values(), self.device)
+        check_separate(stored_tensors(named.items()))
+        separate([model] if isinstance(model, nn.Module) else named.values())
         plans = num_slices is None and checkpoint_activation is None
         if blocks is not None or not isinstance(model, nn.Sequential):
             num_slices = len(named)
@@ -166,7 +167,7 @@ class OffloadModel(LoadingModule):
             param_dtype=param_dtype,
         )
         owners = self._owners(model, named)
-        stored = {} if pretrained is None else Pretrained.at(pretrained).match(tensors_of(owners))[0]
+        stored = {} if pretrained is None else Pretrained.at(pretrained).match(owners)[0]
         self._arguments = {
             "device": self.device,
             "offload_device": offload_device.for_a_copy() if isinstance(offload_device, DiskHome) else offload_device,

@@ -18,14 +18,16 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from offload.arguments import layers_of
 from offload.engine.executor import Executor
 from offload.engine.structure import Structure
 from offload.storage import Tier
 from offload.storage.state_views import on_own_storages
+from offload.streaming.copies import CopiesOfHomes
 from offload.streaming.materialize import Values
+from offload.streaming.quantised import is_wrapped, with_parts
+from pipe.nested import parts_of
 
 __all__ = ["ModuleAtHome"]
 
@@ -89,8 +91,13 @@ class ModuleAtHome(nn.Module):
         mixed = [shard for shard in self._executor.shards if len({s.dtype for s in shard.own}) > 1]
         if mixed:
             homes = {s.parameter.untyped_storage().data_ptr() for shard in mixed for s in shard.own}
-            values = [v for v in found.values() if isinstance(v, Tensor) and v.layout is torch.strided]
-            values = [v for v in values if v.untyped_storage().data_ptr() in homes and not isinstance(v, nn.Parameter)]
+            named = {k: v for k, v in found.items() if isinstance(v, Tensor) and not isinstance(v, nn.Parameter)}
+            # Of a quantised weight the entry may refer to its parts themselves, which must stay at home.
+            named.update((k, with_parts(v, Tensor.detach)) for k, v in named.items() if is_wrapped(v))
+            found.update(named)
+            values = [part for v in named.values() for part in parts_of(v) if part.layout is torch.strided]
+            ours = {id(t) for shard in mixed for s in shard.own for t in (s.parameter, *s.aliases)}
+            values = [v for v in values if v.untyped_storage().data_ptr() in homes and id(v) not in ours]
             views = on_own_storages(values)
             for value in values:
                 if id(value) in views:
@@ -171,7 +178,8 @@ class ModuleAtHome(nn.Module):
     def __deepcopy__(self: M, memo: dict[int, Any]) -> M:
         """Another model with homes of its own."""
         self._executor.streamer.apply_pending_updates()
-        layers = {name: copy.deepcopy(layer, memo) for name, layer in self._modules.items()}
+        with CopiesOfHomes(self._executor.shards):
+            layers = {name: copy.deepcopy(layer, memo) for name, layer in self._modules.items()}
         cuts = [len(shard.layers) for shard in self._executor.shards]
         model: M = _rebuild(type(self), layers, cuts, self._arguments, copy.deepcopy(self._state(), memo))
         return model
@@ -180,7 +188,7 @@ class ModuleAtHome(nn.Module):
         """Pickles as bare layers, with storage of their own, and the arguments that offload them again."""
         self._executor.streamer.apply_pending_updates()
         memo: dict[int, Any] = {}
-        with _CopiesOfResults():
+        with CopiesOfHomes(self._executor.shards, results=True):
             layers = {name: copy.deepcopy(layer, memo) for name, layer in self._modules.items()}
         cuts = [len(shard.layers) for shard in self._executor.shards]
         return _rebuild, (type(self), layers, cuts, self._arguments, self._state())
@@ -193,18 +201,6 @@ class ModuleAtHome(nn.Module):
         if isinstance(value, (nn.Module, nn.Parameter)) and "_executor" in self.__dict__:
             raise TypeError(f"cannot add {name} to an OffloadModel: its layers are fixed when it is made")
         super().__setattr__(name, value)
-
-
-class _CopiesOfResults(TorchFunctionMode):
-    """A mode in which ``copy.deepcopy`` copies results of a graph, without the graph, as a pickle does."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
-            tensor, memo = args
-            if id(tensor) not in memo:
-                memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-            return memo[id(tensor)]
-        return func(*args, **(kwargs or {}))
 
 
 def _rebuild(kind: Any, layers: Any, cuts: list[int], arguments: dict[str, Any], state: dict[str, Any]) -> Any:

@@ -20,6 +20,7 @@ from offload.storage.contract import bytes_of
 from offload.storage.persistent import Contents, PersistentTier
 from offload.streaming.layer_homes import LayerLayout
 from offload.streaming.materialize import Values
+from offload.streaming.quantised import stored_tensors
 
 __all__ = ["PersistentHome"]
 
@@ -66,7 +67,15 @@ class PersistentHome:
         self._places: list[tuple[int, tuple[str, int]]] = []
         if self._tier is None:
             return
-        parameters = [p for layer in layers.values() for p in layer.parameters()]
+        stored = stored_tensors(layers.items())
+        quantised = next((each.name for each in stored if each.part_of is not None), None)
+        if quantised is not None:
+            raise ValueError(
+                f"expected a home that goes with its model, got DiskHome(keep=True) for quantised weights "
+                f"({quantised}): layers on the meta device adopt a kept home, and these have no parts there; use "
+                f"keep=False, and save_checkpoint and load_checkpoint"
+            )
+        parameters = [each.parameter for each in stored]
         lines, end = [], 0
         for name, buffer in self._on_device():
             lines.append(f"{name} {_kind(buffer)} {list(buffer.shape)} at {end}")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipe.torch_private import pytree
+from pipe.torch_private import is_traceable_wrapper_subclass, pytree
 
 __all__ = [
     "COMPRESSED",
@@ -134,9 +134,12 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """The strided tensors that hold the values of ``tensor``: itself, or the members of a sparse or nested one."""
+    """The strided tensors that hold the values: itself, or the members of a sparse or nested one, or of a subclass."""
     if tensor.is_nested:
         return [tensor.values()] if tensor.layout is torch.jagged else []
+    if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in parts_of(getattr(tensor, name))]
     if tensor.layout is torch.strided:
         return [tensor]
     if tensor.layout is torch.sparse_coo:

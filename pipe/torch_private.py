@@ -50,6 +50,7 @@ __all__ = [
     "multiply_all",
     "native_uses",
     "negative_view",
+    "no_subclasses",
     "no_torch_function",
     "outside_inference_mode",
     "outside_of_compiled_graphs",
@@ -369,6 +370,11 @@ def with_subclasses() -> contextlib.AbstractContextManager[Any]:
     enable = getattr(torch._C, "_EnableTorchFunction", contextlib.nullcontext)
     enabled: bool = torch._C._is_torch_function_enabled()
     return contextlib.nullcontext() if enabled else enable()
+
+
+def no_subclasses() -> contextlib.AbstractContextManager[Any]:
+    """A context in which tensor subclasses do not intercept functions: they act on the subclass's own tensor."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def transform_of_functions_under_way() -> bool:

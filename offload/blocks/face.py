@@ -27,7 +27,9 @@ from offload.engine.raw_chunk import as_call
 from offload.engine.structure import Structure
 from offload.engine.tape import Tape
 from offload.reports import ReportingModule
+from offload.streaming.copies import CopiesOfHomes
 from offload.streaming.materialize import Values
+from offload.streaming.quantised import check_storable, is_taken_apart, refresh, stored_tensors
 from pipe.interception import offered
 from pipe.microbatch import gather_nested, split_nested
 from pipe.nested import map_tensors
@@ -121,7 +123,9 @@ class ModelWithBlocks(ReportingModule):
                 f"use larger chunks"
             )
         found = find_blocks(model, blocks)
-        parameters_outside(model, found)
+        outside = parameters_outside(model, found)
+        quantised = [(name, p) for name, p in outside.items() if is_taken_apart(p)]
+        check_storable(quantised, [model], self.device)
         self.__dict__["_blocks"], self.__dict__["_around"] = found, modules_outside(model, found)
         dtype = choices["param_dtype"]
         self.__dict__["_casts"] = None if dtype is None else OutsideCasts(self._around, dtype)
@@ -142,7 +146,16 @@ class ModelWithBlocks(ReportingModule):
     ) -> None:
         """Moves what is outside of the blocks to the compute device, and lets the executor run the blocks' calls."""
         place_outside(self._around, self.device, values)
-        executor.outside, executor.blocks = list(parameters_outside(self, self._blocks).values()), list(self._blocks)
+        outside = parameters_outside(self, self._blocks)
+        staying = set(outside.values())
+        parts = [each for each in stored_tensors([("", self)]) if each.part_of is not None and each.part_of in staying]
+        for each in parts:
+            for tensor in (each.parameter, *each.aliases):
+                tensor.data = tensor.data.to(self.device)
+            assert each.part_of is not None
+            refresh(each.part_of)
+        executor.outside, executor.blocks = list(outside.values()), list(self._blocks)
+        executor.quantised.update((each.part_of, each.name) for each in parts if each.part_of is not None)
         executor.around = [weakref.ref(module) for module in modules_outside(self, self._blocks).values()]
         forwards: list[StreamedForward] = []
 
@@ -278,7 +291,8 @@ class ModelWithBlocks(ReportingModule):
         own.pop("forward", None)  # set later, around this object's forward
         if self._forward_of_instance is not None:
             own["forward"] = self._forward_of_instance
-        vars(bare).update(copy.deepcopy(own, memo))
+        with CopiesOfHomes(self._executor.shards):
+            vars(bare).update(copy.deepcopy(own, memo))
         for name in self._blocks:
             vars(bare.get_submodule(name)).pop("forward", None)
         return bare

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.streaming.materialize import Materializer, Values
+from offload.streaming.quantised import is_taken_apart
 
 __all__ = ["OutsideCasts", "place_outside"]
 
@@ -19,7 +20,7 @@ def place_outside(modules: Mapping[str, nn.Module], device: torch.device, values
 
     Those on the meta device are materialized. ``values`` are sources of parameters and buffers, if not the modules
     themselves. One module after the other, so that no second copy of all of them is made. The old memory of a parameter
-    is not written.
+    is not written. Quantised parameters stay as they are.
     """
     materializer = Materializer(values)
     read: set[nn.Parameter] = set()
@@ -33,7 +34,7 @@ def place_outside(modules: Mapping[str, nn.Module], device: torch.device, values
         materializer.allocate_module(path, module)
         materializer.fill()
         for here in module._parameters.values():
-            if here is not None:
+            if here is not None and not is_taken_apart(here, [module]):
                 here.data = here.data.to(device)
         for p, gradient in gradients:
             p.grad = None if gradient is None else gradient.to(device)

@@ -109,7 +109,9 @@ class BlockForwards(MovableHomes):
 
     def _glue(self, chunks: int) -> Glue:
         if not self._within:
-            self._within = {id(s.parameter): s.name for shard in self.shards for s in shard.own}
+            self._within = {
+                id(s.parameter if s.part_of is None else s.part_of): s.name for shard in self.shards for s in shard.own
+            }
         return Glue(chunks, len(self.shards), self._within)
 
     def run_one(self, forward: Forward, inputs: Any) -> tuple[Tape | None, list[Any]]:

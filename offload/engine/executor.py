@@ -86,6 +86,8 @@ class Executor(BlockForwards):
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[key] = buffer.to(device)
+        #: Names of the quantised parameters.
+        self.quantised = {s.part_of: s.name for shard in self.shards for s in shard.own if s.part_of is not None}
         self.streamer = Streamer(
             self.shards,
             slots=policy.slots or 2,
@@ -150,6 +152,12 @@ class Executor(BlockForwards):
         inputs = [flatten(chunk)[0] for chunk in chunks]
         tensors = [x for leaves in inputs for x in leaves if isinstance(x, Tensor)]
         check_inputs(inputs)
+        trained = [name for p, name in self.quantised.items() if p.requires_grad]
+        if trained:
+            raise RuntimeError(
+                f"quantised parameters ({', '.join(trained[:3])}) require gradients, which are not supported: their "
+                f"parts are stored as bytes; call requires_grad_(False), and train adapters"
+            )
         if not self.blocks:  # else before the forward, which may run with casts of parameters
             self.check_structure()
         first = 0 if any(x.requires_grad for x in tensors) else self.first_trainable()

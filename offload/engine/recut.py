@@ -125,4 +125,4 @@ def _prepare(executor: Executor, cuts: Sequence[int]) -> Callable[[], None]:
 def _enter(shard: Shard) -> None:
     """Makes the parameters of a shard views of its home, at the same place in memory."""
     for s in shard.own:
-        s.parameter.data = shard.home_view(s)
+        s.point_to(shard.home_view(s))

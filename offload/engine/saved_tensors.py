@@ -30,7 +30,7 @@ from offload.streaming.shard import Shard
 from pipe.nested import parts_of
 from pipe.recompute.cheap_ops import CheapRecompute, Kept, Made
 from pipe.recompute.thread_state import lasting_hooks
-from pipe.torch_private import negative_view, uncompiled_hooks
+from pipe.torch_private import is_traceable_wrapper_subclass, negative_view, uncompiled_hooks
 
 __all__ = ["MemoryProfileRecorder", "storages_of", "weights_by_reference"]
 
@@ -70,6 +70,26 @@ class _Packed:
         return tensor
 
 
+@dataclass(frozen=True)
+class _Wrapped:
+    """A tensor of a subclass: what its parts are saved as, and how it is rebuilt."""
+
+    kind: Any
+    parts: dict[str, Any]
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def resolve(self) -> Tensor:
+        parts = {name: _resolved(part) for name, part in self.parts.items()}
+        rebuilt: Tensor = self.kind.__tensor_unflatten__(parts, self.context, self.size, self.stride)
+        return rebuilt
+
+
+def _resolved(saved: Any) -> Any:
+    return saved.resolve() if isinstance(saved, (_Reference, _Packed, _Wrapped, Made, Kept)) else saved
+
+
 def storages_of(tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
     """The storages of tensors, with their bytes.
 
@@ -93,6 +113,10 @@ class MemoryProfileRecorder:
 
     def add(self, tensor: Tensor) -> None:
         """Called for each tensor that autograd saves."""
+        if is_traceable_wrapper_subclass(tensor):
+            for part in parts_of(tensor):
+                self.add(part)
+            return
         if tensor.layout is not torch.strided or not tensor.numel():
             return
         storage = StorageWeakRef(tensor.untyped_storage())
@@ -142,11 +166,14 @@ def weights_by_reference(
     def pack_by_user(tensor: Tensor) -> Any:
         return tensor if user_hooks is None else _Packed(user_hooks[0](tensor), user_hooks[1])
 
+    def in_slot(tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() == address
+
     def reference(tensor: Tensor) -> _Reference | None:
         if casts is None or tensor.layout is not torch.strided or not tensor.numel():
             return None
         cast = casts.find(tensor)
-        if tensor.untyped_storage().data_ptr() != address and cast is None:
+        if not in_slot(tensor) and cast is None:
             return None
         return _Reference(
             shard,
@@ -162,6 +189,10 @@ def weights_by_reference(
     recipes = CheapRecompute(lambda tensor: reference(tensor) or tensor, changing, shard.memory)
 
     def pack(tensor: Tensor) -> Any:
+        if is_traceable_wrapper_subclass(tensor) and any(map(in_slot, parts_of(tensor))):
+            names, context = tensor.__tensor_flatten__()
+            parts = {name: pack(getattr(tensor, name)) for name in names}
+            return _Wrapped(type(tensor), parts, context, tensor.size(), tensor.stride())
         if recipes.knows(tensor):
             return recipes.pack(tensor)
         saved = reference(tensor)
@@ -175,10 +206,7 @@ def weights_by_reference(
         # activations are never freed.
         return recipes.pack(tensor) if user_hooks is None else pack_by_user(tensor.detach())
 
-    def unpack(saved: Any) -> Tensor:
-        return saved.resolve() if isinstance(saved, (_Reference, _Packed, Made, Kept)) else saved
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(pack, unpack))
+    hooks = torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(pack, _resolved))
     with (
         hooks,
         casts or contextlib.nullcontext(),

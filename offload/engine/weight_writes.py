@@ -63,7 +63,7 @@ def find_writes(shard: Shard, *, compare: bool) -> list[int]:
         if assigned or s.parameter.shape != view.shape:
             s.check_data(view.shape)
             view.copy_(s.parameter.detach())
-            s.parameter.data = view
+            s.point_to(view)
         if assigned or versions[k] != shard.loaded_versions[k] or (compare and not _equals_home(shard, k)):
             positions.append(k)
     return positions
@@ -93,7 +93,7 @@ def set_values(shard: Shard, values: Sequence[Tensor]) -> None:
     """Copies values into the parameters in the slot, without counting as a write."""
     for s, view, value in zip(shard.slices, shard.in_slot, values, strict=True):
         view.copy_(value)
-        s.parameter.data = view
+        s.point_to(view)
 
 
 def _equals_home(shard: Shard, position: int) -> bool:
@@ -154,7 +154,9 @@ class AssignedData:
 
     def _refuse_held(self, assigned: Sequence[tuple[Shard, Slice]]) -> None:
         uses = self._views()
-        addresses = Counter(_memory(s.parameter.detach()) for shard in self._shards for s in shard.own)
+        addresses = Counter(
+            _memory(t.detach()) for shard in self._shards for s in shard.own for t in (s.parameter, *s.aliases)
+        )
         for shard, s in assigned:
             assert shard.home is not None
             if shard.pending is not None:

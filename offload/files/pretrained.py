@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.files.tensor_file import TensorFile, read_index
+from offload.streaming.quantised import part_names
 
 __all__ = ["KeyMap", "Pretrained", "Stored", "Unmatched", "load_pretrained", "tensors_of"]
 
@@ -87,11 +88,12 @@ class Pretrained:
         stored = self._stored.items()
         return [(name, one.file.shape(one.name), one.file.dtype(one.name)) for name, one in stored]
 
-    def match(self, tensors: Mapping[str, Tensor]) -> tuple[dict[Tensor, Stored], Unmatched]:
-        """The stored tensor for each tensor of a model. A tensor with several names needs only one of them.
+    def match(self, modules: Mapping[str, nn.Module]) -> tuple[dict[Tensor, Stored], Unmatched]:
+        """The stored tensor for each tensor of some modules. A tensor with several names needs only one of them.
 
         Raises ValueError that lists every difference in shapes, kinds of types and, if ``strict``, names.
         """
+        tensors = tensors_of(modules)
         names: dict[Tensor, list[str]] = {}
         for name, tensor in tensors.items():
             names.setdefault(tensor, []).append(name)
@@ -109,6 +111,12 @@ class Pretrained:
                     wrong.append(f"{name} has shape {shape}, expected {tuple(tensor.shape)}")
                 elif not torch.can_cast(dtype, tensor.dtype):
                     wrong.append(f"{name} is {dtype}, which cannot be cast to {tensor.dtype}")
+        quantised = [f"{p}.{name}" if p else name for p, module in modules.items() for name in part_names(module)]
+        wrong += [
+            f"{name} is quantised in the model: load the model before it is quantised"
+            for name in self._stored
+            if any(name == of or name.startswith(f"{of}.") for of in quantised)
+        ]
         unexpected = [stored.name for name, stored in self._stored.items() if name not in tensors]
         if self.strict:
             wrong += [f"missing: {', '.join(missing)}"] if missing else []
@@ -143,9 +151,8 @@ def load_pretrained(
 
     Source: accelerate's ``load_checkpoint_in_model``, without a ``state_dict`` in between.
     """
-    tensors = tensors_of({"": model})
-    found, unmatched = Pretrained(path, key_map=key_map, strict=strict).match(tensors)
-    empty = [name for name, tensor in tensors.items() if tensor.is_meta]
+    found, unmatched = Pretrained(path, key_map=key_map, strict=strict).match({"": model})
+    empty = [name for name, tensor in tensors_of({"": model}).items() if tensor.is_meta]
     if empty:
         raise ValueError(
             f"expected a model with memory, got {len(empty)} tensors on the meta device, such as {empty[0]}; wrap its "

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
+from offload.streaming.quantised import StoredTensor, is_taken_apart
 from offload.streaming.shard import Shard
 from offload.streaming.slices import layout
 from pipe.stream import current_stream, use_device, use_stream
@@ -25,7 +26,7 @@ class ResidentParamBlock(ParamBlock):
     """Parameters that the optimizer of the class updates themselves, with their own gradients."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: int, factory: OptimizerFactory) -> None:
-        slices, _ = layout(("", p) for p in parameters)
+        slices, _ = layout(StoredTensor("", p) for p in parameters)
         super().__init__(Shard(-1, 0, []), (), group, factory)
         self.slices = slices
         self.proxies = [s.parameter for s in slices]
@@ -57,7 +58,7 @@ class ResidentParameters:
 
     def add_group(self, members: Collection[nn.Parameter], group: int) -> None:
         """Adds those of a group of the user's optimizer."""
-        mine = [p for p in self._parameters if p in members]
+        mine = [p for p in self._parameters if p in members and not is_taken_apart(p)]  # those are frozen
         if mine:
             self.blocks.append(ResidentParamBlock(mine, group, self._factory))
 

@@ -27,6 +27,7 @@ from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.storage.buffer import PAGE_BYTES, whole_pages
 from offload.streaming.materialize import Materializer, Values
+from offload.streaming.quantised import stored_tensors
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice, layout
 
@@ -47,8 +48,8 @@ class LayerLayout:
 
     def add(self, name: str, layer: nn.Module) -> list[Slice]:
         """The places of the parameters that no layer before has."""
-        new = [(f"{name}.{path}", p) for path, p in layer.named_parameters() if p not in self._placed]
-        self._placed.update(p for _, p in new)
+        new = [each for each in stored_tensors([(name, layer)]) if each.parameter not in self._placed]
+        self._placed.update(each.parameter for each in new)
         slices, nbytes = layout(new)
         if max(nbytes, self.nbytes - self._page) >= PAGED_BYTES:
             self.nbytes = self._page = whole_pages(self.nbytes)
@@ -84,7 +85,7 @@ class LayerHomes:
             shard.home = self.weights.part(begin, end - begin)
             shard.own = [replace(s, offset=s.offset - begin) for s in places]
         stored.update((s.parameter, (shard, s)) for s in shard.own)
-        used = dict.fromkeys(p for _, module in part for p in module.parameters())
+        used = [each.parameter for each in stored_tensors(part)]
         shard.loans = [stored[p] for p in used if stored[p][0] is not shard]
         shard.slices, shard.slot_bytes = self._in_slot(shard)
         return shard
@@ -92,11 +93,11 @@ class LayerHomes:
     def _in_slot(self, shard: Shard) -> tuple[list[Slice], int]:
         """A slot is a copy of the home, followed by what is borrowed; or packed, if types differ."""
         there = shard.at_home
-        packed, nbytes = layout(((s.name, s.parameter) for s in there), self.dtype)
+        packed, nbytes = layout(there, self.dtype)
         if any(s.dtype != here.dtype for s, here in zip(there, packed, strict=True)):
             return packed, nbytes
         end = 0 if shard.home is None else shard.home.nbytes
-        borrowed, more = layout((s.name, s.parameter) for _, s in shard.loans)
+        borrowed, more = layout(s for _, s in shard.loans)
         return [*shard.own, *(replace(s, offset=end + s.offset) for s in borrowed)], end + more
 
     def cut(self, cuts: Sequence[int]) -> Iterator[Shard]:
@@ -138,7 +139,7 @@ def make_shards(
             home = shard.home_view(s)
             if materializer.has_values(s.parameter):
                 home.copy_(s.parameter.detach())
-            s.parameter.data = home
+            s.point_to(home)
             if s.parameter.grad is not None:
                 s.parameter.grad = s.parameter.grad.to(home.device)
         materializer.fill()

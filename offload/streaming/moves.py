@@ -115,7 +115,7 @@ def prepare_move(shard: Shard, tier: Tier, optimizers: Optimizers) -> Move:
     else:
         home, file = tier.allocate(shard.home.nbytes, f"shard{shard.index}-weights"), shard.home
         file.read_into(home.tensor)
-    tensors: list[NewMemory] = [(s.parameter, s.view(home.tensor)) for s in shard.own]
+    tensors: list[NewMemory] = [(t, s.view(home.tensor)) for s in shard.own for t in (s.parameter, *s.aliases)]
     regions, moved = _moved_gradients(shard, tier)
     tensors += moved
     commits = []

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from offload.streaming.quantised import refresh, stored_tensors
+
 __all__ = ["Rollback"]
 
 
@@ -31,6 +33,7 @@ class Rollback:
     """Records the state of ``layers`` before their parameters move, and the values of ``replaced`` tensors change."""
 
     def __init__(self, layers: Iterable[nn.Module], replaced: Container[Tensor]) -> None:
+        layers = list(layers)
         modules = dict.fromkeys(m for layer in layers for m in layer.modules())
         self._members = [(m, m._parameters, dict(m._parameters), dict(m._buffers)) for m in modules]
         self._parameters: dict[nn.Parameter, _Parameter] = {}
@@ -48,6 +51,10 @@ class Rollback:
             for b in buffers.values():
                 if b is not None and not b.is_meta and (bare or b in replaced) and b not in self._values:
                     self._values[b] = b.detach().clone()
+        self._parts = [each for each in stored_tensors(("", layer) for layer in layers) if each.part_of is not None]
+        for each in self._parts:
+            part = each.parameter
+            self._parameters[part] = _Parameter(part.device, part.data_ptr(), None, None)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -64,5 +71,10 @@ class Rollback:
                 parameter.data = data.to(was.device)
             if parameter.grad is not was.gradient:
                 parameter.grad = was.gradient
+        for each in self._parts:
+            for alias in each.aliases:
+                alias.data = each.parameter.data
+            assert each.part_of is not None
+            refresh(each.part_of)
         for buffer, values in self._values.items():
             buffer.copy_(values)

@@ -28,6 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.storage import Block, Tier
 from offload.streaming.casts import Casts
+from offload.streaming.quantised import refresh
 from offload.streaming.slices import Slice
 from offload.streaming.stored_gradients import GradientRegion
 from pipe.torch_private import outside_inference_mode, set_versions, storage_uses
@@ -87,6 +88,11 @@ class Shard:
         return [s.parameter for s in self.slices]
 
     @property
+    def quantised(self) -> list[nn.Parameter]:
+        """The parameters that the layers use of which slices are parts."""
+        return list(dict.fromkeys(s.part_of for s in self.slices if s.part_of is not None))
+
+    @property
     def trainable(self) -> bool:
         """Whether any parameter takes a gradient."""
         return any(parameter.requires_grad for parameter in self.parameters)
@@ -114,7 +120,11 @@ class Shard:
     @property
     def home_uses(self) -> int:
         """The engine's own references to the memory of the home, without those of optimizers."""
-        return 1 + len(self.own) + (0 if self.home is None else len(self._views.get(self.home.tensor, ())))
+        return (
+            1
+            + sum(1 + len(s.aliases) for s in self.own)
+            + (0 if self.home is None else len(self._views.get(self.home.tensor, ())))
+        )
 
     @property
     def blocking_io(self) -> bool:
@@ -142,7 +152,7 @@ class Shard:
         s.check_data()
         home = self.home_view(s)
         home.copy_(value)
-        s.parameter.data = home
+        s.point_to(home)
 
     def load(self, slot: Tensor) -> None:
         """HOME -> LOADED. The caller fills ``slot`` by :meth:`fill`, on a lane."""
@@ -183,11 +193,12 @@ class Shard:
         self._wide_gradients = [None] * len(self.slices)
         in_place = self.bound_in_place
         self.state = State.BOUND  # before the first parameter moves: see reset()
-        for parameter, view in zip(self.parameters, views, strict=True):
+        for s, view in zip(self.slices, views, strict=True):
             # Without this, autograd adds to the stored ``.grad`` while a lane writes to it.
-            parameter.grad = None
-            if not (in_place and parameter.dtype == view.dtype and parameter.is_set_to(view)):
-                parameter.data = view
+            s.parameter.grad = None
+            if not (in_place and s.parameter.dtype == view.dtype and s.parameter.is_set_to(view)):
+                s.point_to(view)
+        self._refresh_quantised()
         return made
 
     def widen_gradients(self) -> None:
@@ -225,8 +236,13 @@ class Shard:
         for position, gradient in enumerate(self._stored_gradients):
             owner, s = self.owner_of(position)
             if views is None or not (s.parameter.dtype == s.dtype and s.parameter.is_set_to(views[position])):
-                s.parameter.data = owner.home_view(s)
+                s.point_to(owner.home_view(s))
             s.parameter.grad = gradient
+        self._refresh_quantised()
+
+    def _refresh_quantised(self) -> None:
+        for parameter in self.quantised:
+            refresh(parameter)
 
     def drop(self) -> None:
         """LOADED -> HOME. Slots are never copied back."""

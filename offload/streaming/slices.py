@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.planning.partition import aligned
+from offload.streaming.quantised import StoredTensor
 
 __all__ = ["Slice", "layout"]
 
@@ -23,6 +24,16 @@ class Slice:
     nbytes: int
     stride: tuple[int, ...]
     dtype: torch.dtype
+    #: The quantised parameter of which :attr:`parameter` is a part.
+    part_of: nn.Parameter | None = None
+    #: Other tensors on the same memory.
+    aliases: tuple[Tensor, ...] = ()
+
+    def point_to(self, memory: Tensor) -> None:
+        """Gives the parameter this memory."""
+        self.parameter.data = memory
+        for alias in self.aliases:
+            alias.data = memory
 
     def check_data(self, expected: torch.Size | None = None) -> None:
         """Raises ValueError if the parameter's size (or ``expected`` shape) or type is not the stored one."""
@@ -46,14 +57,19 @@ class Slice:
         return memory.set_(block.untyped_storage(), offset // self.dtype.itemsize, self.parameter.shape, self.stride)
 
 
-def layout(parameters: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype | None = None) -> tuple[list[Slice], int]:
-    """Packs parameters into one block, floating-point ones as ``dtype``; returns slices and the block's bytes."""
+def layout(stored: Iterable[StoredTensor | Slice], dtype: torch.dtype | None = None) -> tuple[list[Slice], int]:
+    """Packs parameters into one block, floating-point ones as ``dtype``; returns slices and the block's bytes.
+
+    Parts of quantised parameters keep their type.
+    """
     slices, end = [], 0
-    for name, parameter in parameters:
+    for each in stored:
+        parameter = each.parameter
         # Dense strides (such as channels_last) are kept, since kernels choose their algorithm by them.
         stride = torch.empty_like(parameter, device="meta").stride()
-        kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        casts = dtype is not None and each.part_of is None and parameter.is_floating_point()
+        kind = dtype if dtype is not None and casts else parameter.dtype
         nbytes = parameter.numel() * kind.itemsize
-        slices.append(Slice(name, parameter, end, nbytes, stride, kind))
+        slices.append(Slice(each.name, parameter, end, nbytes, stride, kind, each.part_of, each.aliases))
         end += aligned(nbytes)
     return slices, end

@@ -1,0 +1,328 @@
+"""Quantised bases: their parts are stored and loaded as bytes, and everything is equal to the plain quantised model."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import DiskHome, OffloadModel, OffloadOptimizer, load_checkpoint, load_pretrained, save_checkpoint
+from offload.engine.executor import Executor
+from offload.storage.disk import DiskTier
+from tests.offload.quantised import KINDS, TABLE, WIDTH, Packed, WithAttributes, layers, plain_values, tower
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+recomputations = pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "keep"])
+
+
+def train(model: Any, steps: int = 3) -> list[Tensor]:
+    """Outputs and gradients of some steps, an output without gradients, and the values after them."""
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if isinstance(model, OffloadModel):
+        optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    seen = []
+    for k in range(steps):
+        y = model(torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(k)))
+        y.square().sum().backward()
+        seen += [y.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.requires_grad)]
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        seen.append(model(torch.ones(1, WIDTH)))
+    return seen + [x.clone() for v in model.state_dict().values() for x in plain_values(v)]
+
+
+def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
+    assert len(first) == len(second)
+    assert [k for k, (a, b) in enumerate(zip(first, second, strict=True)) if not torch.equal(a, b)] == []
+
+
+@kinds
+@recomputations
+@pytest.mark.parametrize("form", ["layers", "blocks"])
+def test_training_over_a_quantised_base_equals_the_plain_model(
+    kind: str, recompute: bool, form: str, home: str
+) -> None:
+    make: Callable[[str], nn.Module] = layers if form == "layers" else tower
+    given: dict[str, Any] = {"num_slices": 3} if form == "layers" else {"blocks": "layer"}
+    model = OffloadModel(make(kind), "cpu", home, checkpoint_activation=recompute, **given)
+    assert list(model.state_dict()) == list(make(kind).state_dict())
+    assert_same(train(model), train(make(kind)))
+
+
+@kinds
+def test_every_part_of_a_quantised_weight_is_in_its_home(kind: str, tmp_path: Path) -> None:
+    model = OffloadModel(layers(kind), "cpu", tmp_path, 2, checkpoint_activation=True)
+    train(model)
+    homes = [shard.home for shard in model._executor.shards]
+    ranges = [(h.tensor.data_ptr(), h.tensor.data_ptr() + h.nbytes) for h in homes if h is not None]
+    values = [x for v in model.state_dict(keep_vars=True).values() for x in plain_values(v)]
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, WithAttributes):
+            assert weight.same is not None
+            values += [weight.same, weight.statistics.scale, weight.statistics.table]
+            assert weight.same.data_ptr() == weight.data_ptr()
+    assert all(any(begin <= v.data_ptr() < end for begin, end in ranges) for v in values)
+
+
+def test_a_table_that_a_library_shares_stays_where_it_is() -> None:
+    address, other = TABLE.data_ptr(), layers("attributes")
+    model = OffloadModel(layers("attributes"), "cpu", checkpoint_activation=True)
+    train(model, steps=1)
+    assert TABLE.data_ptr() == address
+    assert other[0].base.weight.statistics.table is TABLE
+
+
+@kinds
+def test_a_limit_of_memory_plans_a_quantised_model(kind: str, tmp_path: Path) -> None:
+    assert_same(train(OffloadModel(layers(kind), "cpu", tmp_path, memory="64MiB")), train(layers(kind)))
+
+
+@kinds
+def test_shards_of_quantised_weights_rest_in_memory_and_leave_it(kind: str, tmp_path: Path) -> None:
+    model = OffloadModel(layers(kind), "cpu", tmp_path, 4, checkpoint_activation=True)
+    x, plain = torch.ones(1, WIDTH), layers(kind)
+    for wanted in ([0, 2], [1], []):
+        model._executor.keep_in_memory(wanted)
+        assert [s.index for s in model._executor.shards if not s.blocking_io] == wanted
+        for _ in range(3):
+            assert torch.equal(model(x), plain(x))
+
+
+@kinds
+@recomputations
+def test_late_copies_are_waited_for_with_quantised_weights(
+    kind: str, recompute: bool, late: Callable[..., Any], tmp_path: Path
+) -> None:
+    late()
+    model = OffloadModel(layers(kind), "cpu", tmp_path, 4, checkpoint_activation=recompute)
+    assert_same(train(model), train(layers(kind)))
+
+
+@kinds
+def test_a_type_to_compute_in_casts_no_part_of_a_quantised_weight(kind: str) -> None:
+    model = OffloadModel(layers(kind), "cpu", "cpu", 4, checkpoint_activation=True, param_dtype=torch.float64)
+    x = torch.randn(3, WIDTH, dtype=torch.float64)
+    stored = {s.name: s.dtype for shard in model._executor.shards for s in shard.slices if ".base." in s.name}
+    in_home = {s.name: s.dtype for shard in model._executor.shards for s in shard.own if ".base." in s.name}
+    assert stored == in_home
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(x)  # as in the plain model: float64 inputs meet a float32 weight
+
+
+@kinds
+def test_a_kept_graph_refers_to_quantised_weights_and_holds_no_slot(kind: str) -> None:
+    model = OffloadModel(layers(kind), "cpu", "cpu", 4, checkpoint_activation=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.ones(1, WIDTH)).sum().backward()
+
+
+@kinds
+def test_a_state_dict_of_a_quantised_model_is_saved_and_loaded(kind: str, home: str) -> None:
+    model, other = OffloadModel(layers(kind), "cpu", home, 2, checkpoint_activation=True), layers(kind, seed=1)
+    train(model, steps=1)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=False))
+    if kind != "attributes":  # of these torch saves the bytes alone
+        assert torch.equal(other(torch.ones(1, WIDTH)), model(torch.ones(1, WIDTH)))
+    model.load_state_dict(layers(kind, seed=2).state_dict())
+    if kind != "attributes":
+        assert torch.equal(layers(kind, seed=2)(torch.ones(1, WIDTH)), model(torch.ones(1, WIDTH)))
+
+
+@kinds
+@pytest.mark.parametrize("form", ["layers", "blocks"])
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_of_a_quantised_model_has_its_bytes(kind: str, form: str, how: str, home: str) -> None:
+    make, given = (layers, {"num_slices": 2}) if form == "layers" else (tower, {"blocks": "layer"})
+    model: Any = OffloadModel(make(kind), "cpu", home, checkpoint_activation=True, **given)  # type: ignore[operator]
+    train(model, steps=1)
+    copied = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    x = torch.ones(1, WIDTH)
+    assert torch.equal(copied(x), model(x))
+    before = model(x)
+    train(copied, steps=2)
+    assert torch.equal(model(x), before)
+
+
+def test_a_copy_takes_no_home_for_each_part(tmp_path: Path) -> None:
+    model = OffloadModel(layers("subclass"), "cpu", tmp_path, 1, checkpoint_activation=True)
+    copied = copy.deepcopy(model)
+    parts = [x for v in copied.state_dict().values() for x in plain_values(v)]
+    assert all(x.untyped_storage().nbytes() <= copied._executor.shards[0].home.nbytes for x in parts)
+
+
+@kinds
+def test_a_checkpoint_holds_the_parts_of_quantised_weights(kind: str, tmp_path: Path) -> None:
+    model = OffloadModel(layers(kind), "cpu", tmp_path / "a", 2, checkpoint_activation=True)
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.1)
+    model(torch.ones(1, WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    save_checkpoint(tmp_path / "saved", model, optimizer)
+    other = OffloadModel(layers(kind, seed=1), "cpu", "cpu", 3, checkpoint_activation=True)
+    load_checkpoint(tmp_path / "saved", other, OffloadOptimizer(other, torch.optim.AdamW, lr=0.1))
+    assert torch.equal(other(torch.ones(1, WIDTH)), model(torch.ones(1, WIDTH)))
+    assert_same(train(other, steps=1), train(model, steps=1))
+
+
+@kinds
+def test_gradients_and_moments_are_stored_of_trainable_parameters_only(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocated: dict[str, int] = {}
+    allocate = DiskTier.allocate
+
+    def recording(self: DiskTier, nbytes: int, label: str, **kwargs: Any) -> Any:
+        allocated[label] = allocated.get(label, 0) + nbytes
+        return allocate(self, nbytes, label, **kwargs)
+
+    monkeypatch.setattr(DiskTier, "allocate", recording)
+    model = OffloadModel(layers(kind), "cpu", tmp_path, 4, checkpoint_activation=True)
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.1)
+    model(torch.ones(1, WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.synchronize()
+    trainable = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    others = sum(nbytes for label, nbytes in allocated.items() if not label.endswith("weights"))
+    assert 0 < others <= 3 * trainable + 64 * len(allocated)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+class Changing(Packed):
+    """Its parts are new tensors at each access."""
+
+    @property
+    def data8(self) -> Tensor:  # type: ignore[override]
+        return self._data8.detach()
+
+    @data8.setter
+    def data8(self, value: Tensor) -> None:
+        self._data8 = value
+
+
+class Sealed(Packed):
+    """Cannot be taken apart."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        raise NotImplementedError("sealed")
+
+
+def with_weight(weight: Any) -> nn.Sequential:
+    model = layers("subclass", blocks=2)
+    model[1].base.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+    return model
+
+
+def trainable(kind: str) -> nn.Sequential:
+    model = layers(kind, blocks=2)
+    if kind == "attributes":
+        weight = model[1].base.weight
+        half = Tensor._make_subclass(WithAttributes, weight.data.half(), True)
+        half.same, half.statistics = None, weight.statistics
+        model[1].base.weight = half
+    else:
+        model[1].base.weight.requires_grad_(True)
+    return model
+
+
+def unquantised() -> nn.Sequential:
+    model = layers("attributes", blocks=2)
+    model[1].base.weight.bnb_quantized = False
+    return model
+
+
+def repacking() -> nn.Sequential:
+    model = layers("attributes", blocks=2)
+    model[1].base.support_avx512bf16_for_cpu = True
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: trainable("subclass"), r"frozen, got a trainable Packed \(1.base.weight\)"),
+        (lambda: trainable("attributes"), r"frozen, got a trainable WithAttributes \(1.base.weight\)"),
+        (
+            lambda: with_weight(Changing(*Packed.pack(torch.ones(WIDTH, WIDTH)).parts())),
+            "another tensor at each access",
+        ),
+        (lambda: with_weight(Sealed(*Packed.pack(torch.ones(WIDTH, WIDTH)).parts())), "NotImplementedError: sealed"),
+        (lambda: with_weight(Packed(torch.ones(2, 2, dtype=torch.int8), torch.ones(2, 1).to_sparse())), "sparse_coo"),
+        (lambda: with_weight(Packed(*(x.to("meta") for x in Packed.pack(torch.ones(2, 2)).parts()))), "meta device"),
+        (unquantised, "move the model first"),
+        (repacking, "support_avx512bf16_for_cpu = False"),
+    ],
+)
+def test_what_cannot_be_taken_apart_is_refused_before_anything_moved(make: Any, reason: str, tmp_path: Path) -> None:
+    model = make()
+    before = [x.data_ptr() for v in model.state_dict(keep_vars=True).values() for x in plain_values(v)[:1]]
+    with pytest.raises(TypeError, match=reason):
+        OffloadModel(model, "cpu", tmp_path / "home", checkpoint_activation=True)
+    assert [x.data_ptr() for v in model.state_dict(keep_vars=True).values() for x in plain_values(v)[:1]] == before
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_quantised_weight_that_becomes_trainable_is_refused_by_the_next_forward() -> None:
+    model = OffloadModel(tower("subclass"), "cpu", checkpoint_activation=True, blocks="layer")
+    for weight in (model.layer[1].base.weight, model.head.weight):
+        weight.requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"weight.* require gradients"):
+            model(torch.ones(1, WIDTH))
+        weight.requires_grad_(False)
+        model(torch.ones(1, WIDTH)).sum().backward()
+
+
+@kinds
+def test_a_home_that_outlives_its_model_is_refused_for_quantised_weights(kind: str, tmp_path: Path) -> None:
+    model, x = layers(kind), torch.ones(1, WIDTH)
+    expected = model(x)
+    with pytest.raises(ValueError, match=r"keep=True\) for quantised weights"):
+        OffloadModel(model, "cpu", DiskHome(tmp_path, keep=True), 2, checkpoint_activation=True)
+    assert torch.equal(model(x), expected)
+
+
+def test_a_file_of_unquantised_weights_is_not_loaded_into_quantised_ones(tmp_path: Path) -> None:
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
+    save_checkpoint(tmp_path, plain)
+    model = OffloadModel(nn.Sequential(layers("subclass")[0].base), "cpu", checkpoint_activation=True)
+    with pytest.raises(ValueError, match=r"0\.weight is quantised in the model"):
+        load_pretrained(model, tmp_path)
+
+
+@kinds
+def test_a_construction_that_fails_gives_quantised_weights_back(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = layers(kind), torch.ones(1, WIDTH)
+    expected = model(x)
+    begin = Executor.__init__
+
+    def failing(self: Executor, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        raise OSError("full")
+
+    monkeypatch.setattr(Executor, "__init__", failing)
+    with pytest.raises(OSError, match="full"):
+        OffloadModel(model, "cpu", os.fspath(tmp_path) + os.sep, checkpoint_activation=True)
+    monkeypatch.undo()
+    assert torch.equal(model(x), expected)
+    if kind == "attributes":
+        weight = model[0].base.weight
+        assert weight.same.data_ptr() == weight.data_ptr()
+    assert_same(train(OffloadModel(model, "cpu", tmp_path, checkpoint_activation=True)), train(layers(kind)))
