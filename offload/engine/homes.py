@@ -191,5 +191,7 @@ class MovableHomes(ExclusivePasses):
         """The plan of the next step from empty slots, on micro-batches of so many rows."""
         streamer = self.streamer
         updates = streamer.gradient_offload.optimizers.planned()
+        if streamer.updates_at_once:
+            updates["pending"] = frozenset()
         in_memory: Collection[int] = streamer.in_place()
         return self.steps.plan(rows, updates, slots=streamer.slots, training=training, in_memory=in_memory)

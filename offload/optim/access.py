@@ -76,6 +76,11 @@ class OptimizerAccess:
         """Whether other code holds parameters of the optimizer, and so can read them without asking the model."""
         return self._executor.held_elsewhere(*self._streamer.gradient_offload.optimizers.references(optimizer))
 
+    @property
+    def at_once(self) -> bool:
+        """Whether updates run in ``step()``."""
+        return self._streamer.updates_at_once
+
     def store_assigned_data(self) -> None:
         """Copies tensors assigned to ``.data`` of parameters into their homes. Raises ValueError for another size."""
         self._executor.assigned_data.store()

@@ -50,8 +50,8 @@ class OffloadOptimizer(MovableStates):
     any training loop: every access through the model (a forward, ``state_dict()``, ``parameters()``, a checkpoint)
     first finishes the pending updates. As long as other code holds a parameter, its gradient or a view of it (a list
     for an exponential average, a loop variable that still exists), ``step()`` updates at once, with no overlap; also
-    for a class that changes its groups, such as one that counts steps there. Call :meth:`synchronize` before you read
-    parameters or states from ``param_groups`` or ``state`` of the optimizer itself.
+    for a class that changes its groups, such as one that counts steps there, or with all shards in memory. Call
+    :meth:`synchronize` before you read parameters or states from ``param_groups`` or ``state`` of the optimizer itself.
 
     Args:
         model: whose parameters are trained.
@@ -172,7 +172,7 @@ class OffloadOptimizer(MovableStates):
             )
         self._check_idle()
         self._synchronize()
-        held = self.access.held_elsewhere(self)
+        at_once = self.access.at_once or self.access.held_elsewhere(self)
         self.access.store_assigned_data()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) != 0:
@@ -183,12 +183,12 @@ class OffloadOptimizer(MovableStates):
         options = self.options() if self.in_backward is None else self.in_backward.options_of_step(self._group_changes)
         updates = ((shard, self.update(shard, options, coefficient)) for shard in self.param_blocks)
         decided = [(shard, update) for shard, update in updates if update is not None]
-        at_once = self._resident.jobs(options, coefficient)
+        resident = self._resident.jobs(options, coefficient)
         number = self.steps + 1
 
         def decide() -> None:
             """Makes all updates pending. Idempotent, for a second call after an exception in the first."""
-            self._resident.run(at_once, self._finish_job)
+            self._resident.run(resident, self._finish_job)
             for shard, update in decided:
                 if shard.pending is not update and not (update.done or update.withdrawn):
                     self.mark(shard, update)
@@ -201,10 +201,10 @@ class OffloadOptimizer(MovableStates):
 
         try:
             self._run_sparse(decided)
-            self._resident.run(at_once, self._finish_job)
+            self._resident.run(resident, self._finish_job)
         except BaseException as error:
             self._resident.wait_idle()
-            begun = any(job.done or job.scaled for job in at_once)
+            begun = any(job.done or job.scaled for job in resident)
             if not begun and all(update.unapplied or update.withdrawn for _, update in decided):
                 raise
             decide()  # a step is applied as a whole: updates that began are finished, the others follow
@@ -216,7 +216,7 @@ class OffloadOptimizer(MovableStates):
             # Homes in host memory are updated in place, so the update can run at once.
             if not (shard.blocking_io or update.done):
                 update.start()
-        if held or self._group_changes.expected:
+        if at_once or self._group_changes.expected:
             self._synchronize()
         if self._group_changes.expected:
             self._step_groups_without_gradients(options)

@@ -210,7 +210,8 @@ class GradientOffload:
             yield partial(_add, stored, gradient)
         elif in_memory and gradient.device == parameter.device and gradient.dtype == parameter.dtype:
             parameter.grad = gradient
-            if norms:
+            # Nothing is copied beside layers that use the shard in place: ``step()`` computes these norms.
+            if norms and not owner.in_place:
                 yield lambda: gradient
         elif in_memory and owner.blocking_io:
             parameter.grad = torch.empty_strided(parameter.shape, s.stride, dtype=parameter.dtype)

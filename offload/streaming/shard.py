@@ -133,7 +133,7 @@ class Shard:
 
     def versions(self) -> tuple[int, ...]:
         """Version counter of each parameter: equal counters mean no write in between."""
-        return tuple(parameter._version for parameter in self.parameters)
+        return tuple([s.parameter._version for s in self.slices])
 
     def set_versions(self, versions: tuple[int, ...]) -> None:
         """Declares that the parameters hold the same values as when their counters were ``versions``."""
@@ -207,12 +207,13 @@ class Shard:
         Without this, the sum over many micro-batches stops growing once it is some hundred times as large as its next
         term.
         """
-        for k, (parameter, there) in enumerate(zip(self.parameters, self.at_home, strict=True)):
+        for k, s in enumerate(self.slices):
+            parameter = s.parameter
             gradient, wide = parameter.grad, self._wide_gradients[k]
             if gradient is None or gradient.dtype not in (torch.bfloat16, torch.float16) or gradient.is_sparse:
                 continue
             parameter.grad = None
-            dtype = torch.promote_types(there.dtype, torch.float32)
+            dtype = torch.promote_types(self.owner_of(k)[1].dtype, torch.float32)
             self._wide_gradients[k] = gradient.to(dtype) if wide is None else wide.add_(gradient)
 
     def unbind(self) -> list[Tensor | None]:
@@ -221,8 +222,8 @@ class Shard:
         self.widen_gradients()
         self.weight_casts.end_visit()
         gradients = [
-            p.grad if wide is None else wide.to(there.dtype)
-            for p, wide, there in zip(self.parameters, self._wide_gradients, self.at_home, strict=True)
+            s.parameter.grad if wide is None else wide.to(self.owner_of(k)[1].dtype)
+            for k, (s, wide) in enumerate(zip(self.slices, self._wide_gradients, strict=True))
         ]
         self._restore()
         self.state = State.LOADED

@@ -109,6 +109,11 @@ class Streamer:
         """The shards that layers use where they rest."""
         return frozenset(shard.index for shard in self.shards if shard.in_place)
 
+    @property
+    def updates_at_once(self) -> bool:
+        """Whether updates run when an optimizer steps: where all shards are used in place, no copy could overlap."""
+        return all(shard.in_place for shard in self.shards)
+
     def homes_moved(self) -> None:
         """Called when other shards are used in place than before, between passes: keeps no more slots than needed."""
         self.release()

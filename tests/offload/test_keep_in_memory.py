@@ -620,3 +620,32 @@ def test_a_model_with_shards_in_memory_is_collected_with_all_its_memory(tmp_path
     del model, ours
     gc.collect()
     assert home() is None
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_a_step_leaves_no_update_to_lanes_where_layers_use_every_shard_in_place(
+    home: str, max_norm: float | None
+) -> None:
+    """There is no copy to overlap with: a thread that updates beside layers takes their cores and the interpreter."""
+    bare, model = layers(), OffloadModel(layers(), "cpu", home, SHARDS)
+    plain = torch.optim.AdamW(bare.parameters(), lr=0.01, fused=True)
+    ours = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01, max_norm=max_norm)
+    drains = model._executor._lanes.drain
+    submitted: list[str] = []
+    submit = drains.submit
+    drains.submit = lambda token, *rest: (submitted.append(token), submit(token, *rest))[1]  # type: ignore[method-assign]
+    for k, resting in enumerate((range(SHARDS - 1), range(SHARDS), range(SHARDS))):
+        keep(model, resting)
+        submitted.clear()
+        for run, optimizer in ((bare, plain), (model, ours)):
+            optimizer.zero_grad()
+            backward(run, k)
+            if run is bare and max_norm is not None:
+                torch.nn.utils.clip_grad_norm_(bare.parameters(), max_norm)
+            optimizer.step()
+        everything = len(resting) == SHARDS
+        pending = [shard.index for shard in model._executor.shards if shard.pending is not None]
+        assert not (everything and (pending or submitted))
+        if not everything and home != "cpu":
+            assert pending
+    assert_equal(bare, model)
