@@ -39,6 +39,8 @@ setup(
         "jax": ["jax>=0.4.30"],
         "sentence-transformers": ["sentence-transformers>=3"],
         "huggingface": ["transformers>=4.40"],
+        # What docs/trainers.md shows.
+        "trainers": ["transformers>=5", "sentence-transformers>=6", "accelerate>=1.1", "datasets"],
         # The site: ruff formats the signatures.
         "docs": ["mkdocs-material>=9.5,<10", "mkdocstrings[python]>=1", "ruff==0.17.6"],
         "lint": ["ruff==0.17.6", "mypy==2.4.1", "types-psutil"],

@@ -1,0 +1,225 @@
+"""The examples with trainers, on models that are built from configurations: results of the plain model under them.
+
+In an environment of their own (``.ci/transformers``), where transformers, sentence-transformers, accelerate or datasets
+are not installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from gradcache import sentence_transformers as losses
+from offload import OffloadModel, OffloadOptimizer
+
+EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the trainers themselves
+
+KEYS = ("loss", "grad_norm")
+
+_loaded: dict[str, ModuleType] = {}
+
+
+def example(name: str, *needs: str) -> Any:
+    for package in needs:
+        pytest.importorskip(package, reason=f"needs {package}: .ci/transformers installs it")
+    if name not in _loaded:
+        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        _loaded[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(_loaded[name])
+    return _loaded[name]
+
+
+@pytest.fixture
+def huggingface() -> Any:
+    return example("huggingface_trainer", "transformers", "accelerate")
+
+
+@pytest.fixture
+def loop() -> Any:
+    return example("training_loop", "transformers")
+
+
+@pytest.fixture
+def sentences() -> Any:
+    return example("sentence_transformers_trainer", "sentence_transformers", "accelerate", "datasets")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "home").mkdir()
+    return tmp_path / "home"
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_equal(model: Any, other: Any, *, exact: bool = True) -> None:
+    found, expected = weights(model), weights(other)
+    assert list(found) == list(expected)
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]) if exact else torch.allclose(value, expected[name], atol=1e-5), name
+
+
+# --- the Trainer of transformers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"optim": "sgd"}, {"optim": "sgd", "bf16": True}, {"max_grad_norm": 0.0}], ids=str
+)
+def test_the_trainer_s_steps_are_those_of_the_plain_model(
+    options: dict[str, Any], huggingface: Any, home: Path, tmp_path: Path
+) -> None:
+    plain = huggingface.train(tmp_path / "plain", None, save_strategy="no", **options)
+    ours = huggingface.train(tmp_path / "ours", home, save_strategy="no", **options)
+    assert isinstance(ours.model, OffloadModel)
+    assert isinstance(ours.optimizer.optimizer, OffloadOptimizer)
+    assert [len(g["params"]) for g in ours.optimizer.param_groups] == [
+        len(g["params"]) for g in plain.optimizer.param_groups
+    ]
+    exact = options.get("optim") == "sgd"  # Adam divides by small numbers, and rounds as its vectors are cut
+    found, norms = ([[step.get(key, 0.0) for step in t.state.log_history] for t in (ours, plain)] for key in KEYS)
+    for ours_then, plain_then in (found, norms):
+        assert ours_then == (plain_then if exact else pytest.approx(plain_then, rel=1e-4))
+    assert_equal(ours.model, plain.model, exact=exact)
+
+
+def test_a_resumed_trainer_continues_bit_for_bit(huggingface: Any, home: Path, tmp_path: Path) -> None:
+    whole = huggingface.train(tmp_path / "whole", home)
+    huggingface.train(tmp_path / "parts", home, steps=3)
+    resumed = huggingface.train(tmp_path / "parts", home, resume=True)
+    assert huggingface.losses(resumed) == huggingface.losses(whole)
+    assert_equal(resumed.model, whole.model)
+
+
+def test_checkpoints_of_the_plain_model_and_of_ours_are_exchanged(huggingface: Any, home: Path, tmp_path: Path) -> None:
+    plain = huggingface.train(tmp_path / "plain", None)
+    huggingface.train(tmp_path / "first", None, steps=3)
+    ours = huggingface.train(tmp_path / "first", home, resume=True)
+    assert_equal(ours.model, plain.model, exact=False)
+    huggingface.train(tmp_path / "second", home, steps=3)
+    back = huggingface.train(tmp_path / "second", None, resume=True)
+    assert_equal(back.model, plain.model, exact=False)
+
+
+def test_the_trainer_does_not_move_the_model(huggingface: Any, home: Path, tmp_path: Path) -> None:
+    moved = []
+
+    class Llama(type(huggingface.llama(None))):  # type: ignore[misc]
+        def to(self, *args: Any, **kwargs: Any) -> Any:
+            moved.append(args)
+            return super().to(*args, **kwargs)
+
+    model = huggingface.llama(None)
+    model.__class__ = Llama
+    ours = OffloadModel(model, "cpu", home, checkpoint_activation=True, blocks="model.layers")
+    arguments = huggingface.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    huggingface.Trainer(model=ours, args=arguments, train_dataset=huggingface.rows())
+    assert moved == []
+
+
+def test_the_trainer_s_gradient_checkpointing_is_refused(huggingface: Any, home: Path, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="checkpoint_activation=True"):
+        huggingface.train(tmp_path / "run", home, gradient_checkpointing=True)
+
+
+def test_the_example_with_the_trainer_runs(huggingface: Any, tmp_path: Path) -> None:
+    found = huggingface.main(tmp_path)
+    assert len(found) == 6
+    assert found[-1] < found[0]
+
+
+# --- a plain loop ----------------------------------------------------------------------------------------------------
+
+
+def test_the_loop_s_steps_are_those_of_the_plain_model(loop: Any, home: Path, tmp_path: Path) -> None:
+    plain, expected = loop.train(None, tmp_path / "plain")
+    ours, found = loop.train(home, tmp_path / "ours")
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert_equal(ours, plain, exact=False)
+
+
+def test_a_resumed_loop_continues_bit_for_bit(loop: Any, home: Path, tmp_path: Path) -> None:
+    whole, expected = loop.train(home, tmp_path / "whole")
+    _, first = loop.train(home, tmp_path / "parts", until=3)
+    resumed, second = loop.train(home, tmp_path / "parts")
+    assert first + second == expected
+    assert_equal(resumed, whole)
+
+
+def test_the_example_with_a_loop_runs(loop: Any, tmp_path: Path) -> None:
+    found = loop.main(tmp_path)
+    assert len(found) == 6
+    assert found[-1] < found[0]
+
+
+# --- the trainer of sentence-transformers ----------------------------------------------------------------------------
+
+
+def loss_named(name: str, sentences: Any, folder: Path) -> Any:
+    """Makes the loss of a model; a guide is the same model as before the training."""
+    inner = {"matryoshka": "CachedMultipleNegativesRankingLoss"}.get(name, name)
+
+    def make(model: Any) -> Any:
+        options: dict[str, Any] = {"mini_batch_size": 4}
+        if inner == "CachedGISTEmbedLoss":
+            options["guide"] = sentences.sentence_transformer(str(folder), None).eval()
+        loss = getattr(losses, inner)(model, **options)
+        if name != "matryoshka":
+            return loss
+        package: Any = importlib.import_module("sentence_transformers.sentence_transformer.losses")
+        return package.MatryoshkaLoss(model, loss, [32, 16, 8])
+
+    return make
+
+
+@pytest.mark.parametrize("name", [*(n for n in losses.__all__ if n.endswith("Loss")), "matryoshka"])
+def test_a_sentence_transformer_trains_as_the_plain_one(name: str, sentences: Any, home: Path, tmp_path: Path) -> None:
+    folder = sentences.model_in(tmp_path / "bert", dropout=0.0)
+    loss = loss_named(name, sentences, tmp_path / "bert")
+    run = partial(sentences.train, folder, make_loss=loss, steps=3, kind=torch.optim.SGD)
+    plain = run(tmp_path / "plain", None, save_strategy="no")
+    ours = run(tmp_path / "ours", home, save_strategy="no")
+    found = [[step["loss"] for step in t.state.log_history if "loss" in step] for t in (plain, ours)]
+    assert len(found[0]) == 3
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    assert_equal(ours.model, plain.model, exact=False)
+    transformer = ours.model[0].model
+    assert isinstance(transformer, OffloadModel)
+    assert transformer.statistics().shard_loads <= 3 * 2 * 4
+
+
+def test_losses_of_the_release_train_it_as_well(sentences: Any, home: Path, tmp_path: Path) -> None:
+    folder = sentences.model_in(tmp_path / "bert", dropout=0.0)
+    package: Any = importlib.import_module("sentence_transformers.sentence_transformer.losses")
+    for name in ("MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"):
+        run = partial(sentences.train, folder, make_loss=getattr(package, name), steps=2, kind=torch.optim.SGD)
+        plain = run(tmp_path / "plain", None, save_strategy="no")
+        ours = run(tmp_path / "ours", home, save_strategy="no")
+        assert_equal(ours.model, plain.model, exact=False)
+
+
+def test_a_resumed_sentence_transformer_continues_bit_for_bit(sentences: Any, home: Path, tmp_path: Path) -> None:
+    folder = sentences.model_in(tmp_path / "bert")
+    run = partial(sentences.train, folder)
+    whole = run(tmp_path / "whole", home)
+    run(tmp_path / "parts", home, steps=3)
+    resumed = run(tmp_path / "parts", home, resume=True)
+    assert_equal(resumed.model, whole.model)
+    assert [s.get("loss") for s in resumed.state.log_history] == [s.get("loss") for s in whole.state.log_history]
+
+
+def test_the_example_with_sentence_transformers_runs(sentences: Any, tmp_path: Path) -> None:
+    found = sentences.main(tmp_path)
+    assert len(found) == 6
+    assert found[-1] < found[0]
